@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every knob on one screen, and what derives from it.
+
+Owns the one class of the project, its text forms (command line, JSON, named presets) and the
+rules between its fields. Refuses a config that cannot run, naming every fault at once.
+Invariant: `from_json(to_json(cfg)) == cfg`, and a `Config` is hashable: a static jit argument.
+"""
+import dataclasses
+import difflib
+import json
+import re
+import typing
+from dataclasses import dataclass
+from decimal import Decimal
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    # ---- run
+    mode: Literal["train", "eval", "sample"] = "train"  # train; or evaluate or sample from the newest checkpoint
+    config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
+    out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
+    seed: int = 0  # of initialisation, data order and sampling
+    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # from out_dir's newest checkpoint; overwrite deletes it
+    allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config on purpose
+    init_from: str = ""  # out_dir of another run whose newest parameters to start from
+    cache_dir: str = "~/.cache/sixfile"  # folder of compiled programs, kept between runs; empty: none
+    # ---- data
+    data: tuple[str, ...] = ()  # files or globs: text, .jsonl, .bin or .npy tokens; none: Python's own sources
+    val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
+    val_frac: float = 0.1  # share of data held out, in [0, 1), when val_data is empty
+    data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
+    tokenizer: str = "bytes"  # bytes, or the path of a Hugging Face tokenizer.json
+    overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
+    # ---- length and batch
+    steps: int = 1500  # optimizer updates in all: the horizon of the schedule
+    epochs: float = 0.0  # passes over the training data; above 0 it sets steps
+    batch_size: int = 16  # sequences per update, all devices
+    micro_batches: int = 1  # parts of a batch, one after the other: less memory, same result
+    seq_len: int = 128  # tokens per sequence
+    # ---- model
+    d_model: int = 128  # width of the residual stream
+    n_layers: int = 4  # blocks of attention and MLP
+    n_heads: int = 4  # query heads
+    n_kv_heads: int = 0  # key and value heads; 0: as many as query heads
+    head_dim: int = 0  # width of a head; 0: d_model / n_heads
+    d_ff: int = 0  # width of the MLP; 0: 8/3 d_model, rounded up to 32
+    vocab_size: int = 0  # token ids; 0: as many as the tokenizer has
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_factor: float = 1.0  # Llama-3 stretch of long wavelengths; 1: none
+    rope_original_len: int = 8192  # tokens per sequence before the stretch
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    qk_norm: bool = True  # RMSNorm on each query and key head
+    qkv_bias: bool = False  # bias on queries, keys and values
+    tie_embeddings: bool = True  # one matrix for embedding and logits
+    sliding_window: int = 0  # tokens that attention looks back, itself included; 0: all
+    scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
+    # ---- numbers
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; auto: bfloat16, on a CPU float32
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of stored parameters; moments are always float32
+    remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
+    # ---- optimizer
+    optimizer: str = "adamw"  # adamw
+    lr: float = 4e-3  # peak learning rate
+    schedule: str = "cosine"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
+    warmup_steps: float = 100.0  # updates of linear warm-up; below 1, a share of steps
+    min_lr_frac: float = 0.0  # share of lr at the horizon
+    decay_frac: float = 0.2  # share of steps that the wsd schedule decays in
+    poly_power: float = 2.0  # exponent of the polynomial schedule
+    weight_decay: float = 0.1  # per update, times lr; matrices only
+    b1: float = 0.9  # decay of Adam's first moment
+    b2: float = 0.98  # decay of Adam's second moment
+    eps: float = 1e-8  # added to Adam's denominator
+    clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
+    label_smoothing: float = 0.0  # probability moved from the label to all other tokens
+    z_loss: float = 0.0  # weight of the squared log-partition
+    nan: Literal["skip", "stop", "raise"] = "stop"  # on a non-finite loss or gradient; the update never happens
+    # ---- mesh
+    dp: int = 1  # devices along the data axis, parameters replicated; -1: all that are left
+    fsdp: int = -1  # devices along the data axis, parameters sharded
+    ep: int = 1  # devices along the expert axis
+    tp: int = 1  # devices along heads, MLP width and vocabulary
+    sp: int = 1  # devices along the sequence
+    coordinator: str = ""  # host:port of process 0, auto under Slurm, Open MPI, Kubernetes; empty: one process
+    n_processes: int = 1  # processes of this run, with coordinator host:port
+    process_id: int = 0  # number of this process, with coordinator host:port
+    # ---- what to do every so many updates; 0: never
+    log_every: int = 10  # updates between lines of metrics.jsonl
+    eval_every: int = 250  # updates between evaluations; there is always one at the end
+    eval_batches: int = 40  # batches of one evaluation; 0: all held-out data
+    save_every: int = 250  # updates between checkpoints; there is always one at the end
+    keep: int = 2  # newest checkpoints kept on disk; 0: all
+    sample_every: int = 500  # updates between printed samples; there is always one at the end
+    # ---- sampling
+    prompt: str = ""  # text that a sample continues; empty: the start of a document
+    n_samples: int = 1  # samples per preview
+    sample_tokens: int = 200  # new tokens per sample; 0: no samples
+    temperature: float = 0.8  # of sampling; 0: the likeliest token
+    top_k: int = 0  # sample among the k likeliest tokens; 0: all
+    top_p: float = 1.0  # sample among the likeliest tokens that hold this probability
+
+
+PRESETS = {
+    "debug": dict(d_model=128, n_layers=4, n_heads=4, d_ff=512, seq_len=128, batch_size=8, steps=100),
+    "gpt2-124m": dict(
+        d_model=768, n_layers=12, n_heads=12, d_ff=2048, vocab_size=50304, seq_len=1024, batch_size=480,
+        micro_batches=8, steps=10000, lr=6e-4, warmup_steps=500.0, b2=0.95, min_lr_frac=0.1,
+    ),
+    "llama-8b": dict(
+        d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336, vocab_size=128256, seq_len=8192,
+        rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False, batch_size=512, remat="full",
+        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1, steps=100000,
+    ),
+    "llama-70b": dict(
+        d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672, vocab_size=128256, seq_len=8192,
+        rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False, batch_size=1024, remat="full",
+        lr=1.5e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1, steps=100000,
+    ),
+}
+
+MESH = ("dp", "fsdp", "ep", "tp", "sp")
+# A checkpoint fits no config that differs here ...
+SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias tie_embeddings "
+         "param_dtype optimizer").split()
+# ... and is continued under one that differs here only when allow_change names the field.
+COURSE = ("seed data val_data val_frac data_dtype tokenizer overfit_batch batch_size seq_len rope_theta "
+          "rope_factor rope_original_len norm_eps sliding_window dtype lr schedule warmup_steps min_lr_frac "
+          "decay_frac poly_power weight_decay b1 b2 eps clip_norm label_smoothing z_loss nan init_from").split()
+
+UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
+         "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),
+         "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def nearest(name, known):
+    """' (nearest: x)' for the known name most like `name`, or all of them when none is."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
+
+
+def number(text, kind=float):
+    """A number as people write it: 2^20, 1.25M, 1Ki, 50%, 2h30m, 1d. Durations come out in seconds.
+
+    Raises ValueError when it is none, or has a fraction where `kind` is int.
+    """
+    text = text.strip()
+    power = re.fullmatch(r"(\d+)\^(\d+)", text)
+    parts = re.findall(r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)([A-Za-z%]*)", text.lstrip("+-"))
+    units = [unit for _, unit in parts]
+    whole = "".join(a + b for a, b in parts) == text.lstrip("+-") and all(u in UNITS for u in units)
+    if power:
+        value = Decimal(power[1]) ** int(power[2])
+    elif whole and (len(parts) == 1 or (parts and set(units) <= set("smhd"))):
+        value = sum(Decimal(a) * UNITS[u] for a, u in parts) * (-1 if text[0] == "-" else 1)
+    else:
+        raise ValueError(f"{text!r} is not a number; write 300, 3e-4, 2^20, 1.25M, 1Ki, 50% or 2h30m")
+    if kind is int and value != int(value):
+        raise ValueError(f"{text!r} is {value}, but a whole number is wanted")
+    return kind(value)
+
+
+def parse(argv):
+    """The Config of a command line. Unknown flags and malformed values end the process with code 2."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def human_number(info):
+        if info.type not in (int, float):
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar="N" if info.type is int else "X",
+            instance_from_str=lambda args: number(args[0], info.type),
+            is_instance=lambda x: isinstance(x, (int, info.type)), str_from_instance=lambda x: [str(x)])
+
+    chosen = [after for flag, after in zip(argv, argv[1:]) if flag == "--config"]
+    chosen += [arg.split("=", 1)[1] for arg in argv if arg.startswith("--config=")]
+    return tyro.cli(Config, args=argv, default=load(chosen[-1]) if chosen else Config(), registry=registry, use_underscores=True,
+                    prog="train.py", description="Train, evaluate or sample a language model.")
+
+
+def load(name):
+    """The Config of a preset name or of a JSON file. Raises ValueError when it is neither."""
+    if name in PRESETS:
+        return Config(config=name, **PRESETS[name])
+    if not Path(name).is_file():
+        raise ValueError(f"config {name!r}: neither a file nor a preset ({nearest(name, PRESETS)})")
+    return from_json(Path(name).read_text(), name)
+
+
+def to_json(cfg):
+    return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
+
+
+def from_json(text, where="JSON"):
+    """Raises ValueError that names every unknown key and every value of a wrong type."""
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{where}: not JSON: {e}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: an object of field names and values is wanted, not {type(given).__name__}")
+    names = [f.name for f in dataclasses.fields(Config)]
+    faults = [f"unknown key {key!r} ({nearest(key, names)})" for key in given if key not in names]
+    cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names})
+    _complain(faults + _type_faults(cfg), where)
+    floats = {k for k, kind in typing.get_type_hints(Config).items() if kind is float}
+    return dataclasses.replace(cfg, **{k: float(getattr(cfg, k)) for k in floats})
+
+
+def _type_faults(cfg):
+    faults = []
+    for name, kind in typing.get_type_hints(Config).items():
+        value, choices = getattr(cfg, name), typing.get_args(kind)
+        if typing.get_origin(kind) is Literal:
+            if value not in choices:
+                faults.append(f"{name} {value!r}: not one of {', '.join(choices)} ({nearest(value, choices)})")
+        elif typing.get_origin(kind) is tuple:
+            if not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+                faults.append(f"{name} {value!r}: a list of strings is wanted")
+        elif not isinstance(value, (int, float) if kind is float else kind) or (
+                isinstance(value, bool) and kind is not bool):
+            faults.append(f"{name} {value!r}: {kind.__name__} is wanted")
+    return faults
+
+
+def _complain(faults, where="config"):
+    if faults:
+        raise ValueError(f"{where}: " + ("\n  " if len(faults) > 1 else "") + "\n  ".join(faults))
+
+
+def _multiple(name, value, rule, of):
+    """The fault that `value` is no multiple of `of`, with the nearest legal values; none when it is."""
+    if value % of == 0:
+        return []
+    legal = sorted({max(value // of * of, of), -(-value // of) * of})
+    return [f"{name} {value}: must be a multiple of {rule} = {of}; nearest: {' or '.join(map(str, legal))}"]
+
+
+def validate(cfg, n_devices, choices=()):
+    """Raise one ValueError with every fault: name, value, rule, nearest legal value.
+
+    choices: {field: legal values} of what other files offer.
+    """
+    faults = _type_faults(cfg)
+    _complain(faults)
+    for name, known in dict(choices).items():
+        if getattr(cfg, name) not in known:
+            faults.append(f"{name} {getattr(cfg, name)!r}: unknown ({nearest(getattr(cfg, name), known)})")
+    names = [f.name for f in dataclasses.fields(Config)]
+    faults += [f"allow_change {n!r}: no such field ({nearest(n, names)})" for n in cfg.allow_change if n not in names]
+    for low, fields in ((1, "steps batch_size micro_batches seq_len d_model n_layers n_heads rope_original_len "
+                            "n_processes n_samples"),
+                        (0, "n_kv_heads head_dim d_ff vocab_size sliding_window epochs lr warmup_steps weight_decay "
+                            "clip_norm z_loss log_every eval_every eval_batches save_every keep sample_every "
+                            "sample_tokens temperature top_k process_id poly_power")):
+        faults += [f"{n} {getattr(cfg, n)}: must be at least {low}" for n in fields.split() if getattr(cfg, n) < low]
+    for n in "scale rope_theta rope_factor norm_eps eps decay_frac top_p".split():
+        if getattr(cfg, n) <= 0:
+            faults.append(f"{n} {getattr(cfg, n)}: must be above 0")
+    for n in "val_frac b1 b2 label_smoothing".split():
+        if not 0 <= getattr(cfg, n) < 1:
+            faults.append(f"{n} {getattr(cfg, n)}: must be in [0, 1)")
+    for n in "min_lr_frac decay_frac top_p".split():
+        if getattr(cfg, n) > 1:
+            faults.append(f"{n} {getattr(cfg, n)}: must be at most 1")
+    if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
+        faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: need --coordinator host:port")
+    if cfg.process_id >= max(cfg.n_processes, 1):
+        faults.append(f"process_id {cfg.process_id}: must be below n_processes {cfg.n_processes}")
+    _complain(faults)  # the rules between fields below divide by what was checked above
+    if not cfg.head_dim:
+        faults += _multiple("d_model", cfg.d_model, "n_heads", cfg.n_heads)
+    if (cfg.head_dim or cfg.d_model // cfg.n_heads) % 2:
+        faults.append(f"head_dim {cfg.head_dim or cfg.d_model // cfg.n_heads}: must be even, for rotary positions")
+    if cfg.n_kv_heads:
+        faults += _multiple("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
+    for n in "d_model d_ff n_heads n_kv_heads".split():
+        if abs(getattr(cfg, n) * cfg.scale - round(getattr(cfg, n) * cfg.scale)) > 1e-9:
+            legal = max(round(cfg.n_heads * cfg.scale), 1) / cfg.n_heads
+            faults.append(f"scale {cfg.scale}: {n} {getattr(cfg, n)} would not stay whole; nearest: {legal}")
+    _complain(faults + _mesh_faults(cfg, n_devices))
+
+
+def _mesh_faults(cfg, n_devices):
+    sizes = {a: getattr(cfg, a) for a in MESH}
+    open_axes = [a for a, n in sizes.items() if n == -1]
+    faults = [f"{a} {n}: must be at least 1, or -1 for all that are left" for a, n in sizes.items() if n < 1 and n != -1]
+    if faults or len(open_axes) > 1:
+        return faults or [f"{' and '.join(open_axes)} -1: only one mesh axis can take all devices that are left"]
+    fixed = prod(n for n in sizes.values() if n > 0)
+    mesh = " ".join(f"{a}={n}" for a, n in sizes.items())
+    if n_devices % fixed or (not open_axes and n_devices != fixed):
+        return [f"mesh {mesh}: {fixed} devices do not {'divide' if open_axes else 'make'} the {n_devices} at hand; "
+                f"set one axis to -1, or sizes whose product is {n_devices}"]
+    sizes |= {a: n_devices // fixed for a in open_axes}
+    if sizes["ep"] > 1:
+        faults.append(f"ep {sizes['ep']}: this model has no experts to spread; set --ep 1")
+    rows = sizes["dp"] * sizes["fsdp"]
+    faults += _multiple("batch_size", cfg.batch_size, "micro_batches x dp x fsdp", cfg.micro_batches * rows)
+    faults += _multiple("seq_len", cfg.seq_len, "sp", sizes["sp"])
+    kv_heads = round((cfg.n_kv_heads or cfg.n_heads) * cfg.scale)
+    faults += _multiple("n_kv_heads", kv_heads, "tp x sp", sizes["tp"] * sizes["sp"])
+    return faults
+
+
+def derive(cfg):
+    """The same run with every 0-for-default and `scale` worked out. Call after `validate`."""
+    head_dim = cfg.head_dim or cfg.d_model // cfg.n_heads
+    d_ff = cfg.d_ff or -(-8 * cfg.d_model // 3 // 32) * 32
+    sizes = dict(d_model=cfg.d_model, d_ff=d_ff, n_heads=cfg.n_heads, n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
+    sizes = {k: round(v * cfg.scale) for k, v in sizes.items()}
+    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, scale=1.0)
+
+
+def changes(old, new):
+    """Raise ValueError when a run under config dict `old` cannot go on as Config `new`, listing each difference."""
+    faults = []
+    for name in SHAPE + COURSE:
+        before, now = old.get(name), json.loads(to_json(new))[name]
+        if before != now and name not in new.allow_change:
+            how = "another shape: use another --out_dir" if name in SHAPE else f"on purpose: --allow_change {name}"
+            faults.append(f"{name} was {before!r}, is {now!r} ({how})")
+        elif before != now and name in SHAPE:
+            faults.append(f"{name} was {before!r}, is {now!r} (allow_change cannot help: another shape)")
+    _complain(faults, f"{new.out_dir} holds a run of another config")

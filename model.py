@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder-only transformer as pure functions over a flat dict of arrays.
+
+Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped-query attention, SwiGLU,
+and by option head norms, biases, tied embeddings, a sliding window. `cfg` is any object with the
+attributes read here. Invariant: every parameter stands once, in `param_table`.
+"""
+from functools import partial
+from math import log, prod
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+ROWS = ("dp", "fsdp")  # mesh axes that share out the sequences of a batch
+IGNORE = -100  # label of a position that is not learnt
+
+_save = jax.checkpoint_policies
+REMAT = {
+    "none": _save.everything_saveable,
+    "full": _save.nothing_saveable,
+    "dots": _save.dots_with_no_batch_dims_saveable,
+    "named": _save.save_only_these_names("qkv", "attention"),
+    "offload": _save.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["qkv", "attention"],
+        offload_src="device", offload_dst="pinned_host"),
+}
+
+
+def param_table(cfg):
+    """{name: (shape, partition spec, init)}; init is ("normal", std) or ("constant", value).
+
+    Names under "layers." are stacked over layers. What starts random is a matrix, what starts
+    constant a scale or a bias: optimizers tell the two apart by it.
+    """
+    L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
+    N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
+    ones, zeros = ("constant", 1.0), ("constant", 0.0)
+    wide = ("normal", D**-0.5)
+    # What writes to the residual stream starts smaller, so that its variance does not grow with depth (GPT-2).
+    out = lambda width: ("normal", (2 * L * width) ** -0.5)
+    table = {
+        "embed": ((V, D), P("tp", "fsdp"), ("normal", 0.02)),
+        "layers.attn_norm": ((L, D), P(), ones),
+        "layers.wq": ((L, D, N, H), P(None, "fsdp", "tp"), wide),
+        "layers.wk": ((L, D, K, H), P(None, "fsdp", "tp"), wide),
+        "layers.wv": ((L, D, K, H), P(None, "fsdp", "tp"), wide),
+        "layers.wo": ((L, N, H, D), P(None, "tp", None, "fsdp"), out(N * H)),
+        "layers.mlp_norm": ((L, D), P(), ones),
+        "layers.w_gate": ((L, D, F), P(None, "fsdp", "tp"), wide),
+        "layers.w_up": ((L, D, F), P(None, "fsdp", "tp"), wide),
+        "layers.w_down": ((L, F, D), P(None, "tp", "fsdp"), out(F)),
+        "final_norm": ((D,), P(), ones),
+    }
+    if cfg.qk_norm:
+        table |= {f"layers.{x}_norm": ((L, H), P(), ones) for x in "qk"}
+    if cfg.qkv_bias:
+        table |= {f"layers.b{x}": ((L, heads, H), P(None, "tp"), zeros) for x, heads in (("q", N), ("k", K), ("v", K))}
+    if not cfg.tie_embeddings:
+        table["unembed"] = ((D, V), P("fsdp", "tp"), wide)
+    return table
+
+
+def init(key, cfg):
+    """Parameters in cfg.param_dtype. A parameter's values depend on the key, its name and its shape alone."""
+    params = {}
+    for name, (shape, _, (kind, value)) in param_table(cfg).items():
+        if kind == "normal":
+            name_hash = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
+            array = value * jax.random.normal(jax.random.fold_in(key, name_hash), shape, jnp.float32)
+        else:
+            array = jnp.full(shape, value, jnp.float32)
+        params[name] = array.astype(cfg.param_dtype)
+    return params
+
+
+def _shard(x, *axes):
+    """Constrain an activation; without a mesh, do nothing."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, P(*axes))
+
+
+def _dot(x, w, n_dims=1):
+    """Contract the last n_dims of x with the first of w, as one product of two matrices.
+
+    XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
+    """
+    w_2d = w.reshape(prod(w.shape[:n_dims]), -1)
+    return (x.reshape(-1, len(w_2d)) @ w_2d).reshape(*x.shape[:-n_dims], *w.shape[n_dims:])
+
+
+def _rms_norm(x, scale, eps):
+    """In float32 whatever comes in; comes out in x's dtype."""
+    x_f32 = x.astype(jnp.float32)
+    x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
+    return (x_f32 * jnp.asarray(scale, jnp.float32)).astype(x.dtype)
+
+
+def rope_tables(positions_BT, cfg):
+    """cos and sin [B, T, 1, H/2] in float32.
+
+    Source: Su et al. 2021, arXiv:2104.09864; rope_factor as in Llama 3.1: wavelengths beyond the original
+    length are stretched by the factor, those under a quarter of it kept, those between interpolated.
+    """
+    freq = cfg.rope_theta ** -(jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim)
+    if cfg.rope_factor != 1:
+        turns = cfg.rope_original_len * freq / (2 * jnp.pi)
+        keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
+        freq = keep * freq + (1 - keep) * freq / cfg.rope_factor
+    angle = positions_BT.astype(jnp.float32)[:, :, None, None] * freq[None, None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x, cos, sin):
+    """Rotate the halves of each head by its position, in float32 (the order of Hugging Face's weights)."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, cached, cfg):
+    """Causal attention within the window. A cache's slot s holds position s."""
+    if not cached:
+        window = (cfg.sliding_window - 1, 0) if cfg.sliding_window else None
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, local_window_size=window)
+    back_BTS = positions_BT[:, :, None] - jnp.arange(k_BSKH.shape[1])[None, None, :]
+    mask_BTS = (back_BTS >= 0) & (back_BTS < (cfg.sliding_window or k_BSKH.shape[1]))
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None])
+
+
+def _block(x_BTD, w, cache, positions_BT, rope, cfg):
+    """One layer. w: its parameters without the prefix; cache: (k_BSKH, v_BSKH) or None. Returns x_BTD, cache."""
+    y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
+    q_BTNH, k_BTKH, v_BTKH = (_dot(y_BTD, w[f"w{x}"]) for x in "qkv")
+    if cfg.qkv_bias:
+        q_BTNH, k_BTKH, v_BTKH = q_BTNH + w["bq"], k_BTKH + w["bk"], v_BTKH + w["bv"]
+    if cfg.qk_norm:
+        q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
+        k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
+    q_BTNH, k_BTKH = _rotate(q_BTNH, *rope), _rotate(k_BTKH, *rope)
+    # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing moves.
+    q_BTNH, k_BTKH, v_BTKH = (
+        checkpoint_name(_shard(a, ROWS, None, ("tp", "sp")), "qkv") for a in (q_BTNH, k_BTKH, v_BTKH))
+    if cache is None:
+        k_BSKH, v_BSKH = k_BTKH, v_BTKH
+    else:
+        row_B1 = jnp.arange(len(x_BTD))[:, None]
+        cache = tuple(old.at[row_B1, positions_BT].set(new) for old, new in zip(cache, (k_BTKH, v_BTKH)))
+        k_BSKH, v_BSKH = cache
+    a_BTNH = _attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, cache is not None, cfg)
+    a_BTNH = checkpoint_name(_shard(a_BTNH, ROWS, None, ("tp", "sp")), "attention")
+    # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
+    x_BTD = _shard(x_BTD + _dot(a_BTNH, w["wo"], 2), ROWS, "sp", None)
+    y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
+    h_BTF = jax.nn.silu(_dot(y_BTD, w["w_gate"])) * _dot(y_BTD, w["w_up"])
+    return _shard(x_BTD + _dot(h_BTF, w["w_down"]), ROWS, "sp", None), cache
+
+
+def forward(params, batch, cfg, cache=None):
+    """Logits [B, T, V] in float32, and the cache with batch's keys and values written in.
+
+    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs.
+    Parameters are cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
+    """
+    tokens_BT = batch["tokens"]
+    positions_BT = batch.get("positions")
+    if positions_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    params = {k: v.astype(cfg.dtype) for k, v in params.items()}
+    layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
+    rope = rope_tables(positions_BT, cfg)
+    # The rows of the table are gathered from their owners here; after it only the batch is split.
+    x_BTD = _shard(params["embed"][tokens_BT], ROWS, "sp", None)
+
+    def layer(x_BTD, w_and_cache):
+        return _block(x_BTD, *w_and_cache, positions_BT, rope, cfg)
+
+    if cfg.remat != "none":
+        layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
+    # Unrolled, XLA fuses across layers (a third faster on a CPU); scanned, compile time does not grow with depth.
+    x_BTD, cache = jax.lax.scan(layer, x_BTD, (layers, cache), unroll=cfg.n_layers <= 12)
+    x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
+    unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
+    # tp splits the vocabulary, so that no device holds all logits of a token.
+    return _shard(_dot(x_BTD, unembed_DV).astype(jnp.float32), ROWS, "sp", "tp"), cache
+
+
+def loss_fn(params, batch, cfg):
+    """({name: sum}, {name: count}) over the labelled positions of batch "tokens", "labels" [B, T].
+
+    "objective" is what training minimises; "loss" the plain cross-entropy in nats; "z" the squared
+    log-partition; "acc" the share of positions where no token is likelier than the label.
+    Source: smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed target, so that
+    the best possible value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    """
+    logits_BTV, _ = forward(params, batch, cfg)
+    mask_BT = batch["labels"] != IGNORE
+    label_BT = jnp.where(mask_BT, batch["labels"], 0)
+    V, eps = cfg.vocab_size, cfg.label_smoothing
+    top_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
+    lse_BT = top_BT + jnp.log(jnp.exp(logits_BTV - top_BT[..., None]).sum(axis=-1))
+    # A masked sum, not a gather: it stays where the logits are when tp splits the vocabulary.
+    hit_BTV = label_BT[..., None] == jnp.arange(V)
+    true_BT = jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
+    nll_BT = lse_BT - true_BT
+    z_BT = lse_BT * lse_BT
+    objective_BT = nll_BT + cfg.z_loss * z_BT
+    if eps:
+        others_BT = (logits_BTV.sum(axis=-1) - true_BT) / (V - 1)
+        entropy = -(1 - eps) * log(1 - eps) - eps * log(eps / (V - 1))
+        objective_BT += eps * (true_BT - others_BT) - entropy
+    terms = {"objective": objective_BT, "loss": nll_BT, "z": z_BT, "acc": true_BT >= top_BT}
+    sums = {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
+    return sums, {k: mask_BT.sum(dtype=jnp.float32) for k in terms}
+
+
+def flops_per_token(cfg, seq_len):
+    """(FLOPs of one trained token, formula): matmuls forward and backward, causal attention at half.
+
+    The mean number of keys a query sees is half the sequence, or less under a sliding window.
+    """
+    matmul = sum(prod(shape) for name, (shape, _, _) in param_table(cfg).items()
+                 if name == "unembed" or (name.startswith("layers.w")))
+    matmul += cfg.vocab_size * cfg.d_model if cfg.tie_embeddings else 0
+    window = min(cfg.sliding_window or seq_len, seq_len)
+    keys = window * (1 - window / (2 * seq_len))
+    flops = 6 * matmul + 12 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
+    return flops, "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys"
+
+
+def _pick(logits_BV, key, cfg):
+    """A token per row: the likeliest at temperature 0, else sampled among the top_k and top_p likeliest."""
+    if cfg.temperature == 0:
+        return logits_BV.argmax(axis=-1)
+    order_BV = jnp.argsort(-logits_BV, axis=-1)
+    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1) / cfg.temperature
+    before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), axis=-1) - jax.nn.softmax(sorted_BV)
+    keep_BV = (before_BV < cfg.top_p) & (jnp.arange(logits_BV.shape[1])[None] < (cfg.top_k or logits_BV.shape[1]))
+    rank_B = jax.random.categorical(key, jnp.where(keep_BV, sorted_BV, -jnp.inf))
+    return jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
+
+
+@partial(jax.jit, static_argnames=("cfg", "n_new"))
+def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
+    """n_new tokens [B, n_new] after each row's first lengths_B (at least 1) tokens; what follows those is ignored.
+
+    One prefill, then one token a turn against a cache of keys and values. cfg (hashable): the model's, and
+    temperature (0: greedy), top_k (0: all), top_p.
+    """
+    B, T = tokens_BT.shape
+    shape = (cfg.n_layers, B, T + n_new, cfg.n_kv_heads, cfg.head_dim)
+    cache = (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    logits_BTV, cache = forward(params, {"tokens": tokens_BT, "positions": positions_BT}, cfg, cache)
+    logits_BV = jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
+
+    def turn(carry, i):
+        logits_BV, cache = carry
+        token_B = _pick(logits_BV, jax.random.fold_in(key, i), cfg)
+        batch = {"tokens": token_B[:, None], "positions": (lengths_B + i)[:, None]}
+        logits_B1V, cache = forward(params, batch, cfg, cache)
+        return (logits_B1V[:, 0], cache), token_B
+
+    _, tokens_TB = jax.lax.scan(turn, (logits_BV, cache), jnp.arange(n_new))
+    return tokens_TB.T

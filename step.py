@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compiled, and the mesh it is compiled for.
+
+Owns the update (gradient, accumulation, precision, clipping, optimizer, the gate against non-finite
+numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table come in.
+Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
+"""
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+AXES = ("dp", "fsdp", "ep", "tp", "sp")
+BATCH = P(("dp", "fsdp"), "sp")  # how [B, T] arrays of a batch are split
+FP16_SCALE, FP16_PATIENCE = 2.0**15, 2000  # first loss scale; finite updates before it doubles
+
+
+def make_mesh(cfg, devices=None):
+    """The mesh of all devices over AXES; a size of -1 takes what the others leave.
+
+    Raises ValueError when the sizes do not use every device.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [getattr(cfg, a) for a in AXES]
+    fixed = prod(n for n in sizes if n > 0)
+    sizes = [len(devices) // fixed if n == -1 else n for n in sizes]
+    if prod(sizes) != len(devices):
+        raise ValueError(f"mesh {dict(zip(AXES, sizes))} uses {prod(sizes)} of {len(devices)} devices")
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+# The share of the peak rate at progress p in [0, 1], `done` updates after a warm-up of `warm` updates.
+SCHEDULES = {
+    "constant": lambda cfg, p, done, warm: 1.0,
+    "linear": lambda cfg, p, done, warm: 1 - p,
+    "cosine": lambda cfg, p, done, warm: 0.5 * (1 + jnp.cos(jnp.pi * p)),
+    "polynomial": lambda cfg, p, done, warm: (1 - p) ** cfg.poly_power,
+    "inverse_sqrt": lambda cfg, p, done, warm: jax.lax.rsqrt(1 + done / jnp.maximum(warm, 1.0)),
+    "wsd": lambda cfg, p, done, warm: jnp.minimum(1.0, (1 - p) / cfg.decay_frac),
+}
+
+
+def lr_at(step, cfg):
+    """The learning rate of the update from `step` to `step + 1`: linear warm-up, then cfg.schedule down to min_lr_frac.
+
+    Warm-up ends at lr exactly; the horizon is cfg.steps updates.
+    """
+    warm = cfg.warmup_steps * (cfg.steps if cfg.warmup_steps < 1 else 1)
+    step = jnp.asarray(step, jnp.float32)
+    done = jnp.maximum(step - warm, 0)
+    share = SCHEDULES[cfg.schedule](cfg, jnp.clip(done / max(cfg.steps - warm, 1), 0, 1), done, warm)
+    after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
+    return cfg.lr * jnp.where(step < warm, (step + 1) / jnp.maximum(warm, 1.0), after)
+
+
+# Each gives a descent direction; train_step multiplies it by -lr_at(step).
+OPTIMIZERS = {
+    "adamw": lambda cfg, decays: optax.chain(
+        optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps), optax.add_decayed_weights(cfg.weight_decay, decays)),
+}
+
+
+def make_optimizer(cfg, table):
+    """table: {name: (shape, spec, init)}. Only what starts from a ("normal", std) init is decayed."""
+    return OPTIMIZERS[cfg.optimizer](cfg, {name: init[0] == "normal" for name, (_, _, init) in table.items()})
+
+
+def _f32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def init_state(key, cfg, init_fn, optimizer, params=None):
+    """{"step", "params", "opt", "skipped"}, and "scale" for float16. Moments are float32."""
+    params = init_fn(key, cfg) if params is None else params
+    zero = jnp.zeros((), jnp.int32)
+    state = {"step": zero, "params": params, "opt": optimizer.init(_f32(params)), "skipped": zero}
+    if cfg.dtype == "float16":
+        state["scale"] = {"value": jnp.float32(FP16_SCALE), "good": zero}
+    return state
+
+
+def state_shardings(state, table, optimizer, mesh):
+    """Shardings of a state: parameters by their spec, each moment like its parameter, the rest on every device."""
+    specs = {name: NamedSharding(mesh, spec) for name, (_, spec, _) in table.items()}
+    whole = NamedSharding(mesh, P())
+    shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
+    opt = optax.tree_map_params(optimizer, lambda _, s: s, state["opt"], specs, transform_non_params=lambda _: whole)
+    return shardings | {"params": specs, "opt": opt}
+
+
+def _value_and_grad(params, batch, cfg, loss_fn, factor):
+    """Sums, counts and the float32 gradient of factor x the summed objective, over cfg.micro_batches."""
+
+    def one(micro):
+        def objective(params):
+            sums, counts = loss_fn(params, micro, cfg)
+            return sums["objective"] * factor, (sums, counts)
+
+        (_, aux), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return *aux, _f32(grads)
+
+    A = cfg.micro_batches
+    if A == 1:
+        return one(batch)
+    # Row b goes to microbatch b mod A: every device keeps its own rows, and nothing moves.
+    micros = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0), batch)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros)))
+    return jax.lax.scan(lambda total, micro: (jax.tree.map(jnp.add, total, one(micro)), None), zeros, micros)[0]
+
+
+def _next_scale(scale, finite):
+    """Dynamic loss scale: halved on overflow, doubled after FP16_PATIENCE finite updates in a row."""
+    good = jnp.where(finite, scale["good"] + 1, 0)
+    grown = jnp.where(good == FP16_PATIENCE, scale["value"] * 2, scale["value"])
+    value = jnp.where(finite, grown, jnp.maximum(scale["value"] / 2, 2.0**-14))
+    return {"value": value, "good": jnp.where(good == FP16_PATIENCE, 0, good)}
+
+
+def train_step(state, batch, cfg, loss_fn, optimizer):
+    """One update: (state, metrics). Metrics are float32 scalars: the means of loss_fn's sums, and
+    lr, grad_norm (before clipping), tokens (labelled), skipped (updates ever gated), finite, and loss_scale.
+
+    A non-finite loss or gradient leaves parameters and moments as they were; step still counts, since its batch
+    is spent. In float16 that is an overflow: the scale halves, and finite is 0 only once the scale is below 1.
+    """
+    size = batch["labels"].size if "labels" in batch else 1
+    scale = state["scale"]["value"] if "scale" in state else 1.0
+    factor = scale / size if "scale" in state else 1.0  # keeps float16 cotangents near the scale
+    sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, factor)
+    means = {k: sums[k] / jnp.maximum(counts[k], 1) for k in sums}
+    grads = jax.tree.map(lambda g: g / (factor * jnp.maximum(counts["objective"], 1)), grads)
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(means["objective"]) & jnp.isfinite(grad_norm)
+    if cfg.clip_norm:
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30)), grads)
+    lr = lr_at(state["step"], cfg)
+    updates, opt = optimizer.update(grads, state["opt"], _f32(state["params"]))
+    params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype), state["params"], updates)
+    kept = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    new = {"step": state["step"] + 1, "params": kept(params, state["params"]), "opt": kept(opt, state["opt"]),
+           "skipped": state["skipped"] + ~finite}
+    metrics = means | {"lr": lr, "grad_norm": grad_norm, "tokens": counts["objective"], "skipped": new["skipped"],
+                       "finite": finite}
+    if "scale" in state:
+        new["scale"] = _next_scale(state["scale"], finite)
+        metrics |= {"loss_scale": scale, "finite": finite | (scale >= 1)}
+    return new, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+
+
+def eval_step(params, batch, cfg, loss_fn):
+    """{name: (sum, count)} over one batch."""
+    sums, counts = loss_fn(params, batch, cfg)
+    return {k: (sums[k], counts[k]) for k in sums}
+
+
+def check_shapes(table, mesh):
+    """Faults, in words, of parameters whose dims the mesh cannot split evenly."""
+    faults = []
+    for name, (shape, spec, _) in table.items():
+        for n, axes in zip(shape, spec):
+            ways = prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+            if n % ways:
+                faults.append(f"{name} {shape}: dim {n} cannot be split over {axes}={ways}; "
+                              f"nearest: {n // ways * ways or ways} or {-(-n // ways) * ways}")
+    return faults
+
+
+def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
+    """Everything that runs on the mesh, compiled from shapes alone, before an array exists.
+
+    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(params), "train_step", "eval_step",
+    "memory": bytes per device by kind}. train_step donates its state: use what it returns.
+    batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
+    """
+    optimizer = make_optimizer(cfg, table)
+    fresh = lambda key: init_state(key, cfg, init_fn, optimizer)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(fresh, jax.random.key(0))
+        shardings = state_shardings(shapes, table, optimizer, mesh)
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        state = jax.tree.map(place, shapes, shardings)
+        batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
+        whole = NamedSharding(mesh, P())
+        train = jax.jit(lambda s, b: train_step(s, b, cfg, loss_fn, optimizer), donate_argnums=0,
+                        out_shardings=(shardings, whole)).lower(state, batch).compile()
+        evaluate = jax.jit(lambda p, b: eval_step(p, b, cfg, loss_fn), out_shardings=whole)
+        evaluate = evaluate.lower(state["params"], batch).compile()
+    return {
+        "state": state, "train_step": train, "eval_step": evaluate, "memory": memory(train),
+        "init": jax.jit(fresh, out_shardings=shardings),
+        "from_params": jax.jit(lambda params: init_state(None, cfg, init_fn, optimizer, params), out_shardings=shardings),
+    }
+
+
+def memory(compiled):
+    """Bytes per device of a compiled program, by kind; empty where the backend does not say."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return {}
+    parts = {"arguments": stats.argument_size_in_bytes, "temporaries": stats.temp_size_in_bytes,
+             "outputs": stats.output_size_in_bytes, "aliased": stats.alias_size_in_bytes}
+    return parts | {"total": parts["arguments"] + parts["temporaries"] + parts["outputs"] - parts["aliased"]}

@@ -1,0 +1,609 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wiring, and one for-loop that reads aloud: get a batch, dispatch the step, read the metrics of the one before,
+save, evaluate, sample, stop?
+
+The only file that imports the others. Invariant: every stop but a crash saves and says why.
+"""
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from tqdm import tqdm
+
+import ckpt
+import config
+import data
+import model
+import step as steplib
+
+# bfloat16 peak in TFLOP/s of one device, dense. Source: the makers' data sheets.
+PEAK_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "TPU v4": 275, "TPU v5 lite": 197,
+               "TPU v5p": 459, "TPU v5": 459, "TPU v6": 918}
+
+
+OWN = "its own checkpoint"
+
+
+def say(*words):
+    """Print on process 0, above the progress bar if there is one."""
+    if jax.process_index() == 0:
+        tqdm.write(" ".join(map(str, words)), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def call(hooks, event, value):
+    """Give `value` to every hook(event, value); what one returns, unless None, replaces it."""
+    for hook in hooks:
+        new = hook(event, value)
+        value = value if new is None else new
+    return value
+
+
+# ---- signals
+
+@contextlib.contextmanager
+def listen(names=("SIGINT", "SIGTERM")):
+    """A list that gets the name of the first such signal; a second one ends the process at once.
+
+    A thread reads them, since Python runs no handler while the main thread is inside a compilation.
+    """
+    caught = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def watch():
+        while number := ours.recv(1):
+            name = signal.Signals(number[0]).name
+            if name not in names:
+                continue
+            if caught:
+                os.write(2, f"\n{name} again: ending at once\n".encode())
+                os._exit(128 + number[0])
+            caught.append(name)
+            os.write(2, f"\n{name}: finishing the step and saving; once more ends at once\n".encode())
+
+    old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    old = {n: signal.signal(getattr(signal, n), lambda *_: None) for n in names}
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield caught
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        for n, handler in old.items():
+            signal.signal(getattr(signal, n), handler)
+        theirs.close()
+
+
+# ---- before the loop
+
+def setup(cfg):
+    """What every mode needs: {"cfg" (worked out), "mesh", "tokenizer", "train", "val" (sources), "table"}.
+
+    Raises ValueError for every fault that can be seen without compiling.
+    """
+    if cfg.cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.cache_dir))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    config.validate(cfg, jax.device_count(), {
+        "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES, "remat": model.REMAT})
+    tokenizer = data.make_tokenizer(cfg.tokenizer)
+    cfg = config.derive(dataclasses.replace(
+        cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
+        dtype={"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16"}.get(cfg.dtype, cfg.dtype)))
+    table, mesh = model.param_table(cfg), steplib.make_mesh(cfg)
+    if faults := steplib.check_shapes(table, mesh):
+        raise ValueError("mesh and model do not fit: " + "; ".join(faults))
+    opened = lambda patterns: data.open_source(patterns, tokenizer, cfg.data_dtype, cfg.seq_len, cfg.vocab_size)
+    train, val = opened(cfg.data), None
+    if cfg.val_data:
+        val = opened(cfg.val_data)
+    elif cfg.val_frac:
+        train, val = data.split(train, cfg.val_frac, cfg.seq_len)
+    if cfg.epochs:
+        n = data.n_sequences(train, cfg.seq_len)
+        cfg = dataclasses.replace(cfg, steps=max(1, math.ceil(cfg.epochs * n / cfg.batch_size)))
+    return {"cfg": cfg, "mesh": mesh, "tokenizer": tokenizer, "train": train, "val": val, "table": table}
+
+
+def batch_makers(run):
+    """(step -> training batch, index -> evaluation batch), as global arrays; each process builds its own rows."""
+    cfg, sharding = run["cfg"], NamedSharding(run["mesh"], steplib.BATCH)
+    rows = data.local_rows(sharding, (cfg.batch_size, cfg.seq_len))
+    sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, rows=rows, vocab_size=cfg.vocab_size)
+    place = lambda batch: data.to_device(batch, sharding, cfg.batch_size)
+    train = lambda step: place(data.batch_at(run["train"], 0 if cfg.overfit_batch else step, seed=cfg.seed, **sizes))
+    return train, lambda index: place(data.eval_batch_at(run["val"], index, **sizes))
+
+
+def compile_run(run):
+    cfg = run["cfg"]
+    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    return steplib.compile_steps(cfg, run["mesh"], run["table"], model.loss_fn, model.init,
+                                 {"tokens": tokens, "labels": tokens})
+
+
+def find_checkpoint(cfg, run=None):
+    """(step, meta) of the newest checkpoint in out_dir whose meta.json is sound and whose config cfg can go on
+    from, or (None, {}). Damaged ones are named."""
+    root = Path(cfg.out_dir) / "ckpt"
+    for step in reversed(ckpt.steps(root)):
+        try:
+            meta = ckpt.read_meta(root, step)
+        except ValueError as e:
+            say(f"passing over a damaged checkpoint: {e}")
+            continue
+        if run:
+            config.changes(meta["config"], cfg)
+            now = data.fingerprint(run["train"])
+            if meta["data"]["fingerprint"] != now and "data" not in cfg.allow_change:
+                raise ValueError(f"the data changed since {cfg.out_dir} was saved: {meta['data']['fingerprint']} then, "
+                                 f"{now} now; bring it back, or go on with --allow_change data")
+        return step, meta
+    if ckpt.steps(root):
+        raise ValueError(f"{root}: no checkpoint there can be read; start afresh with --resume overwrite")
+    return None, {}
+
+
+def load_checkpoint(cfg, like, set_aside=False):
+    """The newest sound checkpoint in cfg.out_dir as `like`. A damaged one is named and, with set_aside, renamed."""
+    root = Path(cfg.out_dir) / "ckpt"
+    for step in reversed(ckpt.steps(root)):
+        try:
+            tree, fault = ckpt.restore(root, step, like), None
+        except ValueError as e:
+            tree, fault = None, e
+        if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(fault is None)).all():
+            fault = fault or ValueError(f"another process could not read checkpoint {step}")
+        if fault is None:
+            return tree
+        say(f"falling back to the checkpoint before: {fault}")
+        if set_aside and jax.process_index() == 0:
+            (root / f"{step:09d}").rename(root / f"{step:09d}.damaged")
+    raise ValueError(f"{root}: no checkpoint there can be read; start afresh with --resume overwrite")
+
+
+def first_state(cfg, programs, state, params, resumed):
+    """Where to start: given state, given params, own checkpoint, init_from, fresh; the first that there is."""
+    like = programs["state"]
+    if state is not None:
+        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)), "the given state"
+    if params is not None:
+        return programs["from_params"](params), "the given parameters"
+    if resumed:
+        return load_checkpoint(cfg, like, set_aside=True), OWN
+    if cfg.init_from:
+        source = dataclasses.replace(cfg, out_dir=cfg.init_from)
+        loaded = load_checkpoint(source, {"params": like["params"]})
+        return programs["from_params"](loaded["params"]), f"the parameters of {cfg.init_from}"
+    return programs["init"](jax.random.key(cfg.seed)), "a fresh initialisation"
+
+
+def prepare_folder(cfg):
+    """Make out_dir fit to write to, by cfg.resume. Raises ValueError when it is not, or when its run must not be touched."""
+    out, found = Path(cfg.out_dir), ckpt.steps(Path(cfg.out_dir) / "ckpt")
+    if cfg.resume == "never" and found:
+        raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another --out_dir, or delete it "
+                         "with --resume overwrite")
+    if cfg.resume == "must" and not found:
+        raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
+    if jax.process_index():
+        return
+    try:
+        (out / "ckpt").mkdir(parents=True, exist_ok=True)
+        if cfg.resume == "overwrite":
+            shutil.rmtree(out / "ckpt")
+            (out / "metrics.jsonl").unlink(missing_ok=True)
+        ckpt.clean(out / "ckpt")
+        (out / ".writable").touch()
+        (out / ".writable").unlink()
+    except OSError as e:
+        raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose another") from None
+
+
+# ---- what a run leaves
+
+def open_log(cfg, step):
+    """(write(event, row) -> row, events already written at `step`); config.json is written beside metrics.jsonl.
+
+    A line is one JSON object with key "event"; floats keep all their digits. Lines of steps after `step`, which a
+    crash undid, and a torn line are cut.
+    """
+    if jax.process_index():
+        return (lambda event, row: row), set()
+    path, kept = Path(cfg.out_dir) / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            kept += [row] if (row := json.loads(line))["step"] <= step and row["event"] not in ("stop", "end") else []
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    for name, content in (("metrics.jsonl", text), ("config.json", config.to_json(cfg))):
+        (path.parent / f"{name}.tmp").write_text(content)
+        (path.parent / f"{name}.tmp").replace(path.parent / name)
+    file = open(path, "a", buffering=1)
+
+    def write(event, row):
+        file.write(json.dumps({"event": event} | row) + "\n")
+        return row
+
+    return write, {row["event"] for row in kept if row["step"] == step}
+
+
+def plot(out_dir):
+    """plot.png of training and held-out loss over steps, when matplotlib is installed and there is a line to draw."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for event, key, style in (("train", "loss", "-"), ("eval", "val_loss", "o-")):
+        points = [(r["step"], r[key]) for r in rows if r["event"] == event]
+        if points:
+            axes.plot(*zip(*points), style, label=key.replace("_", " "), linewidth=1, markersize=4)
+    axes.set(xlabel="step (optimizer updates)", ylabel="loss (nats per token)", title=str(out_dir))
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+        figure.savefig(Path(out_dir) / "plot.png", dpi=120)
+    plt.close(figure)
+
+
+def flops_report(cfg, tokens_per_s):
+    """{"model_tflops_per_device", "mfu"}: mfu in [0, 1], None for a device whose peak is not in PEAK_TFLOPS."""
+    tflops = model.flops_per_token(cfg, cfg.seq_len)[0] * tokens_per_s / jax.device_count() / 1e12
+    peak = next((p for kind, p in PEAK_TFLOPS.items() if jax.devices()[0].device_kind.startswith(kind)), None)
+    return {"model_tflops_per_device": tflops, "mfu": tflops / peak if peak else None}
+
+
+def evaluate(eval_step, params, make_batch, n_batches, bytes_per_token=None, metric_fn=None, stopped=lambda: False):
+    """Means over a fixed set, each a sum of sums over a sum of counts; None when stopped() came true on the way.
+
+    make_batch(i) gives batch i; metric_fn({name: (sum, count)}) gives further values to add.
+    """
+    totals, ahead = {}, None
+
+    def add(result):
+        for name, pair in jax.device_get(result).items():
+            totals[name] = totals.get(name, 0) + np.asarray(pair, np.float64)
+
+    for batch, _ in data.prefetch(make_batch, 0, n_batches):
+        if stopped():
+            return None
+        result = eval_step(params, batch)
+        if ahead is not None:
+            add(ahead)  # while the device works on the next
+        ahead = result
+    add(ahead)
+    loss = totals["loss"][0] / totals["loss"][1]
+    row = {"val_loss": loss, "val_ppl": math.exp(min(loss, 700)), "val_acc": totals["acc"][0] / totals["acc"][1],
+           "val_tokens": int(totals["loss"][1])}
+    if bytes_per_token:
+        row["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return {k: float(v) if k != "val_tokens" else v for k, v in row.items()} | (metric_fn(totals) if metric_fn else {})
+
+
+def evaluate_run(run, eval_step, params, stopped=lambda: False, metric_fn=None):
+    cfg, n = run["cfg"], -(-data.n_sequences(run["val"], run["cfg"].seq_len) // run["cfg"].batch_size)
+    return evaluate(eval_step, params, batch_makers(run)[1], min(cfg.eval_batches or n, n), run["val"]["bytes_per_token"],
+                    metric_fn, stopped)
+
+
+def sample(run, params, step=0):
+    """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end of a document."""
+    cfg, tokenizer = run["cfg"], run["tokenizer"]
+    start = np.asarray([tokenizer["end"], *tokenizer["encode"](cfg.prompt)], np.int32)
+    tokens = np.tile(start, (cfg.n_samples, 1))
+    lengths = np.full(cfg.n_samples, len(start), np.int32)
+    key = jax.random.fold_in(jax.random.key(cfg.seed), step)
+    new = model.generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
+    new = multihost_utils.process_allgather(new, tiled=True)
+    ends = [np.append(np.flatnonzero(row == tokenizer["end"]), len(row))[0] for row in new]
+    return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends)]
+
+
+# ---- the loop
+
+def agree(caught, at_log):
+    """The signal that all processes stop for, or None. Several processes ask each other only at log points."""
+    if jax.process_count() == 1:
+        return caught[0] if caught else None
+    if not at_log:
+        return None
+    codes = multihost_utils.process_allgather(np.array(signal.Signals[caught[0]] if caught else 0))
+    return signal.Signals(int(codes.max())).name if codes.any() else None
+
+
+def why_stop(cfg, step, signal_name, finite):
+    """The one answer to whether to stop before the next batch: (reason in words, exit code), or None to go on."""
+    if not finite and cfg.nan == "stop":
+        return f"a loss or gradient is not finite near step {step}; the last good parameters are saved", 1
+    if signal_name:
+        return f"{signal_name}", 0
+    if step >= cfg.steps:
+        return f"all {cfg.steps} steps are done", 0
+    return None
+
+
+def versions():
+    return {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (jax, np)}
+
+
+def describe(run, programs, origin, compile_s):
+    """The start event, less step and identity: what runs, and on what."""
+    cfg = run["cfg"]
+    flops, formula = model.flops_per_token(cfg, cfg.seq_len)
+    return {
+        "origin": origin, "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(), "mesh": dict(run["mesh"].shape),
+        "n_params": sum(math.prod(shape) for shape, _, _ in run["table"].values()),
+        "tokens_per_step": cfg.batch_size * cfg.seq_len, "flops_per_token": flops, "flops_formula": formula,
+        "compile_s": compile_s, "memory_bytes_per_device": programs["memory"],
+    }
+
+
+def announce(row):
+    memory = row["memory_bytes_per_device"].get("total", 0) / 2**20
+    say(f"{row['n_params'] / 1e6:.2f}M parameters on {row['devices']}, mesh "
+        + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device")
+    say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, from {row['origin']}")
+
+
+def make_meter(cfg, began):
+    """(tick(waited_s) at the end of a step, rates() since the last call of it, restart() after other work).
+
+    A step lasts from the end of the one before to its own; evaluations, saves and samples do not count.
+    """
+    mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
+
+    def tick(waited_s):
+        nonlocal mark, n, step_s, wait_s, all_s
+        now = time.perf_counter()
+        n, step_s, wait_s, all_s, mark = n + 1, step_s + now - mark, wait_s + waited_s, all_s + now - mark, now
+
+    def rates():
+        nonlocal n, step_s, wait_s
+        tokens_per_s = n * cfg.batch_size * cfg.seq_len / step_s
+        row = {"tokens_per_s": tokens_per_s, "step_s": step_s / n, "data_wait_s": wait_s / n}
+        n, step_s, wait_s = 0, 0.0, 0.0
+        return row | flops_report(cfg, tokens_per_s) | {"goodput": all_s / (time.perf_counter() - began)}
+
+    def restart():
+        nonlocal mark
+        mark = time.perf_counter()
+
+    return tick, rates, restart
+
+
+def show(row, bar):
+    """One logged step, on the bar; as a plain line where there is no terminal."""
+    words = f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} tok/s"
+    bar.set_postfix_str(words, refresh=False)
+    if bar.disable:
+        say(f"step {row['step']:>6}  {words}  data wait {1000 * row['data_wait_s']:.1f} ms")
+
+
+def begin(run, hooks, state, params):
+    """Folder, checkpoint, compilation, first state and log: the run with "programs", "meta", "origin", "emit", "done"
+    added, and the state; None for the state when there is nothing left to do."""
+    cfg = run["cfg"]
+    prepare_folder(cfg)
+    resumed, meta = find_checkpoint(cfg, run)
+    if state is None and params is None and (resumed or 0) >= cfg.steps:
+        say(f"{cfg.out_dir} is finished, at step {resumed} of {cfg.steps}. To go further: --steps {2 * resumed}. "
+            "To start afresh: --resume overwrite, or another --out_dir.")
+        return run | {"resumed": resumed}, None
+    compiling = time.perf_counter()
+    programs = compile_run(run)
+    compile_s = time.perf_counter() - compiling
+    state, origin = first_state(cfg, programs, state, params, resumed is not None)
+    state, step = call(hooks, "load", state), int(state["step"])
+    meta = {"config": dataclasses.asdict(cfg), "versions": versions(), "run_id": meta.get("run_id", uuid.uuid4().hex[:8])}
+    write, done = open_log(cfg, step)
+    emit = lambda event, row, hook=None: write(event, call(hooks, hook or event, row))
+    announce(emit("start", {"step": step} | describe(run, programs, origin, compile_s) | meta))
+    return run | {"programs": programs, "meta": meta, "origin": origin, "emit": emit, "done": done}, state
+
+
+def save_state(run, state, step):
+    """Start a checkpoint; its Future. meta.json says where the run stands in its data, and under what config."""
+    cfg = run["cfg"]
+    epoch, place = divmod(step * cfg.batch_size, data.n_sequences(run["train"], cfg.seq_len))
+    meta = run["meta"] | {"data": {"fingerprint": data.fingerprint(run["train"]), "epoch": epoch, "sequence": place}}
+    began = time.perf_counter()
+    future = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep)
+    run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
+    return future
+
+
+def eval_state(run, state, step, stopped):
+    """One evaluation, logged and said; its row, or {} when stopped() on the way."""
+    began = time.perf_counter()
+    row = evaluate_run(run, run["programs"]["eval_step"], state["params"], stopped)
+    if row is None:
+        return {}
+    row = run["emit"]("eval", {"step": step} | row | {"eval_s": time.perf_counter() - began})
+    say(f"step {step:>6}  held-out loss {row['val_loss']:.4f}  accuracy {row['val_acc']:.3f}"
+        + (f"  {row['val_bits_per_byte']:.3f} bits/byte" if "val_bits_per_byte" in row else ""))
+    return row
+
+
+def preview(run, state, step):
+    """Print samples. What goes wrong in one is told, and training goes on."""
+    try:
+        texts, fault = sample(run, state["params"], step), None
+    except Exception as e:  # a preview is never worth a run
+        texts, fault = [], f"{type(e).__name__}: {e}"
+        say(f"step {step:>6}  no sample: {fault}")
+    for text in texts:
+        say("-" * 8, "sample", "-" * 8)
+        say(text)
+        say("-" * 24)
+    run["emit"]("sample", {"step": step, "texts": texts} | ({"fault": fault} if fault else {}))
+
+
+def main(cfg, hooks=(), state=None, params=None):
+    """Do what cfg.mode says; a summary dict with at least "step", "reason" and "exit_code".
+
+    hooks: functions hook(event, value), called with load, start, data, step, log, save, eval, sample, stop and end;
+    what one returns, unless None, replaces the value. state, params: start from these rather than from disk.
+    """
+    began = time.perf_counter()
+    if cfg.coordinator:  # before anything touches a device
+        jax.distributed.initialize(*() if cfg.coordinator == "auto" else (cfg.coordinator, cfg.n_processes, cfg.process_id))
+    if cfg.mode != "train":
+        return look(cfg)
+    with listen() as caught:
+        run, state = begin(setup(cfg), hooks, state, params)
+        if state is None:
+            return {"step": run["resumed"], "reason": "finished before", "exit_code": 0}
+        return loop(run, hooks, state, caught, began)
+
+
+def loop(run, hooks, state, caught, began):
+    """Train to cfg.steps or until why_stop says so; the summary."""
+    cfg, train_step, emit = run["cfg"], run["programs"]["train_step"], run["emit"]
+    step, n_train = int(state["step"]), data.n_sequences(run["train"], cfg.seq_len)
+    last = dict.fromkeys(run["done"], step) | ({"save": step} if run["origin"] == OWN else {})
+    batches = data.prefetch(batch_makers(run)[0], step, cfg.steps)
+    tick, rates, restart = make_meter(cfg, began)
+    bar = tqdm(total=cfg.steps, initial=step, unit="step", disable=not sys.stderr.isatty() or jax.process_index() > 0)
+    pending, saving, results, finite = None, None, {}, True
+    stopped = lambda: jax.process_count() == 1 and bool(caught)
+
+    def report():
+        """Read the metrics of the step before the one in flight; at a log point, write them."""
+        nonlocal pending, finite
+        (at, metrics, waited_s), pending = pending, None
+        metrics = {"step": at} | {k: float(v) for k, v in jax.device_get(metrics).items()}
+        tick(waited_s)
+        bar.update()
+        finite = bool(metrics.pop("finite"))
+        metrics = call(hooks, "step", metrics)
+        if not finite and cfg.nan == "raise":
+            raise FloatingPointError(f"step {at}: the loss or a gradient is not finite: {metrics}")
+        if not finite or (cfg.log_every and at % cfg.log_every == 0):
+            done = {"tokens": at * cfg.batch_size * cfg.seq_len, "epoch": at * cfg.batch_size / n_train}
+            show(emit("train", metrics | done | rates(), "log"), bar)
+
+    def milestone(forced=()):
+        """What is due at this step. Saved first, so that nothing after it can lose the state."""
+        nonlocal saving
+        every = {"save": cfg.save_every, "eval": cfg.eval_every, "sample": cfg.sample_every}
+        due = [e for e, n in every.items() if (e in forced or n and step % n == 0) and last.get(e) != step]
+        if due and pending:
+            report()
+        for event in due:
+            last[event] = step
+            if event == "save":
+                ckpt.wait(saving)
+                saving = save_state(run, state, step)
+            elif event == "eval" and run["val"] and not stopped():
+                results.update(eval_state(run, state, step, stopped))
+            elif event == "sample" and cfg.sample_tokens and not stopped():
+                preview(run, state, step)
+        if due:
+            restart()
+
+    if step:
+        milestone()  # what a kill cut off at the step that this run goes on from
+    while not (stop := why_stop(cfg, step, agree(caught, step % (cfg.log_every or 10) == 0), finite)):
+        batch, waited_s = next(batches)
+        batch = call(hooks, "data", batch)
+        with jax.transfer_guard("disallow"):
+            state, metrics = train_step(state, batch)
+        step += 1
+        if pending:
+            report()  # of the step before, while this one runs
+        pending = (step, metrics, waited_s)
+        milestone()
+        if saving and saving.done():
+            ckpt.wait(saving)
+            saving = None
+    if pending:
+        report()
+    batches.close()
+    milestone(("save", "eval", "sample") if step >= cfg.steps else ("save",))
+    ckpt.wait(saving)
+    bar.close()
+    return finish(run, step, stop, results, began)
+
+
+def finish(run, step, stop, results, began):
+    """Log, draw and say the end; the summary."""
+    (reason, exit_code), cfg, emit = stop, run["cfg"], run["emit"]
+    wall_s = time.perf_counter() - began
+    summary = emit("end", emit("stop", {"step": step, "reason": reason}) | {"exit_code": exit_code, "wall_s": wall_s} | results)
+    if jax.process_index() == 0:
+        plot(cfg.out_dir)
+    loss = f"held-out loss {results['val_loss']:.4f} nats/token, " if "val_loss" in results else ""
+    bits = f"{results['val_bits_per_byte']:.3f} bits/byte, " if "val_bits_per_byte" in results else ""
+    say(f"done: {reason}; step {step}, {loss}{bits}{wall_s:.0f} s, saved in {cfg.out_dir}/ckpt")
+    return summary
+
+
+def look(cfg, metric_fn=None):
+    """Evaluate or sample the newest checkpoint of cfg.out_dir, as cfg.mode says; the summary.
+
+    What cfg leaves at its default, of model, data and course, is as the checkpoint was trained.
+    """
+    root = Path(cfg.out_dir) / "ckpt"
+    step, meta = find_checkpoint(cfg)
+    if step is None:
+        raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; train first, or set --out_dir")
+    saved, default = config.from_json(json.dumps(meta["config"]), str(root)), config.Config()
+    names = [n for n in config.SHAPE + config.COURSE if getattr(cfg, n) == getattr(default, n)]
+    run = setup(dataclasses.replace(cfg, **{n: getattr(saved, n) for n in names}))
+    cfg, summary = run["cfg"], {"step": step, "reason": cfg.mode, "exit_code": 0}
+    with jax.set_mesh(run["mesh"]):
+        shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+    params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(run["mesh"], run["table"][name][1]))
+              for name, x in shapes.items()}
+    params = load_checkpoint(cfg, {"params": params})["params"]
+    if cfg.mode == "sample":
+        for text in (texts := sample(run, params)):
+            say(text)
+        return summary | {"texts": texts}
+    if not run["val"]:
+        raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give --val_data")
+    summary |= evaluate_run(run, compile_run(run)["eval_step"], params, metric_fn=metric_fn)
+    say(json.dumps(summary))
+    return summary
+
+
+def cli(argv):
+    """Run a command line; the exit code. A fault of the user's is told in a sentence, any other is raised."""
+    try:
+        return main(config.parse(argv))["exit_code"]
+    except ValueError as e:
+        frame = e.__traceback__
+        while frame.tb_next:
+            frame = frame.tb_next
+        if Path(frame.tb_frame.f_code.co_filename).parent != Path(__file__).resolve().parent:
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(cli(sys.argv[1:]))
