@@ -97,7 +97,7 @@ def _rms_norm(x, scale, eps):
 
 
 def rope_tables(positions_BT, cfg):
-    """cos and sin [B, T, 1, H/2] in float32.
+    """cos and signed sin [B, 1, T, 2, H/2] in float32.
 
     Source: Su et al. 2021, arXiv:2104.09864; rope_factor as in Llama 3.1: wavelengths beyond the original
     length are stretched by the factor, those under a quarter of it kept, those between interpolated.
@@ -107,28 +107,33 @@ def rope_tables(positions_BT, cfg):
         turns = cfg.rope_original_len * freq / (2 * jnp.pi)
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         freq = keep * freq + (1 - keep) * freq / cfg.rope_factor
-    angle = positions_BT.astype(jnp.float32)[:, :, None, None] * freq[None, None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    angle = positions_BT.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
+    return jnp.stack([jnp.cos(angle)] * 2, axis=-2), jnp.stack([-jnp.sin(angle), jnp.sin(angle)], axis=-2)
 
 
 def _rotate(x, cos, sin):
-    """Rotate the halves of each head by its position, in float32 (the order of Hugging Face's weights)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    """Rotate the two halves of each head of x [B, heads, T, H] by their positions, in float32 (Hugging Face's order).
+
+    A flip, not a concatenation: XLA vectorises it.
+    """
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    return (halves * cos + halves[..., ::-1, :] * sin).reshape(x.shape).astype(x.dtype)
 
 
-def _attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, cached, cfg):
-    """Causal attention within the window. A cache's slot s holds position s."""
-    if not cached:
-        window = (cfg.sliding_window - 1, 0) if cfg.sliding_window else None
-        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, local_window_size=window)
-    back_BTS = positions_BT[:, :, None] - jnp.arange(k_BSKH.shape[1])[None, None, :]
-    mask_BTS = (back_BTS >= 0) & (back_BTS < (cfg.sliding_window or k_BSKH.shape[1]))
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None])
+def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
+    """Causal attention within the window, softmax in float32. Key slot s holds position s."""
+    B, N, T, H = q_BNTH.shape
+    _, K, S, _ = k_BKSH.shape
+    q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H)
+    scores_BKGTS = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H**-0.5
+    back_BTS = positions_BT[:, :, None] - jnp.arange(S)[None, None, :]
+    seen_BTS = (back_BTS >= 0) & (back_BTS < (cfg.sliding_window or S))
+    p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)).astype(v_BKSH.dtype)
+    return jnp.einsum("BKGTS,BKSH->BKGTH", p_BKGTS, v_BKSH).reshape(q_BNTH.shape)
 
 
 def _block(x_BTD, w, cache, positions_BT, rope, cfg):
-    """One layer. w: its parameters without the prefix; cache: (k_BSKH, v_BSKH) or None. Returns x_BTD, cache."""
+    """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH) or None. Returns x_BTD, cache."""
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
     q_BTNH, k_BTKH, v_BTKH = (_dot(y_BTD, w[f"w{x}"]) for x in "qkv")
     if cfg.qkv_bias:
@@ -136,23 +141,20 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
-    q_BTNH, k_BTKH = _rotate(q_BTNH, *rope), _rotate(k_BTKH, *rope)
     # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing moves.
-    q_BTNH, k_BTKH, v_BTKH = (
-        checkpoint_name(_shard(a, ROWS, None, ("tp", "sp")), "qkv") for a in (q_BTNH, k_BTKH, v_BTKH))
-    if cache is None:
-        k_BSKH, v_BSKH = k_BTKH, v_BTKH
-    else:
-        row_B1 = jnp.arange(len(x_BTD))[:, None]
-        cache = tuple(old.at[row_B1, positions_BT].set(new) for old, new in zip(cache, (k_BTKH, v_BTKH)))
-        k_BSKH, v_BSKH = cache
-    a_BTNH = _attend(q_BTNH, k_BSKH, v_BSKH, positions_BT, cache is not None, cfg)
-    a_BTNH = checkpoint_name(_shard(a_BTNH, ROWS, None, ("tp", "sp")), "attention")
+    q_BNTH, k_BKTH, v_BKTH = (
+        checkpoint_name(_shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")), "qkv") for a in (q_BTNH, k_BTKH, v_BTKH))
+    q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
+    if cache is not None:
+        row_B11, head_1K1 = jnp.arange(len(x_BTD))[:, None, None], jnp.arange(k_BKTH.shape[1])[None, :, None]
+        cache = tuple(old.at[row_B11, head_1K1, positions_BT[:, None]].set(new) for old, new in zip(cache, (k_BKTH, v_BKTH)))
+    a_BNTH = _attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
+    a_BTNH = checkpoint_name(_shard(a_BNTH, ROWS, ("tp", "sp")), "attention").swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
-    x_BTD = _shard(x_BTD + _dot(a_BTNH, w["wo"], 2), ROWS, "sp", None)
+    x_BTD = _shard(x_BTD + _dot(a_BTNH, w["wo"], 2), ROWS, "sp")
     y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
     h_BTF = jax.nn.silu(_dot(y_BTD, w["w_gate"])) * _dot(y_BTD, w["w_up"])
-    return _shard(x_BTD + _dot(h_BTF, w["w_down"]), ROWS, "sp", None), cache
+    return _shard(x_BTD + _dot(h_BTF, w["w_down"]), ROWS, "sp"), cache
 
 
 def forward(params, batch, cfg, cache=None):
@@ -169,7 +171,7 @@ def forward(params, batch, cfg, cache=None):
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # The rows of the table are gathered from their owners here; after it only the batch is split.
-    x_BTD = _shard(params["embed"][tokens_BT], ROWS, "sp", None)
+    x_BTD = _shard(params["embed"][tokens_BT], ROWS, "sp")
 
     def layer(x_BTD, w_and_cache):
         return _block(x_BTD, *w_and_cache, positions_BT, rope, cfg)
@@ -247,7 +249,7 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     temperature (0: greedy), top_k (0: all), top_p.
     """
     B, T = tokens_BT.shape
-    shape = (cfg.n_layers, B, T + n_new, cfg.n_kv_heads, cfg.head_dim)
+    shape = (cfg.n_layers, B, cfg.n_kv_heads, T + n_new, cfg.head_dim)
     cache = (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     logits_BTV, cache = forward(params, {"tokens": tokens_BT, "positions": positions_BT}, cfg, cache)
