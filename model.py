@@ -93,7 +93,7 @@ def _rms_norm(x, scale, eps):
     """In float32 whatever comes in; comes out in x's dtype."""
     x_f32 = x.astype(jnp.float32)
     x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
-    return (x_f32 * jnp.asarray(scale, jnp.float32)).astype(x.dtype)
+    return (x_f32 * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
 
 
 def rope_tables(positions_BT, cfg):
@@ -137,7 +137,8 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
     q_BTNH, k_BTKH, v_BTKH = (_dot(y_BTD, w[f"w{x}"]) for x in "qkv")
     if cfg.qkv_bias:
-        q_BTNH, k_BTKH, v_BTKH = q_BTNH + w["bq"], k_BTKH + w["bk"], v_BTKH + w["bv"]
+        q_BTNH, k_BTKH, v_BTKH = (
+            a + jnp.expand_dims(w[b], (0, 1)) for a, b in ((q_BTNH, "bq"), (k_BTKH, "bk"), (v_BTKH, "bv")))
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
@@ -201,7 +202,7 @@ def loss_fn(params, batch, cfg):
     top_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     lse_BT = top_BT + jnp.log(jnp.exp(logits_BTV - top_BT[..., None]).sum(axis=-1))
     # A masked sum, not a gather: it stays where the logits are when tp splits the vocabulary.
-    hit_BTV = label_BT[..., None] == jnp.arange(V)
+    hit_BTV = label_BT[..., None] == jnp.arange(V)[None, None]
     true_BT = jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
     nll_BT = lse_BT - true_BT
     z_BT = lse_BT * lse_BT
