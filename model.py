@@ -41,7 +41,7 @@ def param_table(cfg):
     # What writes to the residual stream starts smaller, so that its variance does not grow with depth (GPT-2).
     out = lambda width: ("normal", (2 * L * width) ** -0.5)
     table = {
-        "embed": ((V, D), P("tp", "fsdp"), ("normal", 0.02)),
+        "embed": ((V, D), P("tp", "fsdp"), wide),
         "layers.attn_norm": ((L, D), P(), ones),
         "layers.wq": ((L, D, N, H), P(None, "fsdp", "tp"), wide),
         "layers.wk": ((L, D, K, H), P(None, "fsdp", "tp"), wide),
@@ -171,8 +171,8 @@ def forward(params, batch, cfg, cache=None):
     params = {k: v.astype(cfg.dtype) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
-    # The rows of the table are gathered from their owners here; after it only the batch is split.
-    x_BTD = _shard(params["embed"][tokens_BT], ROWS, "sp")
+    # fsdp gathers the width of the table here, so that the look-up moves no activations; tp sums over its rows.
+    x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], ROWS, "sp")
 
     def layer(x_BTD, w_and_cache):
         return _block(x_BTD, *w_and_cache, positions_BT, rope, cfg)
