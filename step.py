@@ -5,6 +5,7 @@ Owns the update (gradient, accumulation, precision, clipping, optimizer, the gat
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table come in.
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
+from functools import partial
 from math import prod
 
 import jax
@@ -131,7 +132,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer):
     sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, factor)
     means = {k: sums[k] / jnp.maximum(counts[k], 1) for k in sums}
     grads = jax.tree.map(lambda g: g / (factor * jnp.maximum(counts["objective"], 1)), grads)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(means["objective"]) & jnp.isfinite(grad_norm)
     if cfg.clip_norm:
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30)), grads)
@@ -183,12 +184,12 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
         whole = NamedSharding(mesh, P())
-        train = jax.jit(lambda s, b: train_step(s, b, cfg, loss_fn, optimizer), donate_argnums=0,
-                        out_shardings=(shardings, whole)).lower(state, batch).compile()
-        evaluate = jax.jit(lambda p, b: eval_step(p, b, cfg, loss_fn), out_shardings=whole)
+        step = partial(train_step, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer)
+        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch).compile()
+        evaluate = jax.jit(partial(eval_step, cfg=cfg, loss_fn=loss_fn), out_shardings=whole)
         evaluate = evaluate.lower(state["params"], batch).compile()
     return {
-        "state": state, "train_step": train, "eval_step": evaluate, "memory": memory(train),
+        "state": state, "train_step": step, "eval_step": evaluate, "memory": memory(step),
         "init": jax.jit(fresh, out_shardings=shardings),
         "from_params": jax.jit(lambda params: init_state(None, cfg, init_fn, optimizer, params), out_shardings=shardings),
     }

@@ -110,10 +110,8 @@ def setup(cfg):
     """
     if jax.default_backend() == "cpu":
         keep_memory()
-    if cfg.cache_dir:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.cache_dir))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.cache_dir) or None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.validate(cfg, jax.device_count(), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES, "remat": model.REMAT})
     tokenizer = data.make_tokenizer(cfg.tokenizer)
@@ -182,6 +180,8 @@ def load_checkpoint(cfg, like, set_aside=False):
             tree, fault = ckpt.restore(root, step, like), None
         except ValueError as e:
             tree, fault = None, e
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"{e.args[0]}: give the model flags that it was trained with, or another folder") from None
         if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(fault is None)).all():
             fault = fault or ValueError(f"another process could not read checkpoint {step}")
         if fault is None:

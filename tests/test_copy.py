@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The import graph is a star, and each file but its centre works when it is copied alone into an empty folder."""
+import ast
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+FILES = ("config", "data", "model", "step", "ckpt", "train")
+
+USES = {
+    "config": """
+import config
+cfg = config.parse(["--config", "debug", "--steps", "2Ki"])
+assert cfg.steps == 2048 and config.from_json(config.to_json(cfg)) == cfg
+config.validate(cfg, 1)
+""",
+    "data": """
+import data, pathlib
+pathlib.Path("a.txt").write_text("to be, or not to be " * 9)
+source = data.open_source(["a.txt"], data.make_tokenizer("bytes"), seq_len=8)
+train, held_out = data.split(source, 0.2, 8)
+for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4, 8), 0, 3):
+    assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
+assert data.eval_batch_at(held_out, 0, 4, 8)["tokens"].shape == (4, 8)
+""",
+    "model": """
+import model, jax, jax.numpy as jnp, types
+cfg = types.SimpleNamespace(
+    d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=32, vocab_size=11, rope_theta=1e4, rope_factor=1.0,
+    norm_eps=1e-6, qk_norm=True, qkv_bias=True, tie_embeddings=True, sliding_window=0, dtype="float32",
+    param_dtype="float32", remat="none", label_smoothing=0.0, z_loss=0.0)
+batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
+params = jax.jit(lambda key: model.init(key, cfg))(jax.random.key(0))
+logits, _ = jax.jit(lambda p, b: model.forward(p, b, cfg))(params, batch)
+assert logits.shape == (2, 5, 11) and bool(jnp.isfinite(logits).all()) and float(logits.std()) > 0
+sums, counts = jax.jit(lambda p, b: model.loss_fn(p, b, cfg))(params, batch)
+assert abs(float(sums["loss"] / counts["loss"]) - 2.4) < 0.5  # about log 11
+""",
+    "step": """
+import step, jax, jax.numpy as jnp, types
+from jax.sharding import PartitionSpec as P
+cfg = types.SimpleNamespace(
+    dp=-1, fsdp=1, ep=1, tp=1, sp=1, optimizer="adamw", b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0, clip_norm=1.0,
+    lr=0.1, schedule="constant", warmup_steps=0.0, min_lr_frac=0.0, steps=200, micro_batches=2, dtype="float32")
+def loss_fn(params, batch, cfg):
+    off = batch["x"] * params["w"] + params["b"] - batch["y"]
+    return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}
+table = {"w": ((1,), P(), ("normal", 1.0)), "b": ((1,), P(), ("constant", 0.0))}
+init = lambda key, cfg: {"w": jax.random.normal(key, (1,)), "b": jnp.zeros(1)}
+mesh, x = step.make_mesh(cfg), jnp.linspace(-1, 1, 8)[:, None]
+shape = jax.ShapeDtypeStruct((8, 1), jnp.float32)
+made = step.compile_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": shape})
+state = made["init"](jax.random.key(0))
+batch = jax.device_put({"x": x, "y": 3 * x - 2}, jax.sharding.NamedSharding(mesh, step.BATCH))
+losses = []
+for _ in range(cfg.steps):
+    state, metrics = made["train_step"](state, batch)
+    losses.append(float(metrics["objective"]))
+assert losses[0] > 1 and losses[-1] < 0.01 * losses[0], (losses[0], losses[-1])
+assert int(state["step"]) == cfg.steps and abs(float(state["params"]["w"][0]) - 3) < 0.3
+""",
+    "ckpt": """
+import ckpt, jax, jax.numpy as jnp, numpy as np
+tree = {"a": np.arange(6).reshape(2, 3), "b": [jnp.ones((3,), jnp.bfloat16) / 3, jnp.int32(7)]}
+ckpt.wait(ckpt.save("here", 5, tree, {"note": "hello"}))
+back = ckpt.restore("here", ckpt.latest("here"), tree)
+assert jax.tree.structure(back) == jax.tree.structure(tree)
+for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back)):
+    assert old.dtype == new.dtype and (np.asarray(old) == np.asarray(new)).all()
+assert ckpt.read_meta("here", 5)["note"] == "hello"
+""",
+}
+
+
+def imported(path):
+    """First names of all modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module.split(".")[0]} if node.module and not node.level else set(FILES)
+    return names
+
+
+def test_star():
+    """train.py imports the five others; none of the five imports a file of ours.
+
+    Break: step.py: import optax => import optax, config
+    """
+    ours = {path.stem for path in ROOT.glob("*.py")}
+    assert ours == set(FILES)
+    assert imported(ROOT / "train.py") & ours == ours - {"train"}
+    assert {name: imported(ROOT / f"{name}.py") & ours for name in USES} == {name: set() for name in USES}
+
+
+def test_one_class():
+    """Config is the only class of the six files.
+
+    Break: ckpt.py: CHUNK_BYTES = 2**25 => class Chunk: pass
+    """
+    trees = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in FILES}
+    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+    assert [(name, node.name) for name, node in nodes if isinstance(node, ast.ClassDef)] == [("config", "Config")]
+    makers = [node for _, node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+        "type", "namedtuple", "NamedTuple", "make_dataclass") and len(node.args) > 1]
+    assert makers == []
+
+
+@pytest.mark.parametrize("name", USES)
+def test_copied_alone(name, tmp_path):
+    """Each of the five, alone in an empty folder that nothing of ours is near, does its work there.
+
+    Break: data.py: import zlib => import zlib, config
+    """
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
+    alone = f"import sys; assert {str(ROOT)!r} not in sys.path\n"
+    run = subprocess.run([sys.executable, "-c", alone + USES[name]], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]

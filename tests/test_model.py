@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""model.py against a float64 NumPy transformer, finite differences, hand counts and perturbation."""
+import dataclasses
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import config
+import model
+
+BASE = config.derive(config.Config(
+    d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17, dtype="float32"))
+VARIANTS = {
+    "gqa, qk_norm, tied": {},
+    "no qk_norm, untied": dict(qk_norm=False, tie_embeddings=False, n_kv_heads=4),
+    "bias": dict(qkv_bias=True, n_kv_heads=1, norm_eps=1e-2),
+    "window": dict(sliding_window=3),
+    "stretched": dict(rope_factor=8.0, rope_original_len=16, rope_theta=100.0, head_dim=12),
+}
+
+
+def random_params(cfg, seed=0):
+    """Every parameter at random, about 1 for scales, so that norms and biases matter. In float64."""
+    rng = np.random.default_rng(seed)
+    params = {}
+    for name, (shape, _, (kind, value)) in model.param_table(cfg).items():
+        params[name] = rng.normal(0, 0.4, shape) + (value if kind == "constant" else 0)
+        params[name] = params[name].astype(np.float32).astype(np.float64)
+    return params
+
+
+def random_batch(cfg, B=3, T=9, seed=1):
+    """Tokens, and labels of which about a third are -100."""
+    rng = np.random.default_rng(seed)
+    tokens, labels = rng.integers(0, cfg.vocab_size, (2, B, T)).astype(np.int32)
+    return {"tokens": tokens, "labels": np.where(rng.random((B, T)) < 0.3, -100, labels)}
+
+
+def draw(cfg):
+    return jax.jit(lambda key: model.init(key, cfg))(jax.random.key(0))
+
+
+def as_f32(params):
+    return {k: jnp.asarray(v, jnp.float32) for k, v in params.items()}
+
+
+def np_norm(x, scale, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def np_rotate(x, position, cfg):
+    """A head's two halves as real and imaginary parts, turned by position x frequency (RoFormer, equation 34)."""
+    turned, half = np.empty_like(x), len(x) // 2
+    for i in range(half):
+        freq = cfg.rope_theta ** (-2 * i / cfg.head_dim)
+        wavelength, full = 2 * np.pi / freq, cfg.rope_original_len
+        if cfg.rope_factor != 1 and wavelength > full:
+            freq /= cfg.rope_factor
+        elif cfg.rope_factor != 1 and wavelength > full / 4:
+            smooth = (full / wavelength - 1) / 3
+            freq = (1 - smooth) * freq / cfg.rope_factor + smooth * freq
+        z = (x[i] + 1j * x[i + half]) * np.exp(1j * position * freq)
+        turned[i], turned[i + half] = z.real, z.imag
+    return turned
+
+
+def np_logits(params, tokens, cfg):
+    """Logits [B, T, V], one query and one head at a time."""
+    group, out = cfg.n_heads // cfg.n_kv_heads, []
+    for row in tokens:
+        x = params["embed"][row]
+        for i in range(cfg.n_layers):
+            w = {k[len("layers."):]: v[i] for k, v in params.items() if k.startswith("layers.")}
+            y = np_norm(x, w["attn_norm"], cfg.norm_eps)
+            q, k, v = (np.einsum("td,dnh->tnh", y, w["w" + c]) + w.get("b" + c, 0) for c in "qkv")
+            if cfg.qk_norm:
+                q, k = np_norm(q, w["q_norm"], cfg.norm_eps), np_norm(k, w["k_norm"], cfg.norm_eps)
+            q, k = (np.array([[np_rotate(h, t, cfg) for h in heads] for t, heads in enumerate(a)]) for a in (q, k))
+            a = np.zeros_like(q)
+            for t in range(len(row)):
+                first = max(0, t + 1 - cfg.sliding_window) if cfg.sliding_window else 0
+                for n in range(cfg.n_heads):
+                    e = np.exp(k[first:t + 1, n // group] @ q[t, n] / np.sqrt(cfg.head_dim))
+                    a[t, n] = e / e.sum() @ v[first:t + 1, n // group]
+            x = x + np.einsum("tnh,nhd->td", a, w["wo"])
+            y = np_norm(x, w["mlp_norm"], cfg.norm_eps)
+            gate = y @ w["w_gate"]
+            x = x + gate / (1 + np.exp(-gate)) * (y @ w["w_up"]) @ w["w_down"]
+        x = np_norm(x, params["final_norm"], cfg.norm_eps)
+        out.append(x @ (params["embed"].T if cfg.tie_embeddings else params["unembed"]))
+    return np.array(out)
+
+
+def np_sums(params, batch, cfg):
+    """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, cross-entropy, squared log Z, hits."""
+    logits, sums = np_logits(params, batch["tokens"], cfg), dict.fromkeys(("objective", "loss", "z", "acc"), 0.0)
+    for b, t in np.argwhere(batch["labels"] != -100):
+        row, label = logits[b, t], batch["labels"][b, t]
+        log_z = np.log(np.exp(row).sum())
+        target = np.full(cfg.vocab_size, cfg.label_smoothing / (cfg.vocab_size - 1))
+        target[label] = 1 - cfg.label_smoothing
+        held = target > 0
+        sums["objective"] += (target[held] * (np.log(target[held]) - (row - log_z)[held])).sum() + cfg.z_loss * log_z**2
+        sums["loss"] += log_z - row[label]
+        sums["z"] += log_z**2
+        sums["acc"] += row.argmax() == label
+    return sums
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_equals_numpy(variant):
+    """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32 rounding, 1e-6 each).
+
+    Break: model.py: * H**-0.5 => * H**-0.51
+    """
+    cfg = dataclasses.replace(BASE, **VARIANTS[variant])
+    params, batch = random_params(cfg), random_batch(cfg)
+    logits_BTV = jax.jit(lambda p: model.forward(p, batch, cfg)[0])(as_f32(params))
+    np.testing.assert_allclose(logits_BTV, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{}, dict(label_smoothing=0.1), dict(z_loss=0.01), dict(label_smoothing=0.2, z_loss=0.1)])
+def test_loss_sums_equal_numpy(change):
+    """All four sums over the labels that are not -100 are NumPy's to 1e-5 relative (float32), the counts exactly.
+
+    Break: model.py: others_BT) - entropy => others_BT) + entropy
+    """
+    cfg = dataclasses.replace(BASE, n_layers=1, **change)
+    params, batch = random_params(cfg), random_batch(cfg)
+    sums, counts = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(as_f32(params))
+    want = np_sums(params, batch, cfg)
+    assert set(sums) == set(counts) == set(want)
+    for name in want:
+        assert sums[name] == pytest.approx(want[name], rel=1e-5), name
+        assert counts[name] == (batch["labels"] != -100).sum()
+
+
+@pytest.mark.parametrize("variant", ["bias", "no qk_norm, untied"])
+def test_gradients_equal_finite_differences(variant):
+    """Each parameter's gradient along a random direction is NumPy's central difference in float64.
+
+    To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by 1e-9.
+    Break: model.py: _dot(h_BTF, w["w_down"]) => _dot(jax.lax.stop_gradient(h_BTF), w["w_down"])
+    """
+    cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, **VARIANTS[variant])
+    params, batch = random_params(cfg), random_batch(cfg, B=2, T=5)
+    grads = jax.jit(jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(as_f32(params))
+    rng = np.random.default_rng(2)
+    for name, value in params.items():
+        direction = rng.normal(size=value.shape)
+        direction /= np.linalg.norm(direction)
+        up, down = (np_sums(params | {name: value + h * direction}, batch, cfg)["objective"] for h in (1e-5, -1e-5))
+        got = np.sum(np.asarray(grads[name], np.float64) * direction)
+        assert abs(got - (up - down) / 2e-5) < 1e-4 * np.linalg.norm(grads[name]), name
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_no_token_sees_the_future(window):
+    """Another token at t changes the logits at t and none before, bit for bit; nor beyond layers x (window - 1) after.
+
+    Break: model.py: (back_BTS >= 0) => (back_BTS >= -1)
+    """
+    cfg = dataclasses.replace(BASE, sliding_window=window)
+    params, tokens = as_f32(random_params(cfg)), random_batch(cfg)["tokens"]
+    logits = jax.jit(lambda x: model.forward(params, {"tokens": x}, cfg)[0])
+    before = np.asarray(logits(tokens))
+    for t in range(tokens.shape[1]):
+        changed = tokens.copy()
+        changed[:, t] = (tokens[:, t] + 1) % cfg.vocab_size
+        after, last = np.asarray(logits(changed)), t + cfg.n_layers * (window - 1) if window else tokens.shape[1]
+        assert (after[:, :t] == before[:, :t]).all() and (after[:, last + 1:] == before[:, last + 1:]).all()
+        assert (after[:, t] != before[:, t]).any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
+    """Tokens from the cache are those of a full forward per token, exactly: ties have no chance among random logits.
+
+    Break: model.py: "positions": (lengths_B + i)[:, None] => "positions": (lengths_B + i + 1)[:, None]
+    """
+    cfg = dataclasses.replace(BASE, temperature=0.0, **VARIANTS[variant])
+    params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=4)["tokens"]
+    got, text = model.generate(params, tokens, jnp.full(3, 4), cfg, jax.random.key(0), 6), tokens
+    full = jax.jit(lambda x: model.forward(params, {"tokens": x}, cfg)[0])
+    for t in range(4, 10):
+        padded = np.pad(text, ((0, 0), (0, 10 - t)))  # one shape, one compilation: causality hides the padding
+        text = np.concatenate([text, np.asarray(full(padded))[:, t - 1].argmax(-1)[:, None]], axis=1)
+    np.testing.assert_array_equal(got, text[:, 4:])
+
+
+def test_ragged_prompts_generate_as_alone():
+    """Prompts of 1, 4 and 6 tokens continue in a batch, over any padding, exactly as each does alone.
+
+    Break: model.py: lengths_B[:, None, None] - 1 => 0 * lengths_B[:, None, None] + T - 1
+    """
+    cfg = dataclasses.replace(BASE, temperature=0.0)
+    params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=6)["tokens"]
+    lengths = (1, 4, 6)
+    together = model.generate(params, tokens, jnp.array(lengths), cfg, jax.random.key(0), 5)
+    for row, n, got in zip(tokens, lengths, together):
+        alone = model.generate(params, row[None, :n], jnp.array([n]), cfg, jax.random.key(0), 5)
+        np.testing.assert_array_equal(got, alone[0])
+
+
+def test_generation_compiles_once():
+    """Other keys, tokens and lengths of one shape take one compilation; other keys draw other tokens.
+
+    Break: model.py: static_argnames=("cfg", "n_new")) => static_argnames=("cfg", "n_new", "key"))
+    """
+    cfg = dataclasses.replace(BASE, temperature=1.0)
+    params, before, drawn = as_f32(random_params(cfg)), model.generate._cache_size(), set()
+    for seed in range(3):
+        tokens = random_batch(cfg, B=2, T=7, seed=seed)["tokens"]
+        new = model.generate(params, tokens, jnp.array([seed + 1, 7]), cfg, jax.random.key(seed), 8)
+        drawn.add(np.asarray(new).tobytes())
+    assert model.generate._cache_size() == before + 1
+    assert len(drawn) == 3
+
+
+def picks(**change):
+    """Tokens drawn from 200 rows of random logits, and the likeliest ones."""
+    logits_BV = jnp.asarray(np.random.default_rng(3).normal(size=(200, 17)), jnp.float32)
+    cfg = dataclasses.replace(BASE, **{"temperature": 1.0, **change})
+    return np.asarray(model._pick(logits_BV, jax.random.key(0), cfg)), np.asarray(logits_BV).argmax(-1)
+
+
+def test_top_k_of_1_is_greedy():
+    """top_k 1 draws the likeliest token in each of 200 rows; top_k 2 does not.
+
+    Break: model.py: < (cfg.top_k or logits_BV.shape[1]) => < logits_BV.shape[1]
+    """
+    np.testing.assert_array_equal(*picks(top_k=1))
+    assert (np.not_equal(*picks(top_k=2))).any()
+
+
+def test_tiny_top_p_is_greedy():
+    """top_p 1e-6 draws the likeliest token in each of 200 rows; top_p 1 does not.
+
+    Break: model.py: (before_BV < cfg.top_p) => (before_BV < 1)
+    """
+    np.testing.assert_array_equal(*picks(top_p=1e-6))
+    assert (np.not_equal(*picks(top_p=1.0))).any()
+
+
+@pytest.mark.parametrize("change", [{}, dict(top_k=5), dict(top_p=0.7), dict(top_k=6, top_p=0.9)])
+def test_draws_follow_the_softmax(change):
+    """20,000 draws at temperature 0.7 are those of the cut and renormalised softmax: chi-square below its mean + 6 sd.
+
+    Break: model.py: axis=-1) / cfg.temperature => axis=-1)
+    """
+    cfg, n = dataclasses.replace(BASE, temperature=0.7, **change), 20000
+    logits = np.random.default_rng(4).normal(size=17)
+    p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    held, mass = [], 0.0
+    for token in np.argsort(-p):
+        if mass < cfg.top_p and len(held) < (cfg.top_k or 17):
+            held.append(token)
+        mass += p[token]
+    draws = model._pick(jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1)), jax.random.key(5), cfg)
+    counts, want = np.bincount(draws, minlength=17), n * p[held] / p[held].sum()
+    assert counts.sum() == counts[held].sum() == n
+    df = len(held) - 1
+    assert ((counts[held] - want) ** 2 / want).sum() < df + 6 * np.sqrt(2 * df)
+
+
+def test_flops_equal_a_hand_count():
+    """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key, within half a key.
+
+    Break: model.py: flops = 6 * matmul + 12 * => flops = 6 * matmul + 6 *
+    """
+    T = 32
+    for change in ({}, dict(tie_embeddings=False), dict(sliding_window=5), dict(n_kv_heads=4, qkv_bias=True)):
+        cfg = dataclasses.replace(BASE, **change)
+        N, K, H, D, F = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.d_model, cfg.d_ff
+        weights = cfg.n_layers * (2 * D * N * H + 2 * D * K * H + 3 * D * F) + D * cfg.vocab_size
+        seen = np.mean([min(t + 1, cfg.sliding_window or T) for t in range(T)])
+        per_key = 3 * 2 * 2 * cfg.n_layers * N * H  # backward is twice forward; scores and values; multiply and add
+        assert abs(model.flops_per_token(cfg, T)[0] - 6 * weights - per_key * seen) <= per_key * 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("remat", [r for r in model.REMAT if r != "none"])
+def test_remat_keeps_the_gradient(remat):
+    """Whatever backward recomputes, the gradient is that of none, to 1e-5 of its largest entry (float32, other fusions).
+
+    Break: model.py: offload_dst="pinned_host" => offload_dst="nowhere"
+    """
+    base = dataclasses.replace(BASE, n_layers=1)
+    params, batch = as_f32(random_params(base)), random_batch(base)
+    grad = lambda cfg: jax.jit(jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
+    want, got = grad(base), grad(dataclasses.replace(base, remat=remat))
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-5 * np.abs(want[name]).max(), err_msg=name)
+
+
+def test_full_remat_needs_less_memory():
+    """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of those under none.
+
+    Break: model.py: "full": _save.nothing_saveable => "full": _save.everything_saveable
+    """
+    cfg = dataclasses.replace(BASE, n_layers=16)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+    ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+
+    def temporaries(cfg):
+        grad = jax.grad(lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"])
+        return jax.jit(grad).lower(params, ids).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(dataclasses.replace(cfg, remat="full")) < temporaries(cfg) / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_init_follows_the_table(dtype):
+    """Every parameter has the table's shape and mean to 6 sd, and cfg.param_dtype; constants are exact.
+
+    Break: model.py: array.astype(cfg.param_dtype) => array
+    """
+    cfg = dataclasses.replace(BASE, param_dtype=dtype, qkv_bias=True, tie_embeddings=False)
+    params, table = draw(cfg), model.param_table(cfg)
+    assert list(params) == list(table)
+    for name, (shape, spec, (kind, value)) in table.items():
+        array = np.asarray(params[name], np.float64)
+        assert params[name].shape == shape and params[name].dtype == dtype and len(spec) <= len(shape), name
+        if kind == "constant":
+            assert (array == value).all(), name
+        else:
+            sd = value / np.sqrt(prod(shape))
+            assert abs(array.mean()) < 6 * sd and abs(array.std() / value - 1) < 6 / np.sqrt(2 * prod(shape)), name
+
+
+def test_residual_writers_start_smaller_with_depth():
+    """wo and w_down start with variance 1 / (2 L fan-in), all other matrices of a layer with 1 / fan-in (6 sd).
+
+    Break: model.py: (2 * L * width) ** -0.5 => width ** -0.5
+    """
+    cfg = dataclasses.replace(BASE, n_layers=8)
+    params = draw(cfg)
+    fan_in = {"wo": cfg.n_heads * cfg.head_dim, "w_down": cfg.d_ff}
+    for name in "wq wk wv wo w_gate w_up w_down".split():
+        array, depth = np.asarray(params["layers." + name]), 2 * cfg.n_layers if name in fan_in else 1
+        variance = array.var() * depth * fan_in.get(name, cfg.d_model)
+        assert abs(variance - 1) < 6 * np.sqrt(2 / array.size), name
+
+
+def test_init_of_a_parameter_depends_on_no_other():
+    """Biases and an unembedding more leave every other parameter as it was, bit for bit; no two draw the same numbers.
+
+    Break: model.py: name_hash = sum( => name_hash = len(param_table(cfg)) + sum(
+    """
+    more = dataclasses.replace(BASE, qkv_bias=True, tie_embeddings=False)
+    few, many = draw(BASE), draw(more)
+    assert len(many) == len(few) + 4
+    for name in few:
+        np.testing.assert_array_equal(few[name], many[name], err_msg=name)
+    assert not np.allclose(few["layers.wk"], few["layers.wv"])
+    assert not np.allclose(few["layers.w_gate"], few["layers.w_up"])
