@@ -12,7 +12,7 @@ import re
 import typing
 from dataclasses import dataclass
 from decimal import Decimal
-from math import prod
+from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,7 @@ class Config:
     tokenizer: str = "bytes"  # bytes, or the path of a Hugging Face tokenizer.json
     overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
     # ---- length and batch
-    steps: int = 1500  # optimizer updates in all: the horizon of the schedule
+    steps: int = 1000  # optimizer updates in all: the horizon of the schedule
     epochs: float = 0.0  # passes over the training data; above 0 it sets steps
     batch_size: int = 16  # sequences per update, all devices
     micro_batches: int = 1  # parts of a batch, one after the other: less memory, same result
@@ -147,10 +147,11 @@ def number(text, kind=float):
     Raises ValueError when it is none, or has a fraction where `kind` is int.
     """
     text = text.strip()
+    digits = text[1:] if text[:1] in ("+", "-") else text
     power = re.fullmatch(r"(\d+)\^(\d+)", text)
-    parts = re.findall(r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)([A-Za-z%]*)", text.lstrip("+-"))
+    parts = re.findall(r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)([A-Za-z%]*)", digits)
     units = [unit for _, unit in parts]
-    whole = "".join(a + b for a, b in parts) == text.lstrip("+-") and all(u in UNITS for u in units)
+    whole = "".join(a + b for a, b in parts) == digits and all(u in UNITS for u in units)
     if power:
         value = Decimal(power[1]) ** int(power[2])
     elif whole and (len(parts) == 1 or (parts and set(units) <= set("smhd"))):
@@ -223,8 +224,8 @@ def _type_faults(cfg):
             if not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
                 faults.append(f"{name} {value!r}: a list of strings is wanted")
         elif not isinstance(value, (int, float) if kind is float else kind) or (
-                isinstance(value, bool) and kind is not bool):
-            faults.append(f"{name} {value!r}: {kind.__name__} is wanted")
+                isinstance(value, bool) and kind is not bool) or (kind is float and not isfinite(value)):
+            faults.append(f"{name} {value!r}: {'a finite number' if kind is float else kind.__name__} is wanted")
     return faults
 
 
@@ -272,17 +273,18 @@ def validate(cfg, n_devices, choices=()):
         faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: need --coordinator host:port")
     if cfg.process_id >= max(cfg.n_processes, 1):
         faults.append(f"process_id {cfg.process_id}: must be below n_processes {cfg.n_processes}")
-    _complain(faults)  # the rules between fields below divide by what was checked above
+    if min(cfg.n_heads, cfg.batch_size, cfg.micro_batches, cfg.n_kv_heads + 1, cfg.d_ff + 1) < 1 or not 0 < cfg.scale < 1e9:
+        _complain(faults)  # the rules between fields below divide by these
     if not cfg.head_dim:
-        faults += _multiple("d_model", cfg.d_model, "n_heads", cfg.n_heads)
-    if (cfg.head_dim or cfg.d_model // cfg.n_heads) % 2:
-        faults.append(f"head_dim {cfg.head_dim or cfg.d_model // cfg.n_heads}: must be even, for rotary positions")
+        faults += _multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
+    elif cfg.head_dim % 2:
+        faults.append(f"head_dim {cfg.head_dim}: must be even, for rotary positions")
     if cfg.n_kv_heads:
         faults += _multiple("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
-    for n in "d_model d_ff n_heads n_kv_heads".split():
-        if abs(getattr(cfg, n) * cfg.scale - round(getattr(cfg, n) * cfg.scale)) > 1e-9:
-            legal = max(round(cfg.n_heads * cfg.scale), 1) / cfg.n_heads
-            faults.append(f"scale {cfg.scale}: {n} {getattr(cfg, n)} would not stay whole; nearest: {legal}")
+    whole = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
+    legal = max(round(whole * cfg.scale), 1) / whole
+    if abs(legal - cfg.scale) > 1e-9 * legal:
+        faults.append(f"scale {cfg.scale}: d_model, d_ff and head counts would not stay whole; nearest: {legal}")
     _complain(faults + _mesh_faults(cfg, n_devices))
 
 
@@ -311,9 +313,9 @@ def _mesh_faults(cfg, n_devices):
 def derive(cfg):
     """The same run with every 0-for-default and `scale` worked out. Call after `validate`."""
     head_dim = cfg.head_dim or cfg.d_model // cfg.n_heads
-    d_ff = cfg.d_ff or -(-8 * cfg.d_model // 3 // 32) * 32
-    sizes = dict(d_model=cfg.d_model, d_ff=d_ff, n_heads=cfg.n_heads, n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
+    sizes = dict(d_model=cfg.d_model, d_ff=cfg.d_ff, n_heads=cfg.n_heads, n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
     sizes = {k: round(v * cfg.scale) for k, v in sizes.items()}
+    sizes["d_ff"] = sizes["d_ff"] or -(-8 * sizes["d_model"] // 3 // 32) * 32
     return dataclasses.replace(cfg, **sizes, head_dim=head_dim, scale=1.0)
 
 

@@ -271,8 +271,8 @@ def _read(source, sequences, seq_len, vocab_size):
         wanted = (sequence - firsts[w]) * seq_len
         start = min(wanted, len(shard) - 1 - seq_len)
         out[row], skip[row] = shard[start : start + seq_len + 1], wanted - start
-    if vocab_size and len(out):
-        _check_ids(out, vocab_size, source["names"][which[0]])
+    for w in np.unique(which) if vocab_size else ():
+        _check_ids(out[which == w], vocab_size, source["names"][w])
     labels = out[:, 1:].copy()
     labels[np.arange(seq_len)[None] < skip[:, None]] = IGNORE  # labels that the window before has had
     return {"tokens": np.ascontiguousarray(out[:, :-1]), "labels": labels}

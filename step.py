@@ -5,6 +5,7 @@ Owns the update (gradient, accumulation, precision, clipping, optimizer, the gat
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table come in.
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 
@@ -176,23 +177,28 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
     """
     optimizer = make_optimizer(cfg, table)
-    fresh = lambda key: init_state(key, cfg, init_fn, optimizer)
+    fresh = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer)
+    whole = NamedSharding(mesh, P())
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(fresh, jax.random.key(0))
+        key = jax.eval_shape(jax.random.key, 0)
+        shapes = jax.eval_shape(fresh, key)
         shardings = state_shardings(shapes, table, optimizer, mesh)
-        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
-        whole = NamedSharding(mesh, P())
-        step = partial(train_step, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer)
-        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch).compile()
-        evaluate = jax.jit(partial(eval_step, cfg=cfg, loss_fn=loss_fn), out_shardings=whole)
-        evaluate = evaluate.lower(state["params"], batch).compile()
-    return {
-        "state": state, "train_step": step, "eval_step": evaluate, "memory": memory(step),
-        "init": jax.jit(fresh, out_shardings=shardings),
-        "from_params": jax.jit(lambda params: init_state(None, cfg, init_fn, optimizer, params), out_shardings=shardings),
-    }
+        lowered = {
+            "train_step": jax.jit(partial(train_step, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0,
+                                  out_shardings=(shardings, whole)).lower(state, batch),
+            "eval_step": jax.jit(partial(eval_step, cfg=cfg, loss_fn=loss_fn), out_shardings=whole).lower(
+                state["params"], batch),
+            "init": jax.jit(fresh, out_shardings=shardings).lower(place(key, whole)),
+        }
+    with ThreadPoolExecutor() as pool:  # the compiler lets go of Python
+        programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
+    init, from_params = programs["init"], lambda params: init_state(None, cfg, init_fn, optimizer, params)
+    return programs | {"state": state, "memory": memory(programs["train_step"]),
+                       "init": lambda key: init(jax.device_put(key, whole)),
+                       "from_params": jax.jit(from_params, out_shardings=shardings)}
 
 
 def memory(compiled):

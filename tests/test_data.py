@@ -293,7 +293,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 def test_ids_beyond_the_vocabulary_in_a_batch(at):
     """A batch with an id that the model does not have is refused with the file that holds it, whichever row it is in.
 
-    Break: data.py: if vocab_size and len(out): => if False:
+    Break: data.py: _check_ids(out => (lambda *_: None)(out
     """
     at(count_up((90, 90, 90)), 0, 36, 8, vocab_size=270)
     for number in range(3):
