@@ -64,7 +64,7 @@ class Config:
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     # ---- optimizer
     optimizer: str = "adamw"  # adamw
-    lr: float = 4e-3  # peak learning rate
+    lr: float = 2e-3  # peak learning rate
     schedule: str = "cosine"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
     warmup_steps: float = 100.0  # updates of linear warm-up; below 1, a share of steps
     min_lr_frac: float = 0.0  # share of lr at the horizon
@@ -225,7 +225,7 @@ def _type_faults(cfg):
                 faults.append(f"{name} {value!r}: a list of strings is wanted")
         elif not isinstance(value, (int, float) if kind is float else kind) or (
                 isinstance(value, bool) and kind is not bool) or (kind is float and not isfinite(value)):
-            faults.append(f"{name} {value!r}: {'a finite number' if kind is float else kind.__name__} is wanted")
+            faults.append(f"{name} {value!r}: {'finite ' * (kind is float)}{kind.__name__} is wanted")
     return faults
 
 

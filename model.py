@@ -31,7 +31,7 @@ REMAT = {
 def param_table(cfg):
     """{name: (shape, partition spec, init)}; init is ("normal", std) or ("constant", value).
 
-    Names under "layers." are stacked over layers. What starts random is a matrix, what starts
+    Weights are [layers, in, out], names under "layers." stacked over layers. What starts random is a matrix, what starts
     constant a scale or a bias: optimizers tell the two apart by it.
     """
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
@@ -43,10 +43,10 @@ def param_table(cfg):
     table = {
         "embed": ((V, D), P("tp", "fsdp"), wide),
         "layers.attn_norm": ((L, D), P(), ones),
-        "layers.wq": ((L, D, N, H), P(None, "fsdp", "tp"), wide),
-        "layers.wk": ((L, D, K, H), P(None, "fsdp", "tp"), wide),
-        "layers.wv": ((L, D, K, H), P(None, "fsdp", "tp"), wide),
-        "layers.wo": ((L, N, H, D), P(None, "tp", None, "fsdp"), out(N * H)),
+        "layers.wq": ((L, D, N * H), P(None, "fsdp", "tp"), wide),
+        "layers.wk": ((L, D, K * H), P(None, "fsdp", "tp"), wide),
+        "layers.wv": ((L, D, K * H), P(None, "fsdp", "tp"), wide),
+        "layers.wo": ((L, N * H, D), P(None, "tp", "fsdp"), out(N * H)),
         "layers.mlp_norm": ((L, D), P(), ones),
         "layers.w_gate": ((L, D, F), P(None, "fsdp", "tp"), wide),
         "layers.w_up": ((L, D, F), P(None, "fsdp", "tp"), wide),
@@ -56,7 +56,7 @@ def param_table(cfg):
     if cfg.qk_norm:
         table |= {f"layers.{x}_norm": ((L, H), P(), ones) for x in "qk"}
     if cfg.qkv_bias:
-        table |= {f"layers.b{x}": ((L, heads, H), P(None, "tp"), zeros) for x, heads in (("q", N), ("k", K), ("v", K))}
+        table |= {f"layers.b{x}": ((L, heads * H), P(None, "tp"), zeros) for x, heads in (("q", N), ("k", K), ("v", K))}
     if not cfg.tie_embeddings:
         table["unembed"] = ((D, V), P("fsdp", "tp"), wide)
     return table
@@ -80,13 +80,12 @@ def _shard(x, *axes):
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, P(*axes))
 
 
-def _dot(x, w, n_dims=1):
-    """Contract the last n_dims of x with the first of w, as one product of two matrices.
+def _dot(x, w):
+    """x [..., D] @ w [D, F], as one product of two matrices.
 
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
     """
-    w_2d = w.reshape(prod(w.shape[:n_dims]), -1)
-    return (x.reshape(-1, len(w_2d)) @ w_2d).reshape(*x.shape[:-n_dims], *w.shape[n_dims:])
+    return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
 
 
 def _rms_norm(x, scale, eps):
@@ -135,10 +134,9 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
 def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH) or None. Returns x_BTD, cache."""
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
-    q_BTNH, k_BTKH, v_BTKH = (_dot(y_BTD, w[f"w{x}"]) for x in "qkv")
-    if cfg.qkv_bias:
-        q_BTNH, k_BTKH, v_BTKH = (
-            a + jnp.expand_dims(w[b], (0, 1)) for a, b in ((q_BTNH, "bq"), (k_BTKH, "bk"), (v_BTKH, "bv")))
+    q_BTNH, k_BTKH, v_BTKH = (
+        (_dot(y_BTD, w[f"w{x}"]) + (jnp.expand_dims(w[f"b{x}"], (0, 1)) if cfg.qkv_bias else 0)).reshape(
+            *y_BTD.shape[:2], -1, cfg.head_dim) for x in "qkv")
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
@@ -152,7 +150,7 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     a_BNTH = _attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
     a_BTNH = checkpoint_name(_shard(a_BNTH, ROWS, ("tp", "sp")), "attention").swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
-    x_BTD = _shard(x_BTD + _dot(a_BTNH, w["wo"], 2), ROWS, "sp")
+    x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"]), ROWS, "sp")
     y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
     h_BTF = jax.nn.silu(_dot(y_BTD, w["w_gate"])) * _dot(y_BTD, w["w_up"])
     return _shard(x_BTD + _dot(h_BTF, w["w_down"]), ROWS, "sp"), cache

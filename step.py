@@ -6,7 +6,7 @@ numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and 
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, update_wrapper
 from math import prod
 
 import jax
@@ -39,8 +39,8 @@ SCHEDULES = {
     "linear": lambda cfg, p, done, warm: 1 - p,
     "cosine": lambda cfg, p, done, warm: 0.5 * (1 + jnp.cos(jnp.pi * p)),
     "polynomial": lambda cfg, p, done, warm: (1 - p) ** cfg.poly_power,
-    "inverse_sqrt": lambda cfg, p, done, warm: jax.lax.rsqrt(1 + done / jnp.maximum(warm, 1.0)),
-    "wsd": lambda cfg, p, done, warm: jnp.minimum(1.0, (1 - p) / cfg.decay_frac),
+    "inverse_sqrt": lambda cfg, p, done, warm: jax.lax.rsqrt(1 + done / max(warm, 1)),
+    "wsd": lambda cfg, p, done, warm: jnp.clip((cfg.steps - warm - done) / (cfg.decay_frac * cfg.steps), 0, 1),
 }
 
 
@@ -49,12 +49,12 @@ def lr_at(step, cfg):
 
     Warm-up ends at lr exactly; the horizon is cfg.steps updates.
     """
-    warm = cfg.warmup_steps * (cfg.steps if cfg.warmup_steps < 1 else 1)
+    warm = round(cfg.warmup_steps * (cfg.steps if cfg.warmup_steps < 1 else 1))
     step = jnp.asarray(step, jnp.float32)
     done = jnp.maximum(step - warm, 0)
     share = SCHEDULES[cfg.schedule](cfg, jnp.clip(done / max(cfg.steps - warm, 1), 0, 1), done, warm)
     after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
-    return cfg.lr * jnp.where(step < warm, (step + 1) / jnp.maximum(warm, 1.0), after)
+    return cfg.lr * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
 
 # Each gives a descent direction; train_step multiplies it by -lr_at(step).
@@ -127,7 +127,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer):
     A non-finite loss or gradient leaves parameters and moments as they were; step still counts, since its batch
     is spent. In float16 that is an overflow: the scale halves, and finite is 0 only once the scale is below 1.
     """
-    size = batch["labels"].size if "labels" in batch else 1
+    size = max((x.size for x in jax.tree.leaves(batch)), default=1)
     scale = state["scale"]["value"] if "scale" in state else 1.0
     factor = scale / size if "scale" in state else 1.0  # keeps float16 cotangents near the scale
     sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, factor)
@@ -177,7 +177,9 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
     """
     optimizer = make_optimizer(cfg, table)
-    fresh = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer)
+    fresh = update_wrapper(partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer), init_state)
+    update = update_wrapper(partial(train_step, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer), train_step)
+    evaluate = update_wrapper(partial(eval_step, cfg=cfg, loss_fn=loss_fn), eval_step)
     whole = NamedSharding(mesh, P())
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     with jax.set_mesh(mesh):
@@ -187,17 +189,14 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
         lowered = {
-            "train_step": jax.jit(partial(train_step, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer), donate_argnums=0,
-                                  out_shardings=(shardings, whole)).lower(state, batch),
-            "eval_step": jax.jit(partial(eval_step, cfg=cfg, loss_fn=loss_fn), out_shardings=whole).lower(
-                state["params"], batch),
-            "init": jax.jit(fresh, out_shardings=shardings).lower(place(key, whole)),
+            "train_step": jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
+            "eval_step": jax.jit(evaluate, out_shardings=whole).lower(state["params"], batch),
+            "init": jax.jit(fresh, out_shardings=shardings).lower(key),
         }
     with ThreadPoolExecutor() as pool:  # the compiler lets go of Python
         programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
-    init, from_params = programs["init"], lambda params: init_state(None, cfg, init_fn, optimizer, params)
+    from_params = lambda params: init_state(None, cfg, init_fn, optimizer, params)
     return programs | {"state": state, "memory": memory(programs["train_step"]),
-                       "init": lambda key: init(jax.device_put(key, whole)),
                        "from_params": jax.jit(from_params, out_shardings=shardings)}
 
 

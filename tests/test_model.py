@@ -78,7 +78,7 @@ def np_logits(params, tokens, cfg):
         for i in range(cfg.n_layers):
             w = {k[len("layers."):]: v[i] for k, v in params.items() if k.startswith("layers.")}
             y = np_norm(x, w["attn_norm"], cfg.norm_eps)
-            q, k, v = (np.einsum("td,dnh->tnh", y, w["w" + c]) + w.get("b" + c, 0) for c in "qkv")
+            q, k, v = ((y @ w["w" + c] + w.get("b" + c, 0)).reshape(len(row), -1, cfg.head_dim) for c in "qkv")
             if cfg.qk_norm:
                 q, k = np_norm(q, w["q_norm"], cfg.norm_eps), np_norm(k, w["k_norm"], cfg.norm_eps)
             q, k = (np.array([[np_rotate(h, t, cfg) for h in heads] for t, heads in enumerate(a)]) for a in (q, k))
@@ -88,7 +88,7 @@ def np_logits(params, tokens, cfg):
                 for n in range(cfg.n_heads):
                     e = np.exp(k[first:t + 1, n // group] @ q[t, n] / np.sqrt(cfg.head_dim))
                     a[t, n] = e / e.sum() @ v[first:t + 1, n // group]
-            x = x + np.einsum("tnh,nhd->td", a, w["wo"])
+            x = x + a.reshape(len(row), -1) @ w["wo"]
             y = np_norm(x, w["mlp_norm"], cfg.norm_eps)
             gate = y @ w["w_gate"]
             x = x + gate / (1 + np.exp(-gate)) * (y @ w["w_up"]) @ w["w_down"]

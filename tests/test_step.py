@@ -254,7 +254,7 @@ def test_state_keeps_its_sharding(two_by_two):
 def test_parameters_are_born_sharded(two_by_two):
     """No device ever holds a whole matrix: fsdp=2 and tp=2 leave a quarter of each on a device, straight from init.
 
-    Break: step.py: "init": jax.jit(fresh, out_shardings=shardings) => "init": jax.jit(fresh, out_shardings=whole)
+    Break: step.py: jax.jit(fresh, out_shardings=shardings) => jax.jit(fresh, out_shardings=whole)
     """
     held = two_by_two["held"]
     for name, (shape, spec, _) in model.param_table(SMALL).items():
@@ -284,7 +284,7 @@ def test_train_step_donates_its_state(two_by_two):
 def test_eval_step_donates_nothing(two_by_two):
     """After eval_step all parameters are alive.
 
-    Break: step.py: eval_step(p, b, cfg, loss_fn), out_shardings=whole) => eval_step(p, b, cfg, loss_fn) | {"p": (p, p)}, donate_argnums=0)
+    Break: step.py: jax.jit(partial(eval_step, cfg=cfg, loss_fn=loss_fn), out_shardings=whole) => jax.jit(lambda p, b: eval_step(p, b, cfg, loss_fn) | {"p": p}, donate_argnums=0)
     """
     assert all(two_by_two["alive"])
 

@@ -53,7 +53,8 @@ def command(cfg, devices=1, flags=()):
     Path(cfg.out_dir).parent.mkdir(parents=True, exist_ok=True)
     path = Path(cfg.out_dir + ".json")
     path.write_text(config.to_json(cfg))
-    env = dict(os.environ, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}", JAX_PLATFORMS="cpu")
+    xla = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    env = dict(os.environ, XLA_FLAGS=xla)
     return subprocess.Popen([sys.executable, ROOT / "train.py", "--config", path, *flags], env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -86,6 +87,7 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
     assert "done: all 10 steps are done; step 10, held-out loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
     """No data, no network: --lr 3e-4 alone learns, here for a few small steps, and prints a sample.
 
@@ -161,7 +163,7 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, capsys):
 def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
     """A prompt whose cache could never be held, here of more tokens than there is memory for.
 
-    Break: train.py: except Exception as e:  # a preview => except OSError as e:  # a preview
+    Break: train.py: except Exception as e:  # a preview is never => except OSError as e:  # a preview is never
     """
     summary = train.main(tiny(sample_tokens=10**15))
     assert summary["exit_code"] == 0 and "no sample" in capsys.readouterr().out
@@ -219,8 +221,11 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
 
     Break: train.py: state, metrics = train_step(state, batch) => state, metrics = compile_run(run)["train_step"](state, batch)
     """
-    with jax.log_compiles():
+    jax.config.update("jax_log_compiles", True)  # the context manager does not reach the compiler's threads
+    try:
         train.main(tiny())
+    finally:
+        jax.config.update("jax_log_compiles", False)
     for name in ("train_step", "eval_step"):
         assert sum(f"Finished XLA compilation of jit({name})" in r.getMessage() for r in caplog.records) == 1
 
@@ -291,7 +296,7 @@ def test_a_resume_under_another_config_lists_the_differences(tiny):
     train.main(tiny(steps=4))
     with pytest.raises(ValueError) as e:
         train.main(tiny(lr=1e-2, seed=5, d_model=64))
-    assert "lr was 0.004, is 0.01 (on purpose: --allow_change lr)" in str(e.value)
+    assert "lr was 0.002, is 0.01 (on purpose: --allow_change lr)" in str(e.value)
     assert "seed was 0, is 5" in str(e.value) and "d_model was 32, is 64 (another shape" in str(e.value)
     assert train.main(tiny(lr=1e-2, allow_change=("lr",)))["step"] == 8
 
@@ -415,6 +420,7 @@ def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
         assert same(arrays(killed.out_dir), arrays(straight.out_dir))
 
 
+@pytest.mark.slow
 def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_rounding(tiny, tmp_path):
     """dp 2, fsdp 2, tp 2: stopped at 4 and gone on. The same checkpoint on 4 devices and on 1: losses within 2e-6 relative.
 
@@ -438,6 +444,7 @@ def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_r
             np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tiny, tmp_path):
     """jax.distributed over gloo, fsdp 2: the losses of one process with two devices to the bit or float32 rounding;
     either's checkpoint restores whole.
@@ -511,7 +518,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "ids.bin").write_bytes(np.full(1000, 999, np.uint16).tobytes())
     for flags, words in {
-        "--n_heads 3": "d_model 32: must be a multiple of n_heads = 3; nearest: 30 or 33",
+        "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6; nearest: 30 or 36",
         "--n_kv_heads 3": "n_heads 4: must be a multiple of n_kv_heads = 3",
         "--tp 3": "3 devices do not divide the 8 at hand",
         "--batch_size 9": "batch_size 9: must be a multiple of micro_batches x dp x fsdp = 8; nearest: 8 or 16",
