@@ -20,6 +20,12 @@ import time
 import uuid
 from pathlib import Path
 
+# Before JAX starts its threads: have glibc keep freed memory, in one arena (M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD,
+# M_TOP_PAD). On a CPU, fresh pages at each step took a third of a small model's time.
+with contextlib.suppress(OSError, AttributeError):  # another C library
+    for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1), (-2, 2**28)):
+        ctypes.CDLL(None).mallopt(option, value)
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,20 +102,11 @@ def listen(names=("SIGINT", "SIGTERM")):
 
 # ---- before the loop
 
-def keep_memory():
-    """Have glibc keep what programs on a CPU free: fresh pages at each step took half of a small model's time."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
-
-
 def setup(cfg):
     """What every mode needs: {"cfg" (worked out), "mesh", "tokenizer", "train", "val" (sources), "table"}.
 
     Raises ValueError for every fault that can be seen without compiling.
     """
-    if jax.default_backend() == "cpu":
-        keep_memory()
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.cache_dir) or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.validate(cfg, jax.device_count(), {
