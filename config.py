@@ -36,7 +36,7 @@ class Config:
     tokenizer: str = "bytes"  # bytes, or the path of a Hugging Face tokenizer.json
     overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
     # ---- length and batch
-    steps: int = 800  # optimizer updates in all: the horizon of the schedule
+    steps: int = 600  # optimizer updates in all: the horizon of the schedule
     epochs: float = 0.0  # passes over the training data; above 0 it sets steps
     batch_size: int = 16  # sequences per update, all devices
     micro_batches: int = 1  # parts of a batch, one after the other: less memory, same result
