@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any pytree of arrays to TensorStore and back.
 
-Owns the layout root/000000100/{arrays, meta.json}, committing, pruning and integrity. Refuses to return a number
-that was not saved: every chunk and meta.json carry a checksum, a missing chunk is an error.
-Invariant: a checkpoint exists if and only if its meta.json does; that is written last, in a folder renamed last.
+Owns the layout root/000000100/{arrays, meta.json}, committing, pruning and integrity. Refuses to
+return a number that was not saved: every chunk and meta.json carry a checksum, a missing chunk is
+an error. Invariant: a checkpoint exists if and only if its meta.json does; that is written last, in
+a folder renamed last.
 """
 import json
 import os
@@ -57,7 +58,9 @@ def _spec(folder, name, shape=None, dtype=None, chunk=None):
 
 
 def _shards(x):
-    """(index, host copy) of what this process writes of x: each part of the array once, by one process."""
+    """(index, host copy) of what this process writes of x: each part of the array once, by one
+    process.
+    """
     if not isinstance(x, jax.Array):
         return [((), np.array(x))] if jax.process_index() == 0 else []
     # A copy, not a view: the next step reuses the memory of a donated array.
@@ -67,9 +70,9 @@ def _shards(x):
 def save(root, step, tree, meta=(), keep=0):
     """Write `tree` as checkpoint `step`, replacing one of the same number; a Future of its path.
 
-    Returns when the arrays are off the device. A thread writes them, then meta.json, renames, and deletes all but
-    the `keep` newest checkpoints (0: none). The Future raises what went wrong; see `wait`.
-    Processes must share the folder; each writes its own shards and process 0 commits.
+    Returns when the arrays are off the device. A thread writes them, then meta.json, renames, and
+    deletes all but the `keep` newest checkpoints (0: none). The Future raises what went wrong; see
+    `wait`. Processes must share the folder; each writes its own shards and process 0 commits.
     """
     arrays, _ = _flatten(tree)
     for x in arrays.values():
@@ -169,7 +172,9 @@ def clean(root):
 
 
 def read_meta(root, step):
-    """What `save` was given as meta, with "step" and "arrays". Raises ValueError when it is missing or damaged."""
+    """What `save` was given as meta, with "step" and "arrays". Raises ValueError when it is missing
+    or damaged.
+    """
     path = _folder(root, step) / "meta.json"
     try:
         stored = json.loads(path.read_bytes())
@@ -183,10 +188,12 @@ def read_meta(root, step):
 
 
 def restore(root, step, like):
-    """The saved tree in the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs; NumPy without one).
+    """The saved tree in the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs;
+    NumPy without one).
 
-    Every process reads what its devices hold. Raises KeyError or TypeError, listing every array that is not in the
-    checkpoint or has another shape there, and ValueError that names the array whose data is damaged or missing.
+    Every process reads what its devices hold. Raises KeyError or TypeError, listing every array
+    that is not in the checkpoint or has another shape there, and ValueError that names the array
+    whose data is damaged or missing.
     """
     folder, stored = _folder(root, step), read_meta(root, step)["arrays"]
     wanted, treedef = _flatten(like)

@@ -164,7 +164,8 @@ def number(text, kind=float):
 
 
 def parse(argv):
-    """The Config of a command line. Unknown flags and malformed values end the process with code 2."""
+    """The Config of a command line. Unknown flags and malformed values end the process with code 2.
+    """
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -235,7 +236,9 @@ def _complain(faults, where="config"):
 
 
 def _multiple(name, value, rule, of):
-    """The fault that `value` is no multiple of `of`, with the nearest legal values; none when it is."""
+    """The fault that `value` is no multiple of `of`, with the nearest legal values; none when it
+    is.
+    """
     if value % of == 0:
         return []
     legal = sorted({max(value // of * of, of), -(-value // of) * of})
@@ -320,7 +323,9 @@ def derive(cfg):
 
 
 def changes(old, new):
-    """Raise ValueError when a run under config dict `old` cannot go on as Config `new`, listing each difference."""
+    """Raise ValueError when a run under config dict `old` cannot go on as Config `new`, listing
+    each difference.
+    """
     faults = []
     for name in SHAPE + COURSE:
         before, now = old.get(name), json.loads(to_json(new))[name]

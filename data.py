@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns reading token files and text, tokenizers, the order of an epoch, and the way to the devices. Refuses files
-that are not what they seem. Invariant: `batch_at(source, step, ...)` depends on its arguments alone; no iterator
-state exists. A source is a plain dict: "shards" (1-D integer arrays, possibly on disk), "names", "bytes_per_token".
+Owns reading token files and text, tokenizers, the order of an epoch, and the way to the devices.
+Refuses files that are not what they seem. Invariant: `batch_at(source, step, ...)` depends on its
+arguments alone; no iterator state exists. A source is a plain dict: "shards" (1-D integer arrays,
+possibly on disk), "names", "bytes_per_token".
 """
 import glob
 import json
@@ -26,7 +27,9 @@ SCAN = 2**28  # tokens per shard whose ids are checked before training; the rest
 # ---- tokenizers
 
 def make_tokenizer(name):
-    """{"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": id between documents}."""
+    """{"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": id between
+    documents}.
+    """
     if name == "bytes":
         return {
             "encode": lambda text: np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8),
@@ -120,9 +123,9 @@ def _documents(path):
 def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None):
     """The source of files or globs; of Python's standard library when there are none.
 
-    All text becomes one shard, documents ended by the tokenizer's end token; each token file is a shard.
-    Raises ValueError that names the file which is missing, empty, malformed, shorter than seq_len + 1
-    tokens, or holds an id that is not below vocab_size.
+    All text becomes one shard, documents ended by the tokenizer's end token; each token file is a
+    shard. Raises ValueError that names the file which is missing, empty, malformed, shorter than
+    seq_len + 1 tokens, or holds an id that is not below vocab_size.
     """
     paths = _expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in (".bin", ".npy")]
@@ -149,7 +152,9 @@ def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None)
 
 
 def check(source, seq_len, vocab_size=None):
-    """Raise ValueError that names the shard with too few tokens, or with an id that is not below vocab_size."""
+    """Raise ValueError that names the shard with too few tokens, or with an id that is not below
+    vocab_size.
+    """
     for name, shard in zip(source["names"], source["shards"]):
         if len(shard) < seq_len + 1:
             raise ValueError(f"{name}: has {len(shard)} tokens, fewer than seq_len + 1 = {seq_len + 1}; "
@@ -187,7 +192,8 @@ def split(source, held_out, seq_len=1):
 
 
 def fingerprint(source):
-    """A short text that differs when the data does: tokens per shard and a checksum of their ends."""
+    """A short text that differs when the data does: tokens per shard and a checksum of their ends.
+    """
     crc = 0
     for shard in source["shards"]:
         crc = zlib.crc32(np.ascontiguousarray(shard[:2**20]), crc)
@@ -198,8 +204,9 @@ def fingerprint(source):
 # ---- batches
 
 def n_sequences(source, seq_len):
-    """Windows of seq_len tokens and their labels: every token of every shard is a label once, the last
-    window of a shard overlapping the one before so that none is left over."""
+    """Windows of seq_len tokens and their labels: every token of every shard is a label once, the
+    last window of a shard overlapping the one before so that none is left over.
+    """
     return sum(_windows(shard, seq_len) for shard in source["shards"])
 
 
@@ -215,9 +222,11 @@ def _mix(x, key):
 
 
 def permute(index, n, seed):
-    """Where `index` (array in [0, n)) goes under the permutation of [0, n) that `seed` names, in O(1) memory.
+    """Where `index` (array in [0, n)) goes under the permutation of [0, n) that `seed` names, in
+    O(1) memory.
 
-    A Feistel network on the next even power of two; what falls outside [0, n) is sent through again.
+    A Feistel network on the next even power of two; what falls outside [0, n) is sent through
+    again.
     """
     half = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half)) - 1)
@@ -238,9 +247,9 @@ def permute(index, n, seed):
 def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=None):
     """Batch `step` (from 0): int32 {"tokens", "labels"} [rows, seq_len].
 
-    Every sequence comes once an epoch, in an order of its own each epoch; the last batch of an epoch is
-    filled from the next. rows: which of the batch_size rows to build; default all.
-    Raises ValueError for an id that is not below vocab_size.
+    Every sequence comes once an epoch, in an order of its own each epoch; the last batch of an
+    epoch is filled from the next. rows: which of the batch_size rows to build; default all. Raises
+    ValueError for an id that is not below vocab_size.
     """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     n = n_sequences(source, seq_len)
@@ -252,8 +261,9 @@ def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=No
 
 
 def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None):
-    """Evaluation batch `index`: the held-out sequences in one fixed shuffled order, each once. Past the last one
-    every label is IGNORE."""
+    """Evaluation batch `index`: the held-out sequences in one fixed shuffled order, each once. Past
+    the last one every label is IGNORE.
+    """
     places = index * batch_size + (np.arange(batch_size) if rows is None else np.asarray(rows)).astype(np.int64)
     n = n_sequences(source, seq_len)
     batch = _read(source, permute(places % n, n, "held out"), seq_len, vocab_size)
@@ -297,7 +307,9 @@ def to_device(batch, sharding, batch_size):
 
 
 def prefetch(make, start, stop, depth=2):
-    """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made ahead by a thread."""
+    """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
+    ahead by a thread.
+    """
     with ThreadPoolExecutor(1, "data") as pool:
         ahead = deque(pool.submit(make, i) for i in range(start, min(start + depth, stop)))
         try:

@@ -31,14 +31,15 @@ REMAT = {
 def param_table(cfg):
     """{name: (shape, partition spec, init)}; init is ("normal", std) or ("constant", value).
 
-    Weights are [layers, in, out], names under "layers." stacked over layers. What starts random is a matrix, what starts
-    constant a scale or a bias: optimizers tell the two apart by it.
+    Weights are [layers, in, out], names under "layers." stacked over layers. What starts random is
+    a matrix, what starts constant a scale or a bias: optimizers tell the two apart by it.
     """
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     ones, zeros = ("constant", 1.0), ("constant", 0.0)
     wide = ("normal", D**-0.5)
-    # What writes to the residual stream starts smaller, so that its variance does not grow with depth (GPT-2).
+    # What writes to the residual stream starts smaller, so that its variance does not grow with
+    # depth (GPT-2).
     out = lambda width: ("normal", (2 * L * width) ** -0.5)
     table = {
         "embed": ((V, D), P("tp", "fsdp"), wide),
@@ -63,7 +64,9 @@ def param_table(cfg):
 
 
 def init(key, cfg):
-    """Parameters in cfg.param_dtype. A parameter's values depend on the key, its name and its shape alone."""
+    """Parameters in cfg.param_dtype. A parameter's values depend on the key, its name and its shape
+    alone.
+    """
     params = {}
     for name, (shape, _, (kind, value)) in param_table(cfg).items():
         if kind == "normal":
@@ -98,8 +101,9 @@ def _rms_norm(x, scale, eps):
 def rope_tables(positions_BT, cfg):
     """cos and signed sin [B, 1, T, 2, H/2] in float32.
 
-    Source: Su et al. 2021, arXiv:2104.09864; rope_factor as in Llama 3.1: wavelengths beyond the original
-    length are stretched by the factor, those under a quarter of it kept, those between interpolated.
+    Source: Su et al. 2021, arXiv:2104.09864; rope_factor as in Llama 3.1: wavelengths beyond the
+    original length are stretched by the factor, those under a quarter of it kept, those between
+    interpolated.
     """
     freq = cfg.rope_theta ** -(jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim)
     if cfg.rope_factor != 1:
@@ -111,7 +115,8 @@ def rope_tables(positions_BT, cfg):
 
 
 def _rotate(x, cos, sin):
-    """Rotate the two halves of each head of x [B, heads, T, H] by their positions, in float32 (Hugging Face's order).
+    """Rotate the two halves of each head of x [B, heads, T, H] by their positions, in float32
+    (Hugging Face's order).
 
     A flip, not a concatenation: XLA vectorises it.
     """
@@ -132,7 +137,9 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
 
 
 def _block(x_BTD, w, cache, positions_BT, rope, cfg):
-    """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH) or None. Returns x_BTD, cache."""
+    """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH) or None. Returns
+    x_BTD, cache.
+    """
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
     q_BTNH, k_BTKH, v_BTKH = (
         (_dot(y_BTD, w[f"w{x}"]) + (jnp.expand_dims(w[f"b{x}"], (0, 1)) if cfg.qkv_bias else 0)).reshape(
@@ -140,7 +147,8 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
-    # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing moves.
+    # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing
+    # moves.
     q_BNTH, k_BKTH, v_BKTH = (
         checkpoint_name(_shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")), "qkv") for a in (q_BTNH, k_BTKH, v_BTKH))
     q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
@@ -159,8 +167,8 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
 def forward(params, batch, cfg, cache=None):
     """Logits [B, T, V] in float32, and the cache with batch's keys and values written in.
 
-    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs.
-    Parameters are cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
+    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs. Parameters are
+    cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
     """
     tokens_BT = batch["tokens"]
     positions_BT = batch.get("positions")
@@ -169,7 +177,8 @@ def forward(params, batch, cfg, cache=None):
     params = {k: v.astype(cfg.dtype) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
-    # fsdp gathers the width of the table here, so that the look-up moves no activations; tp sums over its rows.
+    # fsdp gathers the width of the table here, so that the look-up moves no activations; tp sums
+    # over its rows.
     x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], ROWS, "sp")
 
     def layer(x_BTD, w_and_cache):
@@ -177,7 +186,8 @@ def forward(params, batch, cfg, cache=None):
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
-    # Unrolled, XLA fuses across layers (a third faster on a CPU); scanned, compile time does not grow with depth.
+    # Unrolled, XLA fuses across layers (a third faster on a CPU); scanned, compile time does not
+    # grow with depth.
     x_BTD, cache = jax.lax.scan(layer, x_BTD, (layers, cache), unroll=cfg.n_layers <= 12)
     x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
     unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
@@ -189,9 +199,9 @@ def loss_fn(params, batch, cfg):
     """({name: sum}, {name: count}) over the labelled positions of batch "tokens", "labels" [B, T].
 
     "objective" is what training minimises; "loss" the plain cross-entropy in nats; "z" the squared
-    log-partition; "acc" the share of positions where no token is likelier than the label.
-    Source: smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed target, so that
-    the best possible value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    log-partition; "acc" the share of positions where no token is likelier than the label. Source:
+    smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed target, so
+    that the best possible value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
     logits_BTV, _ = forward(params, batch, cfg)
     mask_BT = batch["labels"] != IGNORE
@@ -215,7 +225,8 @@ def loss_fn(params, batch, cfg):
 
 
 def flops_per_token(cfg, seq_len):
-    """(FLOPs of one trained token, formula): matmuls forward and backward, causal attention at half.
+    """(FLOPs of one trained token, formula): matmuls forward and backward, causal attention at
+    half.
 
     The mean number of keys a query sees is half the sequence, or less under a sliding window.
     """
@@ -229,7 +240,9 @@ def flops_per_token(cfg, seq_len):
 
 
 def _pick(logits_BV, key, cfg):
-    """A token per row: the likeliest at temperature 0, else sampled among the top_k and top_p likeliest."""
+    """A token per row: the likeliest at temperature 0, else sampled among the top_k and top_p
+    likeliest.
+    """
     if cfg.temperature == 0:
         return logits_BV.argmax(axis=-1)
     order_BV = jnp.argsort(-logits_BV, axis=-1)
@@ -242,10 +255,11 @@ def _pick(logits_BV, key, cfg):
 
 @partial(jax.jit, static_argnames=("cfg", "n_new"))
 def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
-    """n_new tokens [B, n_new] after each row's first lengths_B (at least 1) tokens; what follows those is ignored.
+    """n_new tokens [B, n_new] after each row's first lengths_B (at least 1) tokens; what follows
+    those is ignored.
 
-    One prefill, then one token a turn against a cache of keys and values. cfg (hashable): the model's, and
-    temperature (0: greedy), top_k (0: all), top_p.
+    One prefill, then one token a turn against a cache of keys and values. cfg (hashable): the
+    model's, and temperature (0: greedy), top_k (0: all), top_p.
     """
     B, T = tokens_BT.shape
     shape = (cfg.n_layers, B, cfg.n_kv_heads, T + n_new, cfg.head_dim)

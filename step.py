@@ -2,8 +2,8 @@
 """What is compiled, and the mesh it is compiled for.
 
 Owns the update (gradient, accumulation, precision, clipping, optimizer, the gate against non-finite
-numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table come in.
-Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
+numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table
+come in. Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, update_wrapper
@@ -33,7 +33,8 @@ def make_mesh(cfg, devices=None):
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-# The share of the peak rate at progress p in [0, 1], `done` updates after a warm-up of `warm` updates.
+# The share of the peak rate at progress p in [0, 1], `done` updates after a warm-up of `warm`
+# updates.
 SCHEDULES = {
     "constant": lambda cfg, p, done, warm: 1.0,
     "linear": lambda cfg, p, done, warm: 1 - p,
@@ -45,7 +46,8 @@ SCHEDULES = {
 
 
 def lr_at(step, cfg):
-    """The learning rate of the update from `step` to `step + 1`: linear warm-up, then cfg.schedule down to min_lr_frac.
+    """The learning rate of the update from `step` to `step + 1`: linear warm-up, then cfg.schedule
+    down to min_lr_frac.
 
     Warm-up ends at lr exactly; the horizon is cfg.steps updates.
     """
@@ -65,7 +67,8 @@ OPTIMIZERS = {
 
 
 def make_optimizer(cfg, table):
-    """table: {name: (shape, spec, init)}. Only what starts from a ("normal", std) init is decayed."""
+    """table: {name: (shape, spec, init)}. Only what starts from a ("normal", std) init is decayed.
+    """
     return OPTIMIZERS[cfg.optimizer](cfg, {name: init[0] == "normal" for name, (_, _, init) in table.items()})
 
 
@@ -84,7 +87,9 @@ def init_state(key, cfg, init_fn, optimizer, params=None):
 
 
 def state_shardings(state, table, optimizer, mesh):
-    """Shardings of a state: parameters by their spec, each moment like its parameter, the rest on every device."""
+    """Shardings of a state: parameters by their spec, each moment like its parameter, the rest on
+    every device.
+    """
     specs = {name: NamedSharding(mesh, spec) for name, (_, spec, _) in table.items()}
     whole = NamedSharding(mesh, P())
     shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
@@ -93,7 +98,9 @@ def state_shardings(state, table, optimizer, mesh):
 
 
 def _value_and_grad(params, batch, cfg, loss_fn, factor):
-    """Sums, counts and the float32 gradient of factor x the summed objective, over cfg.micro_batches."""
+    """Sums, counts and the float32 gradient of factor x the summed objective, over
+    cfg.micro_batches.
+    """
 
     def one(micro):
         def objective(params):
@@ -113,7 +120,8 @@ def _value_and_grad(params, batch, cfg, loss_fn, factor):
 
 
 def _next_scale(scale, finite):
-    """Dynamic loss scale: halved on overflow, doubled after FP16_PATIENCE finite updates in a row."""
+    """Dynamic loss scale: halved on overflow, doubled after FP16_PATIENCE finite updates in a row.
+    """
     good = jnp.where(finite, scale["good"] + 1, 0)
     grown = jnp.where(good == FP16_PATIENCE, scale["value"] * 2, scale["value"])
     value = jnp.where(finite, grown, jnp.maximum(scale["value"] / 2, 2.0**-14))
@@ -122,10 +130,12 @@ def _next_scale(scale, finite):
 
 def train_step(state, batch, cfg, loss_fn, optimizer):
     """One update: (state, metrics). Metrics are float32 scalars: the means of loss_fn's sums, and
-    lr, grad_norm (before clipping), tokens (labelled), skipped (updates ever gated), finite, and loss_scale.
+    lr, grad_norm (before clipping), tokens (labelled), skipped (updates ever gated), finite, and
+    loss_scale.
 
-    A non-finite loss or gradient leaves parameters and moments as they were; step still counts, since its batch
-    is spent. In float16 that is an overflow: the scale halves, and finite is 0 only once the scale is below 1.
+    A non-finite loss or gradient leaves parameters and moments as they were; step still counts,
+    since its batch is spent. In float16 that is an overflow: the scale halves, and finite is 0 only
+    once the scale is below 1.
     """
     size = max((x.size for x in jax.tree.leaves(batch)), default=1)
     scale = state["scale"]["value"] if "scale" in state else 1.0
@@ -172,9 +182,9 @@ def check_shapes(table, mesh):
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     """Everything that runs on the mesh, compiled from shapes alone, before an array exists.
 
-    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(params), "train_step", "eval_step",
-    "memory": bytes per device by kind}. train_step donates its state: use what it returns.
-    batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
+    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(params),
+    "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
+    use what it returns. batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
     """
     optimizer = make_optimizer(cfg, table)
     fresh = update_wrapper(partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer), init_state)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wiring, and one for-loop that reads aloud: get a batch, dispatch the step, read the metrics of the one before,
-save, evaluate, sample, stop?
+"""Wiring, and one for-loop that reads aloud: get a batch, dispatch the step, read the metrics of
+the one before, save, evaluate, sample, stop?
 
 The only file that imports the others. Invariant: every stop but a crash saves and says why.
 """
@@ -20,8 +20,9 @@ import time
 import uuid
 from pathlib import Path
 
-# Before JAX starts its threads: have glibc keep freed memory, in one arena (M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD,
-# M_TOP_PAD). On a CPU, fresh pages at each step took a third of a small model's time.
+# Before JAX starts its threads: have glibc keep freed memory, in one arena (M_ARENA_MAX,
+# M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD). On a CPU, fresh pages at each step took a third of a
+# small model's time.
 with contextlib.suppress(OSError, AttributeError):  # another C library
     for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1), (-2, 2**28)):
         ctypes.CDLL(None).mallopt(option, value)
@@ -103,7 +104,8 @@ def listen(names=("SIGINT", "SIGTERM")):
 # ---- before the loop
 
 def setup(cfg):
-    """What every mode needs: {"cfg" (worked out), "mesh", "tokenizer", "train", "val" (sources), "table"}.
+    """What every mode needs: {"cfg" (worked out), "mesh", "tokenizer", "train", "val" (sources),
+    "table"}.
 
     Raises ValueError for every fault that can be seen without compiling.
     """
@@ -131,7 +133,9 @@ def setup(cfg):
 
 
 def batch_makers(run):
-    """(step -> training batch, index -> evaluation batch), as global arrays; each process builds its own rows."""
+    """(step -> training batch, index -> evaluation batch), as global arrays; each process builds
+    its own rows.
+    """
     cfg, sharding = run["cfg"], NamedSharding(run["mesh"], steplib.BATCH)
     rows = data.local_rows(sharding, (cfg.batch_size, cfg.seq_len))
     sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, rows=rows, vocab_size=cfg.vocab_size)
@@ -148,8 +152,9 @@ def compile_run(run):
 
 
 def find_checkpoint(cfg, run=None):
-    """(step, meta) of the newest checkpoint in out_dir whose meta.json is sound and whose config cfg can go on
-    from, or (None, {}). Damaged ones are named."""
+    """(step, meta) of the newest checkpoint in out_dir whose meta.json is sound and whose config
+    cfg can go on from, or (None, {}). Damaged ones are named.
+    """
     root = Path(cfg.out_dir) / "ckpt"
     for step in reversed(ckpt.steps(root)):
         try:
@@ -170,7 +175,9 @@ def find_checkpoint(cfg, run=None):
 
 
 def load_checkpoint(cfg, like, set_aside=False):
-    """The newest sound checkpoint in cfg.out_dir as `like`. A damaged one is named and, with set_aside, renamed."""
+    """The newest sound checkpoint in cfg.out_dir as `like`. A damaged one is named and, with
+    set_aside, renamed.
+    """
     root = Path(cfg.out_dir) / "ckpt"
     for step in reversed(ckpt.steps(root)):
         try:
@@ -190,7 +197,9 @@ def load_checkpoint(cfg, like, set_aside=False):
 
 
 def first_state(cfg, programs, state, params, resumed):
-    """Where to start: given state, given params, own checkpoint, init_from, fresh; the first that there is."""
+    """Where to start: given state, given params, own checkpoint, init_from, fresh; the first that
+    there is.
+    """
     like = programs["state"]
     if state is not None:
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)), "the given state"
@@ -206,7 +215,9 @@ def first_state(cfg, programs, state, params, resumed):
 
 
 def prepare_folder(cfg):
-    """Make out_dir fit to write to, by cfg.resume. Raises ValueError when it is not, or when its run must not be touched."""
+    """Make out_dir fit to write to, by cfg.resume. Raises ValueError when it is not, or when its
+    run must not be touched.
+    """
     out, found = Path(cfg.out_dir), ckpt.steps(Path(cfg.out_dir) / "ckpt")
     if cfg.resume == "never" and found:
         raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another --out_dir, or delete it "
@@ -230,10 +241,11 @@ def prepare_folder(cfg):
 # ---- what a run leaves
 
 def open_log(cfg, step):
-    """(write(event, row) -> row, events already written at `step`); config.json is written beside metrics.jsonl.
+    """(write(event, row) -> row, events already written at `step`); config.json is written beside
+    metrics.jsonl.
 
-    A line is one JSON object with key "event"; floats keep all their digits. Lines of steps after `step`, which a
-    crash undid, and a torn line are cut.
+    A line is one JSON object with key "event"; floats keep all their digits. Lines of steps after
+    `step`, which a crash undid, and a torn line are cut.
     """
     if jax.process_index():
         return (lambda event, row: row), set()
@@ -255,7 +267,9 @@ def open_log(cfg, step):
 
 
 def plot(out_dir):
-    """plot.png of training and held-out loss over steps, when matplotlib is installed and there is a line to draw."""
+    """plot.png of training and held-out loss over steps, when matplotlib is installed and there is
+    a line to draw.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -277,14 +291,17 @@ def plot(out_dir):
 
 
 def flops_report(cfg, tokens_per_s):
-    """{"model_tflops_per_device", "mfu"}: mfu in [0, 1], None for a device whose peak is not in PEAK_TFLOPS."""
+    """{"model_tflops_per_device", "mfu"}: mfu in [0, 1], None for a device whose peak is not in
+    PEAK_TFLOPS.
+    """
     tflops = model.flops_per_token(cfg, cfg.seq_len)[0] * tokens_per_s / jax.device_count() / 1e12
     peak = next((p for kind, p in PEAK_TFLOPS.items() if jax.devices()[0].device_kind.startswith(kind)), None)
     return {"model_tflops_per_device": tflops, "mfu": tflops / peak if peak else None}
 
 
 def evaluate(eval_step, params, make_batch, n_batches, bytes_per_token=None, metric_fn=None, stopped=lambda: False):
-    """Means over a fixed set, each a sum of sums over a sum of counts; None when stopped() came true on the way.
+    """Means over a fixed set, each a sum of sums over a sum of counts; None when stopped() came
+    true on the way.
 
     make_batch(i) gives batch i; metric_fn({name: (sum, count)}) gives further values to add.
     """
@@ -317,7 +334,9 @@ def evaluate_run(run, eval_step, params, stopped=lambda: False, metric_fn=None):
 
 
 def sample(run, params, step=0):
-    """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end of a document."""
+    """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
+    of a document.
+    """
     cfg, tokenizer = run["cfg"], run["tokenizer"]
     start = np.asarray([tokenizer["end"], *tokenizer["encode"](cfg.prompt)], np.int32)
     tokens = np.tile(start, (cfg.n_samples, 1))
@@ -332,7 +351,9 @@ def sample(run, params, step=0):
 # ---- the loop
 
 def agree(caught, at_log):
-    """The signal that all processes stop for, or None. Several processes ask each other only at log points."""
+    """The signal that all processes stop for, or None. Several processes ask each other only at log
+    points.
+    """
     if jax.process_count() == 1:
         return caught[0] if caught else None
     if not at_log:
@@ -342,7 +363,9 @@ def agree(caught, at_log):
 
 
 def why_stop(cfg, step, signal_name, finite):
-    """The one answer to whether to stop before the next batch: (reason in words, exit code), or None to go on."""
+    """The one answer to whether to stop before the next batch: (reason in words, exit code), or
+    None to go on.
+    """
     if not finite and cfg.nan == "stop":
         return f"a loss or gradient is not finite near step {step}; the last good parameters are saved", 1
     if signal_name:
@@ -377,9 +400,11 @@ def announce(row):
 
 
 def make_meter(cfg, began):
-    """(tick(waited_s) at the end of a step, rates() since the last call of it, restart() after other work).
+    """(tick(waited_s) at the end of a step, rates() since the last call of it, restart() after
+    other work).
 
-    A step lasts from the end of the one before to its own; evaluations, saves and samples do not count.
+    A step lasts from the end of the one before to its own; evaluations, saves and samples do not
+    count.
     """
     mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
 
@@ -411,8 +436,10 @@ def show(row, bar):
 
 
 def begin(run, hooks, state, params):
-    """Folder, checkpoint, compilation, first state and log: the run with "programs", "meta", "origin", "emit", "done"
-    added, and the state; None for the state when there is nothing left to do."""
+    """Folder, checkpoint, compilation, first state and log: the run with "programs", "meta",
+    "origin", "emit", "done" added, and the state; None for the state when there is nothing left to
+    do.
+    """
     cfg = run["cfg"]
     prepare_folder(cfg)
     resumed, meta = find_checkpoint(cfg, run)
@@ -433,7 +460,9 @@ def begin(run, hooks, state, params):
 
 
 def save_state(run, state, step):
-    """Start a checkpoint; its Future. meta.json says where the run stands in its data, and under what config."""
+    """Start a checkpoint; its Future. meta.json says where the run stands in its data, and under
+    what config.
+    """
     cfg = run["cfg"]
     epoch, place = divmod(step * cfg.batch_size, data.n_sequences(run["train"], cfg.seq_len))
     meta = run["meta"] | {"data": {"fingerprint": data.fingerprint(run["train"]), "epoch": epoch, "sequence": place}}
@@ -472,8 +501,9 @@ def preview(run, state, step):
 def main(cfg, hooks=(), state=None, params=None):
     """Do what cfg.mode says; a summary dict with at least "step", "reason" and "exit_code".
 
-    hooks: functions hook(event, value), called with load, start, data, step, log, save, eval, sample, stop and end;
-    what one returns, unless None, replaces the value. state, params: start from these rather than from disk.
+    hooks: functions hook(event, value), called with load, start, data, step, log, save, eval,
+    sample, stop and end; what one returns, unless None, replaces the value. state, params: start
+    from these rather than from disk.
     """
     began = time.perf_counter()
     if cfg.coordinator:  # before anything touches a device
@@ -599,7 +629,9 @@ def look(cfg, metric_fn=None):
 
 
 def cli(argv):
-    """Run a command line; the exit code. A fault of the user's is told in a sentence, any other is raised."""
+    """Run a command line; the exit code. A fault of the user's is told in a sentence, any other is
+    raised.
+    """
     try:
         return main(config.parse(argv))["exit_code"]
     except ValueError as e:
