@@ -30,7 +30,8 @@ def _folder(root, step):
 def _flatten(tree):
     """({name: leaf}, treedef); a name is the path of keys, joined by '/'."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}, treedef
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return {name(path): leaf for path, leaf in leaves}, treedef
 
 
 def _chunk_shape(shape, shard_shape, itemsize):
@@ -52,7 +53,8 @@ def _spec(folder, name, shape=None, dtype=None, chunk=None):
         spec["metadata"] = {
             "shape": list(shape), "data_type": str(np.dtype(dtype)),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}},
+                       {"name": "crc32c"}],
         }
     return spec
 
@@ -95,9 +97,10 @@ def _commit(root, step, described, parts, meta, keep):
     final, partial = _folder(root, step), _folder(root, step).with_suffix(".partial")
     rank, peers = jax.process_index(), jax.process_count()
     partial.mkdir(parents=True, exist_ok=True)
-    opened = {name: ts.open(_spec(partial, name, d["shape"], d["dtype"], d["chunk"]), create=True, open=True)
+    opened = {name: ts.open(_spec(partial, name, **d), create=True, open=True)
               for name, d in described.items() if parts[name]}
-    writes = [opened[name].result()[index].write(x) for name, shards in parts.items() for index, x in shards]
+    writes = [opened[name].result()[index].write(x)
+              for name, shards in parts.items() for index, x in shards]
     for write in writes:
         write.result()
     if rank:
@@ -106,12 +109,14 @@ def _commit(root, step, described, parts, meta, keep):
     deadline = time.monotonic() + PEER_TIMEOUT_S
     while missing := [r for r in range(1, peers) if not (partial / f"peer_{r}").exists()]:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"checkpoint {final}: processes {missing} have not written theirs in {PEER_TIMEOUT_S} s")
+            raise TimeoutError(f"checkpoint {final}: processes {missing} have not written theirs "
+                               f"in {PEER_TIMEOUT_S} s")
         time.sleep(0.05)
     for r in range(1, peers):
         (partial / f"peer_{r}").unlink()
     body = json.dumps({"step": step, "arrays": described} | meta, sort_keys=True)
-    _write_text(partial / "meta.json", json.dumps({"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}, indent=1))
+    stored = {"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
+    _write_text(partial / "meta.json", json.dumps(stored, indent=1))
     _remove(final)
     os.rename(partial, final)
     _sync_folder(root)
@@ -150,7 +155,8 @@ def steps(root):
     """Steps of the complete checkpoints in root, ascending."""
     root = Path(root)
     found = root.iterdir() if root.is_dir() else ()
-    return sorted(int(p.name) for p in found if re.fullmatch(r"\d{9,}", p.name) and (p / "meta.json").exists())
+    return sorted(int(p.name) for p in found
+                  if re.fullmatch(r"\d{9,}", p.name) and (p / "meta.json").exists())
 
 
 def latest(root):
@@ -179,7 +185,8 @@ def read_meta(root, step):
     try:
         stored = json.loads(path.read_bytes())
         body = stored["body"]
-        intact = zlib.crc32(json.dumps(body, sort_keys=True).encode()) == stored["crc32"] and body["step"] == step
+        crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+        intact = crc32 == stored["crc32"] and body["step"] == step
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path}: cannot be read: {e}") from None
     if not intact:
@@ -209,17 +216,21 @@ def restore(root, step, like):
     for name, x in wanted.items():
         try:
             array = opened[name].result()
-            if list(array.shape) != stored[name]["shape"] or str(np.dtype(array.dtype.numpy_dtype)) != stored[name]["dtype"]:
-                raise ValueError(f"zarr.json says {array.dtype.name} {array.shape}, meta.json {stored[name]}")
+            found = {"shape": list(array.shape), "dtype": str(array.dtype.numpy_dtype)}
+            if found != {k: stored[name][k] for k in found}:
+                raise ValueError(f"zarr.json says {found}, meta.json {stored[name]}")
             reads[name] = {str(i): array[i].read() for i in _indices(x)}
         except ValueError as e:
             raise ValueError(f"checkpoint {folder}: array {name} is damaged: {e}") from None
-    return jax.tree.unflatten(treedef, [_assemble(folder, name, x, reads[name]) for name, x in wanted.items()])
+    leaves = [_assemble(folder, name, x, reads[name]) for name, x in wanted.items()]
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _indices(x):
     sharding = getattr(x, "sharding", None)
-    return sharding.addressable_devices_indices_map(tuple(x.shape)).values() if sharding else [(...,)]
+    if sharding is None:
+        return [(...,)]
+    return sharding.addressable_devices_indices_map(tuple(x.shape)).values()
 
 
 def _assemble(folder, name, like, reads):
@@ -230,4 +241,5 @@ def _assemble(folder, name, like, reads):
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return parts[str((...,))]
-    return jax.make_array_from_callback(tuple(like.shape), sharding, lambda index: parts[str(index)])
+    return jax.make_array_from_callback(
+        tuple(like.shape), sharding, lambda index: parts[str(index)])

@@ -57,21 +57,21 @@ def param_table(cfg):
     if cfg.qk_norm:
         table |= {f"layers.{x}_norm": ((L, H), P(), ones) for x in "qk"}
     if cfg.qkv_bias:
-        table |= {f"layers.b{x}": ((L, heads * H), P(None, "tp"), zeros) for x, heads in (("q", N), ("k", K), ("v", K))}
+        heads = {"q": N, "k": K, "v": K}
+        table |= {f"layers.b{x}": ((L, n * H), P(None, "tp"), zeros) for x, n in heads.items()}
     if not cfg.tie_embeddings:
         table["unembed"] = ((D, V), P("fsdp", "tp"), wide)
     return table
 
 
 def init(key, cfg):
-    """Parameters in cfg.param_dtype. A parameter's values depend on the key, its name and its shape
-    alone.
-    """
+    """Parameters in cfg.param_dtype; each one's values depend on key, name and shape alone."""
     params = {}
     for name, (shape, _, (kind, value)) in param_table(cfg).items():
         if kind == "normal":
             name_hash = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
-            array = value * jax.random.normal(jax.random.fold_in(key, name_hash), shape, jnp.float32)
+            own_key = jax.random.fold_in(key, name_hash)
+            array = value * jax.random.normal(own_key, shape, jnp.float32)
         else:
             array = jnp.full(shape, value, jnp.float32)
         params[name] = array.astype(cfg.param_dtype)
@@ -80,7 +80,9 @@ def init(key, cfg):
 
 def _shard(x, *axes):
     """Constrain an activation; without a mesh, do nothing."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, P(*axes))
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*axes))
 
 
 def _dot(x, w):
@@ -111,7 +113,8 @@ def rope_tables(positions_BT, cfg):
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         freq = keep * freq + (1 - keep) * freq / cfg.rope_factor
     angle = positions_BT.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
-    return jnp.stack([jnp.cos(angle)] * 2, axis=-2), jnp.stack([-jnp.sin(angle), jnp.sin(angle)], axis=-2)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
 def _rotate(x, cos, sin):
@@ -129,10 +132,12 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
     B, N, T, H = q_BNTH.shape
     _, K, S, _ = k_BKSH.shape
     q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32) * H**-0.5
+    scores_BKGTS = H**-0.5 * jnp.einsum(
+        "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
     back_BTS = positions_BT[:, :, None] - jnp.arange(S)[None, None, :]
     seen_BTS = (back_BTS >= 0) & (back_BTS < (cfg.sliding_window or S))
-    p_BKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)).astype(v_BKSH.dtype)
+    scores_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    p_BKGTS = jax.nn.softmax(scores_BKGTS).astype(v_BKSH.dtype)
     return jnp.einsum("BKGTS,BKSH->BKGTH", p_BKGTS, v_BKSH).reshape(q_BNTH.shape)
 
 
@@ -141,20 +146,24 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     x_BTD, cache.
     """
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
-    q_BTNH, k_BTKH, v_BTKH = (
-        (_dot(y_BTD, w[f"w{x}"]) + (jnp.expand_dims(w[f"b{x}"], (0, 1)) if cfg.qkv_bias else 0)).reshape(
-            *y_BTD.shape[:2], -1, cfg.head_dim) for x in "qkv")
+    qkv = [_dot(y_BTD, w[f"w{x}"]) for x in "qkv"]
+    if cfg.qkv_bias:
+        qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv")]
+    q_BTNH, k_BTKH, v_BTKH = (a.reshape(*a.shape[:2], -1, cfg.head_dim) for a in qkv)
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
     # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing
     # moves.
     q_BNTH, k_BKTH, v_BKTH = (
-        checkpoint_name(_shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")), "qkv") for a in (q_BTNH, k_BTKH, v_BTKH))
+        checkpoint_name(_shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")), "qkv")
+        for a in (q_BTNH, k_BTKH, v_BTKH))
     q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
     if cache is not None:
-        row_B11, head_1K1 = jnp.arange(len(x_BTD))[:, None, None], jnp.arange(k_BKTH.shape[1])[None, :, None]
-        cache = tuple(old.at[row_B11, head_1K1, positions_BT[:, None]].set(new) for old, new in zip(cache, (k_BKTH, v_BKTH)))
+        row_B11 = jnp.arange(len(x_BTD))[:, None, None]
+        head_1K1 = jnp.arange(k_BKTH.shape[1])[None, :, None]
+        cache = tuple(old.at[row_B11, head_1K1, positions_BT[:, None]].set(new)
+                      for old, new in zip(cache, (k_BKTH, v_BKTH)))
     a_BNTH = _attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
     a_BTNH = checkpoint_name(_shard(a_BNTH, ROWS, ("tp", "sp")), "attention").swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
@@ -248,7 +257,8 @@ def _pick(logits_BV, key, cfg):
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1) / cfg.temperature
     before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), axis=-1) - jax.nn.softmax(sorted_BV)
-    keep_BV = (before_BV < cfg.top_p) & (jnp.arange(logits_BV.shape[1])[None] < (cfg.top_k or logits_BV.shape[1]))
+    V = logits_BV.shape[1]
+    keep_BV = (before_BV < cfg.top_p) & (jnp.arange(V)[None] < (cfg.top_k or V))
     rank_B = jax.random.categorical(key, jnp.where(keep_BV, sorted_BV, -jnp.inf))
     return jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
 
@@ -265,7 +275,8 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     shape = (cfg.n_layers, B, cfg.n_kv_heads, T + n_new, cfg.head_dim)
     cache = (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    logits_BTV, cache = forward(params, {"tokens": tokens_BT, "positions": positions_BT}, cfg, cache)
+    batch = {"tokens": tokens_BT, "positions": positions_BT}
+    logits_BTV, cache = forward(params, batch, cfg, cache)
     logits_BV = jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
 
     def turn(carry, i):

@@ -29,7 +29,8 @@ def make_mesh(cfg, devices=None):
     fixed = prod(n for n in sizes if n > 0)
     sizes = [len(devices) // fixed if n == -1 else n for n in sizes]
     if prod(sizes) != len(devices):
-        raise ValueError(f"mesh {dict(zip(AXES, sizes))} uses {prod(sizes)} of {len(devices)} devices")
+        mesh = dict(zip(AXES, sizes))
+        raise ValueError(f"mesh {mesh} uses {prod(sizes)} of {len(devices)} devices")
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -41,7 +42,8 @@ SCHEDULES = {
     "cosine": lambda cfg, p, done, warm: 0.5 * (1 + jnp.cos(jnp.pi * p)),
     "polynomial": lambda cfg, p, done, warm: (1 - p) ** cfg.poly_power,
     "inverse_sqrt": lambda cfg, p, done, warm: jax.lax.rsqrt(1 + done / max(warm, 1)),
-    "wsd": lambda cfg, p, done, warm: jnp.clip((cfg.steps - warm - done) / (cfg.decay_frac * cfg.steps), 0, 1),
+    "wsd": lambda cfg, p, done, warm: jnp.clip(
+        (cfg.steps - warm - done) / (cfg.decay_frac * cfg.steps), 0, 1),
 }
 
 
@@ -54,7 +56,8 @@ def lr_at(step, cfg):
     warm = round(cfg.warmup_steps * (cfg.steps if cfg.warmup_steps < 1 else 1))
     step = jnp.asarray(step, jnp.float32)
     done = jnp.maximum(step - warm, 0)
-    share = SCHEDULES[cfg.schedule](cfg, jnp.clip(done / max(cfg.steps - warm, 1), 0, 1), done, warm)
+    progress = jnp.clip(done / max(cfg.steps - warm, 1), 0, 1)
+    share = SCHEDULES[cfg.schedule](cfg, progress, done, warm)
     after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
     return cfg.lr * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
@@ -62,14 +65,16 @@ def lr_at(step, cfg):
 # Each gives a descent direction; train_step multiplies it by -lr_at(step).
 OPTIMIZERS = {
     "adamw": lambda cfg, decays: optax.chain(
-        optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps), optax.add_decayed_weights(cfg.weight_decay, decays)),
+        optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+        optax.add_decayed_weights(cfg.weight_decay, decays)),
 }
 
 
 def make_optimizer(cfg, table):
     """table: {name: (shape, spec, init)}. Only what starts from a ("normal", std) init is decayed.
     """
-    return OPTIMIZERS[cfg.optimizer](cfg, {name: init[0] == "normal" for name, (_, _, init) in table.items()})
+    decays = {name: init[0] == "normal" for name, (_, _, init) in table.items()}
+    return OPTIMIZERS[cfg.optimizer](cfg, decays)
 
 
 def _f32(tree):
@@ -93,7 +98,8 @@ def state_shardings(state, table, optimizer, mesh):
     specs = {name: NamedSharding(mesh, spec) for name, (_, spec, _) in table.items()}
     whole = NamedSharding(mesh, P())
     shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
-    opt = optax.tree_map_params(optimizer, lambda _, s: s, state["opt"], specs, transform_non_params=lambda _: whole)
+    opt = optax.tree_map_params(optimizer, lambda _, s: s, state["opt"], specs,
+                                transform_non_params=lambda _: whole)
     return shardings | {"params": specs, "opt": opt}
 
 
@@ -115,8 +121,10 @@ def _value_and_grad(params, batch, cfg, loss_fn, factor):
         return one(batch)
     # Row b goes to microbatch b mod A: every device keeps its own rows, and nothing moves.
     micros = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0), batch)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros)))
-    return jax.lax.scan(lambda total, micro: (jax.tree.map(jnp.add, total, one(micro)), None), zeros, micros)[0]
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    add = lambda total, micro: (jax.tree.map(jnp.add, total, one(micro)), None)
+    return jax.lax.scan(add, zeros, micros)[0]
 
 
 def _next_scale(scale, finite):
@@ -146,15 +154,17 @@ def train_step(state, batch, cfg, loss_fn, optimizer):
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(means["objective"]) & jnp.isfinite(grad_norm)
     if cfg.clip_norm:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30)), grads)
+        clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
+        grads = jax.tree.map(lambda g: g * clip, grads)
     lr = lr_at(state["step"], cfg)
     updates, opt = optimizer.update(grads, state["opt"], _f32(state["params"]))
-    params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype), state["params"], updates)
+    params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype),
+                          state["params"], updates)
     kept = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    new = {"step": state["step"] + 1, "params": kept(params, state["params"]), "opt": kept(opt, state["opt"]),
-           "skipped": state["skipped"] + ~finite}
-    metrics = means | {"lr": lr, "grad_norm": grad_norm, "tokens": counts["objective"], "skipped": new["skipped"],
-                       "finite": finite}
+    new = {"step": state["step"] + 1, "params": kept(params, state["params"]),
+           "opt": kept(opt, state["opt"]), "skipped": state["skipped"] + ~finite}
+    metrics = means | {"lr": lr, "grad_norm": grad_norm, "tokens": counts["objective"],
+                       "skipped": new["skipped"], "finite": finite}
     if "scale" in state:
         new["scale"] = _next_scale(state["scale"], finite)
         metrics |= {"loss_scale": scale, "finite": finite | (scale >= 1)}
@@ -187,9 +197,10 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     use what it returns. batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
     """
     optimizer = make_optimizer(cfg, table)
-    fresh = update_wrapper(partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer), init_state)
-    update = update_wrapper(partial(train_step, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer), train_step)
-    evaluate = update_wrapper(partial(eval_step, cfg=cfg, loss_fn=loss_fn), eval_step)
+    bind = lambda f, **fixed: update_wrapper(partial(f, cfg=cfg, **fixed), f)  # keeps f's name
+    fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer)
+    update = bind(train_step, loss_fn=loss_fn, optimizer=optimizer)
+    evaluate = bind(eval_step, loss_fn=loss_fn)
     whole = NamedSharding(mesh, P())
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     with jax.set_mesh(mesh):
@@ -199,7 +210,8 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
         lowered = {
-            "train_step": jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
+            "train_step": jax.jit(
+                update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
             "eval_step": jax.jit(evaluate, out_shardings=whole).lower(state["params"], batch),
             "init": jax.jit(fresh, out_shardings=shardings).lower(key),
         }
@@ -216,5 +228,5 @@ def memory(compiled):
     if stats is None:
         return {}
     parts = {"arguments": stats.argument_size_in_bytes, "temporaries": stats.temp_size_in_bytes,
-             "outputs": stats.output_size_in_bytes, "aliased": stats.alias_size_in_bytes}
-    return parts | {"total": parts["arguments"] + parts["temporaries"] + parts["outputs"] - parts["aliased"]}
+             "outputs": stats.output_size_in_bytes, "aliased": -stats.alias_size_in_bytes}
+    return parts | {"total": sum(parts.values())}

@@ -69,7 +69,7 @@ def test_each_part_of_an_array_is_written_once(tmp_path):
 def test_no_flipped_bit_gives_a_wrong_number(tmp_path):
     """Each of 3000 random bits, over all files: restoring is an error, or right where the bit does not matter.
 
-    Break: ckpt.py: , {"name": "crc32c"}] => ]
+    Break: ckpt.py: {"name": "crc32c"}], => *()],
     """
     tree = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(5, np.int32), "zero": np.zeros(4, np.float32)}}
     ckpt.wait(ckpt.save(tmp_path, 3, tree, {"config": {"lr": 1}}))

@@ -117,7 +117,7 @@ def np_sums(params, batch, cfg):
 def test_forward_equals_numpy(variant):
     """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32 rounding, 1e-6 each).
 
-    Break: model.py: * H**-0.5 => * H**-0.51
+    Break: model.py: H**-0.5 * jnp.einsum => jnp.einsum
     """
     cfg = dataclasses.replace(BASE, **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg)
@@ -233,7 +233,7 @@ def picks(**change):
 def test_top_k_of_1_is_greedy():
     """top_k 1 draws the likeliest token in each of 200 rows; top_k 2 does not.
 
-    Break: model.py: < (cfg.top_k or logits_BV.shape[1]) => < logits_BV.shape[1]
+    Break: model.py: (cfg.top_k or V) => V
     """
     np.testing.assert_array_equal(*picks(top_k=1))
     assert (np.not_equal(*picks(top_k=2))).any()

@@ -163,7 +163,7 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, capsys):
 def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
     """A prompt whose cache could never be held, here of more tokens than there is memory for.
 
-    Break: train.py: except Exception as e:  # a preview is never => except OSError as e:  # a preview is never
+    Break: train.py: except Exception as e: => except OSError as e:
     """
     summary = train.main(tiny(sample_tokens=10**15))
     assert summary["exit_code"] == 0 and "no sample" in capsys.readouterr().out
