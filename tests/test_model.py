@@ -288,7 +288,7 @@ def test_flops_equal_a_hand_count():
 def test_remat_keeps_the_gradient(remat):
     """Whatever backward recomputes, the gradient is that of none, to 1e-5 of its largest entry (float32, other fusions).
 
-    Break: model.py: offload_dst="pinned_host" => offload_dst="nowhere"
+    Break: model.py: jax.checkpoint(layer, policy => jax.checkpoint(lambda x, w, f=layer: f(jax.lax.stop_gradient(x), w), policy
     """
     base = dataclasses.replace(BASE, n_layers=1)
     params, batch = as_f32(random_params(base)), random_batch(base)

@@ -315,7 +315,7 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
 def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_then_fresh(tiny, tmp_path):
     """The first that there is, by the origin in the start event and by the parameters themselves.
 
-    Break: train.py: if params is not None: => if params is not None and not resumed:
+    Break: train.py: if state is not None: => if state is not None and params is None:
     """
     origin = lambda cfg: rows(cfg.out_dir, "start")[-1]["origin"]
     train.main(tiny())
