@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any pytree of arrays to TensorStore and back.
+"""Any pytree of arrays to TensorStore and back, and a log that goes back with it.
 
 Owns the layout root/000000100/{arrays, meta.json}, committing, pruning and integrity. Refuses to
 return a number that was not saved: every chunk and meta.json carry a checksum, a missing chunk is
 an error. Invariant: a checkpoint exists if and only if its meta.json does; that is written last, in
 a folder renamed last.
 """
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import tensorstore as ts
+from jax.experimental import multihost_utils
 
 CHUNK_BYTES = 2**25  # largest chunk: many at once keep all cores and the disk busy
 PEER_TIMEOUT_S = 600  # how long process 0 waits for the others' shards
@@ -194,6 +196,44 @@ def read_meta(root, step):
     return body
 
 
+def newest_meta(root, tell=print):
+    """(step, meta) of the newest checkpoint whose meta.json is sound, or (None, {}) when there is no
+    checkpoint. A damaged one is told of.
+
+    Raises ValueError when there are checkpoints and all are damaged.
+    """
+    for step in reversed(steps(root)):
+        try:
+            return step, read_meta(root, step)
+        except ValueError as e:
+            tell(f"passing over a damaged checkpoint: {e}")
+    if steps(root):
+        raise ValueError(f"{root}: no checkpoint there can be read")
+    return None, {}
+
+
+def restore_newest(root, like, tell=print, set_aside=False):
+    """The newest checkpoint that is sound on all processes, as `restore`. A damaged one is told of
+    and, with set_aside, renamed.
+
+    Raises ValueError when there is none, KeyError and TypeError as `restore`.
+    """
+    for step in reversed(steps(root)):
+        tree, fault = None, ""
+        try:
+            tree = restore(root, step, like)
+        except ValueError as e:
+            fault = str(e)
+        if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
+            fault = fault or f"another process could not read checkpoint {step}"
+        if not fault:
+            return tree
+        tell(f"falling back to the checkpoint before: {fault}")
+        if set_aside and jax.process_index() == 0:
+            _folder(root, step).rename(_folder(root, step).with_suffix(".damaged"))
+    raise ValueError(f"{root}: no checkpoint there can be read")
+
+
 def restore(root, step, like):
     """The saved tree in the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs;
     NumPy without one).
@@ -243,3 +283,31 @@ def _assemble(folder, name, like, reads):
         return parts[str((...,))]
     return jax.make_array_from_callback(
         tuple(like.shape), sharding, lambda index: parts[str(index)])
+
+
+# ---- a log
+
+def open_log(path, step, once=("stop", "end")):
+    """(write(event, row) -> row, events already written at `step`) of a file of JSON objects, one a
+    line, with keys "event" and "step"; floats keep all their digits.
+
+    Lines of steps after `step`, which a crash undid, a torn line and the events `once`, of which
+    only a last one holds, are cut. Only process 0 writes.
+    """
+    path, kept = Path(path), []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            kept += [row] if row["step"] <= step and row["event"] not in once else []
+    done = {row["event"] for row in kept if row["step"] == step}
+    if jax.process_index():
+        return (lambda event, row: row), done
+    _write_text(path.with_suffix(".tmp"), "".join(json.dumps(row) + "\n" for row in kept))
+    path.with_suffix(".tmp").replace(path)
+    file = open(path, "a", buffering=1)
+
+    def write(event, row):
+        file.write(json.dumps({"event": event} | row) + "\n")
+        return row
+
+    return write, done

@@ -11,6 +11,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -175,6 +176,25 @@ def eval_step(params, batch, cfg, loss_fn):
     """{name: (sum, count)} over one batch."""
     sums, counts = loss_fn(params, batch, cfg)
     return {k: (sums[k], counts[k]) for k in sums}
+
+
+def evaluate(eval_step, params, batches, stopped=lambda: False):
+    """{name: [sum, count]} in float64 over all batches; None when stopped() came true on the way.
+    """
+    totals, ahead = {}, {}
+
+    def add(result):
+        for name, pair in jax.device_get(result).items():
+            totals[name] = totals.get(name, 0) + np.asarray(pair, np.float64)
+
+    for batch in batches:
+        if stopped():
+            return None
+        result = eval_step(params, batch)
+        add(ahead)  # while the device works on this one
+        ahead = result
+    add(ahead)
+    return totals
 
 
 def check_shapes(table, mesh):

@@ -41,11 +41,9 @@ import model
 import step as steplib
 
 # bfloat16 peak in TFLOP/s of one device, dense. Source: the makers' data sheets.
-PEAK_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "TPU v4": 275, "TPU v5 lite": 197,
-               "TPU v5p": 459, "TPU v5": 459, "TPU v6": 918}
-
-
-OWN = "its own checkpoint"
+PEAK_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "TPU v4": 275,
+               "TPU v5 lite": 197, "TPU v5p": 459, "TPU v5": 459, "TPU v6": 918}
+OWN = "its own checkpoint"  # the origin of a state that goes on
 
 
 def say(*words):
@@ -87,7 +85,8 @@ def listen(names=("SIGINT", "SIGTERM")):
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
             caught.append(name)
-            os.write(2, f"\n{name}: finishing the step and saving; once more ends at once\n".encode())
+            os.write(2, f"\n{name}: finishing the step and saving; once more ends at once\n"
+                     .encode())
 
     old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     old = {n: signal.signal(getattr(signal, n), lambda *_: None) for n in names}
@@ -114,13 +113,15 @@ def setup(cfg):
     config.validate(cfg, jax.device_count(), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES, "remat": model.REMAT})
     tokenizer = data.make_tokenizer(cfg.tokenizer)
+    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     cfg = config.derive(dataclasses.replace(
         cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
-        dtype={"auto": "float32" if jax.default_backend() == "cpu" else "bfloat16"}.get(cfg.dtype, cfg.dtype)))
+        dtype=auto if cfg.dtype == "auto" else cfg.dtype))
     table, mesh = model.param_table(cfg), steplib.make_mesh(cfg)
     if faults := steplib.check_shapes(table, mesh):
         raise ValueError("mesh and model do not fit: " + "; ".join(faults))
-    opened = lambda patterns: data.open_source(patterns, tokenizer, cfg.data_dtype, cfg.seq_len, cfg.vocab_size)
+    opened = lambda patterns: data.open_source(
+        patterns, tokenizer, cfg.data_dtype, cfg.seq_len, cfg.vocab_size)
     train, val = opened(cfg.data), None
     if cfg.val_data:
         val = opened(cfg.val_data)
@@ -129,7 +130,8 @@ def setup(cfg):
     if cfg.epochs:
         n = data.n_sequences(train, cfg.seq_len)
         cfg = dataclasses.replace(cfg, steps=max(1, math.ceil(cfg.epochs * n / cfg.batch_size)))
-    return {"cfg": cfg, "mesh": mesh, "tokenizer": tokenizer, "train": train, "val": val, "table": table}
+    return {"cfg": cfg, "mesh": mesh, "tokenizer": tokenizer, "train": train, "val": val,
+            "table": table}
 
 
 def batch_makers(run):
@@ -138,10 +140,19 @@ def batch_makers(run):
     """
     cfg, sharding = run["cfg"], NamedSharding(run["mesh"], steplib.BATCH)
     rows = data.local_rows(sharding, (cfg.batch_size, cfg.seq_len))
-    sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, rows=rows, vocab_size=cfg.vocab_size)
-    place = lambda batch: data.to_device(batch, sharding, cfg.batch_size)
-    train = lambda step: place(data.batch_at(run["train"], 0 if cfg.overfit_batch else step, seed=cfg.seed, **sizes))
-    return train, lambda index: place(data.eval_batch_at(run["val"], index, **sizes))
+    sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, rows=rows,
+                 vocab_size=cfg.vocab_size)
+
+    def train(step):
+        step = 0 if cfg.overfit_batch else step
+        batch = data.batch_at(run["train"], step, seed=cfg.seed, **sizes)
+        return data.to_device(batch, sharding, cfg.batch_size)
+
+    def held_out(index):
+        batch = data.eval_batch_at(run["val"], index, **sizes)
+        return data.to_device(batch, sharding, cfg.batch_size)
+
+    return train, held_out
 
 
 def compile_run(run):
@@ -151,65 +162,37 @@ def compile_run(run):
                                  {"tokens": tokens, "labels": tokens})
 
 
-def find_checkpoint(cfg, run=None):
-    """(step, meta) of the newest checkpoint in out_dir whose meta.json is sound and whose config
-    cfg can go on from, or (None, {}). Damaged ones are named.
-    """
-    root = Path(cfg.out_dir) / "ckpt"
-    for step in reversed(ckpt.steps(root)):
-        try:
-            meta = ckpt.read_meta(root, step)
-        except ValueError as e:
-            say(f"passing over a damaged checkpoint: {e}")
-            continue
-        if run:
-            config.changes(meta["config"], cfg)
-            now = data.fingerprint(run["train"])
-            if meta["data"]["fingerprint"] != now and "data" not in cfg.allow_change:
-                raise ValueError(f"the data changed since {cfg.out_dir} was saved: {meta['data']['fingerprint']} then, "
-                                 f"{now} now; bring it back, or go on with --allow_change data")
-        return step, meta
-    if ckpt.steps(root):
-        raise ValueError(f"{root}: no checkpoint there can be read; start afresh with --resume overwrite")
-    return None, {}
+def check_same_run(run, meta):
+    """Raise ValueError when the checkpoint of `meta` is of another config or other data."""
+    cfg, then, now = run["cfg"], meta["data"]["fingerprint"], data.fingerprint(run["train"])
+    config.changes(meta["config"], cfg)
+    if then != now and "data" not in cfg.allow_change:
+        raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} now; "
+                         "bring it back, or go on with --allow_change data")
 
 
-def load_checkpoint(cfg, like, set_aside=False):
-    """The newest sound checkpoint in cfg.out_dir as `like`. A damaged one is named and, with
-    set_aside, renamed.
-    """
-    root = Path(cfg.out_dir) / "ckpt"
-    for step in reversed(ckpt.steps(root)):
-        try:
-            tree, fault = ckpt.restore(root, step, like), None
-        except ValueError as e:
-            tree, fault = None, e
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"{e.args[0]}: give the model flags that it was trained with, or another folder") from None
-        if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(fault is None)).all():
-            fault = fault or ValueError(f"another process could not read checkpoint {step}")
-        if fault is None:
-            return tree
-        say(f"falling back to the checkpoint before: {fault}")
-        if set_aside and jax.process_index() == 0:
-            (root / f"{step:09d}").rename(root / f"{step:09d}.damaged")
-    raise ValueError(f"{root}: no checkpoint there can be read; start afresh with --resume overwrite")
+def load_checkpoint(out_dir, like, set_aside=False):
+    try:
+        return ckpt.restore_newest(Path(out_dir) / "ckpt", like, say, set_aside)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: give the model flags that it was trained with, or another "
+                         "folder") from None
 
 
 def first_state(cfg, programs, state, params, resumed):
-    """Where to start: given state, given params, own checkpoint, init_from, fresh; the first that
-    there is.
+    """(state, its origin): given state, given params, own checkpoint, init_from, fresh; the first
+    that there is.
     """
     like = programs["state"]
     if state is not None:
-        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)), "the given state"
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        return jax.device_put(state, shardings), "the given state"
     if params is not None:
         return programs["from_params"](params), "the given parameters"
-    if resumed:
-        return load_checkpoint(cfg, like, set_aside=True), OWN
+    if resumed is not None:
+        return load_checkpoint(cfg.out_dir, like, set_aside=True), OWN
     if cfg.init_from:
-        source = dataclasses.replace(cfg, out_dir=cfg.init_from)
-        loaded = load_checkpoint(source, {"params": like["params"]})
+        loaded = load_checkpoint(cfg.init_from, {"params": like["params"]})
         return programs["from_params"](loaded["params"]), f"the parameters of {cfg.init_from}"
     return programs["init"](jax.random.key(cfg.seed)), "a fresh initialisation"
 
@@ -220,8 +203,8 @@ def prepare_folder(cfg):
     """
     out, found = Path(cfg.out_dir), ckpt.steps(Path(cfg.out_dir) / "ckpt")
     if cfg.resume == "never" and found:
-        raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another --out_dir, or delete it "
-                         "with --resume overwrite")
+        raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another "
+                         "--out_dir, or delete it with --resume overwrite")
     if cfg.resume == "must" and not found:
         raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
     if jax.process_index():
@@ -235,36 +218,11 @@ def prepare_folder(cfg):
         (out / ".writable").touch()
         (out / ".writable").unlink()
     except OSError as e:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose another") from None
+        raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose "
+                         "another") from None
 
 
 # ---- what a run leaves
-
-def open_log(cfg, step):
-    """(write(event, row) -> row, events already written at `step`); config.json is written beside
-    metrics.jsonl.
-
-    A line is one JSON object with key "event"; floats keep all their digits. Lines of steps after
-    `step`, which a crash undid, and a torn line are cut.
-    """
-    if jax.process_index():
-        return (lambda event, row: row), set()
-    path, kept = Path(cfg.out_dir) / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            kept += [row] if (row := json.loads(line))["step"] <= step and row["event"] not in ("stop", "end") else []
-    text = "".join(json.dumps(row) + "\n" for row in kept)
-    for name, content in (("metrics.jsonl", text), ("config.json", config.to_json(cfg))):
-        (path.parent / f"{name}.tmp").write_text(content)
-        (path.parent / f"{name}.tmp").replace(path.parent / name)
-    file = open(path, "a", buffering=1)
-
-    def write(event, row):
-        file.write(json.dumps({"event": event} | row) + "\n")
-        return row
-
-    return write, {row["event"] for row in kept if row["step"] == step}
-
 
 def plot(out_dir):
     """plot.png of training and held-out loss over steps, when matplotlib is installed and there is
@@ -276,13 +234,15 @@ def plot(out_dir):
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = (Path(out_dir) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for event, key, style in (("train", "loss", "-"), ("eval", "val_loss", "o-")):
         points = [(r["step"], r[key]) for r in rows if r["event"] == event]
         if points:
             axes.plot(*zip(*points), style, label=key.replace("_", " "), linewidth=1, markersize=4)
-    axes.set(xlabel="step (optimizer updates)", ylabel="loss (nats per token)", title=str(out_dir))
+    axes.set(xlabel="step (optimizer updates)", ylabel="loss (nats per token)",
+             title=str(out_dir))
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()
@@ -294,43 +254,30 @@ def flops_report(cfg, tokens_per_s):
     """{"model_tflops_per_device", "mfu"}: mfu in [0, 1], None for a device whose peak is not in
     PEAK_TFLOPS.
     """
-    tflops = model.flops_per_token(cfg, cfg.seq_len)[0] * tokens_per_s / jax.device_count() / 1e12
-    peak = next((p for kind, p in PEAK_TFLOPS.items() if jax.devices()[0].device_kind.startswith(kind)), None)
+    flops, _ = model.flops_per_token(cfg, cfg.seq_len)
+    tflops = flops * tokens_per_s / jax.device_count() / 1e12
+    kind = jax.devices()[0].device_kind
+    peak = next((peak for name, peak in PEAK_TFLOPS.items() if kind.startswith(name)), None)
     return {"model_tflops_per_device": tflops, "mfu": tflops / peak if peak else None}
 
 
-def evaluate(eval_step, params, make_batch, n_batches, bytes_per_token=None, metric_fn=None, stopped=lambda: False):
-    """Means over a fixed set, each a sum of sums over a sum of counts; None when stopped() came
-    true on the way.
+def evaluate(run, eval_step, params, stopped=lambda: False, metric_fn=None):
+    """The means over the held-out set; None when stopped() came true on the way.
 
-    make_batch(i) gives batch i; metric_fn({name: (sum, count)}) gives further values to add.
+    metric_fn({name: [sum, count]}) gives further values to add.
     """
-    totals, ahead = {}, None
-
-    def add(result):
-        for name, pair in jax.device_get(result).items():
-            totals[name] = totals.get(name, 0) + np.asarray(pair, np.float64)
-
-    for batch, _ in data.prefetch(make_batch, 0, n_batches):
-        if stopped():
-            return None
-        result = eval_step(params, batch)
-        if ahead is not None:
-            add(ahead)  # while the device works on the next
-        ahead = result
-    add(ahead)
-    loss = totals["loss"][0] / totals["loss"][1]
-    row = {"val_loss": loss, "val_ppl": math.exp(min(loss, 700)), "val_acc": totals["acc"][0] / totals["acc"][1],
+    cfg = run["cfg"]
+    n = -(-data.n_sequences(run["val"], cfg.seq_len) // cfg.batch_size)
+    batches = data.prefetch(batch_makers(run)[1], 0, min(cfg.eval_batches or n, n))
+    totals = steplib.evaluate(eval_step, params, (batch for batch, _ in batches), stopped)
+    if totals is None:
+        return None
+    loss, acc = (float(totals[name][0] / totals[name][1]) for name in ("loss", "acc"))
+    row = {"val_loss": loss, "val_ppl": math.exp(min(loss, 700)), "val_acc": acc,
            "val_tokens": int(totals["loss"][1])}
-    if bytes_per_token:
-        row["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-    return {k: float(v) if k != "val_tokens" else v for k, v in row.items()} | (metric_fn(totals) if metric_fn else {})
-
-
-def evaluate_run(run, eval_step, params, stopped=lambda: False, metric_fn=None):
-    cfg, n = run["cfg"], -(-data.n_sequences(run["val"], run["cfg"].seq_len) // run["cfg"].batch_size)
-    return evaluate(eval_step, params, batch_makers(run)[1], min(cfg.eval_batches or n, n), run["val"]["bytes_per_token"],
-                    metric_fn, stopped)
+    if run["val"]["bytes_per_token"]:
+        row["val_bits_per_byte"] = loss / math.log(2) / run["val"]["bytes_per_token"]
+    return row | (metric_fn(totals) if metric_fn else {})
 
 
 def sample(run, params, step=0):
@@ -350,13 +297,13 @@ def sample(run, params, step=0):
 
 # ---- the loop
 
-def agree(caught, at_log):
+def agree(cfg, step, caught):
     """The signal that all processes stop for, or None. Several processes ask each other only at log
     points.
     """
     if jax.process_count() == 1:
         return caught[0] if caught else None
-    if not at_log:
+    if step % (cfg.log_every or 10):
         return None
     codes = multihost_utils.process_allgather(np.array(signal.Signals[caught[0]] if caught else 0))
     return signal.Signals(int(codes.max())).name if codes.any() else None
@@ -367,9 +314,10 @@ def why_stop(cfg, step, signal_name, finite):
     None to go on.
     """
     if not finite and cfg.nan == "stop":
-        return f"a loss or gradient is not finite near step {step}; the last good parameters are saved", 1
+        return (f"a loss or gradient is not finite near step {step}; the last good parameters are "
+                "saved"), 1
     if signal_name:
-        return f"{signal_name}", 0
+        return signal_name, 0
     if step >= cfg.steps:
         return f"all {cfg.steps} steps are done", 0
     return None
@@ -387,7 +335,8 @@ def describe(run, programs, origin, compile_s):
         "origin": origin, "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processes": jax.process_count(), "mesh": dict(run["mesh"].shape),
         "n_params": sum(math.prod(shape) for shape, _, _ in run["table"].values()),
-        "tokens_per_step": cfg.batch_size * cfg.seq_len, "flops_per_token": flops, "flops_formula": formula,
+        "tokens_per_step": cfg.batch_size * cfg.seq_len,
+        "flops_per_token": flops, "flops_formula": formula,
         "compile_s": compile_s, "memory_bytes_per_device": programs["memory"],
     }
 
@@ -396,35 +345,8 @@ def announce(row):
     memory = row["memory_bytes_per_device"].get("total", 0) / 2**20
     say(f"{row['n_params'] / 1e6:.2f}M parameters on {row['devices']}, mesh "
         + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device")
-    say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, from {row['origin']}")
-
-
-def make_meter(cfg, began):
-    """(tick(waited_s) at the end of a step, rates() since the last call of it, restart() after
-    other work).
-
-    A step lasts from the end of the one before to its own; evaluations, saves and samples do not
-    count.
-    """
-    mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
-
-    def tick(waited_s):
-        nonlocal mark, n, step_s, wait_s, all_s
-        now = time.perf_counter()
-        n, step_s, wait_s, all_s, mark = n + 1, step_s + now - mark, wait_s + waited_s, all_s + now - mark, now
-
-    def rates():
-        nonlocal n, step_s, wait_s
-        tokens_per_s = n * cfg.batch_size * cfg.seq_len / step_s
-        row = {"tokens_per_s": tokens_per_s, "step_s": step_s / n, "data_wait_s": wait_s / n}
-        n, step_s, wait_s = 0, 0.0, 0.0
-        return row | flops_report(cfg, tokens_per_s) | {"goodput": all_s / (time.perf_counter() - began)}
-
-    def restart():
-        nonlocal mark
-        mark = time.perf_counter()
-
-    return tick, rates, restart
+    say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, "
+        f"from {row['origin']}")
 
 
 def show(row, bar):
@@ -436,27 +358,34 @@ def show(row, bar):
 
 
 def begin(run, hooks, state, params):
-    """Folder, checkpoint, compilation, first state and log: the run with "programs", "meta",
-    "origin", "emit", "done" added, and the state; None for the state when there is nothing left to
-    do.
+    """Folder, checkpoint, compilation, first state and log: (run with what the loop needs, state).
+
+    The state is None when there is nothing left to do.
     """
     cfg = run["cfg"]
     prepare_folder(cfg)
-    resumed, meta = find_checkpoint(cfg, run)
+    resumed, meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt", say)
+    if meta:
+        check_same_run(run, meta)
     if state is None and params is None and (resumed or 0) >= cfg.steps:
-        say(f"{cfg.out_dir} is finished, at step {resumed} of {cfg.steps}. To go further: --steps {2 * resumed}. "
-            "To start afresh: --resume overwrite, or another --out_dir.")
-        return run | {"resumed": resumed}, None
+        say(f"{cfg.out_dir} is finished, at step {resumed} of {cfg.steps}. To go further: "
+            f"--steps {2 * resumed}. To start afresh: --resume overwrite, or another --out_dir.")
+        return run | {"step": resumed}, None
     compiling = time.perf_counter()
     programs = compile_run(run)
     compile_s = time.perf_counter() - compiling
-    state, origin = first_state(cfg, programs, state, params, resumed is not None)
+    state, origin = first_state(cfg, programs, state, params, resumed)
     state, step = call(hooks, "load", state), int(state["step"])
-    meta = {"config": dataclasses.asdict(cfg), "versions": versions(), "run_id": meta.get("run_id", uuid.uuid4().hex[:8])}
-    write, done = open_log(cfg, step)
+    meta = {"config": dataclasses.asdict(cfg), "versions": versions(),
+            "run_id": meta.get("run_id", uuid.uuid4().hex[:8])}
+    write, done = ckpt.open_log(Path(cfg.out_dir) / "metrics.jsonl", step)
     emit = lambda event, row, hook=None: write(event, call(hooks, hook or event, row))
+    if jax.process_index() == 0:
+        (Path(cfg.out_dir) / "config.json").write_text(config.to_json(cfg))
     announce(emit("start", {"step": step} | describe(run, programs, origin, compile_s) | meta))
-    return run | {"programs": programs, "meta": meta, "origin": origin, "emit": emit, "done": done}, state
+    last = dict.fromkeys(done, step) | ({"save": step} if origin == OWN else {})
+    return run | {"programs": programs, "meta": meta, "emit": emit, "step": step, "last": last,
+                  "saving": None, "results": {}}, state
 
 
 def save_state(run, state, step):
@@ -465,7 +394,8 @@ def save_state(run, state, step):
     """
     cfg = run["cfg"]
     epoch, place = divmod(step * cfg.batch_size, data.n_sequences(run["train"], cfg.seq_len))
-    meta = run["meta"] | {"data": {"fingerprint": data.fingerprint(run["train"]), "epoch": epoch, "sequence": place}}
+    meta = run["meta"] | {"data": {"fingerprint": data.fingerprint(run["train"]),
+                                   "epoch": epoch, "sequence": place}}
     began = time.perf_counter()
     future = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep)
     run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
@@ -475,12 +405,12 @@ def save_state(run, state, step):
 def eval_state(run, state, step, stopped):
     """One evaluation, logged and said; its row, or {} when stopped() on the way."""
     began = time.perf_counter()
-    row = evaluate_run(run, run["programs"]["eval_step"], state["params"], stopped)
+    row = evaluate(run, run["programs"]["eval_step"], state["params"], stopped)
     if row is None:
         return {}
     row = run["emit"]("eval", {"step": step} | row | {"eval_s": time.perf_counter() - began})
-    say(f"step {step:>6}  held-out loss {row['val_loss']:.4f}  accuracy {row['val_acc']:.3f}"
-        + (f"  {row['val_bits_per_byte']:.3f} bits/byte" if "val_bits_per_byte" in row else ""))
+    bits = f"  {row['val_bits_per_byte']:.3f} bits/byte" if "val_bits_per_byte" in row else ""
+    say(f"step {step:>6}  held-out loss {row['val_loss']:.4f}  accuracy {row['val_acc']:.3f}{bits}")
     return row
 
 
@@ -507,95 +437,126 @@ def main(cfg, hooks=(), state=None, params=None):
     """
     began = time.perf_counter()
     if cfg.coordinator:  # before anything touches a device
-        jax.distributed.initialize(*() if cfg.coordinator == "auto" else (cfg.coordinator, cfg.n_processes, cfg.process_id))
+        where = cfg.coordinator, cfg.n_processes, cfg.process_id
+        jax.distributed.initialize(*() if cfg.coordinator == "auto" else where)
     if cfg.mode != "train":
         return look(cfg)
     with listen() as caught:
         run, state = begin(setup(cfg), hooks, state, params)
         if state is None:
-            return {"step": run["resumed"], "reason": "finished before", "exit_code": 0}
+            return {"step": run["step"], "reason": "finished before", "exit_code": 0}
         return loop(run, hooks, state, caught, began)
+
+
+def make_reporter(run, hooks, began):
+    """(report(step, metrics, waited_s) -> whether they are finite, rest(), close()).
+
+    report waits for the metrics and, at a log point, writes them with the rates since the last. A
+    step lasts from the end of the one before, or of the last rest(), to its own.
+    """
+    cfg, n_train = run["cfg"], data.n_sequences(run["train"], run["cfg"].seq_len)
+    tokens = cfg.batch_size * cfg.seq_len
+    mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
+    bar = tqdm(total=cfg.steps, initial=run["step"], unit="step",
+               disable=not sys.stderr.isatty() or jax.process_index() > 0)
+
+    def report(step, metrics, waited_s):
+        nonlocal mark, n, step_s, wait_s, all_s
+        row = {"step": step} | {k: float(v) for k, v in jax.device_get(metrics).items()}
+        took, mark = time.perf_counter() - mark, time.perf_counter()
+        n, step_s, wait_s, all_s = n + 1, step_s + took, wait_s + waited_s, all_s + took
+        bar.update()
+        finite = bool(row.pop("finite"))
+        row = call(hooks, "step", row)
+        if not finite and cfg.nan == "raise":
+            raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
+        if not finite or (cfg.log_every and step % cfg.log_every == 0):
+            row |= {"tokens": step * tokens, "epoch": step * cfg.batch_size / n_train,
+                    "tokens_per_s": n * tokens / step_s, "step_s": step_s / n,
+                    "data_wait_s": wait_s / n, "goodput": all_s / (mark - began)}
+            row |= flops_report(cfg, row["tokens_per_s"])
+            show(run["emit"]("train", row, "log"), bar)
+            n, step_s, wait_s = 0, 0.0, 0.0
+        return finite
+
+    def rest():
+        nonlocal mark
+        mark = time.perf_counter()
+
+    return report, rest, bar.close
+
+
+def due(run, step, forced=()):
+    """Events due at this step, but those done at it already. Saved first, so that nothing after it
+    can lose the state.
+    """
+    cfg, last = run["cfg"], run["last"]
+    every = {"save": cfg.save_every, "eval": cfg.eval_every, "sample": cfg.sample_every}
+    return [event for event, n in every.items()
+            if (event in forced or n and step % n == 0) and last.get(event) != step]
+
+
+def milestone(run, state, step, events, stopped):
+    """Save, evaluate and sample, as `events` says; no more than save once stopped()."""
+    for event in events:
+        run["last"][event] = step
+        if event == "save":
+            ckpt.wait(run["saving"])
+            run["saving"] = save_state(run, state, step)
+        elif event == "eval" and run["val"] and not stopped():
+            run["results"].update(eval_state(run, state, step, stopped))
+        elif event == "sample" and run["cfg"].sample_tokens and not stopped():
+            preview(run, state, step)
 
 
 def loop(run, hooks, state, caught, began):
     """Train to cfg.steps or until why_stop says so; the summary."""
-    cfg, train_step, emit = run["cfg"], run["programs"]["train_step"], run["emit"]
-    step, n_train = int(state["step"]), data.n_sequences(run["train"], cfg.seq_len)
-    last = dict.fromkeys(run["done"], step) | ({"save": step} if run["origin"] == OWN else {})
-    batches = data.prefetch(batch_makers(run)[0], step, cfg.steps)
-    tick, rates, restart = make_meter(cfg, began)
-    bar = tqdm(total=cfg.steps, initial=step, unit="step", disable=not sys.stderr.isatty() or jax.process_index() > 0)
-    pending, saving, results, finite = None, None, {}, True
+    cfg, train_step, step = run["cfg"], run["programs"]["train_step"], run["step"]
     stopped = lambda: jax.process_count() == 1 and bool(caught)
-
-    def report():
-        """Read the metrics of the step before the one in flight; at a log point, write them."""
-        nonlocal pending, finite
-        (at, metrics, waited_s), pending = pending, None
-        metrics = {"step": at} | {k: float(v) for k, v in jax.device_get(metrics).items()}
-        tick(waited_s)
-        bar.update()
-        finite = bool(metrics.pop("finite"))
-        metrics = call(hooks, "step", metrics)
-        if not finite and cfg.nan == "raise":
-            raise FloatingPointError(f"step {at}: the loss or a gradient is not finite: {metrics}")
-        if not finite or (cfg.log_every and at % cfg.log_every == 0):
-            done = {"tokens": at * cfg.batch_size * cfg.seq_len, "epoch": at * cfg.batch_size / n_train}
-            show(emit("train", metrics | done | rates(), "log"), bar)
-
-    def milestone(forced=()):
-        """What is due at this step. Saved first, so that nothing after it can lose the state."""
-        nonlocal saving
-        every = {"save": cfg.save_every, "eval": cfg.eval_every, "sample": cfg.sample_every}
-        due = [e for e, n in every.items() if (e in forced or n and step % n == 0) and last.get(e) != step]
-        if due and pending:
-            report()
-        for event in due:
-            last[event] = step
-            if event == "save":
-                ckpt.wait(saving)
-                saving = save_state(run, state, step)
-            elif event == "eval" and run["val"] and not stopped():
-                results.update(eval_state(run, state, step, stopped))
-            elif event == "sample" and cfg.sample_tokens and not stopped():
-                preview(run, state, step)
-        if due:
-            restart()
-
-    if step:
-        milestone()  # what a kill cut off at the step that this run goes on from
-    while not (stop := why_stop(cfg, step, agree(caught, step % (cfg.log_every or 10) == 0), finite)):
+    report, rest, close = make_reporter(run, hooks, began)
+    batches = data.prefetch(batch_makers(run)[0], step, cfg.steps)
+    pending, finite = None, True
+    if step:  # what a kill cut off at the step that this run goes on from
+        milestone(run, state, step, due(run, step), stopped)
+        rest()
+    while not (stop := why_stop(cfg, step, agree(cfg, step, caught), finite)):
         batch, waited_s = next(batches)
         batch = call(hooks, "data", batch)
         with jax.transfer_guard("disallow"):
             state, metrics = train_step(state, batch)
         step += 1
-        if pending:
-            report()  # of the step before, while this one runs
+        if pending:  # the step before is read while this one runs
+            finite &= report(*pending)
         pending = (step, metrics, waited_s)
-        milestone()
-        if saving and saving.done():
-            ckpt.wait(saving)
-            saving = None
+        if events := due(run, step):
+            finite &= report(*pending)
+            pending = None
+            milestone(run, state, step, events, stopped)
+            rest()
+        if run["saving"] and run["saving"].done():
+            ckpt.wait(run["saving"])  # raises what went wrong with it
     if pending:
-        report()
+        report(*pending)
     batches.close()
-    milestone(("save", "eval", "sample") if step >= cfg.steps else ("save",))
-    ckpt.wait(saving)
-    bar.close()
-    return finish(run, step, stop, results, began)
+    forced = ("save", "eval", "sample") if step >= cfg.steps else ("save",)
+    milestone(run, state, step, due(run, step, forced), stopped)
+    ckpt.wait(run["saving"])
+    close()
+    return finish(run, step, stop, began)
 
 
-def finish(run, step, stop, results, began):
+def finish(run, step, stop, began):
     """Log, draw and say the end; the summary."""
-    (reason, exit_code), cfg, emit = stop, run["cfg"], run["emit"]
+    (reason, exit_code), cfg, emit, results = stop, run["cfg"], run["emit"], run["results"]
+    row = emit("stop", {"step": step, "reason": reason})
     wall_s = time.perf_counter() - began
-    summary = emit("end", emit("stop", {"step": step, "reason": reason}) | {"exit_code": exit_code, "wall_s": wall_s} | results)
+    summary = emit("end", row | {"exit_code": exit_code, "wall_s": wall_s} | results)
     if jax.process_index() == 0:
         plot(cfg.out_dir)
     loss = f"held-out loss {results['val_loss']:.4f} nats/token, " if "val_loss" in results else ""
-    bits = f"{results['val_bits_per_byte']:.3f} bits/byte, " if "val_bits_per_byte" in results else ""
-    say(f"done: {reason}; step {step}, {loss}{bits}{wall_s:.0f} s, saved in {cfg.out_dir}/ckpt")
+    if "val_bits_per_byte" in results:
+        loss += f"{results['val_bits_per_byte']:.3f} bits/byte, "
+    say(f"done: {reason}; step {step}, {loss}{wall_s:.0f} s, saved in {cfg.out_dir}/ckpt")
     return summary
 
 
@@ -605,25 +566,27 @@ def look(cfg, metric_fn=None):
     What cfg leaves at its default, of model, data and course, is as the checkpoint was trained.
     """
     root = Path(cfg.out_dir) / "ckpt"
-    step, meta = find_checkpoint(cfg)
+    step, meta = ckpt.newest_meta(root, say)
     if step is None:
-        raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; train first, or set --out_dir")
+        raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; train first, or set "
+                         "--out_dir")
     saved, default = config.from_json(json.dumps(meta["config"]), str(root)), config.Config()
     names = [n for n in config.SHAPE + config.COURSE if getattr(cfg, n) == getattr(default, n)]
     run = setup(dataclasses.replace(cfg, **{n: getattr(saved, n) for n in names}))
     cfg, summary = run["cfg"], {"step": step, "reason": cfg.mode, "exit_code": 0}
     with jax.set_mesh(run["mesh"]):
         shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-    params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(run["mesh"], run["table"][name][1]))
-              for name, x in shapes.items()}
-    params = load_checkpoint(cfg, {"params": params})["params"]
+    place = lambda x, spec: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(run["mesh"], spec))
+    params = {name: place(x, run["table"][name][1]) for name, x in shapes.items()}
+    params = load_checkpoint(cfg.out_dir, {"params": params})["params"]
     if cfg.mode == "sample":
         for text in (texts := sample(run, params)):
             say(text)
         return summary | {"texts": texts}
     if not run["val"]:
         raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give --val_data")
-    summary |= evaluate_run(run, compile_run(run)["eval_step"], params, metric_fn=metric_fn)
+    summary |= evaluate(run, compile_run(run)["eval_step"], params, metric_fn=metric_fn)
     say(json.dumps(summary))
     return summary
 

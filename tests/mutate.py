@@ -37,7 +37,7 @@ def survives(name, file, old, new):
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__"))
         (copy / file).write_text(source.replace(old, new))
         try:
-            run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", name], cwd=copy, capture_output=True,
+            run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", name], cwd=copy, capture_output=True,
                                  text=True, timeout=300)
         except subprocess.TimeoutExpired:
             return None  # a hang is red too
