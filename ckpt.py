@@ -197,8 +197,8 @@ def read_meta(root, step):
 
 
 def newest_meta(root, tell=print):
-    """(step, meta) of the newest checkpoint whose meta.json is sound, or (None, {}) when there is no
-    checkpoint. A damaged one is told of.
+    """(step, meta) of the newest checkpoint whose meta.json is sound, or (None, {}) when there is
+    no checkpoint. A damaged one is told of.
 
     Raises ValueError when there are checkpoints and all are damaged.
     """

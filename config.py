@@ -20,16 +20,16 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
-    mode: Literal["train", "eval", "sample"] = "train"  # train; or evaluate or sample from the newest checkpoint
+    mode: Literal["train", "eval", "sample"] = "train"  # eval, sample: from the newest checkpoint
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     seed: int = 0  # of initialisation, data order and sampling
-    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # from out_dir's newest checkpoint; overwrite deletes it
-    allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config on purpose
+    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # out_dir's run, or overwrite it
+    allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's, on purpose
     init_from: str = ""  # out_dir of another run whose newest parameters to start from
-    cache_dir: str = "~/.cache/sixfile"  # folder of compiled programs, kept between runs; empty: none
+    cache_dir: str = "~/.cache/sixfile"  # of compiled programs, kept between runs; empty: none
     # ---- data
-    data: tuple[str, ...] = ()  # files or globs: text, .jsonl, .bin or .npy tokens; none: Python's own sources
+    data: tuple[str, ...] = ()  # text, .jsonl, .bin or .npy files or globs; none: Python's sources
     val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
     val_frac: float = 0.1  # share of data held out, in [0, 1), when val_data is empty
     data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
@@ -59,8 +59,8 @@ class Config:
     sliding_window: int = 0  # tokens that attention looks back, itself included; 0: all
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; auto: bfloat16, on a CPU float32
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of stored parameters; moments are always float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; auto: by device
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     # ---- optimizer
     optimizer: str = "adamw"  # adamw
@@ -77,14 +77,14 @@ class Config:
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # probability moved from the label to all other tokens
     z_loss: float = 0.0  # weight of the squared log-partition
-    nan: Literal["skip", "stop", "raise"] = "stop"  # on a non-finite loss or gradient; the update never happens
+    nan: Literal["skip", "stop", "raise"] = "stop"  # on a non-finite loss or gradient; no update
     # ---- mesh
     dp: int = 1  # devices along the data axis, parameters replicated; -1: all that are left
     fsdp: int = -1  # devices along the data axis, parameters sharded
     ep: int = 1  # devices along the expert axis
     tp: int = 1  # devices along heads, MLP width and vocabulary
     sp: int = 1  # devices along the sequence
-    coordinator: str = ""  # host:port of process 0, auto under Slurm, Open MPI, Kubernetes; empty: one process
+    coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
     n_processes: int = 1  # processes of this run, with coordinator host:port
     process_id: int = 0  # number of this process, with coordinator host:port
     # ---- what to do every so many updates; 0: never
@@ -104,31 +104,37 @@ class Config:
 
 
 PRESETS = {
-    "debug": dict(d_model=128, n_layers=4, n_heads=4, d_ff=512, seq_len=128, batch_size=8, steps=100),
+    "debug": dict(
+        d_model=128, n_layers=4, n_heads=4, d_ff=512, seq_len=128, batch_size=8, steps=100,
+    ),
     "gpt2-124m": dict(
-        d_model=768, n_layers=12, n_heads=12, d_ff=2048, vocab_size=50304, seq_len=1024, batch_size=480,
-        micro_batches=8, steps=10000, lr=6e-4, warmup_steps=500.0, b2=0.95, min_lr_frac=0.1,
+        d_model=768, n_layers=12, n_heads=12, d_ff=2048, vocab_size=50304, seq_len=1024,
+        batch_size=480, micro_batches=8, steps=10000,
+        lr=6e-4, warmup_steps=500.0, b2=0.95, min_lr_frac=0.1,
     ),
     "llama-8b": dict(
-        d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336, vocab_size=128256, seq_len=8192,
-        rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False, batch_size=512, remat="full",
-        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1, steps=100000,
+        d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336, vocab_size=128256,
+        seq_len=8192, rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
+        batch_size=512, remat="full", steps=100000,
+        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
     ),
     "llama-70b": dict(
-        d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672, vocab_size=128256, seq_len=8192,
-        rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False, batch_size=1024, remat="full",
-        lr=1.5e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1, steps=100000,
+        d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672, vocab_size=128256,
+        seq_len=8192, rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
+        batch_size=1024, remat="full", steps=100000,
+        lr=1.5e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
     ),
 }
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
 # A checkpoint fits no config that differs here ...
-SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias tie_embeddings "
-         "param_dtype optimizer").split()
+SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
+         "tie_embeddings param_dtype optimizer").split()
 # ... and is continued under one that differs here only when allow_change names the field.
-COURSE = ("seed data val_data val_frac data_dtype tokenizer overfit_batch batch_size seq_len rope_theta "
-          "rope_factor rope_original_len norm_eps sliding_window dtype lr schedule warmup_steps min_lr_frac "
-          "decay_frac poly_power weight_decay b1 b2 eps clip_norm label_smoothing z_loss nan init_from").split()
+COURSE = ("seed data val_data val_frac data_dtype tokenizer overfit_batch batch_size seq_len "
+          "rope_theta rope_factor rope_original_len norm_eps sliding_window dtype lr schedule "
+          "warmup_steps min_lr_frac decay_frac poly_power weight_decay b1 b2 eps clip_norm "
+          "label_smoothing z_loss nan init_from").split()
 
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),
@@ -149,7 +155,8 @@ def number(text, kind=float):
     text = text.strip()
     digits = text[1:] if text[:1] in ("+", "-") else text
     power = re.fullmatch(r"(\d+)\^(\d+)", text)
-    parts = re.findall(r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)([A-Za-z%]*)", digits)
+    parts = re.findall(
+        r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)([A-Za-z%]*)", digits)
     units = [unit for _, unit in parts]
     whole = "".join(a + b for a, b in parts) == digits and all(u in UNITS for u in units)
     if power:
@@ -157,7 +164,8 @@ def number(text, kind=float):
     elif whole and (len(parts) == 1 or (parts and set(units) <= set("smhd"))):
         value = sum(Decimal(a) * UNITS[u] for a, u in parts) * (-1 if text[0] == "-" else 1)
     else:
-        raise ValueError(f"{text!r} is not a number; write 300, 3e-4, 2^20, 1.25M, 1Ki, 50% or 2h30m")
+        raise ValueError(f"{text!r} is not a number; "
+                         "write 300, 3e-4, 2^20, 1.25M, 1Ki, 50% or 2h30m")
     if kind is int and value != int(value):
         raise ValueError(f"{text!r} is {value}, but a whole number is wanted")
     return kind(value)
@@ -177,11 +185,13 @@ def parse(argv):
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1, metavar="N" if info.type is int else "X",
             instance_from_str=lambda args: number(args[0], info.type),
-            is_instance=lambda x: isinstance(x, (int, info.type)), str_from_instance=lambda x: [str(x)])
+            is_instance=lambda x: isinstance(x, (int, info.type)),
+            str_from_instance=lambda x: [str(x)])
 
     chosen = [after for flag, after in zip(argv, argv[1:]) if flag == "--config"]
     chosen += [arg.split("=", 1)[1] for arg in argv if arg.startswith("--config=")]
-    return tyro.cli(Config, args=argv, default=load(chosen[-1]) if chosen else Config(), registry=registry, use_underscores=True,
+    default = load(chosen[-1]) if chosen else Config()
+    return tyro.cli(Config, args=argv, default=default, registry=registry, use_underscores=True,
                     prog="train.py", description="Train, evaluate or sample a language model.")
 
 
@@ -205,10 +215,12 @@ def from_json(text, where="JSON"):
     except json.JSONDecodeError as e:
         raise ValueError(f"{where}: not JSON: {e}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"{where}: an object of field names and values is wanted, not {type(given).__name__}")
+        raise ValueError(f"{where}: an object of field names and values is wanted, "
+                         f"not {type(given).__name__}")
     names = [f.name for f in dataclasses.fields(Config)]
     faults = [f"unknown key {key!r} ({nearest(key, names)})" for key in given if key not in names]
-    cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names})
+    cfg = Config(**{k: tuple(v) if isinstance(v, list) else v
+                    for k, v in given.items() if k in names})
     _complain(faults + _type_faults(cfg), where)
     floats = {k for k, kind in typing.get_type_hints(Config).items() if kind is float}
     return dataclasses.replace(cfg, **{k: float(getattr(cfg, k)) for k in floats})
@@ -220,13 +232,17 @@ def _type_faults(cfg):
         value, choices = getattr(cfg, name), typing.get_args(kind)
         if typing.get_origin(kind) is Literal:
             if value not in choices:
-                faults.append(f"{name} {value!r}: not one of {', '.join(choices)} ({nearest(value, choices)})")
+                faults.append(f"{name} {value!r}: not one of {', '.join(choices)} "
+                              f"({nearest(value, choices)})")
         elif typing.get_origin(kind) is tuple:
             if not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
                 faults.append(f"{name} {value!r}: a list of strings is wanted")
-        elif not isinstance(value, (int, float) if kind is float else kind) or (
-                isinstance(value, bool) and kind is not bool) or (kind is float and not isfinite(value)):
-            faults.append(f"{name} {value!r}: {'finite ' * (kind is float)}{kind.__name__} is wanted")
+        else:
+            fits = isinstance(value, (int, float) if kind is float else kind)
+            bool_for_number = isinstance(value, bool) and kind is not bool
+            if not fits or bool_for_number or (kind is float and not isfinite(value)):
+                wanted = "finite float" if kind is float else kind.__name__
+                faults.append(f"{name} {value!r}: {wanted} is wanted")
     return faults
 
 
@@ -242,7 +258,8 @@ def _multiple(name, value, rule, of):
     if value % of == 0:
         return []
     legal = sorted({max(value // of * of, of), -(-value // of) * of})
-    return [f"{name} {value}: must be a multiple of {rule} = {of}; nearest: {' or '.join(map(str, legal))}"]
+    return [f"{name} {value}: must be a multiple of {rule} = {of}; "
+            f"nearest: {' or '.join(map(str, legal))}"]
 
 
 def validate(cfg, n_devices, choices=()):
@@ -253,16 +270,21 @@ def validate(cfg, n_devices, choices=()):
     faults = _type_faults(cfg)
     _complain(faults)
     for name, known in dict(choices).items():
-        if getattr(cfg, name) not in known:
-            faults.append(f"{name} {getattr(cfg, name)!r}: unknown ({nearest(getattr(cfg, name), known)})")
+        value = getattr(cfg, name)
+        if value not in known:
+            faults.append(f"{name} {value!r}: unknown ({nearest(value, known)})")
     names = [f.name for f in dataclasses.fields(Config)]
-    faults += [f"allow_change {n!r}: no such field ({nearest(n, names)})" for n in cfg.allow_change if n not in names]
-    for low, fields in ((1, "steps batch_size micro_batches seq_len d_model n_layers n_heads rope_original_len "
-                            "n_processes n_samples"),
-                        (0, "n_kv_heads head_dim d_ff vocab_size sliding_window epochs lr warmup_steps weight_decay "
-                            "clip_norm z_loss log_every eval_every eval_batches save_every keep sample_every "
-                            "sample_tokens temperature top_k process_id poly_power")):
-        faults += [f"{n} {getattr(cfg, n)}: must be at least {low}" for n in fields.split() if getattr(cfg, n) < low]
+    faults += [f"allow_change {n!r}: no such field ({nearest(n, names)})"
+               for n in cfg.allow_change if n not in names]
+    least = {1: "steps batch_size micro_batches seq_len d_model n_layers n_heads "
+                "rope_original_len n_processes n_samples",
+             0: "n_kv_heads head_dim d_ff vocab_size sliding_window epochs lr warmup_steps "
+                "weight_decay clip_norm z_loss log_every eval_every eval_batches save_every keep "
+                "sample_every sample_tokens temperature top_k process_id poly_power"}
+    for low, fields in least.items():
+        for n in fields.split():
+            if getattr(cfg, n) < low:
+                faults.append(f"{n} {getattr(cfg, n)}: must be at least {low}")
     for n in "scale rope_theta rope_factor norm_eps eps decay_frac top_p".split():
         if getattr(cfg, n) <= 0:
             faults.append(f"{n} {getattr(cfg, n)}: must be above 0")
@@ -273,10 +295,12 @@ def validate(cfg, n_devices, choices=()):
         if getattr(cfg, n) > 1:
             faults.append(f"{n} {getattr(cfg, n)}: must be at most 1")
     if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
-        faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: need --coordinator host:port")
+        faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
+                      "need --coordinator host:port")
     if cfg.process_id >= max(cfg.n_processes, 1):
         faults.append(f"process_id {cfg.process_id}: must be below n_processes {cfg.n_processes}")
-    if min(cfg.n_heads, cfg.batch_size, cfg.micro_batches, cfg.n_kv_heads + 1, cfg.d_ff + 1) < 1 or not 0 < cfg.scale < 1e9:
+    smallest = min(cfg.n_heads, cfg.batch_size, cfg.micro_batches, cfg.n_kv_heads + 1, cfg.d_ff + 1)
+    if smallest < 1 or not 0 < cfg.scale < 1e9:
         _complain(faults)  # the rules between fields below divide by these
     if not cfg.head_dim:
         faults += _multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
@@ -287,26 +311,33 @@ def validate(cfg, n_devices, choices=()):
     whole = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
     legal = max(round(whole * cfg.scale), 1) / whole
     if abs(legal - cfg.scale) > 1e-9 * legal:
-        faults.append(f"scale {cfg.scale}: d_model, d_ff and head counts would not stay whole; nearest: {legal}")
+        faults.append(f"scale {cfg.scale}: d_model, d_ff and head counts would not stay whole; "
+                      f"nearest: {legal}")
     _complain(faults + _mesh_faults(cfg, n_devices))
 
 
 def _mesh_faults(cfg, n_devices):
     sizes = {a: getattr(cfg, a) for a in MESH}
     open_axes = [a for a, n in sizes.items() if n == -1]
-    faults = [f"{a} {n}: must be at least 1, or -1 for all that are left" for a, n in sizes.items() if n < 1 and n != -1]
-    if faults or len(open_axes) > 1:
-        return faults or [f"{' and '.join(open_axes)} -1: only one mesh axis can take all devices that are left"]
+    faults = [f"{a} {n}: must be at least 1, or -1 for all that are left"
+              for a, n in sizes.items() if n < 1 and n != -1]
+    if faults:
+        return faults
+    if len(open_axes) > 1:
+        return [f"{' and '.join(open_axes)} -1: only one mesh axis can take all devices "
+                "that are left"]
     fixed = prod(n for n in sizes.values() if n > 0)
     mesh = " ".join(f"{a}={n}" for a, n in sizes.items())
     if n_devices % fixed or (not open_axes and n_devices != fixed):
-        return [f"mesh {mesh}: {fixed} devices do not {'divide' if open_axes else 'make'} the {n_devices} at hand; "
+        verb = "divide" if open_axes else "make"
+        return [f"mesh {mesh}: {fixed} devices do not {verb} the {n_devices} at hand; "
                 f"set one axis to -1, or sizes whose product is {n_devices}"]
     sizes |= {a: n_devices // fixed for a in open_axes}
     if sizes["ep"] > 1:
         faults.append(f"ep {sizes['ep']}: this model has no experts to spread; set --ep 1")
     rows = sizes["dp"] * sizes["fsdp"]
-    faults += _multiple("batch_size", cfg.batch_size, "micro_batches x dp x fsdp", cfg.micro_batches * rows)
+    faults += _multiple("batch_size", cfg.batch_size,
+                        "micro_batches x dp x fsdp", cfg.micro_batches * rows)
     faults += _multiple("seq_len", cfg.seq_len, "sp", sizes["sp"])
     kv_heads = round((cfg.n_kv_heads or cfg.n_heads) * cfg.scale)
     faults += _multiple("n_kv_heads", kv_heads, "tp x sp", sizes["tp"] * sizes["sp"])
@@ -316,7 +347,8 @@ def _mesh_faults(cfg, n_devices):
 def derive(cfg):
     """The same run with every 0-for-default and `scale` worked out. Call after `validate`."""
     head_dim = cfg.head_dim or cfg.d_model // cfg.n_heads
-    sizes = dict(d_model=cfg.d_model, d_ff=cfg.d_ff, n_heads=cfg.n_heads, n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
+    sizes = dict(d_model=cfg.d_model, d_ff=cfg.d_ff, n_heads=cfg.n_heads,
+                 n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
     sizes = {k: round(v * cfg.scale) for k, v in sizes.items()}
     sizes["d_ff"] = sizes["d_ff"] or -(-8 * sizes["d_model"] // 3 // 32) * 32
     return dataclasses.replace(cfg, **sizes, head_dim=head_dim, scale=1.0)
@@ -330,8 +362,11 @@ def changes(old, new):
     for name in SHAPE + COURSE:
         before, now = old.get(name), json.loads(to_json(new))[name]
         if before != now and name not in new.allow_change:
-            how = "another shape: use another --out_dir" if name in SHAPE else f"on purpose: --allow_change {name}"
+            how = f"on purpose: --allow_change {name}"
+            if name in SHAPE:
+                how = "another shape: use another --out_dir"
             faults.append(f"{name} was {before!r}, is {now!r} ({how})")
         elif before != now and name in SHAPE:
-            faults.append(f"{name} was {before!r}, is {now!r} (allow_change cannot help: another shape)")
+            faults.append(f"{name} was {before!r}, is {now!r} "
+                          "(allow_change cannot help: another shape)")
     _complain(faults, f"{new.out_dir} holds a run of another config")

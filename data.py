@@ -20,8 +20,9 @@ import numpy as np
 
 IGNORE = -100  # label of a position that is not learnt
 END = b"\0"  # between documents, where the tokenizer is bytes
-MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # of llm.c's 256-int32 headers: version, token dtype
-SCAN = 2**28  # tokens per shard whose ids are checked before training; the rest is checked batch by batch
+# {magic: (version, token dtype)} of llm.c's headers of 256 int32.
+MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+SCAN = 2**28  # tokens per shard whose ids are checked before training; the rest batch by batch
 
 
 # ---- tokenizers
@@ -32,9 +33,11 @@ def make_tokenizer(name):
     """
     if name == "bytes":
         return {
-            "encode": lambda text: np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8),
+            "encode": lambda text: np.frombuffer(
+                text if isinstance(text, bytes) else text.encode(), np.uint8),
             "decode": lambda ids: b"".join(
-                bytes([i]) if i < 256 else b"<%d>" % i for i in np.asarray(ids).tolist()).decode(errors="replace"),
+                bytes([i]) if i < 256 else b"<%d>" % i
+                for i in np.asarray(ids).tolist()).decode(errors="replace"),
             "vocab_size": 256, "end": END[0],
         }
     if not Path(name).is_file():
@@ -47,13 +50,16 @@ def make_tokenizer(name):
         tok = tokenizers.Tokenizer.from_file(name)
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
-    ends = [tok.token_to_id(t) for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")]
+    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+    ends = [tok.token_to_id(n) for n in names]
     end = next((i for i in ends if i is not None), None)
     if end is None:
-        raise ValueError(f"tokenizer {name!r}: has no end-of-document token among <|endoftext|>, </s>, <eos>, [SEP]")
+        raise ValueError(f"tokenizer {name!r}: has no end-of-document token among "
+                         "<|endoftext|>, </s>, <eos>, [SEP]")
     text = lambda t: t.decode(errors="replace") if isinstance(t, bytes) else t
     return {
-        "encode": lambda t: np.asarray(tok.encode(text(t), add_special_tokens=False).ids, np.uint32),
+        "encode": lambda t: np.asarray(
+            tok.encode(text(t), add_special_tokens=False).ids, np.uint32),
         "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
         "vocab_size": tok.get_vocab_size(), "end": end,
     }
@@ -75,7 +81,8 @@ def _expand(patterns):
     for pattern in patterns:
         found = sorted(p for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
         if not found:
-            raise ValueError(f"data {str(pattern)!r}: no such file, and no file matches it as a glob")
+            raise ValueError(f"data {str(pattern)!r}: no such file, "
+                             "and no file matches it as a glob")
         paths += map(Path, found)
     return paths
 
@@ -89,7 +96,8 @@ def _tokens_in(path, dtype):
         except (ValueError, EOFError, OSError) as e:
             raise ValueError(f"{path}: not a .npy file: {e}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}; one dim of integers is wanted")
+            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}; "
+                             "one dim of integers is wanted")
         return tokens
     head = np.fromfile(path, np.int32, 256)
     if len(head) == 256 and not head[3:].any():  # a token file does not start with 500 zeros
@@ -103,7 +111,8 @@ def _tokens_in(path, dtype):
                              f"{1024 + count * dtype.itemsize} bytes; the file has {size}")
         return np.memmap(path, dtype, "r", 1024, (count,))
     if size % np.dtype(dtype).itemsize:
-        raise ValueError(f"{path}: {size} bytes is no whole number of {np.dtype(dtype)} tokens; is --data_dtype right?")
+        raise ValueError(f"{path}: {size} bytes is no whole number of {np.dtype(dtype)} tokens; "
+                         "is --data_dtype right?")
     return np.memmap(path, dtype, "r")
 
 
@@ -116,7 +125,8 @@ def _documents(path):
         try:
             documents += [json.loads(line)["text"].encode()] if line.strip() else []
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f'{path} line {number}: an object with a string "text" is wanted') from None
+            raise ValueError(f"{path} line {number}: "
+                             'an object with a string "text" is wanted') from None
     return documents
 
 
@@ -157,7 +167,8 @@ def check(source, seq_len, vocab_size=None):
     """
     for name, shard in zip(source["names"], source["shards"]):
         if len(shard) < seq_len + 1:
-            raise ValueError(f"{name}: has {len(shard)} tokens, fewer than seq_len + 1 = {seq_len + 1}; "
+            raise ValueError(f"{name}: has {len(shard)} tokens, "
+                             f"fewer than seq_len + 1 = {seq_len + 1}; "
                              "use longer files or a smaller --seq_len")
         if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
             _check_ids(shard[:SCAN], vocab_size, name)
@@ -166,8 +177,9 @@ def check(source, seq_len, vocab_size=None):
 def _check_ids(tokens, vocab_size, name):
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name}: token id {low if low < 0 else high} is not in [0, {vocab_size}); "
-                         f"set --vocab_size, or use the tokenizer that wrote the file")
+        bad = low if low < 0 else high
+        raise ValueError(f"{name}: token id {bad} is not in [0, {vocab_size}); "
+                         "set --vocab_size, or use the tokenizer that wrote the file")
 
 
 def split(source, held_out, seq_len=1):
@@ -186,9 +198,10 @@ def split(source, held_out, seq_len=1):
             side += [(name, part)] if len(part) else []
     for what, side in zip(("training", "held-out"), sides):
         if not side:
-            raise ValueError(f"val_frac {held_out}: leaves no {what} sequence of {seq_len + 1} tokens; give --val_data, "
-                             "more data or a shorter --seq_len")
-    return tuple(source | {"names": [n for n, _ in side], "shards": [s for _, s in side]} for side in sides)
+            raise ValueError(f"val_frac {held_out}: leaves no {what} sequence of {seq_len + 1} "
+                             "tokens; give --val_data, more data or a shorter --seq_len")
+    return tuple(source | {"names": [n for n, _ in side], "shards": [s for _, s in side]}
+                 for side in sides)
 
 
 def fingerprint(source):
@@ -198,7 +211,8 @@ def fingerprint(source):
     for shard in source["shards"]:
         crc = zlib.crc32(np.ascontiguousarray(shard[:2**20]), crc)
         crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc)
-    return f"{sum(map(len, source['shards']))} tokens in {len(source['shards'])} shards, crc32 {crc:08x}"
+    n_tokens = sum(map(len, source["shards"]))
+    return f"{n_tokens} tokens in {len(source['shards'])} shards, crc32 {crc:08x}"
 
 
 # ---- batches
@@ -230,7 +244,8 @@ def permute(index, n, seed):
     """
     half = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = _mix(np.arange(1, 7, dtype=np.uint64), np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20))
+    seed_hash = np.uint64(zlib.crc32(str(seed).encode()))
+    keys = _mix(np.arange(1, 7, dtype=np.uint64), seed_hash << np.uint64(20))
 
     def network(x):
         left, right = x >> half, x & mask
@@ -264,8 +279,9 @@ def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None
     """Evaluation batch `index`: the held-out sequences in one fixed shuffled order, each once. Past
     the last one every label is IGNORE.
     """
-    places = index * batch_size + (np.arange(batch_size) if rows is None else np.asarray(rows)).astype(np.int64)
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     n = n_sequences(source, seq_len)
+    places = index * batch_size + rows.astype(np.int64)
     batch = _read(source, permute(places % n, n, "held out"), seq_len, vocab_size)
     batch["labels"][places >= n] = IGNORE
     return batch
@@ -284,7 +300,7 @@ def _read(source, sequences, seq_len, vocab_size):
     for w in np.unique(which) if vocab_size else ():
         _check_ids(out[which == w], vocab_size, source["names"][w])
     labels = out[:, 1:].copy()
-    labels[np.arange(seq_len)[None] < skip[:, None]] = IGNORE  # labels that the window before has had
+    labels[np.arange(seq_len)[None] < skip[:, None]] = IGNORE  # the window before has had these
     return {"tokens": np.ascontiguousarray(out[:, :-1]), "labels": labels}
 
 
@@ -292,7 +308,8 @@ def _read(source, sequences, seq_len, vocab_size):
 
 def local_rows(sharding, shape):
     """Row numbers of a [B, T] array that this process's devices hold."""
-    slices = {i[0].indices(shape[0]) for i in sharding.addressable_devices_indices_map(shape).values()}
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    slices = {i[0].indices(shape[0]) for i in indices}
     return np.unique(np.concatenate([np.arange(*s) for s in slices]))
 
 
@@ -301,8 +318,13 @@ def to_device(batch, sharding, batch_size):
     def place(x):
         shape = (batch_size, *x.shape[1:])
         rows = local_rows(sharding, shape)
-        return jax.make_array_from_callback(
-            shape, sharding, lambda i: x[np.searchsorted(rows, np.arange(*i[0].indices(batch_size)))][:, *i[1:]])
+
+        def part(index):
+            wanted = np.arange(*index[0].indices(batch_size))
+            return x[np.searchsorted(rows, wanted)][:, *index[1:]]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
     return {k: place(v) for k, v in batch.items()}
 
 

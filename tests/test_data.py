@@ -52,7 +52,7 @@ def test_permute_is_a_bijection():
 def test_permute_order():
     """Another seed or epoch is another order, and none is close to that of the file.
 
-    Break: data.py: keys = _mix(np.arange(1, 7, dtype=np.uint64), np.uint64(zlib.crc32(str(seed).encode())) => keys = _mix(np.arange(1, 7, dtype=np.uint64), np.uint64(7)
+    Break: data.py: seed_hash = np.uint64(zlib.crc32(str(seed).encode())) => seed_hash = np.uint64(7)
     """
     n = 1000
     orders = [data.permute(np.arange(n), n, seed) for seed in ((0, 0), (0, 1), (1, 0), "held out")] + [np.arange(n)]
@@ -129,7 +129,7 @@ def test_batches_from_the_step_alone(tmp_path):
 def test_rows_of_hosts(n_hosts, at):
     """Hosts that each build rows of their own build, together, the batch that one host builds.
 
-    Break: data.py: (np.arange(batch_size) if rows is None else np.asarray(rows)).astype => np.arange(batch_size if rows is None else len(rows)).astype
+    Break: data.py: index * batch_size + rows.astype => index * batch_size + np.arange(len(rows)).astype
     """
     source = count_up()
     for step in (0, 2, 3):
@@ -449,7 +449,7 @@ def test_prefetch_closes():
 def test_to_device(axes):
     """The arrays on 8 devices hold the host's batch, each device its own part of it.
 
-    Break: data.py: [:, *i[1:]] => [:]
+    Break: data.py: [:, *index[1:]] => [:]
     """
     mesh = jax.make_mesh((4, 2), ("rows", "seq"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, axes)

@@ -468,7 +468,8 @@ def test_two_processes_train_as_one(tiny, tmp_path):
     """jax.distributed over gloo, fsdp 2: the losses of one process with two devices to the bit or float32 rounding;
     either's checkpoint restores whole.
 
-    Break: data.py: sharding.addressable_devices_indices_map(shape).values()} => sharding.devices_indices_map(shape).values()}
+    Break: data.py: sharding.addressable_devices_indices_map(shape) =>
+    sharding.devices_indices_map(shape)
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
