@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight fake CPU devices, quick compilation, no silent broadcasting, and the project's folder on the path."""
+"""Eight fake CPU devices, quick compilation, no silent broadcasting, and the project's folder on
+the path.
+"""
 import os
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
+                           + " --xla_force_host_platform_device_count=8"
+                           + " --xla_backend_optimization_level=0")
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -25,14 +29,17 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture
 def tiny(tmp_path, cache_dir):
-    """tiny(**changes): the Config of a run of seconds, on text of its own, in a folder of its own."""
+    """tiny(**changes): the Config of a run of seconds, on text and in a folder of its own."""
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer. " for i in range(400)))
+    text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer. "
+                            for i in range(400)))
+    base = dict(
+        data=(str(text),), out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=8,
+        batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2,
+        warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4, save_every=4,
+        sample_every=0, sample_tokens=0, dp=-1, fsdp=1)
 
     def make(**changes):
-        return config.Config(**{
-            **dict(data=(str(text),), out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=8, batch_size=8, seq_len=16,
-                   d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, warmup_steps=2.0, eval_batches=2, log_every=1,
-                   eval_every=4, save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1), **changes})
+        return config.Config(**base | changes)
 
     return make

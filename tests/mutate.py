@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove that every test can fail: apply each test's one-line break to a copy of the project and run that test.
+"""Prove that every test can fail: apply each test's one-line break to a copy of the project and run
+that test.
 
-A test's docstring ends with `Break: file.py: old => new`, where `old` stands exactly once in the file.
-`python tests/mutate.py [words]` runs those whose name holds one of the words; exit code 1 when a test stays green.
+A test's docstring ends with `Break: file.py: old => new`, where `old` stands exactly once in the
+file. `python tests/mutate.py [words]` runs those whose name holds one of the words; exit code 1
+when a test stays green.
 """
 import ast
 import shutil
@@ -20,7 +22,8 @@ def breaks():
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                name, text = f"tests/{path.name}::{node.name}", " ".join((ast.get_docstring(node) or "").split())
+                name = f"tests/{path.name}::{node.name}"
+                text = " ".join((ast.get_docstring(node) or "").split())
                 file, _, change = text.partition("Break: ")[2].partition(": ")
                 old, arrow, new = change.partition(" => ")
                 (found.append((name, file, old, new)) if arrow else missing.append(name))
@@ -34,11 +37,12 @@ def survives(name, file, old, new):
         return f"{old!r} stands {source.count(old)} times in {file}"
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__"))
+        left_out = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=left_out)
         (copy / file).write_text(source.replace(old, new))
         try:
-            run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", name], cwd=copy, capture_output=True,
-                                 text=True, timeout=300)
+            run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", name],
+                                 cwd=copy, capture_output=True, text=True, timeout=300)
         except subprocess.TimeoutExpired:
             return None  # a hang is red too
     return None if run.returncode == 1 else f"exit code {run.returncode}: {run.stdout[-300:]}"

@@ -31,7 +31,8 @@ def fault(cfg, n_devices=8):
 
 
 def test_json_round_trip():
-    """A config with every field off its default comes back equal, of the same types, and from the same text.
+    """A config with every field off its default comes back equal, of the same types, and from the
+    same text.
 
     Break: config.py: tuple(v) if isinstance(v, list) else v => v
     """
@@ -45,7 +46,8 @@ def test_json_round_trip():
 
 
 def test_json_int_for_a_float():
-    """Whoever writes 1 for a float gets 1.0, so that the text written next says the same as that of 1.0.
+    """Whoever writes 1 for a float gets 1.0, so that the text written next says the same as that
+    of 1.0.
 
     Break: config.py: float(getattr(cfg, k)) => getattr(cfg, k)
     """
@@ -54,7 +56,8 @@ def test_json_int_for_a_float():
 
 @pytest.mark.parametrize("text, words", [
     ('{"stepz": 3}', ["stepz", "nearest: steps"]),
-    ('{"stepz": 3, "batchsize": 4, "lr": "fast"}', ["nearest: steps", "nearest: batch_size", "lr 'fast': finite float"]),
+    ('{"stepz": 3, "batchsize": 4, "lr": "fast"}',
+     ["nearest: steps", "nearest: batch_size", "lr 'fast': finite float"]),
     ('{"mode": "trian"}', ["mode 'trian'", "nearest: train"]),
     ('{"nan": []}', ["nan", "skip, stop, raise"]),
     ('{"steps": "many"}', ["steps 'many': int"]),
@@ -69,7 +72,8 @@ def test_json_int_for_a_float():
     ("{", ["not JSON"]),
 ])
 def test_json_faults(text, words):
-    """JSON of unknown keys, wrong types or no sense is one ValueError that names them all, and the nearest.
+    """JSON of unknown keys, wrong types or no sense is one ValueError that names them all, and the
+    nearest.
 
     Break: config.py: isinstance(value, bool) and kind is not bool => False
     """
@@ -96,7 +100,8 @@ def test_load_unknown_preset():
     (["--mode", "trian"], ["trian", "train"]),
 ])
 def test_unknown_flag(argv, words, capsys):
-    """A flag or value that does not exist ends the process with code 2 and shows the nearest that does.
+    """A flag or value that does not exist ends the process with code 2 and shows the nearest that
+    does.
 
     Break: config.py: use_underscores=True => use_underscores=False
     """
@@ -107,12 +112,13 @@ def test_unknown_flag(argv, words, capsys):
 
 
 @pytest.mark.parametrize("text, value", [
-    ("2^20", 2**20), ("1.25M", 1_250_000), ("1Ki", 1024), ("3B", 3 * 10**9), ("2h30m", 9000), ("1d", 86400), ("1m30s", 90),
-    ("1_000", 1000), ("3e4", 30000), ("-3", -3), ("+3", 3), (" 7 ", 7), ("2.0", 2), ("400%", 4), ("0.5Ki", 512),
-    ("9007199254740993", 2**53 + 1),
+    ("2^20", 2**20), ("1.25M", 1_250_000), ("1Ki", 1024), ("3B", 3 * 10**9), ("0.5Ki", 512),
+    ("2h30m", 9000), ("1d", 86400), ("1m30s", 90), ("1_000", 1000), ("3e4", 30000), ("-3", -3),
+    ("+3", 3), (" 7 ", 7), ("2.0", 2), ("400%", 4), ("9007199254740993", 2**53 + 1),
 ])
 def test_whole_numbers(text, value):
-    """Numbers as people write them are exact whole numbers where one is wanted, and the same as floats.
+    """Numbers as people write them are exact whole numbers where one is wanted, and the same as
+    floats.
 
     Break: config.py: "Ki": 2**10 => "Ki": 10**3
     """
@@ -121,11 +127,15 @@ def test_whole_numbers(text, value):
     assert config.number(text) == float(value)
 
 
-@pytest.mark.parametrize("text, value", [("50%", 0.5), ("3e-4", 3e-4), (".5", 0.5), ("-1.5", -1.5), ("1.5h", 5400.0), ("0.1", 0.1)])
+@pytest.mark.parametrize("text, value", [
+    ("50%", 0.5), ("3e-4", 3e-4), (".5", 0.5), ("-1.5", -1.5), ("1.5h", 5400.0), ("0.1", 0.1),
+])
 def test_fractions(text, value):
-    """A fraction is exactly the float that Python reads, and is refused where a whole number is wanted.
+    """A fraction is exactly the float that Python reads, and is refused where a whole number is
+    wanted.
 
-    Break: config.py: Decimal(a) * UNITS[u] => Decimal(float(a)) * UNITS[u] * Decimal("1.0000001")
+    Break: config.py: Decimal(a) * UNITS[u] =>
+    Decimal(float(a)) * UNITS[u] * Decimal("1.0000001")
     """
     assert config.number(text) == value
     if value != int(value):
@@ -133,7 +143,10 @@ def test_fractions(text, value):
             config.number(text, int)
 
 
-@pytest.mark.parametrize("text", ["2h30", "2x", "", "-", "h", "1M2K", "1h2M", "2^", "2^-1", "1 2", "1,000", "nan", "inf", "+-3", "--3"])
+@pytest.mark.parametrize("text", [
+    "2h30", "2x", "", "-", "h", "1M2K", "1h2M", "2^", "2^-1", "1 2", "1,000", "nan", "inf", "+-3",
+    "--3",
+])
 def test_no_number(text):
     """What is no number is refused with examples of what is.
 
@@ -146,10 +159,12 @@ def test_no_number(text):
 def test_flags():
     """Flags take human numbers, switches and lists.
 
-    Break: config.py: instance_from_str=lambda args: number(args[0], info.type) => instance_from_str=lambda args: info.type(args[0])
+    Break: config.py: instance_from_str=lambda args: number(args[0], info.type) =>
+    instance_from_str=lambda args: info.type(args[0])
     """
-    cfg = config.parse("--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b --nan skip --fsdp -1".split())
-    assert cfg == Config(steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), nan="skip")
+    argv = "--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b --nan skip --fsdp -1"
+    assert config.parse(argv.split()) == Config(
+        steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), nan="skip")
     assert config.parse([]) == Config()
 
 
@@ -158,11 +173,13 @@ def test_flags():
     "--config debug --config gpt2-124m --steps 7",
 ])
 def test_config_flag_preset(argv):
-    """--config sets the defaults of all flags, wherever it stands; a flag beside it has the last word.
+    """--config sets the defaults of all flags, wherever it stands; a flag beside it has the last
+    word.
 
     Break: config.py: load(chosen[-1]) if => load(chosen[0]) if
     """
-    assert config.parse(argv.split()) == Config(**config.PRESETS["gpt2-124m"] | dict(steps=7, config="gpt2-124m"))
+    wanted = config.PRESETS["gpt2-124m"] | dict(steps=7, config="gpt2-124m")
+    assert config.parse(argv.split()) == Config(**wanted)
 
 
 def test_config_flag_file(tmp_path):
@@ -173,19 +190,23 @@ def test_config_flag_file(tmp_path):
     path = tmp_path / "run.json"
     for cfg in (Config(lr=0.25, steps=9, data=("x",)), Config(steps=9)):
         path.write_text(config.to_json(cfg))
-        assert config.parse(["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(cfg, lr=0.5, config=str(path))
+        wanted = dataclasses.replace(cfg, lr=0.5, config=str(path))
+        assert config.parse(["--config", str(path), "--lr", "0.5"]) == wanted
     path.write_text('{"steps": 9}')
     assert config.parse([f"--config={path}"]) == Config(steps=9, config=str(path))
 
 
 def test_all_faults_at_once():
-    """One error lists every fault, of fields by themselves and of fields together, with what is legal instead.
+    """One error lists every fault, of fields by themselves and of fields together, with what is
+    legal instead.
 
     Break: config.py: faults += _multiple("n_heads", cfg.n_heads => _multiple("n_heads", cfg.n_heads
     """
     bad = dict(d_model=100, n_heads=8, n_kv_heads=3, optimizer="adamv", allow_change=("stepz",))
-    both = ["d_model 100: must be a multiple of", "96 or 112", "n_heads 8: must be a multiple of n_kv_heads = 3; nearest: 6 or 9",
-            "optimizer 'adamv': unknown (nearest: adamw)", "allow_change 'stepz': no such field (nearest: steps)"]
+    both = ["d_model 100: must be a multiple of", "96 or 112",
+            "n_heads 8: must be a multiple of n_kv_heads = 3; nearest: 6 or 9",
+            "optimizer 'adamv': unknown (nearest: adamw)",
+            "allow_change 'stepz': no such field (nearest: steps)"]
     mesh = ["mesh dp=3 fsdp=-1", "3 devices do not divide the 8 at hand"]
     batch = ["batch_size 10: must be a multiple of micro_batches x dp x fsdp = 16; nearest: 16"]
     for change, words in ((dict(dp=3), mesh), (dict(batch_size=10, micro_batches=2), batch)):
@@ -207,22 +228,26 @@ def test_all_faults_at_once():
     (dict(scale=0.0), "scale 0.0: must be above 0"),
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(process_id=1), "need --coordinator"),
-    (dict(coordinator="a:1", n_processes=2, process_id=2), "process_id 2: must be below n_processes 2"),
+    (dict(coordinator="a:1", n_processes=2, process_id=2),
+     "process_id 2: must be below n_processes 2"),
     (dict(schedule="cosin"), "schedule 'cosin': unknown (nearest: cosine)"),
     (dict(steps=1.5), "steps 1.5: int is wanted"),
 ])
 def test_each_fault(change, words):
-    """A value out of bounds is refused by name, with its rule; the config without it is fine on 8 devices.
+    """A value out of bounds is refused by name, with its rule; the config without it is fine on 8
+    devices.
 
-    Break: config.py: for n in "val_frac b1 b2 label_smoothing" => for n in "val_frac b2 label_smoothing"
+    Break: config.py: for n in "val_frac b1 b2 label_smoothing" =>
+    for n in "val_frac b2 label_smoothing"
     """
     config.validate(Config(), 8, CHOICES)
     assert words in fault(Config(**change))
 
 
 @pytest.mark.parametrize("change", [
-    dict(d_model=100, n_heads=8), dict(d_model=100, n_heads=6), dict(n_heads=6, n_kv_heads=4, head_dim=8),
-    dict(batch_size=10), dict(batch_size=30, micro_batches=2), dict(seq_len=127, sp=2), dict(n_kv_heads=2, n_heads=8, tp=4),
+    dict(d_model=100, n_heads=8), dict(d_model=100, n_heads=6),
+    dict(n_heads=6, n_kv_heads=4, head_dim=8), dict(n_kv_heads=2, n_heads=8, tp=4),
+    dict(batch_size=10), dict(batch_size=30, micro_batches=2), dict(seq_len=127, sp=2),
     dict(scale=0.3), dict(scale=0.6, d_model=96, n_heads=6, n_kv_heads=2),
 ])
 def test_nearest_is_legal(change):
@@ -238,11 +263,13 @@ def test_nearest_is_legal(change):
 
 
 def test_scale():
-    """scale multiplies widths and head counts; head width, depth and vocabulary stay. Derived again, nothing changes.
+    """scale multiplies widths and head counts; head width, depth and vocabulary stay. Derived
+    again, nothing changes.
 
     Break: config.py: n_kv_heads=cfg.n_kv_heads or cfg.n_heads) => n_kv_heads=0)
     """
-    cfg = Config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4, n_layers=3, vocab_size=100, scale=2.5)
+    cfg = Config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4, n_layers=3, vocab_size=100,
+                 scale=2.5)
     config.validate(cfg, 8, CHOICES)
     got = config.derive(cfg)
     assert (got.d_model, got.d_ff, got.n_heads, got.n_kv_heads) == (640, 1280, 20, 10)
@@ -270,12 +297,15 @@ def test_presets(name):
     config.validate(cfg, 1, CHOICES)
     cfg = config.derive(dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 256))
     n = sum(prod(shape) for shape, _, _ in model.param_table(cfg).values())
-    wanted, within = {"gpt2-124m": (124e6, 0.02), "llama-8b": (8.03e9, 0.01), "llama-70b": (70.55e9, 0.01)}.get(name, (n, 0))
+    promised = {"gpt2-124m": (124e6, 0.02), "llama-8b": (8.03e9, 0.01),
+                "llama-70b": (70.55e9, 0.01)}
+    wanted, within = promised.get(name, (n, 0))
     assert abs(n - wanted) <= within * wanted
 
 
 def test_changes():
-    """Each difference that matters is listed with both values; allow_change lets a change of course through, never of shape.
+    """Each difference that matters is listed with both values; allow_change lets a change of course
+    through, never of shape.
 
     Break: config.py: name not in new.allow_change: => True:
     """
@@ -283,7 +313,8 @@ def test_changes():
     new = Config(data=("b",), d_model=256, lr=0.5)
     with pytest.raises(ValueError) as e:
         config.changes(old, new)
-    for words in ("data was ['a'], is ['b']", "d_model was 128, is 256", "lr was 0.002, is 0.5", "--allow_change lr"):
+    for words in ("data was ['a'], is ['b']", "d_model was 128, is 256", "lr was 0.002, is 0.5",
+                  "--allow_change lr"):
         assert words in str(e.value)
     assert "seed" not in str(e.value)
     config.changes(old, Config(data=("b",), lr=0.5, allow_change=("data", "lr")))
@@ -299,7 +330,8 @@ def test_changes_that_are_free():
     Break: config.py: COURSE = ("seed => COURSE = ("steps seed
     """
     old = json.loads(config.to_json(Config()))
-    config.changes(old, Config(steps=9, epochs=2.0, dp=2, micro_batches=2, save_every=7, remat="full", out_dir="elsewhere"))
+    config.changes(old, Config(steps=9, epochs=2.0, dp=2, micro_batches=2, save_every=7,
+                               remat="full", out_dir="elsewhere"))
 
 
 def test_every_field_has_a_fate():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""data.py: every token once an epoch, any batch from its number alone, and files that are not what they seem."""
+"""data.py: every token once an epoch, any batch from its number alone, and files that are not what
+they seem.
+"""
 import json
 import threading
 import time
@@ -19,7 +21,8 @@ def count_up(lengths=LENGTHS):
     """A source whose every token is another number: what comes out of it tells where it was."""
     ends = np.cumsum(lengths)
     shards = [np.arange(end - n, end, dtype=np.uint16) for n, end in zip(lengths, ends)]
-    return {"shards": shards, "names": [f"shard {i}" for i in range(len(lengths))], "bytes_per_token": None}
+    names = [f"shard {i}" for i in range(len(lengths))]
+    return {"shards": shards, "names": names, "bytes_per_token": None}
 
 
 def learnt(batch):
@@ -30,7 +33,8 @@ def learnt(batch):
 
 
 def write(path, *arrays):
-    path.write_bytes(b"".join(a if isinstance(a, bytes) else np.asarray(a).tobytes() for a in arrays))
+    path.write_bytes(b"".join(a if isinstance(a, bytes) else np.asarray(a).tobytes()
+                              for a in arrays))
     return path
 
 
@@ -52,10 +56,12 @@ def test_permute_is_a_bijection():
 def test_permute_order():
     """Another seed or epoch is another order, and none is close to that of the file.
 
-    Break: data.py: seed_hash = np.uint64(zlib.crc32(str(seed).encode())) => seed_hash = np.uint64(7)
+    Break: data.py: seed_hash = np.uint64(zlib.crc32(str(seed).encode())) =>
+    seed_hash = np.uint64(7)
     """
     n = 1000
-    orders = [data.permute(np.arange(n), n, seed) for seed in ((0, 0), (0, 1), (1, 0), "held out")] + [np.arange(n)]
+    seeds = ((0, 0), (0, 1), (1, 0), "held out")
+    orders = [data.permute(np.arange(n), n, seed) for seed in seeds] + [np.arange(n)]
     for i, one in enumerate(orders):
         for two in orders[:i]:
             assert (one == two).sum() < 12  # 1 place on average agrees by chance
@@ -65,9 +71,11 @@ def test_permute_order():
 
 
 def test_permute_in_pieces():
-    """Where an index goes does not depend on what else is asked for, and the question is left as it was.
+    """Where an index goes does not depend on what else is asked for, and the question is left as it
+    was.
 
-    Break: data.py: out = network(np.asarray(index, np.uint64)) => out = network(np.arange(len(index), dtype=np.uint64))
+    Break: data.py: out = network(np.asarray(index, np.uint64)) =>
+    out = network(np.arange(len(index), dtype=np.uint64))
     """
     whole, index = data.permute(np.arange(777), 777, 5), np.arange(777)
     for piece in np.array_split(np.arange(777)[::-1], 13):
@@ -78,14 +86,16 @@ def test_permute_in_pieces():
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
 def test_every_label_once_an_epoch(seq_len):
-    """Over an epoch every token that has one before it in its shard is a label exactly once, by a count of our own.
+    """Over an epoch every token that has one before it in its shard is a label exactly once, by a
+    count of our own.
 
     Break: data.py: labels[np.arange(seq_len)[None] < skip[:, None]] = IGNORE => pass
     """
     source, seen = count_up(), np.zeros(sum(LENGTHS), int)
     for step in range(n := data.n_sequences(source, seq_len)):
         batch = data.batch_at(source, step, 1, seq_len, seed=3)
-        assert batch["tokens"].shape == (1, seq_len) and batch["tokens"].dtype == batch["labels"].dtype == np.int32
+        assert batch["tokens"].shape == (1, seq_len)
+        assert batch["tokens"].dtype == batch["labels"].dtype == np.int32
         np.add.at(seen, learnt(batch), 1)
     wanted = np.ones(sum(LENGTHS), int)
     wanted[np.cumsum((0, *LENGTHS[:-1]))] = 0  # the first of a shard follows nothing
@@ -94,7 +104,8 @@ def test_every_label_once_an_epoch(seq_len):
 
 
 def test_last_batch_wraps():
-    """The batch that an epoch does not fill is filled from the next: laid end to end, batches are whole epochs.
+    """The batch that an epoch does not fill is filled from the next: laid end to end, batches are
+    whole epochs.
 
     Break: data.py: (seed, int(epoch)) => (seed, int(epochs[0]))
     """
@@ -109,9 +120,11 @@ def test_last_batch_wraps():
 
 
 def test_batches_from_the_step_alone(tmp_path):
-    """A batch depends on its arguments alone: asked for backwards, of the same file opened anew, it is the same.
+    """A batch depends on its arguments alone: asked for backwards, of the same file opened anew, it
+    is the same.
 
-    Break: data.py: permute(places[epochs == epoch], n, (seed, => permute(places[epochs == epoch], n, (time.time_ns(),
+    Break: data.py: permute(places[epochs == epoch], n, (seed, =>
+    permute(places[epochs == epoch], n, (time.time_ns(),
     """
     path = write(tmp_path / "a.bin", np.arange(500, dtype=np.uint16))
     sizes = dict(batch_size=4, seq_len=8, seed=1)
@@ -129,13 +142,16 @@ def test_batches_from_the_step_alone(tmp_path):
 def test_rows_of_hosts(n_hosts, at):
     """Hosts that each build rows of their own build, together, the batch that one host builds.
 
-    Break: data.py: index * batch_size + rows.astype => index * batch_size + np.arange(len(rows)).astype
+    Break: data.py: index * batch_size + rows.astype =>
+    index * batch_size + np.arange(len(rows)).astype
     """
     source = count_up()
     for step in (0, 2, 3):
         whole = at(source, step, 8, 8)
         blocks = np.array_split(np.arange(8), n_hosts)
-        for rows in blocks + [b[::-1] for b in blocks] + [np.arange(h, 8, n_hosts) for h in range(n_hosts)]:
+        backwards = [b[::-1] for b in blocks]
+        in_turns = [np.arange(h, 8, n_hosts) for h in range(n_hosts)]
+        for rows in blocks + backwards + in_turns:
             part = at(source, step, 8, 8, rows=rows)
             assert all((part[k] == whole[k][rows]).all() for k in whole)
 
@@ -144,7 +160,8 @@ def test_rows_of_hosts(n_hosts, at):
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
 def test_eval_covers_each_token_once(batch_size):
-    """Evaluation has every held-out label once at any batch size, and nothing to learn past the end.
+    """Evaluation has every held-out label once at any batch size, and nothing to learn past the
+    end.
 
     Break: data.py: batch["labels"][places >= n] = IGNORE => pass
     """
@@ -160,17 +177,21 @@ def test_eval_covers_each_token_once(batch_size):
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.9])
 def test_split(share):
-    """The last share of the tokens is held out: both sides laid end to end are the data, each piece long enough to use.
+    """The last share of the tokens is held out: both sides laid end to end are the data, each piece
+    long enough to use.
 
-    Break: data.py: zip(sides, (shard[:here], shard[here:])) => zip(sides, (shard[:here], shard[max(here - 1, 0):]))
+    Break: data.py: zip(sides, (shard[:here], shard[here:])) =>
+    zip(sides, (shard[:here], shard[max(here - 1, 0):]))
     """
     seq_len, lengths = 8, (400, 90, 300, 210)
     source = count_up(lengths)
     train, held_out = data.split(source, share, seq_len)
-    np.testing.assert_array_equal(np.concatenate(train["shards"] + held_out["shards"]), np.arange(1000))
+    both = np.concatenate(train["shards"] + held_out["shards"])
+    np.testing.assert_array_equal(both, np.arange(1000))
     assert abs(sum(map(len, held_out["shards"])) - 1000 * share) <= seq_len
     for side in (train, held_out):
-        assert all(len(s) > seq_len for s in side["shards"]) and len(side["names"]) == len(side["shards"])
+        assert all(len(s) > seq_len for s in side["shards"])
+        assert len(side["names"]) == len(side["shards"])
     assert source["names"] == count_up(lengths)["names"]  # as it was
 
 
@@ -180,7 +201,8 @@ def test_split_too_far():
     Break: data.py: if not side: => if False:
     """
     for share, side in ((0.001, "held-out"), (0.999, "training")):
-        with pytest.raises(ValueError, match=f"leaves no {side} sequence of 9 tokens; give --val_data"):
+        words = f"leaves no {side} sequence of 9 tokens; give --val_data"
+        with pytest.raises(ValueError, match=words):
             data.split(count_up((100,)), share, 8)
 
 
@@ -191,9 +213,11 @@ TOKENS = np.random.default_rng(0).integers(1, 60000, 3000)
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "llm.c", "llm.c 32", "npy", "npy int64"])
 def test_token_files(kind, tmp_path):
-    """Token files of nanoGPT, llm.c and NumPy are read as they were written, without a copy in memory.
+    """Token files of nanoGPT, llm.c and NumPy are read as they were written, without a copy in
+    memory.
 
-    Break: data.py: return np.memmap(path, dtype, "r", 1024, (count,)) => return np.memmap(path, dtype, "r", 1022, (count,))
+    Break: data.py: return np.memmap(path, dtype, "r", 1024, (count,)) =>
+    return np.memmap(path, dtype, "r", 1022, (count,))
     """
     path, dtype = tmp_path / "a.bin", "uint16"
     if kind.startswith("npy"):
@@ -211,7 +235,8 @@ def test_token_files(kind, tmp_path):
 
 
 def test_text_and_globs(tmp_path):
-    """Text files and the texts of .jsonl lines become one shard of documents, each between two ends; globs are sorted.
+    """Text files and the texts of .jsonl lines become one shard of documents, each between two
+    ends; globs are sorted.
 
     Break: data.py: END + END.join(documents) + END => END + b"".join(documents) + END
     """
@@ -219,7 +244,8 @@ def test_text_and_globs(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "d.jsonl").write_text('{"text": "vier\\n"}\n\n{"id": 7, "text": "fünf"}\n')
-    source = data.open_source([tmp_path / "*.txt", tmp_path / "**/c.txt", tmp_path / "d.jsonl"], BYTES)
+    patterns = [tmp_path / name for name in ("*.txt", "**/c.txt", "d.jsonl")]
+    source = data.open_source(patterns, BYTES)
     text = "\0één\0zwei\0three\0vier\n\0fünf\0".encode()
     assert [bytes(s) for s in source["shards"]] == [text]
     assert source["bytes_per_token"] == 1
@@ -249,40 +275,48 @@ def npy(array):
     ("short.txt", b"abcde", "has 7 tokens, fewer than seq_len + 1 = 9"),
     ("short.bin", bytes(range(16)), "has 8 tokens, fewer than seq_len + 1 = 9"),
     ("odd.bin", b"a" * 2001, "2001 bytes is no whole number of uint16 tokens"),
-    ("magic.bin", header(50, magic=20230101).tobytes() + b"ab" * 50, "header has magic 20230101 version 1; known: 20240520"),
-    ("version.bin", header(50, version=2).tobytes() + b"ab" * 50, "header has magic 20240520 version 2"),
-    ("more.bin", header(51).tobytes() + b"ab" * 50, "header says 51 tokens of uint16, which is 1126 bytes; the file has 1124"),
+    ("magic.bin", header(50, magic=20230101).tobytes() + b"ab" * 50,
+     "header has magic 20230101 version 1; known: 20240520"),
+    ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
+     "header has magic 20240520 version 2"),
+    ("more.bin", header(51).tobytes() + b"ab" * 50,
+     "header says 51 tokens of uint16, which is 1126 bytes; the file has 1124"),
     ("fewer.bin", header(49).tobytes() + b"ab" * 50, "header says 49 tokens"),
     ("float.npy", npy(np.ones(99)), "has 1 dims of float64; one dim of integers is wanted"),
     ("flat.npy", npy(np.ones((9, 99), int)), "has 2 dims of int64"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
-    ("line.jsonl", b'{"text": "fine, and long enough"}\n{"text": \n', "line 2: an object with a string"),
+    ("line.jsonl", b'{"text": "fine, and long enough"}\n{"text": \n',
+     "line 2: an object with a string"),
     ("key.jsonl", b'{"txt": "a"}\n', "line 1: an object"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: an object"),
     ("list.jsonl", b'["text"]\n', "line 1: an object"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
 ])
 def test_faults_name_the_file(name, content, words, tmp_path):
-    """A file that is missing, empty, short, torn or of another kind is a ValueError that names it and says what is wrong.
+    """A file that is missing, empty, short, torn or of another kind is a ValueError that names it
+    and says what is wrong.
 
     Break: data.py: if size != 1024 + count * dtype.itemsize: => if False:
     """
     good = write(tmp_path / "good.txt", b"a text that is long enough")
     path = tmp_path / name
     content(path) if callable(content) else content is not None and path.write_bytes(content)
+    paths = [str(path)] if "short" in name else [str(good), str(path)]
     with pytest.raises(ValueError) as e:
-        data.open_source([str(path)] if "short" in name else [str(good), str(path)], BYTES, "uint16", 8, 2**16)
+        data.open_source(paths, BYTES, "uint16", 8, 2**16)
     assert str(path) in str(e.value) and words in str(e.value), str(e.value)
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
-    """An id that the model does not have is refused before training, with its file; one below passes.
+    """An id that the model does not have is refused before training, with its file; one below
+    passes.
 
     Break: data.py: if low < 0 or high >= vocab_size: => if low < 0 or high > vocab_size:
     """
     good, bad = (write(tmp_path / f"{n}.bin", np.full(50, n, np.uint16)) for n in (99, 100))
     data.open_source([good], BYTES, vocab_size=100)
-    with pytest.raises(ValueError, match=r"100.bin: token id 100 is not in \[0, 100\); set --vocab_size"):
+    words = r"100.bin: token id 100 is not in \[0, 100\); set --vocab_size"
+    with pytest.raises(ValueError, match=words):
         data.open_source([good, bad], BYTES, vocab_size=100)
     np.save(tmp_path / "minus.npy", np.arange(-1, 50))
     with pytest.raises(ValueError, match=r"minus.npy: token id -1 is not"):
@@ -291,7 +325,8 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
 def test_ids_beyond_the_vocabulary_in_a_batch(at):
-    """A batch with an id that the model does not have is refused with the file that holds it, whichever row it is in.
+    """A batch with an id that the model does not have is refused with the file that holds it,
+    whichever row it is in.
 
     Break: data.py: _check_ids(out => (lambda *_: None)(out
     """
@@ -304,21 +339,25 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
 
 
 def test_standard_library():
-    """Without data there is Python's own library: the same twice, the same as its files read plainly, without tests.
+    """Without data there is Python's own library: the same twice, the same as its files read
+    plainly, without tests.
 
     Break: data.py: "site-packages", "dist-packages", "test", => "site-packages", "dist-packages",
     """
     source, paths = data.open_source((), BYTES, seq_len=1024), data._standard_library()
     assert paths == sorted(set(paths)) == data._standard_library()
     assert bytes(source["shards"][0]) == b"\0" + b"".join(p.read_bytes() + b"\0" for p in paths)
-    assert {"site-packages", "test", "tests", "idle_test"}.isdisjoint(part for p in paths for part in p.parts)
-    assert {"json/decoder.py", "dataclasses.py"} <= {"/".join(p.parts[-2:]) for p in paths} | {p.name for p in paths}
+    parts = {part for p in paths for part in p.parts}
+    assert {"site-packages", "test", "tests", "idle_test"}.isdisjoint(parts)
+    assert "dataclasses.py" in parts
+    assert "json/decoder.py" in {"/".join(p.parts[-2:]) for p in paths}
 
 
 # ---- tokenizers
 
 def test_bytes_tokenizer():
-    """Any text comes back from its bytes; ids beyond a byte, which a wider vocabulary may sample, are shown.
+    """Any text comes back from its bytes; ids beyond a byte, which a wider vocabulary may sample,
+    are shown.
 
     Break: data.py: text.encode(), np.uint8) => text.encode("utf-16"), np.uint8)
     """
@@ -333,40 +372,49 @@ def small_bpe(path, *special):
     """A tokenizer.json of the real library, trained on a line."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
     tok.train_from_iterator(["low lower lowest"] * 9, trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        vocab_size=300, special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     tok.save(str(path))
     return tok
 
 
 def test_tokenizer_json(tmp_path):
-    """A tokenizer.json encodes as its own library does; text becomes documents between its end-of-document ids.
+    """A tokenizer.json encodes as its own library does; text becomes documents between its
+    end-of-document ids.
 
-    Break: data.py: pieces = [piece for d in documents for piece in (ends, tokenizer["encode"](d))] => pieces = [tokenizer["encode"](d) for d in documents]
+    Break: data.py: pieces = [piece for d in documents for piece in (ends, tokenizer["encode"](d))]
+    => pieces = [tokenizer["encode"](d) for d in documents]
     """
     pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<pad>", "<|endoftext|>")
     ours, text = data.make_tokenizer(str(tmp_path / "t.json")), "lower, één 三\n"
     assert ours["decode"](ours["encode"](text)) == text
-    assert ours["encode"](text.encode()).tolist() == ours["encode"](text).tolist() == tok.encode(text).ids
+    for each in (text, text.encode()):
+        assert ours["encode"](each).tolist() == tok.encode(text).ids
     assert (ours["end"], ours["vocab_size"]) == (1, tok.get_vocab_size())
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("lowest", text)))
+    lines = [json.dumps({"text": t}) + "\n" for t in ("lowest", text)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
     source = data.open_source([tmp_path / "a.jsonl"], ours, vocab_size=ours["vocab_size"])
     wanted = [1, *tok.encode("lowest").ids, 1, *tok.encode(text).ids, 1]
     assert source["shards"][0].tolist() == wanted
-    assert source["bytes_per_token"] == (len("lowest" + text) + 2 + len("éé三".encode()) - 3) / (len(wanted) - 1)
+    n_bytes = len("lowest" + text) + 2 + len("éé三".encode()) - 3
+    assert source["bytes_per_token"] == n_bytes / (len(wanted) - 1)
 
 
 def test_tokenizer_faults(tmp_path):
-    """A tokenizer that is no file, no tokenizer.json or knows no end of a document is refused by name.
+    """A tokenizer that is no file, no tokenizer.json or knows no end of a document is refused by
+    name.
 
     Break: data.py: if end is None: => if False:
     """
     pytest.importorskip("tokenizers")
     small_bpe(tmp_path / "endless.json", "<pad>")
     write(tmp_path / "other.json", b'{"a": 1}')
-    for name, words in (("absent.json", "neither 'bytes' nor a tokenizer.json"), ("other.json", "not a tokenizer.json"),
+    for name, words in (("absent.json", "neither 'bytes' nor a tokenizer.json"),
+                        ("other.json", "not a tokenizer.json"),
                         ("endless.json", "has no end-of-document token")):
         with pytest.raises(ValueError, match=words) as e:
             data.make_tokenizer(str(tmp_path / name))
@@ -374,7 +422,8 @@ def test_tokenizer_faults(tmp_path):
 
 
 def test_fingerprint():
-    """The fingerprint is the same for the same data, and another for another token, length, order or shard.
+    """The fingerprint is the same for the same data, and another for another token, length, order
+    or shard.
 
     Break: data.py: crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc) => pass
     """
@@ -391,7 +440,8 @@ def test_fingerprint():
 # ---- to the devices
 
 def test_prefetch():
-    """Items come in order with the seconds waited, `depth` of them made ahead and no more, all by one other thread.
+    """Items come in order with the seconds waited, `depth` of them made ahead and no more, all by
+    one other thread.
 
     Break: data.py: range(start, min(start + depth, stop)) => range(start, min(start + 1, stop))
     """
@@ -418,7 +468,8 @@ def test_prefetch():
 
 
 def test_prefetch_raises():
-    """What goes wrong in making an item is raised where that item is asked for, after those before it.
+    """What goes wrong in making an item is raised where that item is asked for, after those before
+    it.
 
     Break: data.py: item = ahead.popleft().result() => item = ahead.popleft().exception()
     """
@@ -442,10 +493,13 @@ def test_prefetch_closes():
     items = data.prefetch(make, 0, 99, depth=5)
     next(items)
     items.close()
-    assert made in ([0], [0, 1]) and not any(t.name.startswith("data") and t.is_alive() for t in threading.enumerate())
+    assert made in ([0], [0, 1])
+    assert not any(t.name.startswith("data") and t.is_alive() for t in threading.enumerate())
 
 
-@pytest.mark.parametrize("axes", [P("rows"), P("rows", "seq"), P(None, "seq"), P(("seq", "rows")), P()])
+@pytest.mark.parametrize("axes", [
+    P("rows"), P("rows", "seq"), P(None, "seq"), P(("seq", "rows")), P(),
+])
 def test_to_device(axes):
     """The arrays on 8 devices hold the host's batch, each device its own part of it.
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape suffixes that cannot lie: every local `name_XYZ` of model.py has the shape that its suffix says."""
+"""Shape suffixes that cannot lie: every local `name_XYZ` of model.py has the shape that its suffix
+says.
+"""
 import re
 import sys
 
@@ -14,7 +16,10 @@ SIZES = {"B": 5, "D": 29, "F": 19, "N": 6, "K": 3, "G": 2, "H": 10, "V": 23, "L"
 
 
 def locals_that_lie(call, lengths):
-    """Wrong names, and all names seen, of model.py while `call` runs. lengths: the pairs that (T, S) may be."""
+    """Wrong names, and all names seen, of model.py while `call` runs.
+
+    lengths: the pairs that (T, S) may be.
+    """
     wrong, seen = set(), set()
 
     def at_return(frame, event, _):
@@ -24,9 +29,11 @@ def locals_that_lie(call, lengths):
             suffix = re.search(r"_([BTSDFNKHVLEAG1]+)$", name)
             if suffix and hasattr(value, "shape"):
                 seen.add(name)
-                legal = [tuple((SIZES | {"T": t, "S": s}).get(c) for c in suffix[1]) for t, s in lengths]
+                legal = [tuple((SIZES | {"T": t, "S": s}).get(c) for c in suffix[1])
+                         for t, s in lengths]
                 if value.shape not in legal:
-                    wrong.add(f"{frame.f_code.co_name}: {name} has shape {value.shape}, not {legal}")
+                    wrong.add(f"{frame.f_code.co_name}: {name} has shape {value.shape}, "
+                              f"not {legal}")
 
     sys.setprofile(at_return)
     try:
@@ -37,22 +44,27 @@ def locals_that_lie(call, lengths):
 
 
 def test_suffixes_are_shapes():
-    """Each suffixed local of loss_fn and generate has the dims of its letters, at sizes that no two letters share.
+    """Each suffixed local of loss_fn and generate has the dims of its letters, at sizes that no two
+    letters share.
 
-    T is the prompt's length, 1 when decoding, or the new tokens; S is T, or the length of the cache. At least 20 names.
-    Break: model.py: q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H) => q_BKGTH = q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
+    T is the prompt's length, 1 when decoding, or the new tokens; S is T, or the length of the
+    cache. At least 20 names.
+    Break: model.py: q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H) =>
+    q_BKGTH = q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
     cfg = config.derive(config.Config(
-        d_model=SIZES["D"], n_heads=SIZES["N"], n_kv_heads=SIZES["K"], head_dim=SIZES["H"], d_ff=SIZES["F"],
-        n_layers=SIZES["L"], vocab_size=SIZES["V"], qkv_bias=True, label_smoothing=0.1, rope_factor=2.0, dtype="float32"))
+        d_model=SIZES["D"], n_heads=SIZES["N"], n_kv_heads=SIZES["K"], head_dim=SIZES["H"],
+        d_ff=SIZES["F"], n_layers=SIZES["L"], vocab_size=SIZES["V"], qkv_bias=True,
+        label_smoothing=0.1, rope_factor=2.0, dtype="float32"))
     key, ids = jax.random.key(0), jax.ShapeDtypeStruct((SIZES["B"], T), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((SIZES["B"],), jnp.int32)
     params = jax.eval_shape(lambda k: model.init(k, cfg), key)
-    wrong, seen = locals_that_lie(
-        lambda: jax.eval_shape(lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg), params, ids), [(T, T)])
+    loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
     # Unjitted: a trace in the cache of jit would run no Python.
+    generate = lambda p, x, n, k: model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
+    wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids), [(T, T)])
     more_wrong, more_seen = locals_that_lie(
-        lambda: jax.eval_shape(lambda p, x, n, k: model.generate.__wrapped__(p, x, n, cfg, k, N_NEW), params, ids,
-                               jax.ShapeDtypeStruct((SIZES["B"],), jnp.int32), key),
+        lambda: jax.eval_shape(generate, params, ids, lengths, key),
         [(t, T + N_NEW) for t in (T, 1, N_NEW)])
     assert not wrong + more_wrong, "\n".join(wrong + more_wrong)
     assert len(seen | more_seen) >= 20, sorted(seen | more_seen)
