@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""model.py against a float64 NumPy transformer, finite differences, hand counts and perturbation."""
+"""model.py against a float64 NumPy transformer, finite differences, hand counts and perturbation.
+"""
 import dataclasses
 from functools import cache
 from math import prod
@@ -13,7 +14,8 @@ import config
 import model
 
 BASE = config.derive(config.Config(
-    d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17, dtype="float32"))
+    d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17,
+    dtype="float32"))
 MORE = dataclasses.replace(BASE, qkv_bias=True, tie_embeddings=False)
 VARIANTS = {
     "gqa, qk_norm, tied": {},
@@ -25,7 +27,7 @@ VARIANTS = {
 
 
 def random_params(cfg, seed=0):
-    """Every parameter at random, about 1 for scales, so that norms and biases matter. In float64."""
+    """Every parameter at random, in float64; scales about 1, so that norms and biases matter."""
     rng = np.random.default_rng(seed)
     params = {}
     for name, (shape, _, (kind, value)) in model.param_table(cfg).items():
@@ -55,7 +57,9 @@ def np_norm(x, scale, eps):
 
 
 def np_rotate(x, position, cfg):
-    """A head's two halves as real and imaginary parts, turned by position x frequency (RoFormer, equation 34)."""
+    """A head's two halves as real and imaginary parts, turned by position x frequency (RoFormer,
+    equation 34).
+    """
     turned, half = np.empty_like(x), len(x) // 2
     for i in range(half):
         freq = cfg.rope_theta ** (-2 * i / cfg.head_dim)
@@ -78,10 +82,12 @@ def np_logits(params, tokens, cfg):
         for i in range(cfg.n_layers):
             w = {k[len("layers."):]: v[i] for k, v in params.items() if k.startswith("layers.")}
             y = np_norm(x, w["attn_norm"], cfg.norm_eps)
-            q, k, v = ((y @ w["w" + c] + w.get("b" + c, 0)).reshape(len(row), -1, cfg.head_dim) for c in "qkv")
+            q, k, v = ((y @ w["w" + c] + w.get("b" + c, 0)).reshape(len(row), -1, cfg.head_dim)
+                       for c in "qkv")
             if cfg.qk_norm:
                 q, k = np_norm(q, w["q_norm"], cfg.norm_eps), np_norm(k, w["k_norm"], cfg.norm_eps)
-            q, k = (np.array([[np_rotate(h, t, cfg) for h in heads] for t, heads in enumerate(a)]) for a in (q, k))
+            q, k = (np.array([[np_rotate(h, t, cfg) for h in heads] for t, heads in enumerate(a)])
+                    for a in (q, k))
             a = np.zeros_like(q)
             for t in range(len(row)):
                 first = max(0, t + 1 - cfg.sliding_window) if cfg.sliding_window else 0
@@ -98,15 +104,19 @@ def np_logits(params, tokens, cfg):
 
 
 def np_sums(params, batch, cfg):
-    """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, cross-entropy, squared log Z, hits."""
-    logits, sums = np_logits(params, batch["tokens"], cfg), dict.fromkeys(("objective", "loss", "z", "acc"), 0.0)
+    """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, cross-entropy,
+    squared log Z, hits.
+    """
+    logits = np_logits(params, batch["tokens"], cfg)
+    sums = dict.fromkeys(("objective", "loss", "z", "acc"), 0.0)
     for b, t in np.argwhere(batch["labels"] != -100):
         row, label = logits[b, t], batch["labels"][b, t]
         log_z = np.log(np.exp(row).sum())
         target = np.full(cfg.vocab_size, cfg.label_smoothing / (cfg.vocab_size - 1))
         target[label] = 1 - cfg.label_smoothing
         held = target > 0
-        sums["objective"] += (target[held] * (np.log(target[held]) - (row - log_z)[held])).sum() + cfg.z_loss * log_z**2
+        relative = np.log(target[held]) - (row - log_z)[held]
+        sums["objective"] += (target[held] * relative).sum() + cfg.z_loss * log_z**2
         sums["loss"] += log_z - row[label]
         sums["z"] += log_z**2
         sums["acc"] += row.argmax() == label
@@ -115,19 +125,23 @@ def np_sums(params, batch, cfg):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_equals_numpy(variant):
-    """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32 rounding, 1e-6 each).
+    """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32
+    rounding, 1e-6 each).
 
     Break: model.py: H**-0.5 * jnp.einsum => jnp.einsum
     """
     cfg = dataclasses.replace(BASE, **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg)
-    logits_BTV = jax.jit(lambda p: model.forward(p, batch, cfg)[0])(as_f32(params))
-    np.testing.assert_allclose(logits_BTV, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4)
+    got = jax.jit(lambda p: model.forward(p, batch, cfg)[0])(as_f32(params))
+    np.testing.assert_allclose(got, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", [{}, dict(label_smoothing=0.1), dict(z_loss=0.01), dict(label_smoothing=0.2, z_loss=0.1)])
+@pytest.mark.parametrize("change", [
+    {}, dict(label_smoothing=0.1), dict(z_loss=0.01), dict(label_smoothing=0.2, z_loss=0.1),
+])
 def test_loss_sums_equal_numpy(change):
-    """All four sums over the labels that are not -100 are NumPy's to 1e-5 relative (float32), the counts exactly.
+    """All four sums over the labels that are not -100 are NumPy's to 1e-5 relative (float32), the
+    counts exactly.
 
     Break: model.py: others_BT) - entropy => others_BT) + entropy
     """
@@ -145,24 +159,28 @@ def test_loss_sums_equal_numpy(change):
 def test_gradients_equal_finite_differences(variant):
     """Each parameter's gradient along a random direction is NumPy's central difference in float64.
 
-    To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by 1e-9.
+    To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by
+    1e-9.
     Break: model.py: _dot(h_BTF, w["w_down"]) => _dot(jax.lax.stop_gradient(h_BTF), w["w_down"])
     """
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg, B=2, T=5)
-    grads = jax.jit(jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(as_f32(params))
+    objective = lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]
+    grads = jax.jit(jax.grad(objective))(as_f32(params))
     rng = np.random.default_rng(2)
     for name, value in params.items():
         direction = rng.normal(size=value.shape)
         direction /= np.linalg.norm(direction)
-        up, down = (np_sums(params | {name: value + h * direction}, batch, cfg)["objective"] for h in (1e-5, -1e-5))
+        up, down = (np_sums(params | {name: value + h * direction}, batch, cfg)["objective"]
+                    for h in (1e-5, -1e-5))
         got = np.sum(np.asarray(grads[name], np.float64) * direction)
         assert abs(got - (up - down) / 2e-5) < 1e-4 * np.linalg.norm(grads[name]), name
 
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_no_token_sees_the_future(window):
-    """Another token at t changes the logits at t and none before, bit for bit; nor beyond layers x (window - 1) after.
+    """Another token at t changes the logits at t and none before, bit for bit; nor beyond layers x
+    (window - 1) after.
 
     Break: model.py: (back_BTS >= 0) => (back_BTS >= -1)
     """
@@ -173,29 +191,36 @@ def test_no_token_sees_the_future(window):
     for t in range(tokens.shape[1]):
         changed = tokens.copy()
         changed[:, t] = (tokens[:, t] + 1) % cfg.vocab_size
-        after, last = np.asarray(logits(changed)), t + cfg.n_layers * (window - 1) if window else tokens.shape[1]
-        assert (after[:, :t] == before[:, :t]).all() and (after[:, last + 1:] == before[:, last + 1:]).all()
+        after = np.asarray(logits(changed))
+        last = t + cfg.n_layers * (window - 1) if window else tokens.shape[1]
+        assert (after[:, :t] == before[:, :t]).all()
         assert (after[:, t] != before[:, t]).any()
+        assert (after[:, last + 1:] == before[:, last + 1:]).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
-    """Tokens from the cache are those of a full forward per token, exactly: ties have no chance among random logits.
+    """Tokens from the cache are those of a full forward per token, exactly: ties have no chance
+    among random logits.
 
-    Break: model.py: "positions": (lengths_B + i)[:, None] => "positions": (lengths_B + i + 1)[:, None]
+    Break: model.py: "positions": (lengths_B + i)[:, None] =>
+    "positions": (lengths_B + i + 1)[:, None]
     """
     cfg = dataclasses.replace(BASE, temperature=0.0, **VARIANTS[variant])
     params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=4)["tokens"]
     got, text = model.generate(params, tokens, jnp.full(3, 4), cfg, jax.random.key(0), 6), tokens
     full = jax.jit(lambda x: model.forward(params, {"tokens": x}, cfg)[0])
     for t in range(4, 10):
-        padded = np.pad(text, ((0, 0), (0, 10 - t)))  # one shape, one compilation: causality hides the padding
-        text = np.concatenate([text, np.asarray(full(padded))[:, t - 1].argmax(-1)[:, None]], axis=1)
+        # One shape, one compilation: causality hides the padding.
+        padded = np.pad(text, ((0, 0), (0, 10 - t)))
+        likeliest = np.asarray(full(padded))[:, t - 1].argmax(-1)
+        text = np.concatenate([text, likeliest[:, None]], axis=1)
     np.testing.assert_array_equal(got, text[:, 4:])
 
 
 def test_ragged_prompts_generate_as_alone():
-    """Prompts of 1, 4 and 6 tokens continue in a batch, over any padding, exactly as each does alone.
+    """Prompts of 1, 4 and 6 tokens continue in a batch, over any padding, exactly as each does
+    alone.
 
     Break: model.py: lengths_B[:, None, None] - 1 => 0 * lengths_B[:, None, None] + T - 1
     """
@@ -209,7 +234,8 @@ def test_ragged_prompts_generate_as_alone():
 
 
 def test_generation_compiles_once():
-    """Other keys, tokens and lengths of one shape take one compilation; other keys draw other tokens.
+    """Other keys, tokens and lengths of one shape take one compilation; other keys draw other
+    tokens.
 
     Break: model.py: static_argnames=("cfg", "n_new")) => static_argnames=("cfg", "n_new", "key"))
     """
@@ -227,7 +253,8 @@ def picks(**change):
     """Tokens drawn from 200 rows of random logits, and the likeliest ones."""
     logits_BV = jnp.asarray(np.random.default_rng(3).normal(size=(200, 17)), jnp.float32)
     cfg = dataclasses.replace(BASE, **{"temperature": 1.0, **change})
-    return np.asarray(model._pick(logits_BV, jax.random.key(0), cfg)), np.asarray(logits_BV).argmax(-1)
+    drawn = model._pick(logits_BV, jax.random.key(0), cfg)
+    return np.asarray(drawn), np.asarray(logits_BV).argmax(-1)
 
 
 def test_top_k_of_1_is_greedy():
@@ -250,7 +277,8 @@ def test_tiny_top_p_is_greedy():
 
 @pytest.mark.parametrize("change", [{}, dict(top_k=5), dict(top_p=0.7), dict(top_k=6, top_p=0.9)])
 def test_draws_follow_the_softmax(change):
-    """20,000 draws at temperature 0.7 are those of the cut and renormalised softmax: chi-square below its mean + 6 sd.
+    """20,000 draws at temperature 0.7 are those of the cut and renormalised softmax: chi-square
+    below its mean + 6 sd.
 
     Break: model.py: axis=-1) / cfg.temperature => axis=-1)
     """
@@ -270,36 +298,46 @@ def test_draws_follow_the_softmax(change):
 
 
 def test_flops_equal_a_hand_count():
-    """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key, within half a key.
+    """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key,
+    within half a key.
 
     Break: model.py: flops = 6 * matmul + 12 * => flops = 6 * matmul + 6 *
     """
     T = 32
-    for change in ({}, dict(tie_embeddings=False), dict(sliding_window=5), dict(n_kv_heads=4, qkv_bias=True)):
+    for change in ({}, dict(tie_embeddings=False), dict(sliding_window=5),
+                   dict(n_kv_heads=4, qkv_bias=True)):
         cfg = dataclasses.replace(BASE, **change)
         N, K, H, D, F = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.d_model, cfg.d_ff
         weights = cfg.n_layers * (2 * D * N * H + 2 * D * K * H + 3 * D * F) + D * cfg.vocab_size
         seen = np.mean([min(t + 1, cfg.sliding_window or T) for t in range(T)])
-        per_key = 3 * 2 * 2 * cfg.n_layers * N * H  # backward is twice forward; scores and values; multiply and add
-        assert abs(model.flops_per_token(cfg, T)[0] - 6 * weights - per_key * seen) <= per_key * 0.5 + 1e-6
+        # Backward is twice forward; scores and values; multiply and add.
+        per_key = 3 * 2 * 2 * cfg.n_layers * N * H
+        flops, _ = model.flops_per_token(cfg, T)
+        assert abs(flops - 6 * weights - per_key * seen) <= per_key * 0.5 + 1e-6
 
 
 @pytest.mark.parametrize("remat", [r for r in model.REMAT if r != "none"])
 def test_remat_keeps_the_gradient(remat):
-    """Whatever backward recomputes, the gradient is that of none, to 1e-5 of its largest entry (float32, other fusions).
+    """Whatever backward recomputes, the gradient is that of none, to 1e-5 of its largest entry
+    (float32, other fusions).
 
-    Break: model.py: jax.checkpoint(layer, policy => jax.checkpoint(lambda x, w, f=layer: f(jax.lax.stop_gradient(x), w), policy
+    Break: model.py: jax.checkpoint(layer, policy =>
+    jax.checkpoint(lambda x, w, f=layer: f(jax.lax.stop_gradient(x), w), policy
     """
     base = dataclasses.replace(BASE, n_layers=1)
     params, batch = as_f32(random_params(base)), random_batch(base)
-    grad = lambda cfg: jax.jit(jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
-    want, got = grad(base), grad(dataclasses.replace(base, remat=remat))
+    objective = lambda p, cfg: model.loss_fn(p, batch, cfg)[0]["objective"]
+    grad = jax.jit(jax.grad(objective), static_argnums=1)
+    want, got = grad(params, base), grad(params, dataclasses.replace(base, remat=remat))
     for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-5 * np.abs(want[name]).max(), err_msg=name)
+        largest = np.abs(want[name]).max()
+        np.testing.assert_allclose(
+            got[name], want[name], rtol=0, atol=1e-5 * largest, err_msg=name)
 
 
 def test_full_remat_needs_less_memory():
-    """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of those under none.
+    """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of
+    those under none.
 
     Break: model.py: "full": _save.nothing_saveable => "full": _save.everything_saveable
     """
@@ -308,33 +346,39 @@ def test_full_remat_needs_less_memory():
     ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
 
     def temporaries(cfg):
-        grad = jax.grad(lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"])
-        return jax.jit(grad).lower(params, ids).compile().memory_analysis().temp_size_in_bytes
+        loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"]
+        compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(dataclasses.replace(cfg, remat="full")) < temporaries(cfg) / 2
 
 
 def test_init_follows_the_table():
-    """Every parameter has the table's shape and mean to 6 sd, and cfg.param_dtype; constants are exact.
+    """Every parameter has the table's shape and mean to 6 sd, and cfg.param_dtype; constants are
+    exact.
 
     Break: model.py: array.astype(cfg.param_dtype) => array
     """
     cfg = MORE
-    half = jax.eval_shape(lambda: model.init(jax.random.key(0), dataclasses.replace(cfg, param_dtype="bfloat16")))
+    half_cfg = dataclasses.replace(cfg, param_dtype="bfloat16")
+    half = jax.eval_shape(lambda: model.init(jax.random.key(0), half_cfg))
     params, table = draw(cfg), model.param_table(cfg)
     assert set(params) == set(table)
     for name, (shape, spec, (kind, value)) in table.items():
         array = np.asarray(params[name], np.float64)
-        assert params[name].shape == shape and params[name].dtype == "float32" and half[name].dtype == "bfloat16" and len(spec) <= len(shape), name
+        assert params[name].shape == shape and len(spec) <= len(shape), name
+        assert params[name].dtype == "float32" and half[name].dtype == "bfloat16", name
         if kind == "constant":
             assert (array == value).all(), name
         else:
-            sd = value / np.sqrt(prod(shape))
-            assert abs(array.mean()) < 6 * sd and abs(array.std() / value - 1) < 6 / np.sqrt(2 * prod(shape)), name
+            n = prod(shape)
+            assert abs(array.mean()) < 6 * value / np.sqrt(n), name
+            assert abs(array.std() / value - 1) < 6 / np.sqrt(2 * n), name
 
 
 def test_residual_writers_start_smaller_with_depth():
-    """wo and w_down start with variance 1 / (2 L fan-in), all other matrices of a layer with 1 / fan-in (6 sd).
+    """wo and w_down start with variance 1 / (2 L fan-in), all other matrices of a layer with
+    1 / fan-in (6 sd).
 
     Break: model.py: (2 * L * width) ** -0.5 => width ** -0.5
     """
@@ -342,13 +386,15 @@ def test_residual_writers_start_smaller_with_depth():
     params = draw(cfg)
     fan_in = {"wo": cfg.n_heads * cfg.head_dim, "w_down": cfg.d_ff}
     for name in "wq wk wv wo w_gate w_up w_down".split():
-        array, depth = np.asarray(params["layers." + name]), 2 * cfg.n_layers if name in fan_in else 1
+        array = np.asarray(params["layers." + name])
+        depth = 2 * cfg.n_layers if name in fan_in else 1
         variance = array.var() * depth * fan_in.get(name, cfg.d_model)
         assert abs(variance - 1) < 6 * np.sqrt(2 / array.size), name
 
 
 def test_init_of_a_parameter_depends_on_no_other():
-    """Biases and an unembedding more leave every other parameter as it was, bit for bit; no two draw the same numbers.
+    """Biases and an unembedding more leave every other parameter as it was, bit for bit; no two
+    draw the same numbers.
 
     Break: model.py: name_hash = sum( => name_hash = len(param_table(cfg)) + sum(
     """
