@@ -59,7 +59,7 @@ class Config:
     sliding_window: int = 0  # tokens that attention looks back, itself included; 0: all
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls; auto: f32 on a CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # matmuls; auto: f32 on a CPU
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     # ---- optimizer
