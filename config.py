@@ -12,7 +12,7 @@ import re
 import typing
 from dataclasses import dataclass
 from decimal import Decimal
-from math import gcd, isfinite, prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Literal
 
@@ -142,7 +142,7 @@ UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T":
 
 
 def nearest(name, known):
-    """' (nearest: x)' for the known name most like `name`, or all of them when none is."""
+    """'nearest: x', the known name most like `name`, or all of them when none is."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
 
@@ -154,9 +154,9 @@ def number(text, kind=float):
     """
     text = text.strip()
     digits = text[1:] if text[:1] in ("+", "-") else text
-    power = re.fullmatch(r"(\d+)\^(\d+)", text)
+    power = re.fullmatch(r"(\d+)\^(\d{1,3})", text)
     parts = re.findall(
-        r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)([A-Za-z%]*)", digits)
+        r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?)([A-Za-z%]*)", digits)
     units = [unit for _, unit in parts]
     whole = "".join(a + b for a, b in parts) == digits and all(u in UNITS for u in units)
     if power:
@@ -240,7 +240,7 @@ def _type_faults(cfg):
         else:
             fits = isinstance(value, (int, float) if kind is float else kind)
             bool_for_number = isinstance(value, bool) and kind is not bool
-            if not fits or bool_for_number or (kind is float and not isfinite(value)):
+            if not fits or bool_for_number or (kind is float and not -1e308 < value < 1e308):
                 wanted = "finite float" if kind is float else kind.__name__
                 faults.append(f"{name} {value!r}: {wanted} is wanted")
     return faults

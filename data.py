@@ -55,7 +55,7 @@ def make_tokenizer(name):
     end = next((i for i in ends if i is not None), None)
     if end is None:
         raise ValueError(f"tokenizer {name!r}: has no end-of-document token among "
-                         "<|endoftext|>, </s>, <eos>, [SEP]")
+                         + ", ".join(names))
     text = lambda t: t.decode(errors="replace") if isinstance(t, bytes) else t
     return {
         "encode": lambda t: np.asarray(
