@@ -30,10 +30,18 @@ def _folder(root, step):
 
 
 def _flatten(tree):
-    """({name: leaf}, treedef); a name is the path of keys, joined by '/'."""
+    """({name: array}, treedef); a name is the path of keys, joined by '/'."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {name(path): leaf for path, leaf in leaves}, treedef
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
+    arrays = [x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves]
+    return dict(zip(names, arrays)), treedef
+
+
+def _short(fault):
+    """TensorStore's message less the spec and source places that it ends with."""
+    return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(fault))[0]
 
 
 def _chunk_shape(shape, shard_shape, itemsize):
@@ -84,10 +92,9 @@ def save(root, step, tree, meta=(), keep=0):
             x.copy_to_host_async()
     described, parts = {}, {}
     for name, x in arrays.items():
-        shape, dtype = np.shape(x), np.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
-        shard = x.sharding.shard_shape(shape) if isinstance(x, jax.Array) else shape
-        chunk = _chunk_shape(shape, shard, np.dtype(dtype).itemsize)
-        described[name] = {"shape": list(shape), "dtype": str(np.dtype(dtype)), "chunk": chunk}
+        shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+        chunk = _chunk_shape(x.shape, shard, x.dtype.itemsize)
+        described[name] = {"shape": list(x.shape), "dtype": str(x.dtype), "chunk": chunk}
         parts[name] = _shards(x)
     pool = ThreadPoolExecutor(1, "ckpt")
     future = pool.submit(_commit, Path(root), step, described, parts, dict(meta), keep)
@@ -96,6 +103,14 @@ def save(root, step, tree, meta=(), keep=0):
 
 
 def _commit(root, step, described, parts, meta, keep):
+    try:
+        return _write(root, step, described, parts, meta, keep)
+    except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
+        raise ValueError(f"checkpoint {_folder(root, step)} could not be written, those before it "
+                         f"are whole: {_short(e)}") from e
+
+
+def _write(root, step, described, parts, meta, keep):
     final, partial = _folder(root, step), _folder(root, step).with_suffix(".partial")
     rank, peers = jax.process_index(), jax.process_count()
     partial.mkdir(parents=True, exist_ok=True)
@@ -196,28 +211,29 @@ def read_meta(root, step):
     return body
 
 
-def newest_meta(root, tell=print):
+def newest_meta(root):
     """(step, meta) of the newest checkpoint whose meta.json is sound, or (None, {}) when there is
-    no checkpoint. A damaged one is told of.
+    no checkpoint.
 
-    Raises ValueError when there are checkpoints and all are damaged.
+    Raises ValueError when there are checkpoints and no meta.json can be read.
     """
     for step in reversed(steps(root)):
         try:
             return step, read_meta(root, step)
         except ValueError as e:
-            tell(f"passing over a damaged checkpoint: {e}")
+            fault = e
     if steps(root):
-        raise ValueError(f"{root}: no checkpoint there can be read")
+        raise ValueError(f"{root}: no checkpoint there can be read; of the oldest: {fault}")
     return None, {}
 
 
 def restore_newest(root, like, tell=print, set_aside=False):
-    """The newest checkpoint that is sound on all processes, as `restore`. A damaged one is told of
-    and, with set_aside, renamed.
+    """(step, tree as `restore`) of the newest checkpoint that is sound on all processes. Newer ones
+    are told of and, with set_aside, renamed once an older one has been read.
 
     Raises ValueError when there is none, KeyError and TypeError as `restore`.
     """
+    damaged = []
     for step in reversed(steps(root)):
         tree, fault = None, ""
         try:
@@ -227,11 +243,13 @@ def restore_newest(root, like, tell=print, set_aside=False):
         if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
             fault = fault or f"another process could not read checkpoint {step}"
         if not fault:
-            return tree
-        tell(f"falling back to the checkpoint before: {fault}")
-        if set_aside and jax.process_index() == 0:
-            _folder(root, step).rename(_folder(root, step).with_suffix(".damaged"))
-    raise ValueError(f"{root}: no checkpoint there can be read")
+            if set_aside and jax.process_index() == 0:
+                for folder in damaged:
+                    folder.rename(folder.with_suffix(".damaged"))
+            return step, tree
+        tell(f"passing over a damaged checkpoint: {fault}")
+        damaged.append(_folder(root, step))
+    raise ValueError(f"{root}: {'no checkpoint there can be read' if damaged else 'holds none'}")
 
 
 def restore(root, step, like):
@@ -261,7 +279,7 @@ def restore(root, step, like):
                 raise ValueError(f"zarr.json says {found}, meta.json {stored[name]}")
             reads[name] = {str(i): array[i].read() for i in _indices(x)}
         except ValueError as e:
-            raise ValueError(f"checkpoint {folder}: array {name} is damaged: {e}") from None
+            raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_short(e)}") from None
     leaves = [_assemble(folder, name, x, reads[name]) for name, x in wanted.items()]
     return jax.tree.unflatten(treedef, leaves)
 
@@ -277,7 +295,7 @@ def _assemble(folder, name, like, reads):
     try:
         parts = {index: np.asarray(read.result(), like.dtype) for index, read in reads.items()}
     except ValueError as e:
-        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {e}") from None
+        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_short(e)}") from None
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return parts[str((...,))]
@@ -296,7 +314,7 @@ def open_log(path, step, once=("stop", "end")):
     """
     path, kept = Path(path), []
     for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
             kept += [row] if row["step"] <= step and row["event"] not in once else []
     done = {row["event"] for row in kept if row["step"] == step}

@@ -329,8 +329,10 @@ def _mesh_faults(cfg, n_devices):
     fixed = prod(n for n in sizes.values() if n > 0)
     mesh = " ".join(f"{a}={n}" for a, n in sizes.items())
     if n_devices % fixed or (not open_axes and n_devices != fixed):
-        verb = "divide" if open_axes else "make"
-        return [f"mesh {mesh}: {fixed} devices do not {verb} the {n_devices} at hand; "
+        if open_axes:
+            return [f"mesh {mesh}: {fixed} devices do not divide the {n_devices} at hand; "
+                    f"set sizes beside the -1 whose product divides {n_devices}"]
+        return [f"mesh {mesh}: {fixed} devices do not make the {n_devices} at hand; "
                 f"set one axis to -1, or sizes whose product is {n_devices}"]
     sizes |= {a: n_devices // fixed for a in open_axes}
     if sizes["ep"] > 1:
@@ -369,4 +371,5 @@ def changes(old, new):
         elif before != now and name in SHAPE:
             faults.append(f"{name} was {before!r}, is {now!r} "
                           "(allow_change cannot help: another shape)")
-    _complain(faults, f"{new.out_dir} holds a run of another config")
+    _complain(faults, f"{new.out_dir} holds a run of another config (to go on with that one: "
+                      f"--config {new.out_dir}/config.json)")

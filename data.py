@@ -81,8 +81,9 @@ def _expand(patterns):
     for pattern in patterns:
         found = sorted(p for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
         if not found:
-            raise ValueError(f"data {str(pattern)!r}: no such file, "
-                             "and no file matches it as a glob")
+            raise ValueError(f"data {str(pattern)!r}: " + (
+                "is a folder; name its files, as in 'folder/*.txt'" if Path(pattern).is_dir() else
+                "no such file, and no file matches it as a glob"))
         paths += map(Path, found)
     return paths
 

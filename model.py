@@ -2,8 +2,10 @@
 """A decoder-only transformer as pure functions over a flat dict of arrays.
 
 Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped-query attention, SwiGLU,
-and by option head norms, biases, tied embeddings, a sliding window. `cfg` is any object with the
-attributes read here. Invariant: every parameter stands once, in `param_table`.
+and by option head norms, biases, tied embeddings, a sliding window. Every parameter stands once, in
+`param_table`. `cfg`: any object with d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size
+rope_theta rope_factor rope_original_len norm_eps qk_norm qkv_bias tie_embeddings sliding_window
+dtype param_dtype remat label_smoothing z_loss, and for `generate` temperature top_k top_p.
 """
 from functools import partial
 from math import log, prod
@@ -208,7 +210,8 @@ def loss_fn(params, batch, cfg):
     """({name: sum}, {name: count}) over the labelled positions of batch "tokens", "labels" [B, T].
 
     "objective" is what training minimises; "loss" the plain cross-entropy in nats; "z" the squared
-    log-partition; "acc" the share of positions where no token is likelier than the label. Source:
+    log-partition; "acc" the share of positions where the label is the likeliest token, and 1/n of
+    one where it is among n such. Source:
     smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed target, so
     that the best possible value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
@@ -221,6 +224,7 @@ def loss_fn(params, batch, cfg):
     # A masked sum, not a gather: it stays where the logits are when tp splits the vocabulary.
     hit_BTV = label_BT[..., None] == jnp.arange(V)[None, None]
     true_BT = jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
+    likeliest_BT = (logits_BTV == top_BT[..., None]).sum(axis=-1)
     nll_BT = lse_BT - true_BT
     z_BT = lse_BT * lse_BT
     objective_BT = nll_BT + cfg.z_loss * z_BT
@@ -228,7 +232,8 @@ def loss_fn(params, batch, cfg):
         others_BT = (logits_BTV.sum(axis=-1) - true_BT) / (V - 1)
         entropy = -(1 - eps) * log(1 - eps) - eps * log(eps / (V - 1))
         objective_BT += eps * (true_BT - others_BT) - entropy
-    terms = {"objective": objective_BT, "loss": nll_BT, "z": z_BT, "acc": true_BT >= top_BT}
+    acc_BT = (true_BT >= top_BT) / likeliest_BT
+    terms = {"objective": objective_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
     sums = {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
     return sums, {k: mask_BT.sum(dtype=jnp.float32) for k in terms}
 

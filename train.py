@@ -7,6 +7,7 @@ The only file that imports the others. Invariant: every stop but a crash saves a
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -20,11 +21,12 @@ import time
 import uuid
 from pathlib import Path
 
-# Before JAX starts its threads: have glibc keep freed memory, in one arena (M_ARENA_MAX,
-# M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD). On a CPU, fresh pages at each step took a third of a
-# small model's time.
+# Before JAX starts its threads: have glibc keep freed memory, in one arena. On a CPU, fresh pages
+# at each step took a third of a small model's time.
+M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -8, -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
-    for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1), (-2, 2**28)):
+    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1),
+                          (M_TOP_PAD, 2**28)):
         ctypes.CDLL(None).mallopt(option, value)
 
 import jax
@@ -44,6 +46,7 @@ import step as steplib
 PEAK_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "TPU v4": 275,
                "TPU v5 lite": 197, "TPU v5p": 459, "TPU v5": 459, "TPU v6": 918}
 OWN = "its own checkpoint"  # the origin of a state that goes on
+ALL_DONE = "all {} steps are done"  # the reason of a stop after which nothing is left to do
 
 
 def say(*words):
@@ -108,7 +111,13 @@ def setup(cfg):
 
     Raises ValueError for every fault that can be seen without compiling.
     """
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.cache_dir) or None)
+    cache_dir = os.path.expanduser(cfg.cache_dir)
+    try:
+        cache_dir and os.makedirs(cache_dir, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}; choose "
+                         "another, or '' for none") from None
+    jax.config.update("jax_compilation_cache_dir", cache_dir or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.validate(cfg, jax.device_count(), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES, "remat": model.REMAT})
@@ -172,10 +181,11 @@ def check_same_run(run, meta):
 
 
 def load_checkpoint(out_dir, like, set_aside=False):
+    """(step, tree) of the newest sound checkpoint of a run."""
     try:
         return ckpt.restore_newest(Path(out_dir) / "ckpt", like, say, set_aside)
     except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: give the model flags that it was trained with, or another "
+        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json, or name another "
                          "folder") from None
 
 
@@ -190,16 +200,17 @@ def first_state(cfg, programs, state, params, resumed):
     if params is not None:
         return programs["from_params"](params), "the given parameters"
     if resumed is not None:
-        return load_checkpoint(cfg.out_dir, like, set_aside=True), OWN
+        return load_checkpoint(cfg.out_dir, like, set_aside=True)[1], OWN
     if cfg.init_from:
-        loaded = load_checkpoint(cfg.init_from, {"params": like["params"]})
+        _, loaded = load_checkpoint(cfg.init_from, {"params": like["params"]})
         return programs["from_params"](loaded["params"]), f"the parameters of {cfg.init_from}"
     return programs["init"](jax.random.key(cfg.seed)), "a fresh initialisation"
 
 
-def prepare_folder(cfg):
-    """Make out_dir fit to write to, by cfg.resume. Raises ValueError when it is not, or when its
-    run must not be touched.
+@contextlib.contextmanager
+def hold(cfg):
+    """out_dir for this run alone, fit to write to. Raises ValueError when it is not, or when
+    cfg.resume says that its run must not be touched.
     """
     out, found = Path(cfg.out_dir), ckpt.steps(Path(cfg.out_dir) / "ckpt")
     if cfg.resume == "never" and found:
@@ -207,19 +218,36 @@ def prepare_folder(cfg):
                          "--out_dir, or delete it with --resume overwrite")
     if cfg.resume == "must" and not found:
         raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
+    if cfg.init_from and not ckpt.steps(Path(cfg.init_from) / "ckpt"):
+        raise ValueError(f"init_from {cfg.init_from!r}: holds no checkpoint; name another run's "
+                         "--out_dir")
     if jax.process_index():
+        yield
         return
     try:
         (out / "ckpt").mkdir(parents=True, exist_ok=True)
-        if cfg.resume == "overwrite":
-            shutil.rmtree(out / "ckpt")
-            (out / "metrics.jsonl").unlink(missing_ok=True)
-        ckpt.clean(out / "ckpt")
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
+        lock = open(out / ".lock", "w")
     except OSError as e:
         raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose "
                          "another") from None
+    with lock:  # the system lets go of it when the process ends, however that is
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out_dir {cfg.out_dir!r}: another run is writing to it; choose "
+                             "another, or end that one") from None
+        ckpt.clean(out / "ckpt")
+        yield
+
+
+def is_finished(cfg, step):
+    """Whether nothing is left to do for a run at `step`: its last word was that all is done."""
+    if (step or 0) != cfg.steps:
+        return (step or 0) > cfg.steps
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        last = json.loads((Path(cfg.out_dir) / "metrics.jsonl").read_text().splitlines()[-1])
+        return last["event"] == "end" and last["reason"] == ALL_DONE.format(step)
+    return False
 
 
 # ---- what a run leaves
@@ -237,10 +265,11 @@ def plot(out_dir):
     lines = (Path(out_dir) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for event, key, style in (("train", "loss", "-"), ("eval", "val_loss", "o-")):
+    for event, key, label, style in (("train", "loss", "training", "-"),
+                                     ("eval", "val_loss", "held-out", "o-")):
         points = [(r["step"], r[key]) for r in rows if r["event"] == event]
         if points:
-            axes.plot(*zip(*points), style, label=key.replace("_", " "), linewidth=1, markersize=4)
+            axes.plot(*zip(*points), style, label=label, linewidth=1, markersize=4)
     axes.set(xlabel="step (optimizer updates)", ylabel="loss (nats per token)",
              title=str(out_dir))
     axes.grid(alpha=0.3)
@@ -319,7 +348,7 @@ def why_stop(cfg, step, signal_name, finite):
     if signal_name:
         return signal_name, 0
     if step >= cfg.steps:
-        return f"all {cfg.steps} steps are done", 0
+        return ALL_DONE.format(cfg.steps), 0
     return None
 
 
@@ -363,12 +392,12 @@ def begin(run, hooks, state, params):
     The state is None when there is nothing left to do.
     """
     cfg = run["cfg"]
-    prepare_folder(cfg)
-    resumed, meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt", say)
+    out, afresh = Path(cfg.out_dir), cfg.resume == "overwrite"
+    resumed, meta = (None, {}) if afresh else ckpt.newest_meta(out / "ckpt")
     if meta:
         check_same_run(run, meta)
-    if state is None and params is None and (resumed or 0) >= cfg.steps:
-        say(f"{cfg.out_dir} is finished, at step {resumed} of {cfg.steps}. To go further: "
+    if state is None and params is None and is_finished(cfg, resumed):
+        say(f"{out} is finished: at step {resumed}, with --steps {cfg.steps}. To go further: "
             f"--steps {2 * resumed}. To start afresh: --resume overwrite, or another --out_dir.")
         return run | {"step": resumed}, None
     compiling = time.perf_counter()
@@ -376,12 +405,16 @@ def begin(run, hooks, state, params):
     compile_s = time.perf_counter() - compiling
     state, origin = first_state(cfg, programs, state, params, resumed)
     state, step = call(hooks, "load", state), int(state["step"])
+    if afresh and jax.process_index() == 0:  # only now that nothing else can go wrong
+        shutil.rmtree(out / "ckpt")
+        for name in ("metrics.jsonl", "plot.png"):
+            (out / name).unlink(missing_ok=True)
     meta = {"config": dataclasses.asdict(cfg), "versions": versions(),
             "run_id": meta.get("run_id", uuid.uuid4().hex[:8])}
-    write, done = ckpt.open_log(Path(cfg.out_dir) / "metrics.jsonl", step)
+    write, done = ckpt.open_log(out / "metrics.jsonl", step)
     emit = lambda event, row, hook=None: write(event, call(hooks, hook or event, row))
     if jax.process_index() == 0:
-        (Path(cfg.out_dir) / "config.json").write_text(config.to_json(cfg))
+        (out / "config.json").write_text(config.to_json(cfg))
     announce(emit("start", {"step": step} | describe(run, programs, origin, compile_s) | meta))
     last = dict.fromkeys(done, step) | ({"save": step} if origin == OWN else {})
     return run | {"programs": programs, "meta": meta, "emit": emit, "step": step, "last": last,
@@ -414,6 +447,13 @@ def eval_state(run, state, step, stopped):
     return row
 
 
+def show_texts(texts):
+    for text in texts:
+        say("-" * 8, "sample", "-" * 8)
+        say(text)
+    say("-" * 24)
+
+
 def preview(run, state, step):
     """Print samples. What goes wrong in one is told, and training goes on."""
     try:
@@ -421,10 +461,7 @@ def preview(run, state, step):
     except Exception as e:  # a preview is never worth a run
         texts, fault = [], f"{type(e).__name__}: {e}"
         say(f"step {step:>6}  no sample: {fault}")
-    for text in texts:
-        say("-" * 8, "sample", "-" * 8)
-        say(text)
-        say("-" * 24)
+    show_texts(texts)
     run["emit"]("sample", {"step": step, "texts": texts} | ({"fault": fault} if fault else {}))
 
 
@@ -442,10 +479,12 @@ def main(cfg, hooks=(), state=None, params=None):
     if cfg.mode != "train":
         return look(cfg)
     with listen() as caught:
-        run, state = begin(setup(cfg), hooks, state, params)
-        if state is None:
-            return {"step": run["step"], "reason": "finished before", "exit_code": 0}
-        return loop(run, hooks, state, caught, began)
+        run = setup(cfg)
+        with hold(run["cfg"]):
+            run, state = begin(run, hooks, state, params)
+            if state is None:
+                return {"step": run["step"], "reason": "finished before", "exit_code": 0}
+            return loop(run, hooks, state, caught, began)
 
 
 def make_reporter(run, hooks, began):
@@ -475,6 +514,7 @@ def make_reporter(run, hooks, began):
                     "tokens_per_s": n * tokens / step_s, "step_s": step_s / n,
                     "data_wait_s": wait_s / n, "goodput": all_s / (mark - began)}
             row |= flops_report(cfg, row["tokens_per_s"])
+            run["results"]["loss"] = row["loss"]
             show(run["emit"]("train", row, "log"), bar)
             n, step_s, wait_s = 0, 0.0, 0.0
         return finite
@@ -536,13 +576,13 @@ def loop(run, hooks, state, caught, began):
         if run["saving"] and run["saving"].done():
             ckpt.wait(run["saving"])  # raises what went wrong with it
     if pending:
-        report(*pending)
+        finite &= report(*pending)
     batches.close()
     forced = ("save", "eval", "sample") if step >= cfg.steps else ("save",)
     milestone(run, state, step, due(run, step, forced), stopped)
     ckpt.wait(run["saving"])
     close()
-    return finish(run, step, stop, began)
+    return finish(run, step, why_stop(cfg, step, agree(cfg, 0, caught), finite) or stop, began)
 
 
 def finish(run, step, stop, began):
@@ -553,10 +593,16 @@ def finish(run, step, stop, began):
     summary = emit("end", row | {"exit_code": exit_code, "wall_s": wall_s} | results)
     if jax.process_index() == 0:
         plot(cfg.out_dir)
-    loss = f"held-out loss {results['val_loss']:.4f} nats/token, " if "val_loss" in results else ""
+    words = [f"step {step}"]
+    if "val_loss" in results:
+        words.append(f"held-out loss {results['val_loss']:.4f} nats/token")
     if "val_bits_per_byte" in results:
-        loss += f"{results['val_bits_per_byte']:.3f} bits/byte, "
-    say(f"done: {reason}; step {step}, {loss}{wall_s:.0f} s, saved in {cfg.out_dir}/ckpt")
+        words.append(f"{results['val_bits_per_byte']:.3f} bits/byte")
+    if "loss" in results:
+        words.append(f"training loss {results['loss']:.4f}")
+    say(f"done: {reason}; {', '.join(words)}, {wall_s:.0f} s, saved in {cfg.out_dir}/ckpt")
+    if not exit_code and reason != ALL_DONE.format(cfg.steps):
+        say("the same command goes on from here")
     return summary
 
 
@@ -566,23 +612,24 @@ def look(cfg, metric_fn=None):
     What cfg leaves at its default, of model, data and course, is as the checkpoint was trained.
     """
     root = Path(cfg.out_dir) / "ckpt"
-    step, meta = ckpt.newest_meta(root, say)
-    if step is None:
+    _, meta = ckpt.newest_meta(root)
+    if not meta:
         raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; train first, or set "
                          "--out_dir")
     saved, default = config.from_json(json.dumps(meta["config"]), str(root)), config.Config()
     names = [n for n in config.SHAPE + config.COURSE if getattr(cfg, n) == getattr(default, n)]
     run = setup(dataclasses.replace(cfg, **{n: getattr(saved, n) for n in names}))
-    cfg, summary = run["cfg"], {"step": step, "reason": cfg.mode, "exit_code": 0}
+    cfg = run["cfg"]
     with jax.set_mesh(run["mesh"]):
         shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
     place = lambda x, spec: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(run["mesh"], spec))
     params = {name: place(x, run["table"][name][1]) for name, x in shapes.items()}
-    params = load_checkpoint(cfg.out_dir, {"params": params})["params"]
+    step, loaded = load_checkpoint(cfg.out_dir, {"params": params})
+    params, summary = loaded["params"], {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "sample":
-        for text in (texts := sample(run, params)):
-            say(text)
+        texts = sample(run, params)
+        show_texts(texts)
         return summary | {"texts": texts}
     if not run["val"]:
         raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give --val_data")
@@ -605,6 +652,9 @@ def cli(argv):
             raise
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while evaluating or sampling a finished run
+        print("SIGINT: ended; nothing was changed", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

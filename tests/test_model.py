@@ -123,6 +123,16 @@ def np_sums(params, batch, cfg):
     return sums
 
 
+def test_a_tie_is_a_share_of_a_hit():
+    """A model whose logits are all equal is right one time in V, not always.
+
+    Break: model.py: acc_BT = (true_BT >= top_BT) / likeliest_BT => acc_BT = true_BT >= top_BT
+    """
+    params = random_params(BASE) | {"final_norm": np.zeros(BASE.d_model)}
+    sums, counts = model.loss_fn(as_f32(params), random_batch(BASE), BASE)
+    np.testing.assert_allclose(sums["acc"], counts["acc"] / BASE.vocab_size, rtol=1e-6)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_equals_numpy(variant):
     """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32

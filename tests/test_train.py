@@ -302,6 +302,9 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
         return
     summary = train.main(cfg, hooks=[poison])
     assert (summary["exit_code"], summary["step"]) == ((0, 6) if policy == "skip" else (1, 2))
+    if policy == "stop":  # at the last step as well
+        last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
+        assert train.main(last, hooks=[poison])["exit_code"] == 1
     saved = arrays(cfg.out_dir)
     assert saved["skipped"] == saved["step"] == summary["step"]
     assert not saved["opt/0/mu/embed"].any() and np.isfinite(saved["params/embed"]).all()
@@ -323,9 +326,11 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     capsys.readouterr()
     assert train.main(tiny(steps=8, schedule="constant")) == {
         "step": 8, "reason": "finished before", "exit_code": 0}
-    assert "finished, at step 8 of 8. To go further: --steps 16." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished: at step 8, with --steps 8. To go further: --steps 16." in said
 
 
+@pytest.mark.slow
 def test_resume_never_and_must_and_overwrite(tiny):
     """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
     afresh.
@@ -343,6 +348,50 @@ def test_resume_never_and_must_and_overwrite(tiny):
     assert len(rows(tiny().out_dir, "start")) == 1
 
 
+def test_overwrite_deletes_nothing_before_it_can_start(tiny):
+    """A start that fails, here in a hook at load, leaves the run that was to be overwritten.
+
+    Break: train.py: state, step = call(hooks, "load", state), int(state["step"]) =>
+    shutil.rmtree(out / "ckpt"); state, step = call(hooks, "load", state), int(state["step"])
+    """
+    def fail(event, value):
+        raise RuntimeError(event)
+
+    train.main(tiny(steps=4))
+    with pytest.raises(RuntimeError, match="load"):
+        train.main(tiny(steps=4, resume="overwrite"), hooks=[fail])
+    assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
+
+
+def test_two_runs_never_write_to_one_folder(tiny):
+    """The second is refused while the first lives, and not after.
+
+    Break: train.py: fcntl.LOCK_EX | fcntl.LOCK_NB => fcntl.LOCK_SH | fcntl.LOCK_NB
+    """
+    def second(event, value):
+        if event == "start":
+            with pytest.raises(ValueError, match="another run is writing to it"):
+                train.main(tiny())
+
+    train.main(tiny(steps=4), hooks=[second])
+    assert train.main(tiny(steps=4))["reason"] == "finished before"
+
+
+def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
+    """Stopped between the last save and the last evaluation: the same command evaluates and ends,
+    and only then is the run finished.
+
+    Break: train.py: return last["event"] == "end" and last["reason"] == => return True or
+    """
+    assert train.main(tiny(), hooks=[stop_at(8)])["reason"] == "SIGTERM"
+    assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4]
+    summary = train.main(tiny())
+    assert summary["reason"] == "all 8 steps are done" and "val_loss" in summary
+    assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4, 8]
+    assert train.main(tiny())["reason"] == "finished before"
+
+
+@pytest.mark.slow
 def test_a_resume_under_another_config_lists_the_differences(tiny):
     """Each with both values and whether it may be changed on purpose; then it may.
 
@@ -399,6 +448,14 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
     assert origin(other) == "the given state" and began["step"] == 1
 
 
+def flip(folder):
+    """Flip one bit of the embedding in a checkpoint."""
+    chunk = next(p for p in (folder / "params/embed/c").rglob("*") if p.is_file())
+    damaged = bytearray(chunk.read_bytes())
+    damaged[7] ^= 1
+    chunk.write_bytes(damaged)
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys):
     """A flipped byte in the newest: the one before is used, it is said, and the end is equal to the
@@ -412,17 +469,31 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys
     root = Path(tiny().out_dir) / "ckpt"
     train.main(tiny(steps=12), hooks=[stop_at(8)])
     assert ckpt.steps(root) == [4, 8]
-    chunk = next((root / "000000008/params/embed/c").rglob("0"))
-    chunk = chunk if chunk.is_file() else next(p for p in chunk.rglob("*") if p.is_file())
-    damaged = bytearray(chunk.read_bytes())
-    damaged[7] ^= 1
-    chunk.write_bytes(damaged)
+    flip(root / "000000008")
+    assert train.look(tiny(mode="eval"))["step"] == 4
     capsys.readouterr()
     train.main(tiny(steps=12))
     said = capsys.readouterr().out
-    assert "falling back to the checkpoint before: " in said and "params/embed" in said
+    assert "passing over a damaged checkpoint: " in said and "params/embed" in said
     assert losses(tiny().out_dir) == expected and same(arrays(tiny().out_dir), whole)
     assert (root / "000000008.damaged").is_dir()
+
+
+@pytest.mark.slow
+def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
+    """And none is started over: an error, however often it is tried.
+
+    Break: ckpt.py: damaged.append(_folder(root, step)) =>
+    damaged.append(_folder(root, step)); os.rename(damaged[-1], damaged[-1].with_suffix(".x"))
+    """
+    train.main(tiny())
+    root = Path(tiny().out_dir) / "ckpt"
+    for step in ckpt.steps(root):
+        flip(root / f"{step:09d}")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no checkpoint there can be read"):
+            train.main(tiny(steps=12))
+    assert ckpt.steps(root) == [4, 8]
 
 
 def test_a_failed_save_is_not_lost(tiny, tmp_path):
@@ -436,7 +507,7 @@ def test_a_failed_save_is_not_lost(tiny, tmp_path):
         elif event == "data":
             time.sleep(0.3)
 
-    with pytest.raises(FileExistsError, match="000000004.partial"):
+    with pytest.raises(ValueError, match="000000004 could not be written.*partial"):
         train.main(tiny(steps=6, save_every=4, eval_every=0), hooks=[block])
     assert rows(tiny().out_dir, "train")[-1]["step"] < 6
 
@@ -617,7 +688,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         f"--data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
         f"--data {tmp_path}/none*": "no such file, and no file matches it as a glob",
         f"--out_dir {tmp_path}/file/out": "cannot be written",
-        f"--init_from {tmp_path}": "no checkpoint there can be read",
+        f"--init_from {tmp_path}": "holds no checkpoint",
         "--mode eval --out_dir /nonexistent": "holds no checkpoint",
     }.items():
         Path(tiny().out_dir + ".json").write_text(config.to_json(tiny()))
