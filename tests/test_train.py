@@ -79,7 +79,8 @@ def command(cfg, devices=1, flags=()):
     Path(cfg.out_dir).parent.mkdir(parents=True, exist_ok=True)
     path, log = Path(cfg.out_dir + ".json"), Path(f"{cfg.out_dir}{'.'.join(flags[-1:])}.log")
     path.write_text(config.to_json(cfg))
-    run = FORKS.Process(target=_run, args=(["--config", str(path), *flags], devices, log))
+    run = FORKS.Process(target=_run, args=(["--config", str(path), *flags], devices, log),
+                        daemon=True)
     run.start()
     return run, log
 
@@ -87,7 +88,9 @@ def command(cfg, devices=1, flags=()):
 def ended(run, log, timeout_s=120):
     """(exit code, what it said)."""
     run.join(timeout_s)
-    assert run.exitcode is not None, log.read_text()
+    if run.exitcode is None:
+        run.kill()
+        raise TimeoutError(f"still running after {timeout_s} s: {log.read_text()}")
     return run.exitcode, log.read_text()
 
 
