@@ -62,6 +62,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # matmuls; auto: f32 on a CPU
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
+    logit_tiles: int = 0  # parts of a sequence whose logits exist one at a time; 0: as memory asks
     # ---- optimizer
     optimizer: str = "adamw"  # adamw
     lr: float = 2e-3  # peak learning rate
@@ -280,7 +281,7 @@ def validate(cfg, n_devices, choices=()):
                 "rope_original_len n_processes n_samples",
              0: "n_kv_heads head_dim d_ff vocab_size sliding_window epochs lr warmup_steps "
                 "weight_decay clip_norm z_loss log_every eval_every eval_batches save_every keep "
-                "sample_every sample_tokens temperature top_k process_id poly_power"}
+                "sample_every sample_tokens logit_tiles temperature top_k process_id poly_power"}
     for low, fields in least.items():
         for n in fields.split():
             if getattr(cfg, n) < low:
@@ -340,7 +341,8 @@ def _mesh_faults(cfg, n_devices):
     rows = sizes["dp"] * sizes["fsdp"]
     faults += _multiple("batch_size", cfg.batch_size,
                         "micro_batches x dp x fsdp", cfg.micro_batches * rows)
-    faults += _multiple("seq_len", cfg.seq_len, "sp", sizes["sp"])
+    faults += _multiple("seq_len", cfg.seq_len, "sp x logit_tiles",
+                        sizes["sp"] * max(cfg.logit_tiles, 1))
     kv_heads = round((cfg.n_kv_heads or cfg.n_heads) * cfg.scale)
     faults += _multiple("n_kv_heads", kv_heads, "tp x sp", sizes["tp"] * sizes["sp"])
     return faults

@@ -5,7 +5,7 @@ Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped-query
 and by option head norms, biases, tied embeddings, a sliding window. Every parameter stands once, in
 `param_table`. `cfg`: any object with d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size
 rope_theta rope_factor rope_original_len norm_eps qk_norm qkv_bias tie_embeddings sliding_window
-dtype param_dtype remat label_smoothing z_loss, and for `generate` temperature top_k top_p.
+dtype param_dtype remat logit_tiles label_smoothing z_loss, and for `generate` temperature top_k top_p.
 """
 from functools import partial
 from math import log, prod
@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 ROWS = ("dp", "fsdp")  # mesh axes that share out the sequences of a batch
+SPLIT = (*ROWS, "tp", "sp")  # mesh axes that share out logits
+LOGIT_BYTES = 2**28  # of float32 logits on a device, above which the loss is made in tiles
 IGNORE = -100  # label of a position that is not learnt
 
 _save = jax.checkpoint_policies
@@ -87,12 +89,13 @@ def _shard(x, *axes):
     return jax.lax.with_sharding_constraint(x, P(*axes))
 
 
-def _dot(x, w):
-    """x [..., D] @ w [D, F], as one product of two matrices.
+def _dot(x, w, dtype=None):
+    """x [..., D] @ w [D, F] in dtype (theirs), as one product of two matrices.
 
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
     """
-    return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
+    y = jnp.dot(x.reshape(-1, x.shape[-1]), w, preferred_element_type=dtype)
+    return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
 def _rms_norm(x, scale, eps):
@@ -175,12 +178,8 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     return _shard(x_BTD + _dot(h_BTF, w["w_down"]), ROWS, "sp"), cache
 
 
-def forward(params, batch, cfg, cache=None):
-    """Logits [B, T, V] in float32, and the cache with batch's keys and values written in.
-
-    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs. Parameters are
-    cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
-    """
+def _trunk(params, batch, cfg, cache=None):
+    """(x_BTD after the last norm, unembed_DV, cache)."""
     tokens_BT = batch["tokens"]
     positions_BT = batch.get("positions")
     if positions_BT is None:
@@ -201,9 +200,22 @@ def forward(params, batch, cfg, cache=None):
     # grow with depth.
     x_BTD, cache = jax.lax.scan(layer, x_BTD, (layers, cache), unroll=cfg.n_layers <= 12)
     x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
-    unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
+    return x_BTD, params["embed"].T if cfg.tie_embeddings else params["unembed"], cache
+
+
+def _logits(x_BTD, unembed_DV):
     # tp splits the vocabulary, so that no device holds all logits of a token.
-    return _shard(_dot(x_BTD, unembed_DV).astype(jnp.float32), ROWS, "sp", "tp"), cache
+    return _shard(_dot(x_BTD, unembed_DV, jnp.float32), ROWS, "sp", "tp")
+
+
+def forward(params, batch, cfg, cache=None):
+    """Logits [B, T, V] in float32, and the cache with batch's keys and values written in.
+
+    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs. Parameters are
+    cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
+    """
+    x_BTD, unembed_DV, cache = _trunk(params, batch, cfg, cache)
+    return _logits(x_BTD, unembed_DV), cache
 
 
 def loss_fn(params, batch, cfg):
@@ -215,9 +227,19 @@ def loss_fn(params, batch, cfg):
     smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed target, so
     that the best possible value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    logits_BTV, _ = forward(params, batch, cfg)
-    mask_BT = batch["labels"] != IGNORE
-    label_BT = jnp.where(mask_BT, batch["labels"], 0)
+    x_BTD, unembed_DV, _ = _trunk(params, batch, cfg)
+    n_labels = (batch["labels"] != IGNORE).sum(dtype=jnp.float32)
+    n_tiles = _n_tiles(*x_BTD.shape[:2], cfg)
+    loss_sums = partial(_tiled_sums, n_tiles=n_tiles) if n_tiles > 1 else _loss_sums
+    sums = loss_sums(x_BTD, unembed_DV, batch["labels"], cfg=cfg)
+    return sums, dict.fromkeys(sums, n_labels)
+
+
+def _loss_sums(x_BTD, unembed_DV, labels_BT, cfg):
+    """The sums of loss_fn, from all logits at once."""
+    logits_BTV = _logits(x_BTD, unembed_DV)
+    mask_BT = labels_BT != IGNORE
+    label_BT = jnp.where(mask_BT, labels_BT, 0)
     V, eps = cfg.vocab_size, cfg.label_smoothing
     top_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     lse_BT = top_BT + jnp.log(jnp.exp(logits_BTV - top_BT[..., None]).sum(axis=-1))
@@ -234,8 +256,61 @@ def loss_fn(params, batch, cfg):
         objective_BT += eps * (true_BT - others_BT) - entropy
     acc_BT = (true_BT >= top_BT) / likeliest_BT
     terms = {"objective": objective_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
-    sums = {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
-    return sums, {k: mask_BT.sum(dtype=jnp.float32) for k in terms}
+    return {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
+
+
+def _n_tiles(B, T, cfg):
+    """cfg.logit_tiles, or the fewest that keep a device's logits at one time under LOGIT_BYTES."""
+    if cfg.logit_tiles:
+        return cfg.logit_tiles
+    mesh = jax.sharding.get_abstract_mesh()
+    n_bytes = 4 * B * T * cfg.vocab_size / max(prod(mesh.shape.get(a, 1) for a in SPLIT), 1)
+    per_shard = T // mesh.shape.get("sp", 1)
+    return next(n for n in range(1, per_shard + 1)
+                if per_shard % n == 0 and (n_bytes / n <= LOGIT_BYTES or n == per_shard))
+
+
+@partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))
+def _tiled_sums(x_BTD, unembed_DV, labels_BT, cfg, n_tiles):
+    """_loss_sums, but of all logits only one tile in n_tiles exists at a time.
+
+    Its gradient, of "objective" alone, is made tile by tile on the way forward, so that nothing is
+    computed twice. Source: Hsu et al. 2024 (Liger), arXiv:2410.10989, section 3.2.
+    """
+    sums = lambda tile: _loss_sums(tile[0], unembed_DV, tile[1], cfg)
+    totals = jax.lax.map(sums, _tiles(n_tiles, x_BTD, labels_BT))
+    return jax.tree.map(lambda s: s.sum(axis=0), totals)
+
+
+def _tiles(n, *arrays):
+    # Position t goes to tile t mod n: sp keeps its own positions, and nothing moves.
+    return [jnp.moveaxis(a.reshape(len(a), -1, n, *a.shape[2:]), 2, 0) for a in arrays]
+
+
+def _tiled_fwd(x_BTD, unembed_DV, labels_BT, cfg, n_tiles):
+    def objective(x_BtD, unembed_DV, labels_Bt):
+        sums = _loss_sums(x_BtD, unembed_DV, labels_Bt, cfg)
+        return sums["objective"], sums
+
+    def tile(total_DV, x_and_labels):
+        x_BtD, labels_Bt = x_and_labels
+        grads, sums = jax.grad(objective, (0, 1), has_aux=True)(x_BtD, unembed_DV, labels_Bt)
+        return total_DV + grads[1].astype(jnp.float32), (grads[0], sums)
+
+    zeros_DV = jnp.zeros(unembed_DV.shape, jnp.float32)
+    d_unembed_DV, (dx, sums) = jax.lax.scan(tile, zeros_DV, _tiles(n_tiles, x_BTD, labels_BT))
+    dx_BTD = jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)
+    return jax.tree.map(lambda s: s.sum(axis=0), sums), (dx_BTD, d_unembed_DV)
+
+
+def _tiled_bwd(cfg, n_tiles, grads, cotangents):
+    dx_BTD, d_unembed_DV = grads
+    factor = cotangents["objective"]
+    return (dx_BTD * factor.astype(dx_BTD.dtype), (d_unembed_DV * factor).astype(dx_BTD.dtype),
+            None)
+
+
+_tiled_sums.defvjp(_tiled_fwd, _tiled_bwd)
 
 
 def flops_per_token(cfg, seq_len):

@@ -165,15 +165,17 @@ def test_loss_sums_equal_numpy(change):
         assert counts[name] == (batch["labels"] != -100).sum()
 
 
-@pytest.mark.parametrize("variant", ["bias", "no qk_norm, untied"])
-def test_gradients_equal_finite_differences(variant):
+@pytest.mark.parametrize("variant, tiles", [("bias", 0), ("no qk_norm, untied", 0), ("bias", 5),
+                                            ("no qk_norm, untied", 5)])
+def test_gradients_equal_finite_differences(variant, tiles):
     """Each parameter's gradient along a random direction is NumPy's central difference in float64.
 
     To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by
     1e-9.
     Break: model.py: _dot(h_BTF, w["w_down"]) => _dot(jax.lax.stop_gradient(h_BTF), w["w_down"])
     """
-    cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, **VARIANTS[variant])
+    cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, logit_tiles=tiles,
+                              **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg, B=2, T=5)
     objective = lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]
     grads = jax.jit(jax.grad(objective))(as_f32(params))
@@ -361,6 +363,46 @@ def test_full_remat_needs_less_memory():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(dataclasses.replace(cfg, remat="full")) < temporaries(cfg) / 2
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_tiles_change_nothing_but_rounding(n):
+    """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
+    form's largest entry; counts exactly.
+
+    Break: model.py: factor = cotangents["objective"] => factor = jnp.float32(1)
+    """
+    cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01)
+    params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=3, T=6)
+
+    def run(cfg):
+        def scaled(p):
+            sums, counts = model.loss_fn(p, batch, cfg)
+            return 3 * sums["objective"], (sums, counts)
+        return jax.grad(scaled, has_aux=True)(params), model.loss_fn(params, batch, cfg)
+
+    for want, got in zip(*(jax.tree.leaves(run(c)) for c in (
+            dataclasses.replace(cfg, logit_tiles=1), dataclasses.replace(cfg, logit_tiles=n)))):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_tiles_keep_all_logits_from_existing():
+    """At a vocabulary of 50304 the temporaries of the compiled gradient fall with the tile; by
+    default, large logits are tiled until they are under LOGIT_BYTES.
+
+    Break: model.py: if cfg.logit_tiles: => if cfg.logit_tiles == 1:
+    """
+    cfg = dataclasses.replace(BASE, vocab_size=50304, n_layers=1)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+
+    def temporaries(n, T=64):
+        ids, own = jax.ShapeDtypeStruct((8, T), jnp.int32), dataclasses.replace(cfg, logit_tiles=n)
+        loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, own)[0]["objective"]
+        compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(32) < temporaries(8) / 2 < temporaries(1) / 6
+    assert temporaries(0, T=512) < 3 * model.LOGIT_BYTES < 4 * 8 * 512 * 50304
 
 
 def test_init_follows_the_table():

@@ -275,6 +275,16 @@ def test_every_mesh_gives_the_same_numbers(sizes, one_device):
         assert got == pytest.approx(want, rel=1e-5)
 
 
+def test_tiled_logits_over_a_mesh_give_the_same_numbers(one_device):
+    """Four tiles over dp, tp and sp, to 1e-5 relative.
+
+    Break: model.py: jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape) => dx.reshape(x_BTD.shape)
+    """
+    cfg = dataclasses.replace(SMALL, logit_tiles=4, dp=2, fsdp=1, tp=2, sp=2)
+    for want, got in zip(one_device[1], lm_run(cfg)[2]):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
 def test_state_keeps_its_sharding(two_by_two):
     """After an update every array of the state is placed as before, and as compile_steps said.
 
