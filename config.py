@@ -95,6 +95,7 @@ class Config:
     save_every: int = 250  # updates between checkpoints; there is always one at the end
     keep: int = 2  # newest checkpoints kept on disk; 0: all
     sample_every: int = 500  # updates between printed samples; there is always one at the end
+    profile: str = ""  # updates first:last whose time and memory to trace into out_dir/profile
     # ---- sampling
     prompt: str = ""  # text that a sample continues; empty: the start of a document
     n_samples: int = 1  # samples per preview
@@ -170,6 +171,17 @@ def number(text, kind=float):
     if kind is int and value != int(value):
         raise ValueError(f"{text!r} is {value}, but a whole number is wanted")
     return kind(value)
+
+
+def span(text):
+    """(first, last) of "first:last", updates counted from 1; (0, 0) of an empty text.
+
+    Raises ValueError when it is none.
+    """
+    first, _, last = text.partition(":") if text else ("0", ":", "0")
+    if not (first.isdecimal() and last.isdecimal()) or (text and not 1 <= int(first) <= int(last)):
+        raise ValueError(f"profile {text!r}: first:last is wanted, two updates from 1, as in 20:22")
+    return int(first), int(last)
 
 
 def parse(argv):
@@ -295,6 +307,10 @@ def validate(cfg, n_devices, choices=()):
     for n in "min_lr_frac decay_frac top_p".split():
         if getattr(cfg, n) > 1:
             faults.append(f"{n} {getattr(cfg, n)}: must be at most 1")
+    try:
+        span(cfg.profile)
+    except ValueError as e:
+        faults.append(str(e))
     if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
         faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
                       "need --coordinator host:port")

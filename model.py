@@ -5,7 +5,7 @@ Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped-query
 and by option head norms, biases, tied embeddings, a sliding window. Every parameter stands once, in
 `param_table`. `cfg`: any object with d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size
 rope_theta rope_factor rope_original_len norm_eps qk_norm qkv_bias tie_embeddings sliding_window
-dtype param_dtype remat logit_tiles label_smoothing z_loss, and for `generate` temperature top_k top_p.
+dtype param_dtype remat logit_tiles label_smoothing z_loss; `generate`: temperature top_k top_p.
 """
 from functools import partial
 from math import log, prod

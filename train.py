@@ -324,6 +324,45 @@ def sample(run, params, step=0):
     return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends)]
 
 
+@contextlib.contextmanager
+def profiling(cfg):
+    """Hooks that trace updates first:last of cfg.profile into out_dir/profile: time as an XPlane
+    (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; on a failure memory again.
+    """
+    first, last = config.span(cfg.profile)
+    folder, step, tracing = Path(cfg.out_dir) / "profile", 0, False
+
+    def stop():
+        nonlocal tracing
+        if tracing:
+            tracing = False
+            jax.profiler.stop_trace()
+            jax.profiler.save_device_memory_profile(folder / f"memory_{min(step, last)}.prof")
+            say(f"traced updates {first} to {min(step, last)} into {folder}")
+
+    def hook(event, value):
+        nonlocal step, tracing
+        if event == "load":
+            step = int(value["step"])
+        elif event == "data":
+            step += 1
+            if first <= step <= last and not tracing:
+                tracing = True
+                jax.profiler.start_trace(folder)
+        elif event == "stop" or event == "step" and value["step"] >= last:
+            stop()
+
+    try:
+        yield (hook,) if first else ()
+    except Exception:
+        if first:
+            folder.mkdir(exist_ok=True)
+            jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
+        raise
+    finally:
+        stop()
+
+
 # ---- the loop
 
 def agree(cfg, step, caught):
@@ -480,7 +519,8 @@ def main(cfg, hooks=(), state=None, params=None):
         return look(cfg)
     with listen() as caught:
         run = setup(cfg)
-        with hold(run["cfg"]):
+        with hold(run["cfg"]), profiling(run["cfg"]) as profile_hooks:
+            hooks = (*hooks, *profile_hooks)
             run, state = begin(run, hooks, state, params)
             if state is None:
                 return {"step": run["step"], "reason": "finished before", "exit_code": 0}

@@ -223,6 +223,7 @@ def test_all_faults_at_once():
      "seq_len 127: must be a multiple of sp x logit_tiles = 2; nearest: 126 or 128"),
     (dict(ep=2), "no experts"),
     (dict(steps=0), "steps 0: must be at least 1"),
+    (dict(profile="22:20"), "profile '22:20': first:last is wanted"),
     (dict(lr=-1.0), "lr -1.0: must be at least 0"),
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
     (dict(top_p=1.5), "top_p 1.5: must be at most 1"),

@@ -281,6 +281,28 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
         assert sum(f"Finished XLA compilation of jit({name})" in line for line in said) == 1
 
 
+def test_a_profile_holds_the_updates_asked_for(tiny):
+    """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
+    in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
+
+    Break: train.py: if first <= step <= last and not tracing: => if step == last and not tracing:
+    """
+    train.main(tiny(steps=8, profile="3:5", eval_every=0, save_every=0))
+    folder = Path(tiny().out_dir) / "profile"
+    trace = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
+    names = [e.name for plane in trace.planes for line in plane.lines for e in line.events]
+    assert 3 <= sum(n.startswith("[0] ") and "jit_train_step" in n for n in names) <= 4
+    assert (folder / "memory_5.prof").stat().st_size > 0
+
+    def fail(event, value):
+        if event == "data":
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train.main(tiny(profile="3:5", out_dir=tiny().out_dir + "2"), hooks=[fail])
+    assert (Path(tiny().out_dir + "2") / "profile/memory_at_failure.prof").stat().st_size > 0
+
+
 # ---- bad numbers
 
 def poison(event, value):
