@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from math import isqrt
 from pathlib import Path
 
 import jax
@@ -144,7 +145,8 @@ def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None)
     for path in binary + (texts if patterns else []):
         if path.stat().st_size == 0:
             raise ValueError(f"{path}: the file is empty")
-    shards, names = [_tokens_in(p, dtype) for p in binary], [str(p) for p in binary]
+    # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
+    shards, names = [np.asarray(_tokens_in(p, dtype)) for p in binary], [str(p) for p in binary]
     n_bytes = 0
     if texts:
         documents = [d for p in texts for d in _documents(p)]
@@ -240,19 +242,20 @@ def permute(index, n, seed):
     """Where `index` (array in [0, n)) goes under the permutation of [0, n) that `seed` names, in
     O(1) memory.
 
-    A Feistel network on the next even power of two; what falls outside [0, n) is sent through
-    again.
+    A Feistel network on the nearly square rectangle that holds n; the few places beyond n are sent
+    through again.
     """
-    half = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
-    mask = np.uint64((1 << int(half)) - 1)
-    seed_hash = np.uint64(zlib.crc32(str(seed).encode()))
-    keys = _mix(np.arange(1, 7, dtype=np.uint64), seed_hash << np.uint64(20))
+    rows = np.uint64(isqrt(int(n) - 1) + 1)
+    columns = np.uint64(-(-int(n) // int(rows)))
+    seeds = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
+    keys = _mix(np.arange(1, 7, dtype=np.uint64), seeds)
 
     def network(x):
-        left, right = x >> half, x & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right, key) & mask)
-        return (left << half) | right
+        row, column = x // columns, x % columns
+        for even, odd in zip(keys[::2], keys[1::2]):
+            row = (row + _mix(column, even) % rows) % rows
+            column = (column + _mix(row, odd) % columns) % columns
+        return row * columns + column
 
     out = network(np.asarray(index, np.uint64))
     while (outside := out >= n).any():
