@@ -75,8 +75,14 @@ def _shards(x):
     """
     if not isinstance(x, jax.Array):
         return [((), np.array(x))] if jax.process_index() == 0 else []
-    # A copy, not a view: the next step reuses the memory of a donated array.
-    return [(s.index, np.array(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+    return [(s.index, _detached(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+
+
+def _detached(x):
+    """A copy of a one-device array that its donation to a later program does not touch."""
+    if x.device.platform == "cpu":  # where a host array would be a view; made in the background
+        return jax.device_put(x, x.sharding, may_alias=False)
+    return np.asarray(x)
 
 
 def save(root, step, tree, meta=(), keep=0):
@@ -116,7 +122,7 @@ def _write(root, step, described, parts, meta, keep):
     partial.mkdir(parents=True, exist_ok=True)
     opened = {name: ts.open(_spec(partial, name, **d), create=True, open=True)
               for name, d in described.items() if parts[name]}
-    writes = [opened[name].result()[index].write(x)
+    writes = [opened[name].result()[index].write(np.asarray(x))
               for name, shards in parts.items() for index, x in shards]
     for write in writes:
         write.result()

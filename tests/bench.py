@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ours and its peers in turn: speed of a step, a start, a checkpoint, a loader; memory of a loss.
+
+    python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
+
+Every figure is taken in a process of its own; the contestants of a row take turns, and the table
+shows medians and ratios. Peers come from tests/requirements-bench.txt; one that is not installed
+is named and left out.
+"""
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PACKAGES = ("jax", "torch", "flax", "orbax-checkpoint", "grain")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPES = {
+    "char": dict(n_layers=6, d_model=384, n_heads=6, d_ff=1024, seq_len=256, batch_size=12,
+                 vocab_size=65),
+    "30M": dict(n_layers=6, d_model=384, n_heads=6, d_ff=1024, seq_len=512, batch_size=4,
+                vocab_size=50304),
+    "124M": dict(n_layers=12, d_model=768, n_heads=12, d_ff=2048, seq_len=1024, batch_size=1,
+                 vocab_size=50304),
+}
+SIZES = ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "batch_size")
+
+
+def rate(step, tokens, seconds=6.0):
+    """Tokens a second of step(), which returns when its update is done: the median of its calls."""
+    step(), step()
+    times, began = [], time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return tokens / statistics.median(times)
+
+
+# ---- a training step
+
+def our_config(shape, dtype, **changes):
+    import config
+    return config.derive(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
+
+
+def our_programs(cfg):
+    import jax
+    import jax.numpy as jnp
+
+    import model
+    import step
+    import train  # noqa: F401  sets the allocator, as every run does
+    mesh, table = step.make_mesh(cfg), model.param_table(cfg)
+    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    return mesh, step.compile_steps(cfg, mesh, table, model.loss_fn, model.init,
+                                    {"tokens": tokens, "labels": tokens})
+
+
+def step_ours(dtype, shape):
+    import train  # noqa: F401  before JAX has threads
+    import jax
+    import numpy as np
+
+    import data
+    import step
+    cfg = our_config(shape, dtype)
+    mesh, programs = our_programs(cfg)
+    rows = np.random.default_rng(0).integers(
+        0, cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1)).astype(np.int32)
+    sharding = jax.sharding.NamedSharding(mesh, step.BATCH)
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    batch = data.to_device(batch, sharding, cfg.batch_size)
+    state = programs["init"](jax.random.key(0))
+
+    def update():
+        nonlocal state
+        state, metrics = programs["train_step"](state, batch)
+        jax.block_until_ready(metrics)
+
+    return rate(update, rows[:, 1:].size)
+
+
+def torch_update(shape, dtype, compiled):
+    """A PyTorch GPT with nanoGPT's choices, as functions of its tensors: (step(), tokens)."""
+    import torch
+    import torch.nn.functional as F
+    L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    make = lambda *shape, std=0.02: (std * torch.randn(*shape, device=device)).requires_grad_()
+    ones = lambda: torch.ones(D, device=device, requires_grad=True)
+    embed, places, last = make(V, D), make(T, D), ones()
+    small = 0.02 / math.sqrt(2 * L)
+    layers = [dict(n1=ones(), qkv=make(3 * D, D), o=make(D, D, std=small),
+                   n2=ones(), up=make(4 * D, D), down=make(D, 4 * D, std=small)) for _ in range(L)]
+    params = [embed, places, last, *(p for w in layers for p in w.values())]
+    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+              {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), fused=device == "cuda")
+
+    def loss_fn(tokens, labels):
+        x = F.embedding(tokens, embed) + places
+        for w in layers:
+            heads = F.linear(F.layer_norm(x, (D,), w["n1"]), w["qkv"]).split(D, dim=2)
+            q, k, v = (h.view(B, T, N, D // N).transpose(1, 2) for h in heads)
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + F.linear(a.transpose(1, 2).reshape(B, T, D), w["o"])
+            x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (D,), w["n2"]), w["up"])), w["down"])
+        logits = F.linear(F.layer_norm(x, (D,), last), embed)
+        return F.cross_entropy(logits.view(-1, V).float(), labels.reshape(-1))
+
+    if compiled:
+        loss_fn = torch.compile(loss_fn)
+    rows = torch.randint(0, V, (B, T + 1), device=device)
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def update():
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = loss_fn(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return update, B * T
+
+
+def step_torch(dtype, shape):
+    return rate(*torch_update(shape, dtype, compiled=False))
+
+
+def step_torch_compile(dtype, shape):
+    return rate(*torch_update(shape, dtype, compiled=True))
+
+
+def step_flax(dtype, shape):
+    """A Flax GPT in the manner of nanodo: linen modules, LayerNorm, GELU, optax.adamw."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kw = dict(use_bias=False, dtype=dtype)
+            y = nn.LayerNorm(**kw)(x)
+            q, k, v = (nn.DenseGeneral((N, D // N), **kw)(y) for _ in range(3))
+            mask = nn.make_causal_mask(jnp.ones((1, T)))
+            a = nn.dot_product_attention(q, k, v, mask=mask, dtype=dtype)
+            x = x + nn.DenseGeneral(D, axis=(-2, -1), **kw)(a)
+            y = nn.LayerNorm(**kw)(x)
+            return x + nn.Dense(D, **kw)(nn.gelu(nn.Dense(4 * D, **kw)(y)))
+
+    class Gpt(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(V, D, dtype=dtype)
+            x = embed(tokens) + nn.Embed(T, D, dtype=dtype)(jnp.arange(T))
+            for _ in range(L):
+                x = Block()(x)
+            return embed.attend(nn.LayerNorm(use_bias=False, dtype=dtype)(x)).astype(jnp.float32)
+
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T + 1)), jnp.int32)
+    model = Gpt()
+    params = model.init(jax.random.key(0), rows[:, :-1])
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0),
+                            optax.adamw(1e-3, 0.9, 0.98, weight_decay=0.1))
+    state = params, optimizer.init(params)
+
+    @jax.jit
+    def update(params, opt):
+        loss_fn = lambda p: optax.softmax_cross_entropy_with_integer_labels(
+            model.apply(p, rows[:, :-1]), rows[:, 1:]).mean()
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    def one():
+        nonlocal state
+        state, loss = update(*state)
+        loss.block_until_ready()
+
+    return rate(one, B * T)
+
+
+# ---- from the command to the end of the first step
+
+def seconds_until(command, words):
+    began = time.perf_counter()
+    run = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True,
+                           stderr=subprocess.DEVNULL)
+    try:
+        for line in run.stdout:
+            if words in line:
+                return time.perf_counter() - began
+    finally:
+        run.kill()
+        run.wait()
+    raise RuntimeError(f"{command} ended before it said {words!r}")
+
+
+def start_ours(cache_dir):
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = [w for name in ("n_layers", "d_model", "n_heads", "d_ff", "seq_len", "batch_size")
+                 for w in (f"--{name}", SHAPES["char"][name])]
+        return seconds_until(
+            [sys.executable, ROOT / "train.py", "--out_dir", f"{folder}/out", "--log_every", 1,
+             "--cache_dir", cache_dir or f"{folder}/cache", *sizes], "step      1")
+
+
+def start_ours_cold():
+    return start_ours(None)
+
+
+def start_ours_warm():
+    folder = Path(tempfile.gettempdir()) / "sixfile_bench_cache"
+    if not folder.exists():
+        start_ours(folder)
+    return start_ours(folder)
+
+
+def start_torch():
+    return seconds_until([sys.executable, __file__, "--one", "first_torch"], "first step")
+
+
+def start_torch_compile():
+    return seconds_until([sys.executable, __file__, "--one", "first_torch_compile"], "first step")
+
+
+def first_torch(compiled=False):
+    torch_update("char", "float32", compiled)[0]()
+    print("first step", flush=True)
+    return 0.0
+
+
+def first_torch_compile():
+    return first_torch(compiled=True)
+
+
+# ---- checkpoints: a state of 124M parameters and two moments
+
+def state_124m():
+    import train  # noqa: F401  sets the allocator, as every run does
+    import jax.numpy as jnp
+    import numpy as np
+    rng = np.random.default_rng(0)
+    shapes = [(50304, 768)] + [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
+    shapes.append((12, 2048, 768))
+    return {f"{kind}/{i}": jnp.asarray(rng.random(shape, np.float32))
+            for kind in ("params", "mu", "nu") for i, shape in enumerate(shapes)}
+
+
+def scratch():
+    """A new folder on the disk that the project is on; made empty again by the next call."""
+    folder = ROOT / "out" / "bench"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def ckpt_ours():
+    import ckpt
+    state, folder = state_124m(), scratch()
+    began = time.perf_counter()
+    future = ckpt.save(folder, 1, state)
+    blocked_s = time.perf_counter() - began
+    ckpt.wait(future)
+    committed_s = time.perf_counter() - began
+    began = time.perf_counter()
+    ckpt.restore(folder, 1, state)
+    return {"blocked s": blocked_s, "committed s": committed_s,
+            "restored s": time.perf_counter() - began}
+
+
+def ckpt_orbax():
+    import jax
+    import orbax.checkpoint as ocp
+    state, folder = state_124m(), scratch()
+    checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    began = time.perf_counter()
+    checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
+    blocked_s = time.perf_counter() - began
+    checkpointer.wait_until_finished()
+    committed_s = time.perf_counter() - began
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    began = time.perf_counter()
+    jax.block_until_ready(checkpointer.restore(folder / "1", args=ocp.args.StandardRestore(like)))
+    return {"blocked s": blocked_s, "committed s": committed_s,
+            "restored s": time.perf_counter() - began}
+
+
+def ckpt_raw():
+    """The same bytes, one write and fsync, one read."""
+    import numpy as np
+    payload = b"".join(np.asarray(x).tobytes() for x in state_124m().values())
+    path = scratch() / "raw"
+    began = time.perf_counter()
+    with open(path, "wb") as f:
+        f.write(payload)
+        f.flush()
+        os.fsync(f.fileno())
+    committed_s = time.perf_counter() - began
+    began = time.perf_counter()
+    path.read_bytes()
+    return {"committed s": committed_s, "restored s": time.perf_counter() - began}
+
+
+# ---- loaders: batches of 12 x 1024 from 100M uint16 tokens on disk
+
+def token_file():
+    import numpy as np
+    path = Path(tempfile.gettempdir()) / "sixfile_bench_tokens.bin"
+    if not path.exists():
+        np.random.default_rng(0).integers(0, 50304, 10**8, dtype=np.uint16).tofile(path)
+    return path
+
+
+def loader_rate(batch, seconds=4.0):
+    """Million tokens a second of batch(i), over some seconds."""
+    batch(0)
+    n, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        n += 1
+        batch(n)
+    return n * 12 * 1024 / (time.perf_counter() - began) / 1e6
+
+
+def loader_ours():
+    import data
+    source = data.open_source([token_file()], data.make_tokenizer("bytes"), seq_len=1024)
+    return loader_rate(lambda i: data.batch_at(source, i, 12, 1024))
+
+
+def loader_nanogpt():
+    """nanoGPT's way: torch.randint, a stack of slices, int64."""
+    import numpy as np
+    import torch
+
+    def batch(_):
+        tokens = np.memmap(token_file(), np.uint16, "r")
+        starts = torch.randint(len(tokens) - 1024, (12,))
+        return [torch.stack([torch.from_numpy(tokens[i + shift : i + shift + 1024].astype(np.int64))
+                             for i in starts]) for shift in (0, 1)]
+
+    return loader_rate(batch)
+
+
+def loader_grain():
+    import grain.python as grain
+    import numpy as np
+    tokens = np.memmap(token_file(), np.uint16, "r")
+    windows = grain.MapDataset.range((len(tokens) - 1) // 1024).shuffle(seed=0)
+    rows = windows.map(lambda i: tokens[i * 1024 : i * 1024 + 1025].astype(np.int32))
+    batches = rows.repeat().batch(12)
+    return loader_rate(lambda i: batches[i])
+
+
+def loader_torch():
+    import numpy as np
+    import torch
+    tokens = np.memmap(token_file(), np.uint16, "r")
+    rows = range((len(tokens) - 1) // 1024)
+    collate = lambda ids: torch.from_numpy(
+        np.stack([tokens[i * 1024 : i * 1024 + 1025] for i in ids]).astype(np.int64))
+    batches = iter(torch.utils.data.DataLoader(rows, 12, shuffle=True, collate_fn=collate))
+    return loader_rate(lambda i: next(batches), seconds=0.5)
+
+
+# ---- memory of a step's temporaries at a vocabulary of 50304
+
+def memory_mib(tiles):
+    cfg = our_config("30M", "float32", logit_tiles=tiles, batch_size=8)
+    return our_programs(cfg)[1]["memory"]["temporaries"] / 2**20
+
+
+def memory_ours():
+    return memory_mib(8)
+
+
+def memory_dense():
+    return memory_mib(1)
+
+
+# ---- the table
+
+STEPS = [f"{dtype} {shape}" for shape in SHAPES for dtype in ("float32", "bfloat16")]
+ROWS = {  # name: (unit, whether more is better, {contestant: function name}); ours first
+    **{f"step {row}": ("tokens/s", True, {
+        who: f"step_{who.replace('.', '_')} {row}"
+        for who in ("ours", "torch", "torch.compile", "flax")}) for row in STEPS},
+    "start cold": ("s", False, {"ours": "start_ours_cold", "torch": "start_torch",
+                                "torch.compile": "start_torch_compile"}),
+    "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
+    "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),
+    "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
+                                   "grain": "loader_grain", "torch": "loader_torch"}),
+    "memory": ("MiB", False, {"ours": "memory_ours", "dense": "memory_dense"}),
+}
+
+
+def measure(call):
+    """What a function of this file returns in a process of its own, by part; None when it fails."""
+    run = subprocess.run([sys.executable, __file__, "--one", *call.split()], capture_output=True,
+                         text=True, cwd=ROOT)
+    if run.returncode:
+        print(f"  {call}: {(run.stderr.strip() or 'failed').splitlines()[-1]}", file=sys.stderr)
+        return None
+    value = json.loads(run.stdout.splitlines()[-1])
+    return value if isinstance(value, dict) else {"": value}
+
+
+def compare(name, runs):
+    """Print the medians of a row and how much better ours is; {contestant: {part: values}}."""
+    unit, more, contestants = ROWS[name]
+    values, gone = {who: {} for who in contestants}, set()
+    for _ in range(runs):
+        for who, call in contestants.items():
+            if who not in gone and (parts := measure(call)) is None:
+                gone.add(who)
+            elif who not in gone:
+                for part, value in parts.items():
+                    values[who].setdefault(part, []).append(value)
+    for part, ours in values["ours"].items():
+        ours = statistics.median(ours)
+        words = [f"ours {ours:,.4g} {unit}"]
+        for who, parts in values.items():
+            if who != "ours" and part in parts:
+                theirs = statistics.median(parts[part])
+                ratio = ours / theirs if more else theirs / ours
+                words.append(f"{who} {theirs:,.4g} (ours {ratio:.2f}x)")
+        print(f"{name} {part}".strip() + ": " + ", ".join(words), flush=True)
+    return values
+
+
+def hardware():
+    """Processor, cores and versions, in a line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    versions = [f"{p} {importlib.metadata.version(p)}" for p in PACKAGES
+                if importlib.util.find_spec(p.split("-")[0])]
+    missing = [p for p in PACKAGES if not importlib.util.find_spec(p.split("-")[0])]
+    return (f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; "
+            + ", ".join(versions) + (f"; not installed: {', '.join(missing)}" if missing else ""))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="words that a row's name holds")
+    parser.add_argument("--runs", type=int, default=3, help="turns of each contestant")
+    parser.add_argument("--json", default="", help="file for all figures")
+    parser.add_argument("--one", nargs="+", help="take one figure here: a function and arguments")
+    args = parser.parse_args()
+    if args.one:
+        name, *rest = args.one
+        print(json.dumps(globals()[name](*rest)))
+        return
+    print(hardware())
+    rows = [name for name in ROWS if any(word in name for word in args.only)]
+    figures = {name: compare(name, args.runs) for name in rows}
+    if args.json:
+        Path(args.json).write_text(json.dumps({"on": hardware(), "rows": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
