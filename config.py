@@ -184,6 +184,13 @@ def span(text):
     return int(first), int(last)
 
 
+def _span_faults(text):
+    try:
+        return span(text) and []
+    except ValueError as e:
+        return [str(e)]
+
+
 def parse(argv):
     """The Config of a command line. Unknown flags and malformed values end the process with code 2.
     """
@@ -307,10 +314,7 @@ def validate(cfg, n_devices, choices=()):
     for n in "min_lr_frac decay_frac top_p".split():
         if getattr(cfg, n) > 1:
             faults.append(f"{n} {getattr(cfg, n)}: must be at most 1")
-    try:
-        span(cfg.profile)
-    except ValueError as e:
-        faults.append(str(e))
+    faults += _span_faults(cfg.profile)
     if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
         faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
                       "need --coordinator host:port")
