@@ -70,8 +70,7 @@ def _spec(folder, name, shape=None, dtype=None, chunk=None):
 
 
 def _shards(x):
-    """(index, host copy) of what this process writes of x: each part of the array once, by one
-    process.
+    """(index, copy) of what this process writes of x: each part of the array once, by one process.
     """
     if not isinstance(x, jax.Array):
         return [((), np.array(x))] if jax.process_index() == 0 else []
@@ -88,9 +87,10 @@ def _detached(x):
 def save(root, step, tree, meta=(), keep=0):
     """Write `tree` as checkpoint `step`, replacing one of the same number; a Future of its path.
 
-    Returns when the arrays are off the device. A thread writes them, then meta.json, renames, and
-    deletes all but the `keep` newest checkpoints (0: none). The Future raises what went wrong; see
-    `wait`. Processes must share the folder; each writes its own shards and process 0 commits.
+    Returns when the arrays may be overwritten or donated. A thread writes them, then meta.json,
+    renames, and deletes all but the `keep` newest checkpoints (0: none). The Future raises what
+    went wrong; see `wait`. Processes must share the folder; each writes its own shards and process
+    0 commits.
     """
     arrays, _ = _flatten(tree)
     for x in arrays.values():

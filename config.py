@@ -186,9 +186,10 @@ def span(text):
 
 def _span_faults(text):
     try:
-        return span(text) and []
+        span(text)
     except ValueError as e:
         return [str(e)]
+    return []
 
 
 def parse(argv):

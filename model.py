@@ -264,7 +264,7 @@ def _n_tiles(B, T, cfg):
     if cfg.logit_tiles:
         return cfg.logit_tiles
     mesh = jax.sharding.get_abstract_mesh()
-    n_bytes = 4 * B * T * cfg.vocab_size / max(prod(mesh.shape.get(a, 1) for a in SPLIT), 1)
+    n_bytes = 4 * B * T * cfg.vocab_size / prod(mesh.shape.get(a, 1) for a in SPLIT)
     per_shard = T // mesh.shape.get("sp", 1)
     return next(n for n in range(1, per_shard + 1)
                 if per_shard % n == 0 and (n_bytes / n <= LOGIT_BYTES or n == per_shard))

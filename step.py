@@ -220,7 +220,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     bind = lambda f, **fixed: update_wrapper(partial(f, cfg=cfg, **fixed), f)  # keeps f's name
     fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer)
     update = bind(train_step, loss_fn=loss_fn, optimizer=optimizer)
-    evaluate = bind(eval_step, loss_fn=loss_fn)
+    sums = bind(eval_step, loss_fn=loss_fn)
     whole = NamedSharding(mesh, P())
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     with jax.set_mesh(mesh):
@@ -232,7 +232,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
         lowered = {
             "train_step": jax.jit(
                 update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
-            "eval_step": jax.jit(evaluate, out_shardings=whole).lower(state["params"], batch),
+            "eval_step": jax.jit(sums, out_shardings=whole).lower(state["params"], batch),
             "init": jax.jit(fresh, out_shardings=shardings).lower(key),
         }
     with ThreadPoolExecutor() as pool:  # the compiler lets go of Python

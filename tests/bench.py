@@ -8,13 +8,13 @@ shows medians and ratios. Peers come from tests/requirements-bench.txt; one that
 is named and left out.
 """
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -266,17 +266,17 @@ def state_124m():
             for kind in ("params", "mu", "nu") for i, shape in enumerate(shapes)}
 
 
+@contextlib.contextmanager
 def scratch():
-    """A new folder on the disk that the project is on; made empty again by the next call."""
-    folder = ROOT / "out" / "bench"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+    """An empty folder on the disk that the project is on, gone afterwards."""
+    (ROOT / "out").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:
+        yield Path(folder)
 
 
-def ckpt_ours():
+def ckpt_ours(folder):
     import ckpt
-    state, folder = state_124m(), scratch()
+    state = state_124m()
     began = time.perf_counter()
     future = ckpt.save(folder, 1, state)
     blocked_s = time.perf_counter() - began
@@ -288,10 +288,10 @@ def ckpt_ours():
             "restored s": time.perf_counter() - began}
 
 
-def ckpt_orbax():
+def ckpt_orbax(folder):
     import jax
     import orbax.checkpoint as ocp
-    state, folder = state_124m(), scratch()
+    state = state_124m()
     checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
     began = time.perf_counter()
     checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
@@ -306,11 +306,11 @@ def ckpt_orbax():
             "restored s": time.perf_counter() - began}
 
 
-def ckpt_raw():
+def ckpt_raw(folder):
     """The same bytes, one write and fsync, one read."""
     import numpy as np
     payload = b"".join(np.asarray(x).tobytes() for x in state_124m().values())
-    path = scratch() / "raw"
+    path = folder / "raw"
     began = time.perf_counter()
     with open(path, "wb") as f:
         f.write(payload)
@@ -469,7 +469,9 @@ def main():
     args = parser.parse_args()
     if args.one:
         name, *rest = args.one
-        print(json.dumps(globals()[name](*rest)))
+        with scratch() as folder:
+            call = globals()[name]
+            print(json.dumps(call(folder) if name.startswith("ckpt_") else call(*rest)))
         return
     print(hardware())
     rows = [name for name in ROWS if any(word in name for word in args.only)]
