@@ -165,9 +165,11 @@ def test_a_device_array_may_be_donated_once_save_returned(tmp_path):
 
     Break: ckpt.py: return jax.device_put(x, x.sharding, may_alias=False) => return x
     """
-    on_device = jnp.ones(2**22)
+    on_device = jax.block_until_ready(jnp.ones(2**22))
+    place = on_device.unsafe_buffer_pointer()
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0).lower(on_device).compile()
     future = ckpt.save(tmp_path, 1, {"device": on_device})
-    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(on_device))
+    assert add_one(on_device).unsafe_buffer_pointer() == place  # its memory was taken at once
     ckpt.wait(future)
     back = ckpt.restore(tmp_path, 1, {"device": np.zeros(2**22, np.float32)})["device"]
     assert back.min() == back.max() == 1
