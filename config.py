@@ -61,6 +61,7 @@ class Config:
     # ---- numbers
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # matmuls; auto: f32 on a CPU
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
+    attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cuDNN on an NVIDIA GPU, else XLA
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     logit_tiles: int = 0  # parts of a sequence whose logits exist one at a time; 0: as memory asks
     # ---- optimizer

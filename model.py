@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder-only transformer as pure functions over a flat dict of arrays.
 
-Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped-query attention, SwiGLU,
-and by option head norms, biases, tied embeddings, a sliding window. Every parameter stands once, in
+Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, SwiGLU, and by
+option head norms, biases, tied embeddings, a sliding window. Each parameter stands once, in
 `param_table`. `cfg`: any object with d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size
 rope_theta rope_factor rope_original_len norm_eps qk_norm qkv_bias tie_embeddings sliding_window
-dtype param_dtype remat logit_tiles label_smoothing z_loss; `generate`: temperature top_k top_p.
+dtype param_dtype attention remat logit_tiles label_smoothing z_loss; generate: temperature top_k
+top_p.
 """
 from functools import partial
 from math import log, prod
@@ -133,17 +134,60 @@ def _rotate(x, cos, sin):
 
 
 def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
-    """Causal attention within the window, softmax in float32. Key slot s holds position s."""
+    """Causal attention within the window, softmax in float32. Key slot s holds position s.
+
+    Divided by its sum after the product with v, so that neither forward nor backward walks the
+    scores for it.
+    """
     B, N, T, H = q_BNTH.shape
     _, K, S, _ = k_BKSH.shape
-    q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = H**-0.5 * jnp.einsum(
+    q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
+    scores_BKGTS = jnp.einsum(
         "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
     back_BTS = positions_BT[:, :, None] - jnp.arange(S)[None, None, :]
     seen_BTS = (back_BTS >= 0) & (back_BTS < (cfg.sliding_window or S))
     scores_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    p_BKGTS = jax.nn.softmax(scores_BKGTS).astype(v_BKSH.dtype)
-    return jnp.einsum("BKGTS,BKSH->BKGTH", p_BKGTS, v_BKSH).reshape(q_BNTH.shape)
+    top_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
+    e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
+    a_BKGTH = jnp.einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH,
+                         preferred_element_type=jnp.float32)
+    a_BKGTH /= e_BKGTS.sum(axis=-1, keepdims=True)
+    return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
+
+
+def _attend_halves(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg):
+    """_attend on a whole sequence; the first half of its queries never meets the later keys."""
+    T = q_BNTH.shape[2]
+    halves = slice(0, (T + 1) // 2), slice((T + 1) // 2, T)
+    return jnp.concatenate([
+        _attend(q_BNTH[:, :, half], k_BKTH[:, :, :half.stop], v_BKTH[:, :, :half.stop],
+                positions_BT[:, half], cfg) for half in halves], axis=2)
+
+
+def _attend_library(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg, implementation="cudnn"):
+    """_attend on a whole sequence by JAX's fused kernel, which never makes all scores."""
+    window = (cfg.sliding_window - 1, 0) if cfg.sliding_window else None
+    a_BTNH = jax.nn.dot_product_attention(
+        *(x.swapaxes(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), is_causal=True,
+        local_window_size=window, implementation=implementation)
+    return a_BTNH.swapaxes(1, 2)
+
+
+ATTENTION = {"auto": _attend_halves, "xla": _attend_halves, "cudnn": _attend_library}
+
+
+def choose_attention(cfg, cuda):
+    """cfg.attention; of "auto", the fastest there is. cuda: whether the devices are NVIDIA GPUs.
+
+    Raises ValueError when cuDNN is asked for and cannot be had.
+    """
+    needs = {"an NVIDIA GPU": cuda, f"a 16-bit dtype, not {cfg.dtype}": "16" in cfg.dtype,
+             f"head_dim a multiple of 8 up to 128, not {cfg.head_dim}":
+             cfg.head_dim % 8 == 0 and cfg.head_dim <= 128}
+    lacks = [need for need, met in needs.items() if not met]
+    if cfg.attention == "cudnn" and lacks:
+        raise ValueError(f"attention cudnn: needs {', '.join(lacks)}; choose xla or auto")
+    return ("xla" if lacks else "cudnn") if cfg.attention == "auto" else cfg.attention
 
 
 def _block(x_BTD, w, cache, positions_BT, rope, cfg):
@@ -169,7 +213,8 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
         head_1K1 = jnp.arange(k_BKTH.shape[1])[None, :, None]
         cache = tuple(old.at[row_B11, head_1K1, positions_BT[:, None]].set(new)
                       for old, new in zip(cache, (k_BKTH, v_BKTH)))
-    a_BNTH = _attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
+    attend = _attend if cache else ATTENTION[cfg.attention]
+    a_BNTH = attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
     a_BTNH = checkpoint_name(_shard(a_BNTH, ROWS, ("tp", "sp")), "attention").swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
     x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"]), ROWS, "sp")

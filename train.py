@@ -21,11 +21,11 @@ import time
 import uuid
 from pathlib import Path
 
-# Before JAX starts its threads: have glibc keep freed memory, in one arena. On a CPU, fresh pages
-# at each step took a third of a small model's time.
+# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, fresh pages
+# at each step took from a third to two thirds of its time.
 M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -8, -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
-    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1),
+    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1),
                           (M_TOP_PAD, 2**28)):
         ctypes.CDLL(None).mallopt(option, value)
 
@@ -126,6 +126,8 @@ def setup(cfg):
     cfg = config.derive(dataclasses.replace(
         cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
         dtype=auto if cfg.dtype == "auto" else cfg.dtype))
+    cuda = "cuda" in jax.devices()[0].client.platform_version
+    cfg = dataclasses.replace(cfg, attention=model.choose_attention(cfg, cuda))
     table, mesh = model.param_table(cfg), steplib.make_mesh(cfg)
     if faults := steplib.check_shapes(table, mesh):
         raise ValueError("mesh and model do not fit: " + "; ".join(faults))
@@ -402,6 +404,7 @@ def describe(run, programs, origin, compile_s):
     return {
         "origin": origin, "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processes": jax.process_count(), "mesh": dict(run["mesh"].shape),
+        "dtype": cfg.dtype, "attention": cfg.attention,
         "n_params": sum(math.prod(shape) for shape, _, _ in run["table"].values()),
         "tokens_per_step": cfg.batch_size * cfg.seq_len,
         "flops_per_token": flops, "flops_formula": formula,
@@ -412,7 +415,8 @@ def describe(run, programs, origin, compile_s):
 def announce(row):
     memory = row["memory_bytes_per_device"].get("total", 0) / 2**20
     say(f"{row['n_params'] / 1e6:.2f}M parameters on {row['devices']}, mesh "
-        + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device")
+        + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device; "
+        f"{row['dtype']}, attention {row['attention']}")
     say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, "
         f"from {row['origin']}")
 

@@ -35,9 +35,8 @@ import model, jax, jax.numpy as jnp, numpy as np, types
 cfg = types.SimpleNamespace(
     d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=32, vocab_size=11,
     rope_theta=1e4, rope_factor=1.0, norm_eps=1e-6, qk_norm=True, qkv_bias=True,
-    tie_embeddings=True, sliding_window=0, dtype="float32", param_dtype="float32", remat="none",
-    logit_tiles=0,
-    label_smoothing=0.0, z_loss=0.0)
+    tie_embeddings=True, sliding_window=0, dtype="float32", param_dtype="float32",
+    attention="xla", remat="none", logit_tiles=0, label_smoothing=0.0, z_loss=0.0)
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
 rng = np.random.default_rng(0)
 fill = {"normal": lambda std, shape: rng.normal(0, std, shape),

@@ -2,7 +2,7 @@
 """model.py against a float64 NumPy transformer, finite differences, hand counts and perturbation.
 """
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import jax
@@ -138,7 +138,7 @@ def test_forward_equals_numpy(variant):
     """Logits are those of a float64 NumPy transformer to 1e-4 (logits of about 10; float32
     rounding, 1e-6 each).
 
-    Break: model.py: H**-0.5 * jnp.einsum => jnp.einsum
+    Break: model.py: H**-0.5 * q_BNTH => q_BNTH
     """
     cfg = dataclasses.replace(BASE, **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg)
@@ -187,6 +187,49 @@ def test_gradients_equal_finite_differences(variant, tiles):
                     for h in (1e-5, -1e-5))
         got = np.sum(np.asarray(grads[name], np.float64) * direction)
         assert abs(got - (up - down) / 2e-5) < 1e-4 * np.linalg.norm(grads[name]), name
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("T", [1, 2, 11])
+def test_fused_attention_is_ours(T, window):
+    """What is asked of JAX's fused attention, here in its plain implementation, is what ours
+    computes: to 1e-5 (float32).
+
+    Break: model.py: (cfg.sliding_window - 1, 0) => (cfg.sliding_window, 0)
+    """
+    cfg = dataclasses.replace(BASE, sliding_window=window)
+    rng = np.random.default_rng(3)
+    q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 8)), jnp.float32)
+                              for heads in (6, 3, 3))
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (2, T))
+    ours, theirs = (attend(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg) for attend in (
+        model.ATTENTION["xla"], partial(model.ATTENTION["cudnn"], implementation="xla")))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_half_of_the_queries_skip_half_of_the_keys():
+    """Ours compiles to less than 0.8 of the FLOPs of attention from every query to every key.
+
+    Break: model.py: k_BKTH[:, :, :half.stop], v_BKTH[:, :, :half.stop] => k_BKTH, v_BKTH
+    """
+    q_BNTH, positions_BT = jnp.zeros((1, 2, 64, 16)), jnp.arange(64)[None]
+    flops = lambda attend: jax.jit(lambda q: attend(q, q, q, positions_BT, BASE)).lower(
+        q_BNTH).compile().cost_analysis()["flops"]
+    assert flops(model.ATTENTION["xla"]) < 0.8 * flops(model._attend)
+
+
+@pytest.mark.parametrize("change, cuda, chosen", [
+    (dict(dtype="bfloat16"), True, "cudnn"), (dict(dtype="bfloat16"), False, "xla"),
+    (dict(dtype="float32"), True, "xla"), (dict(dtype="float16", head_dim=256), True, "xla"),
+    (dict(dtype="bfloat16", attention="xla"), True, "xla"),
+])
+def test_attention_is_chosen_by_what_there_is(change, cuda, chosen):
+    """auto is cuDNN where the device, the dtype and the head allow it; what is named is taken.
+
+    Break: model.py: ("xla" if lacks else "cudnn") => "cudnn"
+    """
+    cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
+    assert model.choose_attention(cfg, cuda) == chosen
 
 
 @pytest.mark.parametrize("window", [0, 2])

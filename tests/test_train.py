@@ -106,8 +106,8 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
     assert {"start", "train", "eval", "save", "sample", "stop", "end"} == {
         json.loads(line)["event"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     for event, fields in {
-        "start": "versions devices mesh n_params tokens_per_step flops_per_token flops_formula "
-                 "compile_s memory_bytes_per_device config run_id",
+        "start": "versions devices mesh dtype attention n_params tokens_per_step flops_per_token "
+                 "flops_formula compile_s memory_bytes_per_device config run_id",
         "train": "step loss lr grad_norm tokens epoch tokens_per_s step_s data_wait_s "
                  "model_tflops_per_device mfu acc goodput",
         "eval": "step val_loss val_ppl val_acc val_tokens val_bits_per_byte",
@@ -705,6 +705,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         "--tp 3": "3 devices do not divide the 8 at hand",
         "--batch_size 9":
             "batch_size 9: must be a multiple of micro_batches x dp x fsdp = 8; nearest: 8 or 16",
+        "--attention cudnn": "attention cudnn: needs an NVIDIA GPU, a 16-bit dtype, not float32",
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 cannot be split over tp=2; nearest: 254 or 256",
