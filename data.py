@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from math import isqrt
 from pathlib import Path
 
@@ -23,6 +24,7 @@ IGNORE = -100  # label of a position that is not learnt
 END = b"\0"  # between documents, where the tokenizer is bytes
 # {magic: (version, token dtype)} of llm.c's headers of 256 int32.
 MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+BLOCK = 4096  # places of an epoch whose order is worked out together
 SCAN = 2**28  # tokens per shard whose ids are checked before training; the rest batch by batch
 
 
@@ -263,6 +265,20 @@ def permute(index, n, seed):
     return out.astype(np.int64)
 
 
+@lru_cache(maxsize=4)
+def _order(block, n, seed):
+    """The sequences at the places of a block: for so many, a batch's share costs next to nothing."""
+    return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
+
+
+def _sequences(places, n, seed):
+    """permute(places, n, seed), by blocks."""
+    blocks, within = np.divmod(places, BLOCK)
+    if (blocks == blocks[0]).all():
+        return _order(int(blocks[0]), n, seed)[within]
+    return np.array([_order(int(b), n, seed)[w] for b, w in zip(blocks, within)])
+
+
 def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=None):
     """Batch `step` (from 0): int32 {"tokens", "labels"} [rows, seq_len].
 
@@ -274,8 +290,9 @@ def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=No
     n = n_sequences(source, seq_len)
     epochs, places = np.divmod(step * batch_size + rows.astype(np.int64), n)
     sequences = np.empty(len(rows), np.int64)
-    for epoch in np.unique(epochs):
-        sequences[epochs == epoch] = permute(places[epochs == epoch], n, (seed, int(epoch)))
+    for epoch in range(epochs.min(), epochs.max() + 1):
+        here = epochs == epoch
+        sequences[here] = _sequences(places[here], n, (seed, epoch))
     return _read(source, sequences, seq_len, vocab_size)
 
 
@@ -286,26 +303,26 @@ def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     n = n_sequences(source, seq_len)
     places = index * batch_size + rows.astype(np.int64)
-    batch = _read(source, permute(places % n, n, "held out"), seq_len, vocab_size)
+    batch = _read(source, _sequences(places % n, n, "held out"), seq_len, vocab_size)
     batch["labels"][places >= n] = IGNORE
     return batch
 
 
 def _read(source, sequences, seq_len, vocab_size):
-    firsts = np.cumsum([0] + [_windows(s, seq_len) for s in source["shards"]])
-    which = np.searchsorted(firsts, sequences, side="right") - 1
+    shards = source["shards"]
+    lengths, windows = np.array([(len(s), _windows(s, seq_len)) for s in shards]).T
+    which = np.searchsorted(np.cumsum(windows), sequences, side="right")
+    wanted = (sequences - (np.cumsum(windows) - windows)[which]) * seq_len
+    starts = np.minimum(wanted, lengths[which] - 1 - seq_len)
     out = np.empty((len(sequences), seq_len + 1), np.int32)
-    skip = np.zeros(len(sequences), np.int64)
-    for row, (sequence, w) in enumerate(zip(sequences, which)):
-        shard = source["shards"][w]
-        wanted = (sequence - firsts[w]) * seq_len
-        start = min(wanted, len(shard) - 1 - seq_len)
-        out[row], skip[row] = shard[start : start + seq_len + 1], wanted - start
+    for row, w, start in zip(out, which.tolist(), starts.tolist()):
+        row[:] = shards[w][start : start + seq_len + 1]
     for w in np.unique(which) if vocab_size else ():
         _check_ids(out[which == w], vocab_size, source["names"][w])
     labels = out[:, 1:].copy()
-    labels[np.arange(seq_len)[None] < skip[:, None]] = IGNORE  # the window before has had these
-    return {"tokens": np.ascontiguousarray(out[:, :-1]), "labels": labels}
+    for row in np.flatnonzero(wanted - starts):  # the window before has had these
+        labels[row, : wanted[row] - starts[row]] = IGNORE
+    return {"tokens": out[:, :-1], "labels": labels}
 
 
 # ---- to the devices

@@ -21,7 +21,7 @@ import time
 import uuid
 from pathlib import Path
 
-# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, fresh pages
+# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
 # at each step took from a third to two thirds of its time.
 M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -8, -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library

@@ -103,11 +103,26 @@ def test_every_label_once_an_epoch(seq_len):
     assert n == sum(-(-(length - 1) // seq_len) for length in LENGTHS)
 
 
+def test_order_does_not_depend_on_the_batch():
+    """Any batch over any border, of a block or of an epoch, has the sequences of permute's places.
+
+    Break: data.py: if (blocks == blocks[0]).all(): => if len(blocks):
+    """
+    n = 2 * data.BLOCK + 100
+    source = {"shards": [np.arange(n + 1, dtype=np.uint32)], "names": ["up"],
+              "bytes_per_token": None}
+    order = np.concatenate([data.permute(np.arange(n), n, (7, epoch)) for epoch in (0, 1)])
+    for size in (3, 1000, n):
+        for step in {0, data.BLOCK // size, (n - 1) // size}:
+            got = data.batch_at(source, step, size, 1, seed=7)["tokens"][:, 0]
+            np.testing.assert_array_equal(got, order[step * size : (step + 1) * size])
+
+
 def test_last_batch_wraps():
     """The batch that an epoch does not fill is filled from the next: laid end to end, batches are
     whole epochs.
 
-    Break: data.py: (seed, int(epoch)) => (seed, int(epochs[0]))
+    Break: data.py: (seed, epoch)) => (seed, int(epochs[0])))
     """
     source, n = count_up(), data.n_sequences(count_up(), 8)
     assert n % 5
@@ -123,8 +138,8 @@ def test_batches_from_the_step_alone(tmp_path):
     """A batch depends on its arguments alone: asked for backwards, of the same file opened anew, it
     is the same.
 
-    Break: data.py: permute(places[epochs == epoch], n, (seed, =>
-    permute(places[epochs == epoch], n, (time.time_ns(),
+    Break: data.py: _sequences(places[here], n, (seed, =>
+    _sequences(places[here], n, (time.time_ns(),
     """
     path = write(tmp_path / "a.bin", np.arange(500, dtype=np.uint16))
     sizes = dict(batch_size=4, seq_len=8, seed=1)
