@@ -16,6 +16,8 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Literal
 
+Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -59,7 +61,7 @@ class Config:
     sliding_window: int = 0  # tokens that attention looks back, itself included; 0: all
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # matmuls; auto: f32 on a CPU
+    dtype: Dtype = "auto"  # mixed: float32, but products of bfloat16; auto: what the device is fast at
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
     attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cuDNN on an NVIDIA GPU, else XLA
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload

@@ -267,7 +267,7 @@ def permute(index, n, seed):
 
 @lru_cache(maxsize=4)
 def _order(block, n, seed):
-    """The sequences at the places of a block: for so many, a batch's share costs next to nothing."""
+    """The sequences at the places of a block; a batch's share of that work is small."""
     return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
 
 

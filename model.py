@@ -14,6 +14,7 @@ from math import log, prod
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 ROWS = ("dp", "fsdp")  # mesh axes that share out the sequences of a batch
@@ -90,13 +91,48 @@ def _shard(x, *axes):
     return jax.lax.with_sharding_constraint(x, P(*axes))
 
 
-def _dot(x, w, dtype=None):
+def _width(cfg):
+    """The dtype of weights and activations: float32 too where only products are narrower."""
+    return "float32" if cfg.dtype == "mixed" else cfg.dtype
+
+
+def _dot(x, w, cfg, dtype=None):
     """x [..., D] @ w [D, F] in dtype (theirs), as one product of two matrices.
 
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
     """
-    y = jnp.dot(x.reshape(-1, x.shape[-1]), w, preferred_element_type=dtype)
+    x_2d = x.reshape(-1, x.shape[-1])
+    y = (_mixed_dot(x_2d, w) if cfg.dtype == "mixed"
+         else jnp.dot(x_2d, w, preferred_element_type=dtype))
     return y.reshape(*x.shape[:-1], w.shape[-1])
+
+
+@jax.custom_vjp
+def _mixed_dot(x, w):
+    """float32 [M, D] @ [D, F], and its gradient, from operands rounded to bfloat16, summed in
+    float32.
+
+    Error: 2**-9 of each operand. Made for CPUs whose matrix units (AMX) multiply bfloat16: fast
+    only if the sum runs over the last dim of the left operand as it lies in memory.
+    """
+    return _mixed_fwd(x, w)[0]
+
+
+def _mixed_fwd(x, w):
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    return jnp.dot(x, w, preferred_element_type=jnp.float32), (x, w)
+
+
+def _mixed_bwd(saved, dy):
+    (x, w), dy = saved, dy.astype(jnp.bfloat16)
+    dot = partial(jnp.dot, preferred_element_type=jnp.float32)
+    # Both say: make the transpose. Folded into the product, before or after it, it is slow, or more
+    # than XLA has a kernel for.
+    x_t = with_layout_constraint(x.T, Layout((0, 1)))
+    return dot(dy, w.T), jax.lax.optimization_barrier(dot(x_t, dy))
+
+
+_mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
 
 
 def _rms_norm(x, scale, eps):
@@ -195,7 +231,7 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     x_BTD, cache.
     """
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
-    qkv = [_dot(y_BTD, w[f"w{x}"]) for x in "qkv"]
+    qkv = [_dot(y_BTD, w[f"w{x}"], cfg) for x in "qkv"]
     if cfg.qkv_bias:
         qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv")]
     q_BTNH, k_BTKH, v_BTKH = (a.reshape(*a.shape[:2], -1, cfg.head_dim) for a in qkv)
@@ -217,10 +253,10 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     a_BNTH = attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
     a_BTNH = checkpoint_name(_shard(a_BNTH, ROWS, ("tp", "sp")), "attention").swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
-    x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"]), ROWS, "sp")
+    x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"], cfg), ROWS, "sp")
     y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
-    h_BTF = jax.nn.silu(_dot(y_BTD, w["w_gate"])) * _dot(y_BTD, w["w_up"])
-    return _shard(x_BTD + _dot(h_BTF, w["w_down"]), ROWS, "sp"), cache
+    h_BTF = jax.nn.silu(_dot(y_BTD, w["w_gate"], cfg)) * _dot(y_BTD, w["w_up"], cfg)
+    return _shard(x_BTD + _dot(h_BTF, w["w_down"], cfg), ROWS, "sp"), cache
 
 
 def _trunk(params, batch, cfg, cache=None):
@@ -229,7 +265,7 @@ def _trunk(params, batch, cfg, cache=None):
     positions_BT = batch.get("positions")
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    params = {k: v.astype(cfg.dtype) for k, v in params.items()}
+    params = {k: v.astype(_width(cfg)) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # fsdp gathers the width of the table here, so that the look-up moves no activations; tp sums
@@ -248,9 +284,9 @@ def _trunk(params, batch, cfg, cache=None):
     return x_BTD, params["embed"].T if cfg.tie_embeddings else params["unembed"], cache
 
 
-def _logits(x_BTD, unembed_DV):
+def _logits(x_BTD, unembed_DV, cfg):
     # tp splits the vocabulary, so that no device holds all logits of a token.
-    return _shard(_dot(x_BTD, unembed_DV, jnp.float32), ROWS, "sp", "tp")
+    return _shard(_dot(x_BTD, unembed_DV, cfg, jnp.float32), ROWS, "sp", "tp")
 
 
 def forward(params, batch, cfg, cache=None):
@@ -260,7 +296,7 @@ def forward(params, batch, cfg, cache=None):
     cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
     """
     x_BTD, unembed_DV, cache = _trunk(params, batch, cfg, cache)
-    return _logits(x_BTD, unembed_DV), cache
+    return _logits(x_BTD, unembed_DV, cfg), cache
 
 
 def loss_fn(params, batch, cfg):
@@ -282,7 +318,7 @@ def loss_fn(params, batch, cfg):
 
 def _loss_sums(x_BTD, unembed_DV, labels_BT, cfg):
     """The sums of loss_fn, from all logits at once."""
-    logits_BTV = _logits(x_BTD, unembed_DV)
+    logits_BTV = _logits(x_BTD, unembed_DV, cfg)
     mask_BT = labels_BT != IGNORE
     label_BT = jnp.where(mask_BT, labels_BT, 0)
     V, eps = cfg.vocab_size, cfg.label_smoothing
@@ -398,7 +434,7 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     """
     B, T = tokens_BT.shape
     shape = (cfg.n_layers, B, cfg.n_kv_heads, T + n_new, cfg.head_dim)
-    cache = (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+    cache = (jnp.zeros(shape, _width(cfg)), jnp.zeros(shape, _width(cfg)))
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     batch = {"tokens": tokens_BT, "positions": positions_BT}
     logits_BTV, cache = forward(params, batch, cfg, cache)

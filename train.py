@@ -122,7 +122,10 @@ def setup(cfg):
     config.validate(cfg, jax.device_count(), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES, "remat": model.REMAT})
     tokenizer = data.make_tokenizer(cfg.tokenizer)
-    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    auto = "bfloat16"
+    if jax.default_backend() == "cpu":
+        flags = Path("/proc/cpuinfo")
+        auto = "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
     cfg = config.derive(dataclasses.replace(
         cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
         dtype=auto if cfg.dtype == "auto" else cfg.dtype))

@@ -172,7 +172,8 @@ def test_gradients_equal_finite_differences(variant, tiles):
 
     To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by
     1e-9.
-    Break: model.py: _dot(h_BTF, w["w_down"]) => _dot(jax.lax.stop_gradient(h_BTF), w["w_down"])
+    Break: model.py: _dot(h_BTF, w["w_down"], cfg) =>
+    _dot(jax.lax.stop_gradient(h_BTF), w["w_down"], cfg)
     """
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, logit_tiles=tiles,
                               **VARIANTS[variant])
@@ -230,6 +231,39 @@ def test_attention_is_chosen_by_what_there_is(change, cuda, chosen):
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
     assert model.choose_attention(cfg, cuda) == chosen
+
+
+def test_mixed_products_round_their_operands_alone():
+    """A mixed product and its two gradients are float64's of operands rounded to bfloat16: to 1e-6
+    of the largest (float32 sums of 64 terms).
+
+    Break: model.py: dy.astype(jnp.bfloat16) => dy
+    """
+    rng = np.random.default_rng(4)
+    x, w, dy = (rng.normal(size=shape).astype(np.float32)
+                for shape in ((48, 64), (64, 32), (48, 32)))
+    y, vjp = jax.vjp(jax.jit(model._mixed_dot), x, w)
+    x, w, dy_rounded = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w, dy))
+    for got, want in zip((y, *vjp(dy)), (x @ w, dy_rounded @ w.T, x.T @ dy_rounded)):
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def test_mixed_is_float32_but_for_its_products():
+    """From fresh parameters, loss (1%) and gradients (3% of each one's norm) under mixed are near
+    float32's and not the same; gradients are float32.
+
+    Break: model.py: _mixed_dot(x_2d, w) if cfg.dtype == "mixed" => _mixed_dot(x_2d, w) if False
+    """
+    params, batch = model.init(jax.random.key(0), BASE), random_batch(BASE)
+    objective = lambda p, cfg: model.loss_fn(p, batch, cfg)[0]["objective"]
+    grad = jax.jit(jax.value_and_grad(objective), static_argnums=1)
+    (loss, grads), (mixed_loss, mixed) = (
+        grad(params, dataclasses.replace(BASE, dtype=dtype)) for dtype in ("float32", "mixed"))
+    assert 0 < abs(mixed_loss - loss) < 0.01 * loss
+    for name, g in grads.items():
+        assert mixed[name].dtype == jnp.float32
+        assert 0 < jnp.linalg.norm(mixed[name] - g) < 0.03 * jnp.linalg.norm(g), name
 
 
 @pytest.mark.parametrize("window", [0, 2])

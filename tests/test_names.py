@@ -49,8 +49,8 @@ def test_suffixes_are_shapes():
 
     T is the prompt's length, half of it in attention, 1 when decoding, or the new tokens; S is T,
     the first half, or the length of the cache. At least 20 names.
-    Break: model.py: q_BKGTH = q_BNTH.reshape(B, K, N // K, T, H) =>
-    q_BKGTH = q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
+    Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
+    q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
     cfg = config.derive(config.Config(
         d_model=SIZES["D"], n_heads=SIZES["N"], n_kv_heads=SIZES["K"], head_dim=SIZES["H"],
