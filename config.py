@@ -61,7 +61,7 @@ class Config:
     sliding_window: int = 0  # tokens that attention looks back, itself included; 0: all
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
-    dtype: Dtype = "auto"  # mixed: float32, but products of bfloat16; auto: what the device is fast at
+    dtype: Dtype = "auto"  # mixed: float32, but products of bfloat16; auto: by the device
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
     attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cuDNN on an NVIDIA GPU, else XLA
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload

@@ -33,6 +33,10 @@ REMAT = {
         offload_src="device", offload_dst="pinned_host"),
 }
 
+# What backward computes once more: weights whose products, and the share of attention's.
+RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots": ("", 1.0),
+              "named": ("wo w_gate w_up", 0.5), "offload": ("wo w_gate w_up", 0.5)}
+
 
 def param_table(cfg):
     """{name: (shape, partition spec, init)}; init is ("normal", std) or ("constant", value).
@@ -187,7 +191,8 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
     e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
     a_BKGTH = jnp.einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH,
                          preferred_element_type=jnp.float32)
-    a_BKGTH /= e_BKGTS.sum(axis=-1, keepdims=True)
+    sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
+    a_BKGTH = checkpoint_name(a_BKGTH, "attention") / checkpoint_name(sum_BKGT1, "attention")
     return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
 
 
@@ -206,7 +211,7 @@ def _attend_library(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg, implementation="c
     a_BTNH = jax.nn.dot_product_attention(
         *(x.swapaxes(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), is_causal=True,
         local_window_size=window, implementation=implementation)
-    return a_BTNH.swapaxes(1, 2)
+    return checkpoint_name(a_BTNH, "attention").swapaxes(1, 2)
 
 
 ATTENTION = {"auto": _attend_halves, "xla": _attend_halves, "cudnn": _attend_library}
@@ -231,7 +236,7 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     x_BTD, cache.
     """
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
-    qkv = [_dot(y_BTD, w[f"w{x}"], cfg) for x in "qkv"]
+    qkv = [checkpoint_name(_dot(y_BTD, w[f"w{x}"], cfg), "qkv") for x in "qkv"]
     if cfg.qkv_bias:
         qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv")]
     q_BTNH, k_BTKH, v_BTKH = (a.reshape(*a.shape[:2], -1, cfg.head_dim) for a in qkv)
@@ -241,8 +246,7 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
     # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing
     # moves.
     q_BNTH, k_BKTH, v_BKTH = (
-        checkpoint_name(_shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")), "qkv")
-        for a in (q_BTNH, k_BTKH, v_BTKH))
+        _shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")) for a in (q_BTNH, k_BTKH, v_BTKH))
     q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
     if cache is not None:
         row_B11 = jnp.arange(len(x_BTD))[:, None, None]
@@ -251,7 +255,7 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
                       for old, new in zip(cache, (k_BKTH, v_BKTH)))
     attend = _attend if cache else ATTENTION[cfg.attention]
     a_BNTH = attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
-    a_BTNH = checkpoint_name(_shard(a_BNTH, ROWS, ("tp", "sp")), "attention").swapaxes(1, 2)
+    a_BTNH = _shard(a_BNTH, ROWS, ("tp", "sp")).swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
     x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"], cfg), ROWS, "sp")
     y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
@@ -395,18 +399,23 @@ _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd)
 
 
 def flops_per_token(cfg, seq_len):
-    """(FLOPs of one trained token, formula): matmuls forward and backward, causal attention at
-    half.
+    """(FLOPs of one trained token, those that remat adds, formula of the first): products forward
+    and backward, causal attention at half.
 
     The mean number of keys a query sees is half the sequence, or less under a sliding window.
     """
-    matmul = sum(prod(shape) for name, (shape, _, _) in param_table(cfg).items()
-                 if name == "unembed" or (name.startswith("layers.w")))
-    matmul += cfg.vocab_size * cfg.d_model if cfg.tie_embeddings else 0
+    weights = {name.removeprefix("layers."): prod(shape)
+               for name, (shape, _, _) in param_table(cfg).items()
+               if name == "unembed" or name.startswith("layers.w")}
+    if cfg.tie_embeddings:
+        weights["unembed"] = cfg.vocab_size * cfg.d_model
     window = min(cfg.sliding_window or seq_len, seq_len)
     keys = window * (1 - window / (2 * seq_len))
-    flops = 6 * matmul + 12 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
-    return flops, "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys"
+    attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
+    names, share = RECOMPUTED[cfg.remat]
+    again = 2 * sum(weights[name] for name in names.split()) + share * attention
+    return (6 * sum(weights.values()) + 3 * attention, again,
+            "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys")
 
 
 def _pick(logits_BV, key, cfg):

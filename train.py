@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -284,15 +285,26 @@ def plot(out_dir):
     plt.close(figure)
 
 
-def flops_report(cfg, tokens_per_s):
-    """{"model_tflops_per_device", "mfu"}: mfu in [0, 1], None for a device whose peak is not in
-    PEAK_TFLOPS.
+def peak_tflops(kind):
+    """The peak rate of a device of this kind, or None where PEAK_TFLOPS has none."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if kind.startswith(name)), None)
+
+
+def flops_report(cfg, tokens_per_s, peak):
+    """{"model_tflops_per_device", "mfu", "hfu"}: shares of the peak in [0, 1], None where it is not
+    known; hfu counts what remat computes again.
     """
-    flops, _ = model.flops_per_token(cfg, cfg.seq_len)
-    tflops = flops * tokens_per_s / jax.device_count() / 1e12
-    kind = jax.devices()[0].device_kind
-    peak = next((peak for name, peak in PEAK_TFLOPS.items() if kind.startswith(name)), None)
-    return {"model_tflops_per_device": tflops, "mfu": tflops / peak if peak else None}
+    flops, again, _ = model.flops_per_token(cfg, cfg.seq_len)
+    scale = tokens_per_s / jax.device_count() / 1e12
+    return {"model_tflops_per_device": flops * scale, "mfu": peak and flops * scale / peak,
+            "hfu": peak and (flops + again) * scale / peak}
+
+
+def memory_peak_bytes():
+    """The most that a device of this process held, or on a CPU the process itself."""
+    stats = jax.local_devices()[0].memory_stats()
+    return (stats["peak_bytes_in_use"] if stats
+            else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def evaluate(run, eval_step, params, stopped=lambda: False, metric_fn=None):
@@ -403,7 +415,7 @@ def versions():
 def describe(run, programs, origin, compile_s):
     """The start event, less step and identity: what runs, and on what."""
     cfg = run["cfg"]
-    flops, formula = model.flops_per_token(cfg, cfg.seq_len)
+    flops, _, formula = model.flops_per_token(cfg, cfg.seq_len)
     return {
         "origin": origin, "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processes": jax.process_count(), "mesh": dict(run["mesh"].shape),
@@ -420,6 +432,8 @@ def announce(row):
     say(f"{row['n_params'] / 1e6:.2f}M parameters on {row['devices']}, mesh "
         + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device; "
         f"{row['dtype']}, attention {row['attention']}")
+    if not peak_tflops(jax.devices()[0].device_kind):
+        say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
     say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, "
         f"from {row['origin']}")
 
@@ -542,6 +556,7 @@ def make_reporter(run, hooks, began):
     """
     cfg, n_train = run["cfg"], data.n_sequences(run["train"], run["cfg"].seq_len)
     tokens = cfg.batch_size * cfg.seq_len
+    peak = peak_tflops(jax.devices()[0].device_kind)
     mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
     bar = tqdm(total=cfg.steps, initial=run["step"], unit="step",
                disable=not sys.stderr.isatty() or jax.process_index() > 0)
@@ -560,7 +575,9 @@ def make_reporter(run, hooks, began):
             row |= {"tokens": step * tokens, "epoch": step * cfg.batch_size / n_train,
                     "tokens_per_s": n * tokens / step_s, "step_s": step_s / n,
                     "data_wait_s": wait_s / n, "goodput": all_s / (mark - began)}
-            row |= flops_report(cfg, row["tokens_per_s"])
+            row |= flops_report(cfg, row["tokens_per_s"], peak)
+            row |= {"ppl": math.exp(min(row["loss"], 700)),
+                    "memory_peak_bytes": memory_peak_bytes()}
             run["results"]["loss"] = row["loss"]
             show(run["emit"]("train", row, "log"), bar)
             n, step_s, wait_s = 0, 0.0, 0.0

@@ -109,7 +109,7 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
         "start": "versions devices mesh dtype attention n_params tokens_per_step flops_per_token "
                  "flops_formula compile_s memory_bytes_per_device config run_id",
         "train": "step loss lr grad_norm tokens epoch tokens_per_s step_s data_wait_s "
-                 "model_tflops_per_device mfu acc goodput",
+                 "model_tflops_per_device mfu hfu ppl memory_peak_bytes acc goodput",
         "eval": "step val_loss val_ppl val_acc val_tokens val_bits_per_byte",
     }.items():
         assert not set(fields.split()) - set(rows(out, event)[0])
