@@ -390,7 +390,7 @@ def test_flops_equal_a_hand_count():
     """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key,
     within half a key.
 
-    Break: model.py: flops = 6 * matmul + 12 * => flops = 6 * matmul + 6 *
+    Break: model.py: + 3 * attention, again => + 6 * attention, again
     """
     T = 32
     for change in ({}, dict(tie_embeddings=False), dict(sliding_window=5),
