@@ -67,7 +67,7 @@ class Config:
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     logit_tiles: int = 0  # parts of a sequence whose logits exist one at a time; 0: as memory asks
     # ---- optimizer
-    optimizer: str = "adamw"  # adamw
+    optimizer: str = "adamw"  # adamw, adafactor, lion, muon, rmsprop, sgd
     lr: float = 2e-3  # peak learning rate
     schedule: str = "cosine"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
     warmup_steps: float = 100.0  # updates of linear warm-up; below 1, a share of steps
@@ -75,9 +75,10 @@ class Config:
     decay_frac: float = 0.2  # share of steps that the wsd schedule decays in
     poly_power: float = 2.0  # exponent of the polynomial schedule
     weight_decay: float = 0.1  # per update, times lr; matrices only
-    b1: float = 0.9  # decay of Adam's first moment
-    b2: float = 0.98  # decay of Adam's second moment
-    eps: float = 1e-8  # added to Adam's denominator
+    b1: float = 0.9  # decay of the first moment: Adam's, Lion's, Muon's and SGD's momentum
+    b2: float = 0.98  # decay of the second moment: Adam's, RMSprop's; Lion's slow average
+    eps: float = 1e-8  # added to the denominator of Adam and RMSprop
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # probability moved from the label to all other tokens
     z_loss: float = 0.0  # weight of the squared log-partition
@@ -138,8 +139,8 @@ SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm q
 # ... and is continued under one that differs here only when allow_change names the field.
 COURSE = ("seed data val_data val_frac data_dtype tokenizer overfit_batch batch_size seq_len "
           "rope_theta rope_factor rope_original_len norm_eps sliding_window dtype lr schedule "
-          "warmup_steps min_lr_frac decay_frac poly_power weight_decay b1 b2 eps clip_norm "
-          "label_smoothing z_loss nan init_from").split()
+          "warmup_steps min_lr_frac decay_frac poly_power weight_decay b1 b2 eps moment_dtype "
+          "clip_norm label_smoothing z_loss nan init_from").split()
 
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),

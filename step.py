@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax import contrib
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 BATCH = P(("dp", "fsdp"), "sp")  # how [B, T] arrays of a batch are split
@@ -63,11 +64,34 @@ def lr_at(step, cfg):
     return cfg.lr * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
 
-# Each gives a descent direction; train_step multiplies it by -lr_at(step).
+def _muon(cfg, stacked):
+    """Matrices stacked over layers by Muon, at Adam's size so that they share a rate, the rest by
+    Adam.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; size, Liu et al. 2025,
+    arXiv:2502.16982, equation 4.
+    """
+    dims = lambda tree: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(-2, -1), tree)
+    size = lambda u, _: jax.tree.map(lambda x: 0.2 * max(x.shape[-2:]) ** 0.5 * x, u)
+    muon = optax.chain(
+        contrib.scale_by_muon(
+            beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims),
+        optax.stateless(size))
+    kinds = {name: "muon" if is_stacked else "adam" for name, is_stacked in stacked.items()}
+    return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](cfg, stacked)}, kinds)
+
+
+# Each gives a descent direction, to which decay is added; train_step multiplies it by -lr_at(step).
+# stacked: {name: whether it is a matrix for each layer}.
 OPTIMIZERS = {
-    "adamw": lambda cfg, decays: optax.chain(
-        optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
-        optax.add_decayed_weights(cfg.weight_decay, decays)),
+    "adamw": lambda cfg, stacked: optax.scale_by_adam(
+        cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
+    "adafactor": lambda cfg, stacked: optax.chain(  # without a first moment
+        optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+    "lion": lambda cfg, stacked: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
+    "muon": _muon,
+    "rmsprop": lambda cfg, stacked: optax.scale_by_rms(cfg.b2, cfg.eps),
+    "sgd": lambda cfg, stacked: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
 }
 
 
@@ -75,7 +99,9 @@ def make_optimizer(cfg, table):
     """table: {name: (shape, spec, init)}. Only what starts from a ("normal", std) init is decayed.
     """
     decays = {name: init[0] == "normal" for name, (_, _, init) in table.items()}
-    return OPTIMIZERS[cfg.optimizer](cfg, decays)
+    stacked = {name: decays[name] and len(shape) > 2 for name, (shape, _, _) in table.items()}
+    return optax.chain(OPTIMIZERS[cfg.optimizer](cfg, stacked),
+                       optax.add_decayed_weights(cfg.weight_decay, decays))
 
 
 def _f32(tree):
@@ -92,15 +118,20 @@ def init_state(key, cfg, init_fn, optimizer, params=None):
     return state
 
 
-def state_shardings(state, table, optimizer, mesh):
-    """Shardings of a state: parameters by their spec, each moment like its parameter, the rest on
-    every device.
+def state_shardings(state, table, mesh):
+    """Shardings of a state: parameters by their spec, each moment under a parameter's name and of
+    its shape like it, the rest on every device.
     """
     specs = {name: NamedSharding(mesh, spec) for name, (_, spec, _) in table.items()}
     whole = NamedSharding(mesh, P())
     shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
-    opt = optax.tree_map_params(optimizer, lambda _, s: s, state["opt"], specs,
-                                transform_non_params=lambda _: whole)
+
+    def like_parameter(path, moment):
+        names = [key.key for key in path if getattr(key, "key", None) in specs]
+        same = names and moment.shape == state["params"][names[-1]].shape
+        return specs[names[-1]] if same else whole
+
+    opt = jax.tree_util.tree_map_with_path(like_parameter, state["opt"])
     return shardings | {"params": specs, "opt": opt}
 
 
@@ -226,7 +257,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     with jax.set_mesh(mesh):
         key = jax.eval_shape(jax.random.key, 0)
         shapes = jax.eval_shape(fresh, key)
-        shardings = state_shardings(shapes, table, optimizer, mesh)
+        shardings = state_shardings(shapes, table, mesh)
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
         lowered = {

@@ -51,8 +51,17 @@ def rate(step, tokens, seconds=6.0):
 # ---- a training step
 
 def our_config(shape, dtype, **changes):
+    """As a run would have it: on a CPU bfloat16 is that of products, as in torch's autocast."""
+    import dataclasses
+
+    import jax
+
     import config
-    return config.derive(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
+    import model
+    gpu = jax.default_backend() == "gpu"
+    dtype = "mixed" if dtype == "bfloat16" and not gpu else dtype
+    cfg = config.derive(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
+    return dataclasses.replace(cfg, attention=model.choose_attention(cfg, gpu))
 
 
 def our_programs(cfg):

@@ -154,6 +154,105 @@ def test_clipping_equals_numpy():
     updates_like_numpy(clip_norm=1.0)
 
 
+def np_lion(m, v, g, t, cfg):
+    """Chen et al. 2023, arXiv:2302.06675, algorithm 2."""
+    return np.sign(cfg.b1 * m + (1 - cfg.b1) * g), cfg.b2 * m + (1 - cfg.b2) * g, v
+
+
+def np_sgd(m, v, g, t, cfg):
+    return cfg.b1 * m + g, cfg.b1 * m + g, v
+
+
+def np_rmsprop(m, v, g, t, cfg):
+    v = cfg.b2 * v + (1 - cfg.b2) * g**2
+    return g / np.sqrt(v + cfg.eps), m, v
+
+
+def np_adafactor(m, v, g, t, cfg):
+    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4 with its decay 1 - t^-0.8; the arrays
+    here are too small to be factored.
+    """
+    decay = 1 - t**-0.8
+    v = decay * v + (1 - decay) * (g**2 + 1e-30)
+    u = g / np.sqrt(v)
+    return u / max(1, np.sqrt((u**2).mean())), m, v
+
+
+@pytest.mark.parametrize("name, rule", [("lion", np_lion), ("sgd", np_sgd),
+                                        ("rmsprop", np_rmsprop), ("adafactor", np_adafactor)])
+def test_other_optimizers_equal_numpy(name, rule):
+    """Six updates are those of the rule in float64 NumPy, matrices decayed: to 1e-5 (float32).
+
+    Break: step.py: optax.scale_by_rms(cfg.b2, => optax.scale_by_rms(cfg.b1,
+    """
+    cfg = dataclasses.replace(BASE, optimizer=name, weight_decay=0.1, clip_norm=0.0, lr=0.01)
+    rng, (state, update) = np.random.default_rng(1), linear_run(cfg, given_gradient)
+    params = {k: np.float64(x) for k, x in host(state["params"]).items()}
+    m, v = ({k: np.zeros_like(p) for k, p in params.items()} for _ in range(2))
+    for t in range(1, 7):
+        grads = {k: rng.normal(size=p.shape).astype(np.float32) for k, p in params.items()}
+        state, metrics = update(state, grads)
+        for k, p in params.items():
+            direction, m[k], v[k] = rule(m[k], v[k], np.float64(grads[k]), t, cfg)
+            p -= float(metrics["lr"]) * (direction + cfg.weight_decay * (k == "w") * p)
+    for k, p in params.items():
+        np.testing.assert_allclose(state["params"][k], p, rtol=0, atol=1e-5, err_msg=k)
+
+
+def test_muon_turns_a_gradient_into_a_rotation():
+    """Each layer's first update has the singular vectors of its gradient by NumPy, and singular
+    values of 0.2 sqrt(larger dim) to within the 0.65 to 1.25 of five Newton-Schulz turns; a bias
+    and a matrix of no layer move as by Adam.
+
+    Break: step.py: MuonDimensionNumbers(-2, -1) => MuonDimensionNumbers(-3, -1)
+    """
+    table = {"layers": ((3, 6, 4), P(), ("normal", 1.0)), "embed": ((6, 4), P(), ("normal", 1.0)),
+             "bias": ((3, 4), P(), ("constant", 0.0))}
+    cfg = dataclasses.replace(BASE, optimizer="muon", weight_decay=0.0, clip_norm=0.0)
+    rng = np.random.default_rng(2)
+    grads = {k: rng.normal(size=shape).astype(np.float32) for k, (shape, _, _) in table.items()}
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    optimizer = step.make_optimizer(cfg, table)
+    updates, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(zeros), zeros))(grads)
+    for update, gradient in zip(np.float64(updates["layers"]), grads["layers"]):
+        u, _, vt = np.linalg.svd(gradient, full_matrices=False)
+        turned = u.T @ update @ vt.T / (0.2 * 6**0.5)
+        assert ((0.65 < np.diag(turned)) & (np.diag(turned) < 1.25)).all(), turned
+        np.testing.assert_allclose(turned - np.diag(np.diag(turned)), 0, atol=1e-3)
+    for name in ("embed", "bias"):
+        np.testing.assert_allclose(updates[name], np.sign(grads[name]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])  # with states unlike their parameters
+def test_optimizers_learn_sharded_as_whole(name):
+    """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall;
+    moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
+
+    Break: step.py: return specs[names[-1]] if same else whole => return whole
+    """
+    cfg = dataclasses.replace(SMALL, optimizer=name, moment_dtype="bfloat16", lr=3e-3)
+    batch, losses = lm_batch(), {}
+    for mesh in (dict(dp=1, fsdp=1), dict(dp=2, fsdp=2, tp=2)):
+        sized = dataclasses.replace(cfg, **mesh)
+        devices = step.make_mesh(sized, jax.devices()[: 8 if "tp" in mesh else 1])
+        table = model.param_table(sized)
+        shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()}
+        run = step.compile_steps(sized, devices, table, model.loss_fn, model.init, shapes)
+        state = run["init"](jax.random.key(0))
+        placed = jax.device_put(batch, jax.sharding.NamedSharding(devices, step.BATCH))
+        losses[len(mesh)] = []
+        for _ in range(4):
+            state, metrics = run["train_step"](state, placed)
+            losses[len(mesh)].append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[2], losses[3], rtol=1e-4)
+    assert losses[2][-1] < losses[2][0]
+    moments = [x for path, x in jax.tree_util.tree_leaves_with_path(state["opt"])
+               if "layers.wq" in str(path) and x.shape == table["layers.wq"][0]]
+    assert {x.sharding.spec for x in moments} == {P(None, "fsdp", "tp")}
+    dtypes = {x.dtype.name for x in moments}
+    assert ("bfloat16" in dtypes) == (name == "muon")
+
+
 def test_grad_norm_is_of_the_mean_before_clipping():
     """grad_norm is the norm of NumPy's gradient of the mean, unclipped, to 1e-5 relative (float32).
 
