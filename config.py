@@ -36,6 +36,7 @@ class Config:
     val_frac: float = 0.1  # share of data held out, in [0, 1), when val_data is empty
     data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
     tokenizer: str = "bytes"  # bytes, or the path of a Hugging Face tokenizer.json
+    packed: bool = False  # attention and positions stay within a document
     overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
     # ---- length and batch
     steps: int = 600  # optimizer updates in all: the horizon of the schedule
@@ -137,10 +138,10 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings param_dtype optimizer").split()
 # ... and is continued under one that differs here only when allow_change names the field.
-COURSE = ("seed data val_data val_frac data_dtype tokenizer overfit_batch batch_size seq_len "
-          "rope_theta rope_factor rope_original_len norm_eps sliding_window dtype lr schedule "
-          "warmup_steps min_lr_frac decay_frac poly_power weight_decay b1 b2 eps moment_dtype "
-          "clip_norm label_smoothing z_loss nan init_from").split()
+COURSE = ("seed data val_data val_frac data_dtype tokenizer packed overfit_batch batch_size "
+          "seq_len rope_theta rope_factor rope_original_len norm_eps sliding_window dtype lr "
+          "schedule warmup_steps min_lr_frac decay_frac poly_power weight_decay b1 b2 eps "
+          "moment_dtype clip_norm label_smoothing z_loss nan init_from").split()
 
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),

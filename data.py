@@ -279,8 +279,9 @@ def _sequences(places, n, seed):
     return np.array([_order(int(b), n, seed)[w] for b, w in zip(blocks, within)])
 
 
-def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=None):
-    """Batch `step` (from 0): int32 {"tokens", "labels"} [rows, seq_len].
+def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=None, end=None):
+    """Batch `step` (from 0): int32 {"tokens", "labels"} [rows, seq_len], and, given the id `end`
+    that starts a document, "segments" and "positions", which count documents and restart in each.
 
     Every sequence comes once an epoch, in an order of its own each epoch; the last batch of an
     epoch is filled from the next. rows: which of the batch_size rows to build; default all. Raises
@@ -293,22 +294,22 @@ def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=No
     for epoch in range(epochs.min(), epochs.max() + 1):
         here = epochs == epoch
         sequences[here] = _sequences(places[here], n, (seed, epoch))
-    return _read(source, sequences, seq_len, vocab_size)
+    return _read(source, sequences, seq_len, vocab_size, end)
 
 
-def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None):
+def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None, end=None):
     """Evaluation batch `index`: the held-out sequences in one fixed shuffled order, each once. Past
     the last one every label is IGNORE.
     """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     n = n_sequences(source, seq_len)
     places = index * batch_size + rows.astype(np.int64)
-    batch = _read(source, _sequences(places % n, n, "held out"), seq_len, vocab_size)
+    batch = _read(source, _sequences(places % n, n, "held out"), seq_len, vocab_size, end)
     batch["labels"][places >= n] = IGNORE
     return batch
 
 
-def _read(source, sequences, seq_len, vocab_size):
+def _read(source, sequences, seq_len, vocab_size, end):
     shards = source["shards"]
     lengths, windows = np.array([(len(s), _windows(s, seq_len)) for s in shards]).T
     which = np.searchsorted(np.cumsum(windows), sequences, side="right")
@@ -322,7 +323,13 @@ def _read(source, sequences, seq_len, vocab_size):
     labels = out[:, 1:].copy()
     for row in np.flatnonzero(wanted - starts):  # the window before has had these
         labels[row, : wanted[row] - starts[row]] = IGNORE
-    return {"tokens": out[:, :-1], "labels": labels}
+    batch = {"tokens": out[:, :-1], "labels": labels}
+    if end is None:
+        return batch
+    starts_here, places = batch["tokens"] == end, np.arange(seq_len, dtype=np.int32)[None]
+    first = np.maximum.accumulate(np.where(starts_here, places, 0), axis=1)
+    return batch | {"segments": starts_here.cumsum(axis=1, dtype=np.int32),
+                    "positions": places - first}
 
 
 # ---- to the devices

@@ -173,8 +173,9 @@ def _rotate(x, cos, sin):
     return (halves * cos + halves[..., ::-1, :] * sin).reshape(x.shape).astype(x.dtype)
 
 
-def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
-    """Causal attention within the window, softmax in float32. Key slot s holds position s.
+def _attend(q_BNTH, k_BKSH, v_BKSH, slots_BT, cfg, segments=None):
+    """Causal attention within the window, softmax in float32. slots_BT: which key is a query's own;
+    segments: those of queries [B, T] and of keys [B, S], which meet where they are equal.
 
     Divided by its sum after the product with v, so that neither forward nor backward walks the
     scores for it.
@@ -184,8 +185,10 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
     scores_BKGTS = jnp.einsum(
         "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
-    back_BTS = positions_BT[:, :, None] - jnp.arange(S)[None, None, :]
+    back_BTS = slots_BT[:, :, None] - jnp.arange(S)[None, None, :]
     seen_BTS = (back_BTS >= 0) & (back_BTS < (cfg.sliding_window or S))
+    if segments is not None:
+        seen_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
     scores_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     top_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
@@ -196,17 +199,21 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, positions_BT, cfg):
     return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
 
 
-def _attend_halves(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg):
+def _attend_halves(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     """_attend on a whole sequence; the first half of its queries never meets the later keys."""
-    T = q_BNTH.shape[2]
+    B, _, T, _ = q_BNTH.shape
+    slots_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     halves = slice(0, (T + 1) // 2), slice((T + 1) // 2, T)
+    meet = lambda half: segments_BT is not None and (
+        segments_BT[:, half], segments_BT[:, :half.stop]) or None
     return jnp.concatenate([
         _attend(q_BNTH[:, :, half], k_BKTH[:, :, :half.stop], v_BKTH[:, :, :half.stop],
-                positions_BT[:, half], cfg) for half in halves], axis=2)
+                slots_BT[:, half], cfg, meet(half)) for half in halves], axis=2)
 
 
-def _attend_library(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg, implementation="cudnn"):
+def _attend_library(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cudnn"):
     """_attend on a whole sequence by JAX's fused kernel, which never makes all scores."""
+    assert segments_BT is None, "cuDNN's kernel has no segments: choose_attention refuses them"
     window = (cfg.sliding_window - 1, 0) if cfg.sliding_window else None
     a_BTNH = jax.nn.dot_product_attention(
         *(x.swapaxes(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), is_causal=True,
@@ -224,16 +231,17 @@ def choose_attention(cfg, cuda):
     """
     needs = {"an NVIDIA GPU": cuda, f"a 16-bit dtype, not {cfg.dtype}": "16" in cfg.dtype,
              f"head_dim a multiple of 8 up to 128, not {cfg.head_dim}":
-             cfg.head_dim % 8 == 0 and cfg.head_dim <= 128}
+             cfg.head_dim % 8 == 0 and cfg.head_dim <= 128,
+             "rows that are not packed": not cfg.packed}
     lacks = [need for need, met in needs.items() if not met]
     if cfg.attention == "cudnn" and lacks:
         raise ValueError(f"attention cudnn: needs {', '.join(lacks)}; choose xla or auto")
     return ("xla" if lacks else "cudnn") if cfg.attention == "auto" else cfg.attention
 
 
-def _block(x_BTD, w, cache, positions_BT, rope, cfg):
-    """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH) or None. Returns
-    x_BTD, cache.
+def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
+    """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH), of whose slots
+    positions_BT are these tokens', or None. Returns x_BTD, cache.
     """
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
     qkv = [checkpoint_name(_dot(y_BTD, w[f"w{x}"], cfg), "qkv") for x in "qkv"]
@@ -253,8 +261,9 @@ def _block(x_BTD, w, cache, positions_BT, rope, cfg):
         head_1K1 = jnp.arange(k_BKTH.shape[1])[None, :, None]
         cache = tuple(old.at[row_B11, head_1K1, positions_BT[:, None]].set(new)
                       for old, new in zip(cache, (k_BKTH, v_BKTH)))
-    attend = _attend if cache else ATTENTION[cfg.attention]
-    a_BNTH = attend(q_BNTH, *(cache or (k_BKTH, v_BKTH)), positions_BT, cfg)
+        a_BNTH = _attend(q_BNTH, *cache, positions_BT, cfg)
+    else:
+        a_BNTH = ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
     a_BTNH = _shard(a_BNTH, ROWS, ("tp", "sp")).swapaxes(1, 2)
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
     x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"], cfg), ROWS, "sp")
@@ -277,7 +286,7 @@ def _trunk(params, batch, cfg, cache=None):
     x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], ROWS, "sp")
 
     def layer(x_BTD, w_and_cache):
-        return _block(x_BTD, *w_and_cache, positions_BT, rope, cfg)
+        return _block(x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
@@ -296,8 +305,9 @@ def _logits(x_BTD, unembed_DV, cfg):
 def forward(params, batch, cfg, cache=None):
     """Logits [B, T, V] in float32, and the cache with batch's keys and values written in.
 
-    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs. Parameters are
-    cast to cfg.dtype once. In float32 stay: norms, rotary positions, softmax, logits, loss.
+    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs, and "segments"
+    [B, T]: only tokens of one segment meet. Parameters are cast to cfg.dtype once. In float32 stay:
+    norms, rotary positions, softmax, logits, loss.
     """
     x_BTD, unembed_DV, cache = _trunk(params, batch, cfg, cache)
     return _logits(x_BTD, unembed_DV, cfg), cache

@@ -156,7 +156,7 @@ def batch_makers(run):
     cfg, sharding = run["cfg"], NamedSharding(run["mesh"], steplib.BATCH)
     rows = data.local_rows(sharding, (cfg.batch_size, cfg.seq_len))
     sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, rows=rows,
-                 vocab_size=cfg.vocab_size)
+                 vocab_size=cfg.vocab_size, end=run["tokenizer"]["end"] if cfg.packed else None)
 
     def train(step):
         step = 0 if cfg.overfit_batch else step
@@ -173,8 +173,9 @@ def batch_makers(run):
 def compile_run(run):
     cfg = run["cfg"]
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    names = ("tokens", "labels", *(("segments", "positions") if cfg.packed else ()))
     return steplib.compile_steps(cfg, run["mesh"], run["table"], model.loss_fn, model.init,
-                                 {"tokens": tokens, "labels": tokens})
+                                 dict.fromkeys(names, tokens))
 
 
 def check_same_run(run, meta):

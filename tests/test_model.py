@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import config
+import data
 import model
 
 BASE = config.derive(config.Config(
@@ -202,8 +203,7 @@ def test_fused_attention_is_ours(T, window):
     rng = np.random.default_rng(3)
     q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 8)), jnp.float32)
                               for heads in (6, 3, 3))
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (2, T))
-    ours, theirs = (attend(q_BNTH, k_BKTH, v_BKTH, positions_BT, cfg) for attend in (
+    ours, theirs = (attend(q_BNTH, k_BKTH, v_BKTH, None, cfg) for attend in (
         model.ATTENTION["xla"], partial(model.ATTENTION["cudnn"], implementation="xla")))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -213,10 +213,10 @@ def test_half_of_the_queries_skip_half_of_the_keys():
 
     Break: model.py: k_BKTH[:, :, :half.stop], v_BKTH[:, :, :half.stop] => k_BKTH, v_BKTH
     """
-    q_BNTH, positions_BT = jnp.zeros((1, 2, 64, 16)), jnp.arange(64)[None]
-    flops = lambda attend: jax.jit(lambda q: attend(q, q, q, positions_BT, BASE)).lower(
+    q_BNTH, slots_BT = jnp.zeros((1, 2, 64, 16)), jnp.arange(64)[None]
+    flops = lambda attend, where: jax.jit(lambda q: attend(q, q, q, where, BASE)).lower(
         q_BNTH).compile().cost_analysis()["flops"]
-    assert flops(model.ATTENTION["xla"]) < 0.8 * flops(model._attend)
+    assert flops(model.ATTENTION["xla"], None) < 0.8 * flops(model._attend, slots_BT)
 
 
 @pytest.mark.parametrize("change, cuda, chosen", [
@@ -231,6 +231,41 @@ def test_attention_is_chosen_by_what_there_is(change, cuda, chosen):
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
     assert model.choose_attention(cfg, cuda) == chosen
+
+
+@pytest.mark.parametrize("change", [{}, dict(sliding_window=3), dict(logit_tiles=3)])
+def test_packed_rows_equal_documents_alone(change):
+    """Loss sums and gradients of documents packed into rows are the sums over each alone: to 1e-5
+    of the largest (float32), and not those of rows without segments.
+
+    Break: model.py: segments[0][:, :, None] == segments[1][:, None, :] =>
+    segments[0][:, :, None] >= segments[1][:, None, :]
+    """
+    cfg = dataclasses.replace(BASE, packed=True, **change)
+    params, rng = as_f32(random_params(cfg)), np.random.default_rng(5)
+    documents = [rng.integers(1, cfg.vocab_size, n) for n in (4, 7, 1, 6, 2, 10)]
+    stream = np.concatenate([[0, *d] for d in documents] + [[0]]).astype(np.int32)
+    source = {"shards": [stream], "names": ["stream"], "bytes_per_token": None}
+    assert len(stream) == 37
+    packed = data.eval_batch_at(source, 0, 3, 12, end=0)
+    grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
+    want, want_grads = 0.0, jax.tree.map(jnp.zeros_like, params)
+    for row in zip(*packed.values()):
+        tokens, labels, segments, positions = row
+        for segment in np.unique(segments):
+            here = segments == segment
+            np.testing.assert_array_equal(positions[here], np.arange(here.sum()))
+            pad = ((0, 12 - here.sum()),)
+            alone = {"tokens": np.pad(tokens[here], pad)[None],
+                     "labels": np.pad(labels[here], pad, constant_values=-100)[None]}
+            loss, grads = grad(params, alone)
+            want, want_grads = want + loss, jax.tree.map(jnp.add, want_grads, grads)
+    got, got_grads = grad(params, packed)
+    assert float(got) == pytest.approx(float(want), rel=1e-5)
+    for name, g in want_grads.items():
+        np.testing.assert_allclose(
+            got_grads[name], g, rtol=0, atol=1e-5 * np.abs(g).max(), err_msg=name)
+    assert abs(grad(params, {k: packed[k] for k in ("tokens", "labels")})[0] - want) > 0.01
 
 
 def test_mixed_products_round_their_operands_alone():

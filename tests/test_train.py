@@ -688,6 +688,26 @@ def test_a_second_signal_ends_at_once(tiny):
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == []
 
 
+@pytest.mark.slow
+def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
+    """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
+    1e-4, and not those of rows that are not packed.
+
+    Break: train.py: if cfg.packed else None) => if False else None)
+    """
+    (tmp_path / "docs.jsonl").write_text("".join(
+        json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
+    base = dict(data=(str(tmp_path / "docs.jsonl"),), steps=4, n_kv_heads=4)
+    seen = {}
+    for name, change in {"dp": dict(packed=True), "other": {},
+                         "sp": dict(packed=True, dp=1, fsdp=2, tp=2, sp=2)}.items():
+        cfg = tiny(**base | change, out_dir=str(tmp_path / name))
+        train.main(cfg)
+        seen[name] = np.array([r["loss"] for r in rows(cfg.out_dir, "train")])
+    np.testing.assert_allclose(seen["sp"], seen["dp"], rtol=1e-4)
+    assert np.abs(seen["other"] - seen["dp"]).max() > 1e-3
+
+
 # ---- faults of the user's
 
 def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
