@@ -324,12 +324,12 @@ def _read(source, sequences, seq_len, vocab_size, end):
     for row in np.flatnonzero(wanted - starts):  # the window before has had these
         labels[row, : wanted[row] - starts[row]] = IGNORE
     batch = {"tokens": out[:, :-1], "labels": labels}
-    if end is None:
-        return batch
-    starts_here, places = batch["tokens"] == end, np.arange(seq_len, dtype=np.int32)[None]
-    first = np.maximum.accumulate(np.where(starts_here, places, 0), axis=1)
-    return batch | {"segments": starts_here.cumsum(axis=1, dtype=np.int32),
-                    "positions": places - first}
+    if end is not None:
+        starts_here, places = batch["tokens"] == end, np.arange(seq_len, dtype=np.int32)[None]
+        first = np.maximum.accumulate(np.where(starts_here, places, 0), axis=1)
+        batch |= {"segments": starts_here.cumsum(axis=1, dtype=np.int32),
+                  "positions": places - first}
+    return batch
 
 
 # ---- to the devices
