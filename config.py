@@ -369,8 +369,8 @@ def _mesh_faults(cfg, n_devices):
                         "micro_batches x dp x fsdp", cfg.micro_batches * rows)
     faults += _multiple("seq_len", cfg.seq_len, "sp x logit_tiles",
                         sizes["sp"] * max(cfg.logit_tiles, 1))
-    kv_heads = round((cfg.n_kv_heads or cfg.n_heads) * cfg.scale)
-    faults += _multiple("n_kv_heads", kv_heads, "tp x sp", sizes["tp"] * sizes["sp"])
+    faults += _multiple("n_heads", round(cfg.n_heads * cfg.scale), "tp x sp",
+                        sizes["tp"] * sizes["sp"])
     return faults
 
 

@@ -9,7 +9,7 @@ dtype param_dtype attention remat logit_tiles label_smoothing z_loss; generate: 
 top_p.
 """
 from functools import partial
-from math import log, prod
+from math import lcm, log, prod
 
 import jax
 import jax.numpy as jnp
@@ -100,14 +100,21 @@ def _width(cfg):
     return "float32" if cfg.dtype == "mixed" else cfg.dtype
 
 
+def _ways(*axes):
+    """Devices along these mesh axes; 1 without a mesh."""
+    return prod(jax.sharding.get_abstract_mesh().shape.get(a, 1) for a in axes)
+
+
 def _dot(x, w, cfg, dtype=None):
     """x [..., D] @ w [D, F] in dtype (theirs), as one product of two matrices.
 
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
+    Over sp those stay apart, since a split sequence can only be flattened by gathering it.
     """
-    x_2d = x.reshape(-1, x.shape[-1])
-    y = (_mixed_dot(x_2d, w) if cfg.dtype == "mixed"
-         else jnp.dot(x_2d, w, preferred_element_type=dtype))
+    flat = _ways("sp") == 1 or cfg.dtype == "mixed"
+    y = x.reshape(-1, x.shape[-1]) if flat else x
+    y = (_mixed_dot(y, w) if cfg.dtype == "mixed"
+         else jnp.dot(y, w, preferred_element_type=dtype))
     return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
@@ -239,6 +246,13 @@ def choose_attention(cfg, cuda):
     return ("xla" if lacks else "cudnn") if cfg.attention == "auto" else cfg.attention
 
 
+def _every_part(heads_BTKH, cache):
+    """As many copies of each kv head as let every part of the query heads have its own."""
+    K = heads_BTKH.shape[2]
+    copies = 1 if cache else lcm(K, _ways("tp", "sp")) // K
+    return jnp.repeat(heads_BTKH, copies, axis=2) if copies > 1 else heads_BTKH
+
+
 def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH), of whose slots
     positions_BT are these tokens', or None. Returns x_BTD, cache.
@@ -251,10 +265,11 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
-    # Whole sequences, split heads: over sp this is the all-to-all of Ulysses, over tp nothing
-    # moves.
+    # From a part of the sequence with all heads to the whole sequence with a part of the heads:
+    # over sp the all-to-all of Ulysses, and back below; over tp nothing moves.
     q_BNTH, k_BKTH, v_BKTH = (
-        _shard(a.swapaxes(1, 2), ROWS, ("tp", "sp")) for a in (q_BTNH, k_BTKH, v_BTKH))
+        _shard(_shard(a, ROWS, "sp", "tp").swapaxes(1, 2), ROWS, ("tp", "sp"))
+        for a in (q_BTNH, _every_part(k_BTKH, cache), _every_part(v_BTKH, cache)))
     q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
     if cache is not None:
         row_B11 = jnp.arange(len(x_BTD))[:, None, None]
@@ -264,7 +279,7 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
         a_BNTH = _attend(q_BNTH, *cache, positions_BT, cfg)
     else:
         a_BNTH = ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
-    a_BTNH = _shard(a_BNTH, ROWS, ("tp", "sp")).swapaxes(1, 2)
+    a_BTNH = _shard(_shard(a_BNTH, ROWS, ("tp", "sp")).swapaxes(1, 2), ROWS, "sp", "tp")
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
     x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"], cfg), ROWS, "sp")
     y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
@@ -358,9 +373,8 @@ def _n_tiles(B, T, cfg):
     """cfg.logit_tiles, or the fewest that keep a device's logits at one time under LOGIT_BYTES."""
     if cfg.logit_tiles:
         return cfg.logit_tiles
-    mesh = jax.sharding.get_abstract_mesh()
-    n_bytes = 4 * B * T * cfg.vocab_size / prod(mesh.shape.get(a, 1) for a in SPLIT)
-    per_shard = T // mesh.shape.get("sp", 1)
+    n_bytes = 4 * B * T * cfg.vocab_size / _ways(*SPLIT)
+    per_shard = T // _ways("sp")
     return next(n for n in range(1, per_shard + 1)
                 if per_shard % n == 0 and (n_bytes / n <= LOGIT_BYTES or n == per_shard))
 

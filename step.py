@@ -5,6 +5,7 @@ Owns the update (gradient, accumulation, precision, clipping, optimizer, the gat
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table
 come in. Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, update_wrapper
 from math import prod
@@ -240,12 +241,10 @@ def check_shapes(table, mesh):
     return faults
 
 
-def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
-    """Everything that runs on the mesh, compiled from shapes alone, before an array exists.
-
-    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(params),
-    "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
-    use what it returns. batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
+def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
+    """Everything that runs on the mesh, from shapes alone: (state: shapes with shardings,
+    {"train_step", "eval_step", "init"}: lowered, from_params: jitted). train_step donates its
+    state. batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
     """
     optimizer = make_optimizer(cfg, table)
     bind = lambda f, **fixed: update_wrapper(partial(f, cfg=cfg, **fixed), f)  # keeps f's name
@@ -266,11 +265,22 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
             "eval_step": jax.jit(sums, out_shardings=whole).lower(state["params"], batch),
             "init": jax.jit(fresh, out_shardings=shardings).lower(key),
         }
+    from_params = lambda params: init_state(None, cfg, init_fn, optimizer, params)
+    return state, lowered, jax.jit(from_params, out_shardings=shardings)
+
+
+def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
+    """lower_steps, compiled before an array exists.
+
+    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(params),
+    "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
+    use what it returns.
+    """
+    state, lowered, from_params = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes)
     with ThreadPoolExecutor() as pool:  # the compiler lets go of Python
         programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
-    from_params = lambda params: init_state(None, cfg, init_fn, optimizer, params)
     return programs | {"state": state, "memory": memory(programs["train_step"]),
-                       "from_params": jax.jit(from_params, out_shardings=shardings)}
+                       "from_params": from_params}
 
 
 def memory(compiled):
@@ -281,3 +291,84 @@ def memory(compiled):
     parts = {"arguments": stats.argument_size_in_bytes, "temporaries": stats.temp_size_in_bytes,
              "outputs": stats.output_size_in_bytes, "aliased": -stats.alias_size_in_bytes}
     return parts | {"total": sum(parts.values())}
+
+
+# ---- what a compiled program does
+
+# Bytes that a device sends, of n that take part, for a result of `size` bytes: rings.
+SENT = {
+    "all-gather": lambda n, size: size * (n - 1) / n,
+    "reduce-scatter": lambda n, size: size * (n - 1),
+    "all-reduce": lambda n, size: 2 * size * (n - 1) / n,
+    "all-to-all": lambda n, size: size * (n - 1) / n,
+    "collective-permute": lambda n, size: size,
+}
+FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional")
+
+
+def _result_bytes(shapes):
+    """Bytes of each array in the text of an HLO result."""
+    bits = lambda dtype: 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return [bits(dtype) * prod(map(int, filter(None, dims.split(",")))) // 8
+            for dtype, dims in re.findall(r"\b(pred|[sufb]+\d+)\w*\[([\d,]*)\]", shapes)]
+
+
+def _group(line, n):
+    """Device numbers of one group of a collective, which HLO writes as pairs, a list, an iota that
+    is folded and turned, or axes of a mesh.
+    """
+    numbers = lambda words: [int(i) for i in words.split(",")]
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        ends = [numbers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])]
+        return next((pair for pair in ends if pair[0] != pair[1]), ends[0])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return numbers(listed[1])
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dims, turn = (numbers(words) if words else None for words in iota.groups())
+        return np.arange(prod(dims)).reshape(dims).transpose(turn).reshape(shape)[0].tolist()
+    if named := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        strides = dict(zip(sizes, np.cumprod([1, *list(sizes.values())[:0:-1]])[::-1].tolist()))
+        group = [0]
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[2]):
+            size = int(size or sizes[name])
+            stride = strides[name] * (sizes[name] // (int(before or 1) * size))
+            group = [first + i * stride for first in group for i in range(size)]
+        return group
+    return list(range(n))
+
+
+def traffic(text, mesh):
+    """({(collective, axes): [count, bytes a device sends]}, bytes that its operations write) of a
+    step, from its compiled text; what stands in a loop counts as often as the loop turns.
+
+    axes: names of the mesh axes that differ within a group, joined by "+".
+    """
+    sizes = list(mesh.shape.values())
+    bodies = {m[1]: m[2] for m in re.finditer(
+        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)}
+    collectives, written = {}, 0
+
+    def walk(name, times, fused):
+        nonlocal written
+        for line in bodies.get(name, "").splitlines():
+            op = re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([a-z][\w\-]*)\(", line)
+            if not op:
+                continue
+            results, kind = _result_bytes(op[1]), op[2].removesuffix("-start")
+            if kind in SENT:
+                started = op[2] != kind and len(results) > 1  # (operand, result, ...)
+                group = _group(line, prod(sizes))
+                places = np.array(np.unravel_index(group, sizes)).T
+                axes = "+".join(a for a, p in zip(mesh.shape, places.T) if len(set(p)) > 1)
+                row = collectives.setdefault((kind, axes), [0, 0.0])
+                row[0] += times
+                row[1] += times * SENT[kind](len(group), results[1] if started else sum(results))
+            if not fused and kind not in FREE:
+                written += times * sum(results)
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
+                walk(called, times * int(turns[1] if turns else 1), fused or kind != "while")
+
+    walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
+    return collectives, written

@@ -218,7 +218,7 @@ def test_all_faults_at_once():
     (dict(dp=3, fsdp=1), "make the 8 at hand"),
     (dict(dp=-1, fsdp=-1), "only one mesh axis"),
     (dict(tp=0), "tp 0: must be at least 1, or -1"),
-    (dict(tp=8), "n_kv_heads 4: must be a multiple of tp x sp = 8; nearest: 8"),
+    (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8; nearest: 8"),
     (dict(sp=2, seq_len=127),
      "seq_len 127: must be a multiple of sp x logit_tiles = 2; nearest: 126 or 128"),
     (dict(ep=2), "no experts"),
@@ -248,7 +248,7 @@ def test_each_fault(change, words):
 
 @pytest.mark.parametrize("change", [
     dict(d_model=100, n_heads=8), dict(d_model=100, n_heads=6),
-    dict(n_heads=6, n_kv_heads=4, head_dim=8), dict(n_kv_heads=2, n_heads=8, tp=4),
+    dict(n_heads=6, n_kv_heads=4, head_dim=8), dict(n_heads=6, head_dim=8, tp=4),
     dict(batch_size=10), dict(batch_size=30, micro_batches=2), dict(seq_len=127, sp=2),
     dict(scale=0.3), dict(scale=0.6, d_model=96, n_heads=6, n_kv_heads=2),
 ])

@@ -253,6 +253,61 @@ def test_optimizers_learn_sharded_as_whole(name):
     assert ("bfloat16" in dtypes) == (name == "muon")
 
 
+def lowered_step(cfg):
+    mesh = step.make_mesh(cfg)
+    ids = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
+    lowered = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
+                               {"tokens": ids, "labels": ids})[1]["train_step"]
+    return lowered, mesh
+
+
+@pytest.mark.parametrize("layers", [2, 14])
+def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
+    """Over sp 4 a step's all-to-alls are four a layer forward (q, k, v and back) and four backward,
+    of (sp - 1) / sp of each array's part; what else crosses sp is sums, of gradients and scalars.
+
+    Break: model.py: _ways("sp") == 1 or cfg.dtype == "mixed" => True
+    """
+    cfg = dataclasses.replace(SMALL, n_layers=layers, fsdp=2, sp=4, dp=1, n_kv_heads=8)
+    lowered, mesh = lowered_step(cfg)
+    seen, _ = step.traffic(lowered.compile().as_text(), mesh)
+    over_sp = {kind: row for (kind, axes), row in seen.items() if "sp" in axes}
+    assert set(over_sp) == {"all-to-all", "all-reduce"}, seen
+    width = cfg.n_heads * cfg.head_dim
+    part_bytes = 4 * cfg.batch_size // 2 * cfg.seq_len // 4 * width
+    assert over_sp["all-to-all"] == [8 * layers, 8 * layers * part_bytes * 3 / 4]
+    n_params = sum(np.prod(shape) for shape, _, _ in model.param_table(cfg).values())
+    assert over_sp["all-reduce"][1] < 2 * 4 * n_params + 1000
+
+
+def test_traffic_is_what_was_written():
+    """Collectives written by hand, one of them in a loop of five turns: kind, axes, count and the
+    bytes that a ring sends; and the loop's own writes five times.
+
+    Break: step.py: walk(called, times * int(turns[1] if turns else 1) =>
+    walk(called, times * int(1 if turns else 1)
+    """
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+    def program(x):  # [4, 6] on each device
+        turn = lambda y, _: (jax.lax.psum(y, ("a", "c")) * 0.5, None)
+        y = jax.lax.scan(turn, x, None, length=5)[0]
+        y = jax.lax.all_gather(y, "b", axis=0, tiled=True)
+        y = jax.lax.psum_scatter(y, "c", scatter_dimension=0, tiled=True)
+        y = jax.lax.all_to_all(y, "a", split_axis=0, concat_axis=1, tiled=True)
+        return jax.lax.ppermute(y, "c", [(0, 1), (1, 0)])
+
+    spread = jax.shard_map(program, mesh=mesh, in_specs=P("a"), out_specs=P("a", "b"),
+                           check_vma=False)
+    x = jax.ShapeDtypeStruct((8, 6), jnp.float32)
+    seen, written = step.traffic(jax.jit(spread).lower(x).compile().as_text(), mesh)
+    size = 4 * 4 * 6
+    assert seen == {("all-reduce", "a+c"): [5, 5 * 2 * size * 3 / 4],
+                    ("all-gather", "b"): [1, 2 * size / 2], ("reduce-scatter", "c"): [1, size],
+                    ("all-to-all", "a"): [1, size / 2], ("collective-permute", "c"): [1, size]}
+    assert 10 * size < written < 30 * size
+
+
 def test_grad_norm_is_of_the_mean_before_clipping():
     """grad_norm is the norm of NumPy's gradient of the mean, unclipped, to 1e-5 relative (float32).
 
@@ -371,6 +426,20 @@ def test_every_mesh_gives_the_same_numbers(sizes, one_device):
     """
     metrics = lm_run(dataclasses.replace(SMALL, **dict(zip(("dp", "fsdp", "tp"), sizes))))[2]
     for want, got in zip(one_device[1], metrics):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=2, sp=4), dict(fsdp=1, tp=2, sp=4)])
+def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
+    """2 kv heads for 8 query heads, spread over sp 4 and tp 2 x sp 4: the metrics of one device, to
+    1e-5 relative.
+
+    Break: model.py: jnp.repeat(heads_BTKH, copies, axis=2) =>
+    jnp.tile(heads_BTKH, (1, 1, copies, 1))
+    """
+    cfg = dataclasses.replace(SMALL, n_kv_heads=2)
+    wanted = lm_run(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])[2]
+    for want, got in zip(wanted, lm_run(dataclasses.replace(cfg, **sizes))[2]):
         assert got == pytest.approx(want, rel=1e-5)
 
 
