@@ -6,6 +6,7 @@ numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and 
 come in. Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, update_wrapper
 from math import prod
@@ -338,6 +339,14 @@ def _group(line, n):
     return list(range(n))
 
 
+def _turns(line, bodies):
+    """How often a loop turns: as XLA says, or the number that its condition compares with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
+    return max(map(int, re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)), default=1)
+
+
 def traffic(text, mesh):
     """({(collective, axes): [count, bytes a device sends]}, bytes that its operations write) of a
     step, from its compiled text; what stands in a loop counts as often as the loop turns.
@@ -364,11 +373,40 @@ def traffic(text, mesh):
                 row = collectives.setdefault((kind, axes), [0, 0.0])
                 row[0] += times
                 row[1] += times * SENT[kind](len(group), results[1] if started else sum(results))
-            if not fused and kind not in FREE:
+            in_place = "dynamic-update-slice" in line.partition("=")[0] + kind
+            if not fused and not in_place and kind not in FREE and not op[2].endswith("-start"):
                 written += times * sum(results)
-            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            turns = _turns(line, bodies) if kind == "while" else 1
             for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
-                walk(called, times * int(turns[1] if turns else 1), fused or kind != "while")
+                walk(called, times * turns, fused or kind != "while")
 
     walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
     return collectives, written
+
+
+def requirements(state, lowered, mesh):
+    """Compile a step and tell what a device needs: {"bytes" by kind, "collectives" {(kind, axes):
+    [count, bytes sent]} from the most bytes to the least, "sent_bytes", "memory_traffic" (bytes:
+    twice what its operations write), "compile_s"}; where it does not fit, "fault" in words.
+
+    state: shapes with shardings; its parameters and moments are told apart.
+    """
+    on_a_device = lambda tree: sum(
+        prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    took = {"bytes": {"parameters": on_a_device(state["params"]),
+                      "moments": on_a_device(state["opt"])}, "collectives": {}, "sent_bytes": 0,
+            "memory_traffic": 0}
+    began = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return took | {"fault": str(e).splitlines()[0]}
+    parts = memory(compiled)
+    took["bytes"] |= {"gradients, activations and other temporaries": parts["temporaries"],
+                      "in all": parts["total"]}
+    sent, written = traffic(compiled.as_text(), mesh)
+    sent = dict(sorted(sent.items(), key=lambda row: -row[1][1]))
+    return took | {"collectives": sent, "sent_bytes": sum(row[1] for row in sent.values()),
+                   "memory_traffic": 2 * written, "compile_s": time.perf_counter() - began}

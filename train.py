@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import importlib.util
 import json
 import math
 import os
@@ -43,9 +44,12 @@ import data
 import model
 import step as steplib
 
-# bfloat16 peak in TFLOP/s of one device, dense. Source: the makers' data sheets.
-PEAK_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "TPU v4": 275,
-               "TPU v5 lite": 197, "TPU v5p": 459, "TPU v5": 459, "TPU v6": 918}
+# Of one device: dense bfloat16 TFLOP/s; GB of memory; GB/s of memory; GB/s sent to the others.
+# Source: the makers' data sheets.
+PEAKS = {"NVIDIA A100": (312, 80, 2039, 300), "NVIDIA H100": (989, 80, 3350, 450),
+         "NVIDIA H200": (989, 141, 4800, 450), "TPU v4": (275, 32, 1228, 150),
+         "TPU v5 lite": (197, 16, 819, 100), "TPU v5": (459, 95, 2765, 300),
+         "TPU v6": (918, 32, 1640, 224)}
 OWN = "its own checkpoint"  # the origin of a state that goes on
 ALL_DONE = "all {} steps are done"  # the reason of a stop after which nothing is left to do
 
@@ -106,12 +110,14 @@ def listen(names=("SIGINT", "SIGTERM")):
 
 # ---- before the loop
 
-def setup(cfg):
-    """What every mode needs: {"cfg" (worked out), "mesh", "tokenizer", "train", "val" (sources),
-    "table"}.
+def setup(cfg, devices=None):
+    """What every mode needs, on these devices (default: all at hand): {"cfg" (worked out), "mesh",
+    "tokenizer", "train", "val" (sources), "table"}.
 
     Raises ValueError for every fault that can be seen without compiling.
     """
+    devices = devices or jax.devices()
+    platform = devices[0].platform
     cache_dir = os.path.expanduser(cfg.cache_dir)
     try:
         cache_dir and os.makedirs(cache_dir, exist_ok=True)
@@ -120,19 +126,19 @@ def setup(cfg):
                          "another, or '' for none") from None
     jax.config.update("jax_compilation_cache_dir", cache_dir or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    config.validate(cfg, jax.device_count(), {
+    config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES, "remat": model.REMAT})
     tokenizer = data.make_tokenizer(cfg.tokenizer)
     auto = "bfloat16"
-    if jax.default_backend() == "cpu":
+    if platform == "cpu":
         flags = Path("/proc/cpuinfo")
         auto = "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
     cfg = config.derive(dataclasses.replace(
         cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
         dtype=auto if cfg.dtype == "auto" else cfg.dtype))
-    cuda = "cuda" in jax.devices()[0].client.platform_version
+    cuda = platform == "gpu" and "cuda" in devices[0].client.platform_version
     cfg = dataclasses.replace(cfg, attention=model.choose_attention(cfg, cuda))
-    table, mesh = model.param_table(cfg), steplib.make_mesh(cfg)
+    table, mesh = model.param_table(cfg), steplib.make_mesh(cfg, devices)
     if faults := steplib.check_shapes(table, mesh):
         raise ValueError("mesh and model do not fit: " + "; ".join(faults))
     opened = lambda patterns: data.open_source(
@@ -170,12 +176,13 @@ def batch_makers(run):
     return train, held_out
 
 
-def compile_run(run):
+def program_parts(run):
+    """What lower_steps and compile_steps are called with."""
     cfg = run["cfg"]
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
     names = ("tokens", "labels", *(("segments", "positions") if cfg.packed else ()))
-    return steplib.compile_steps(cfg, run["mesh"], run["table"], model.loss_fn, model.init,
-                                 dict.fromkeys(names, tokens))
+    return (cfg, run["mesh"], run["table"], model.loss_fn, model.init,
+            dict.fromkeys(names, tokens))
 
 
 def check_same_run(run, meta):
@@ -286,9 +293,9 @@ def plot(out_dir):
     plt.close(figure)
 
 
-def peak_tflops(kind):
-    """The peak rate of a device of this kind, or None where PEAK_TFLOPS has none."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if kind.startswith(name)), None)
+def peaks(kind):
+    """The row of PEAKS of a device of this kind, or Nones."""
+    return next((row for name, row in PEAKS.items() if kind.startswith(name)), (None,) * 4)
 
 
 def flops_report(cfg, tokens_per_s, peak):
@@ -433,7 +440,7 @@ def announce(row):
     say(f"{row['n_params'] / 1e6:.2f}M parameters on {row['devices']}, mesh "
         + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device; "
         f"{row['dtype']}, attention {row['attention']}")
-    if not peak_tflops(jax.devices()[0].device_kind):
+    if not peaks(jax.devices()[0].device_kind)[0]:
         say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
     say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, "
         f"from {row['origin']}")
@@ -462,7 +469,7 @@ def begin(run, hooks, state, params):
             f"--steps {2 * resumed}. To start afresh: --resume overwrite, or another --out_dir.")
         return run | {"step": resumed}, None
     compiling = time.perf_counter()
-    programs = compile_run(run)
+    programs = steplib.compile_steps(*program_parts(run))
     compile_s = time.perf_counter() - compiling
     state, origin = first_state(cfg, programs, state, params, resumed)
     state, step = call(hooks, "load", state), int(state["step"])
@@ -537,6 +544,8 @@ def main(cfg, hooks=(), state=None, params=None):
     if cfg.coordinator:  # before anything touches a device
         where = cfg.coordinator, cfg.n_processes, cfg.process_id
         jax.distributed.initialize(*() if cfg.coordinator == "auto" else where)
+    if cfg.plan or cfg.mode == "plan":
+        return plan(cfg)
     if cfg.mode != "train":
         return look(cfg)
     with listen() as caught:
@@ -557,7 +566,7 @@ def make_reporter(run, hooks, began):
     """
     cfg, n_train = run["cfg"], data.n_sequences(run["train"], run["cfg"].seq_len)
     tokens = cfg.batch_size * cfg.seq_len
-    peak = peak_tflops(jax.devices()[0].device_kind)
+    peak = peaks(jax.devices()[0].device_kind)[0]
     mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
     bar = tqdm(total=cfg.steps, initial=run["step"], unit="step",
                disable=not sys.stderr.isatty() or jax.process_index() > 0)
@@ -698,9 +707,92 @@ def look(cfg, metric_fn=None):
         return summary | {"texts": texts}
     if not run["val"]:
         raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give --val_data")
-    summary |= evaluate(run, compile_run(run)["eval_step"], params, metric_fn=metric_fn)
+    summary |= evaluate(
+        run, steplib.compile_steps(*program_parts(run))["eval_step"], params, metric_fn=metric_fn)
     say(json.dumps(summary))
     return summary
+
+
+# ---- before a run: would it fit, and what would it send?
+
+def plan_devices(cfg):
+    """The devices of the TPU slice cfg.plan, none of which need be here, or else those at hand."""
+    if not cfg.plan:
+        return jax.devices()
+    if not importlib.util.find_spec("libtpu"):
+        raise ValueError(f"plan {cfg.plan!r}: the TPU compiler is missing: pip install 'jax[tpu]'")
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu, do not look for the machine that you are on
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+    try:
+        return topologies.get_topology_desc(cfg.plan, platform="tpu").devices
+    except Exception as e:
+        fault = str(e).splitlines()[0]
+        raise ValueError(f"plan {cfg.plan!r}: no such TPU slice ({fault}); legal are names like "
+                         "v5p:8x8x8, v6e:16x16, v5e:4x4") from None
+
+
+def first_remedy(cfg, took, memory_gb):
+    """The first thing to change about a step that needs more memory than a device has."""
+    if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gb * 1e9:
+        return "parameters and moments alone are too much: more devices along fsdp or tp"
+    if cfg.remat == "none":
+        return "--remat full"
+    rows = cfg.batch_size // (cfg.dp * max(cfg.fsdp, 1))
+    if rows % (2 * cfg.micro_batches) == 0:
+        return f"--micro_batches {2 * cfg.micro_batches}"
+    return "a longer tp or sp, or a shorter seq_len"
+
+
+def plan(cfg):
+    """Compile the very update that would run, allocate nothing, and say what it takes; the summary.
+
+    Times are what the peak rates of PEAKS imply: at best all three overlap, at worst none do.
+    """
+    run = setup(cfg, plan_devices(cfg))
+    cfg, mesh = run["cfg"], run["mesh"]
+    kind = mesh.devices.flat[0].device_kind
+    state, lowered, _ = steplib.lower_steps(*program_parts(run))
+    n_params = sum(math.prod(x.shape) for x in state["params"].values())
+    say(f"{n_params / 1e9:.3f}B parameters on {mesh.size} x {kind}, mesh "
+        + " ".join(f"{a}={k}" for a, k in mesh.shape.items())
+        + f"; {cfg.dtype}, attention {cfg.attention}; for each device:")
+    took = steplib.requirements(state, lowered["train_step"], mesh)
+    flops, again, formula = model.flops_per_token(cfg, cfg.seq_len)
+    tokens, peak = cfg.batch_size * cfg.seq_len / mesh.size, peaks(kind)
+    took |= {"model_flops": flops * tokens, "flops": (flops + again) * tokens}
+    say(f"  {took['flops'] / 1e12:10.3f} TFLOP, of which {took['model_flops'] / 1e12:.3f} are the "
+        f"model's ({formula}), the rest remat's")
+    for name, n_bytes in took["bytes"].items():
+        say(f"  {n_bytes / 2**30:10.3f} GiB  {name}")
+    fits = "fault" not in took and took["bytes"]["in all"] <= (peak[1] or math.inf) * 1e9
+    if "fault" in took:
+        say(took["fault"])
+    else:
+        say(f"  {took['memory_traffic'] / 2**30:10.3f} GiB  read and written, if all that is "
+            "written is read once")
+        for (name, axes), (count, n_bytes) in took["collectives"].items():
+            say(f"  {n_bytes / 2**30:10.3f} GiB  sent by {count} {name} over {axes}")
+        took |= implied_times(took, peak) if peak[0] else {}
+        say(f"compiled in {took['compile_s']:.0f} s")
+    say("no memory size is known for this device" if not peak[1]
+        else f"fits in {peak[1]} GB" if fits
+        else f"does not fit in {peak[1]} GB; first to change: {first_remedy(cfg, took, peak[1])}")
+    return took | {"step": 0, "reason": "plan", "fits": fits, "exit_code": 0 if fits else 1}
+
+
+def implied_times(took, peak):
+    """{"step_s", "mfu"}: (all overlapped, none overlapped), said aloud."""
+    tflops, _, memory_gbps, network_gbps = peak
+    seconds = {"compute": took["flops"] / tflops / 1e12,
+               "memory": took["memory_traffic"] / memory_gbps / 1e9,
+               "network": took["sent_bytes"] / network_gbps / 1e9}
+    step_s = max(seconds.values()), sum(seconds.values())
+    mfu = tuple(took["model_flops"] / s / tflops / 1e12 for s in step_s)
+    say("  a step: " + ", ".join(f"{k} {v:.3f} s" for k, v in seconds.items())
+        + f"; {step_s[0]:.3f} s (MFU {mfu[0]:.1%}) if all overlap, "
+        f"{step_s[1]:.3f} s (MFU {mfu[1]:.1%}) if none do")
+    return {"step_s": step_s, "mfu": mfu}
 
 
 def cli(argv):

@@ -284,8 +284,7 @@ def test_traffic_is_what_was_written():
     """Collectives written by hand, one of them in a loop of five turns: kind, axes, count and the
     bytes that a ring sends; and the loop's own writes five times.
 
-    Break: step.py: walk(called, times * int(turns[1] if turns else 1) =>
-    walk(called, times * int(1 if turns else 1)
+    Break: step.py: _turns(line, bodies) if kind == "while" else 1 => 1
     """
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 

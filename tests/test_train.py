@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole: runs that end, stop, are killed, go on, and leave what they promise."""
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import pytest
 import ckpt
 import config
 import data
+import model
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -268,7 +270,7 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
     """By JAX's own log of compilations; evaluation too.
 
     Break: train.py: state, metrics = train_step(state, batch) =>
-    state, metrics = compile_run(run)["train_step"](state, batch)
+    state, metrics = steplib.compile_steps(*program_parts(run))["train_step"](state, batch)
     """
     # The context manager does not reach the compiler's threads.
     jax.config.update("jax_log_compiles", True)
@@ -744,13 +746,70 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         assert "compiled" not in said.out or "init_from" in flags
 
 
-def test_plan_and_data_modes_are_refused_for_now(capsys):
+def test_data_mode_is_refused_for_now(capsys):
     """A mode that is not built is an error that lists those that are.
 
-    Break: config.py: Literal["train", "eval", "sample"] = "train" =>
-    Literal["train", "eval", "sample", "plan"] = "train"
+    Break: config.py: "sample", "plan"] = "train" => "sample", "plan", "data"] = "train"
     """
     with pytest.raises(SystemExit) as e:
-        config.parse(["--mode", "plan"])
+        config.parse(["--mode", "data"])
     said = "".join(capsys.readouterr())
-    assert e.value.code == 2 and re.search("train.*eval.*sample", said, re.S)
+    assert e.value.code == 2 and re.search("train.*eval.*sample.*plan", said, re.S)
+
+
+# ---- plan
+
+def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
+    """Bytes of parameters and moments are those counted by hand from shapes and specs, bytes in all
+    and FLOPs those that a run of the config logs; no array is made, and no folder.
+
+    Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
+    """
+    cfg = tiny(mode="plan", dp=1, fsdp=2, tp=2, sp=2, n_kv_heads=4)
+    before = len(jax.live_arrays())
+    took = train.main(cfg)
+    assert len(jax.live_arrays()) == before and not Path(cfg.out_dir).exists()
+    assert took["exit_code"] == 0 and took["fits"]
+    full = config.derive(dataclasses.replace(cfg, vocab_size=256))
+    by_hand = sum(4 * np.prod(shape) // 2 ** sum(axes is not None for axes in spec)
+                  for shape, spec, _ in model.param_table(full).values())
+    assert took["bytes"]["parameters"] == by_hand
+    assert took["bytes"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
+    train.main(dataclasses.replace(cfg, mode="train", steps=1))
+    start = rows(cfg.out_dir, "start")[0]
+    assert took["bytes"]["in all"] == start["memory_bytes_per_device"]["total"]
+    assert took["model_flops"] * 8 == start["flops_per_token"] * start["tokens_per_step"]
+    said = capsys.readouterr().out
+    for words in ("GiB  parameters", "all-to-all over sp", "TFLOP, of which", "in all"):
+        assert words in said
+
+
+def test_a_plan_needs_a_slice_that_exists(tiny):
+    """Without the TPU compiler, or for a slice of no such shape, one clear line.
+
+    Break: train.py: raise ValueError(f"plan {cfg.plan!r}: the TPU compiler => raise OSError(f"
+    """
+    wanted = ("no such TPU slice.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
+              else "the TPU compiler is missing: pip install 'jax\\[tpu\\]'")
+    with pytest.raises(ValueError, match=f"plan 'v9:1': {wanted}"):
+        train.main(tiny(plan="v9:1"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
+                    reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+def test_a_plan_for_a_slice_that_is_not_here(tiny):
+    """16 chips of v5p: parameters a 16th of the whole but for the norms, an MFU in (0, 1), times
+    that add up, and a step that cannot fit is told with what to change.
+
+    Break: train.py: if cfg.plan or cfg.mode == "plan": => if cfg.mode == "plan":
+    """
+    base = dict(plan="v5p:2x2x4", fsdp=16, dp=1, d_model=1024, n_layers=16, n_heads=16,
+                n_kv_heads=0, batch_size=32, seq_len=512, vocab_size=32768)
+    took = train.main(tiny(**base))
+    whole = 4 * (32768 * 1024 + 16 * (4 * 1024**2 + 3 * 1024 * 2752))
+    assert 1 < took["bytes"]["parameters"] / (whole / 16) < 1.01
+    assert took["fits"] and 0 < took["mfu"][1] <= took["mfu"][0] < 1
+    assert {axes for _, axes in took["collectives"]} == {"fsdp"}
+    took = train.main(tiny(**base | dict(batch_size=4096, seq_len=2048)))
+    assert not took["fits"] and took["exit_code"] == 1
