@@ -64,7 +64,7 @@ class Config:
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
     dtype: Dtype = "auto"  # mixed: float32, but products of bfloat16; auto: by the device
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; moments: float32
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters
     attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cuDNN on an NVIDIA GPU, else XLA
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     logit_tiles: int = 0  # parts of a sequence whose logits exist one at a time; 0: as memory asks
@@ -151,7 +151,7 @@ UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T":
 
 def nearest(name, known):
     """'nearest: x', the known name most like `name`, or all of them when none is."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
     return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
 
 
@@ -190,11 +190,13 @@ def span(text):
     return int(first), int(last)
 
 
-def _span_faults(text):
+def _span_faults(cfg):
     try:
-        span(text)
+        first, _ = span(cfg.profile)
     except ValueError as e:
         return [str(e)]
+    if first > cfg.steps and not cfg.epochs:
+        return [f"profile {cfg.profile!r}: must begin at or before the last of steps {cfg.steps}"]
     return []
 
 
@@ -321,7 +323,7 @@ def validate(cfg, n_devices, choices=()):
     for n in "min_lr_frac decay_frac top_p".split():
         if getattr(cfg, n) > 1:
             faults.append(f"{n} {getattr(cfg, n)}: must be at most 1")
-    faults += _span_faults(cfg.profile)
+    faults += _span_faults(cfg)
     if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
         faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
                       "need --coordinator host:port")
@@ -368,8 +370,13 @@ def _mesh_faults(cfg, n_devices):
     rows = sizes["dp"] * sizes["fsdp"]
     faults += _multiple("batch_size", cfg.batch_size,
                         "micro_batches x dp x fsdp", cfg.micro_batches * rows)
-    faults += _multiple("seq_len", cfg.seq_len, "sp x logit_tiles",
-                        sizes["sp"] * max(cfg.logit_tiles, 1))
+    faults += _multiple("seq_len", cfg.seq_len, "sp", sizes["sp"])
+    part = max(cfg.seq_len // sizes["sp"], 1)
+    if cfg.logit_tiles and part % cfg.logit_tiles:
+        legal = min((n for n in range(1, part + 1) if part % n == 0),
+                    key=lambda n: abs(n - cfg.logit_tiles))
+        faults.append(f"logit_tiles {cfg.logit_tiles}: must divide seq_len / sp = {part}; "
+                      f"nearest: {legal}")
     faults += _multiple("n_heads", round(cfg.n_heads * cfg.scale), "tp x sp",
                         sizes["tp"] * sizes["sp"])
     return faults

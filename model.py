@@ -236,13 +236,14 @@ def choose_attention(cfg, cuda):
 
     Raises ValueError when cuDNN is asked for and cannot be had.
     """
-    needs = {"an NVIDIA GPU": cuda, f"a 16-bit dtype, not {cfg.dtype}": "16" in cfg.dtype,
-             f"head_dim a multiple of 8 up to 128, not {cfg.head_dim}":
+    needs = {"an NVIDIA GPU": cuda,
+             f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
+             f"head_dim a multiple of 8 up to 128 (it is {cfg.head_dim})":
              cfg.head_dim % 8 == 0 and cfg.head_dim <= 128,
              "rows that are not packed": not cfg.packed}
     lacks = [need for need, met in needs.items() if not met]
     if cfg.attention == "cudnn" and lacks:
-        raise ValueError(f"attention cudnn: needs {', '.join(lacks)}; choose xla or auto")
+        raise ValueError(f"attention cudnn: needs {' and '.join(lacks)}; choose xla or auto")
     return ("xla" if lacks else "cudnn") if cfg.attention == "auto" else cfg.attention
 
 

@@ -726,7 +726,7 @@ def plan_devices(cfg):
     from jax.experimental import topologies
     try:
         return topologies.get_topology_desc(cfg.plan, platform="tpu").devices
-    except Exception as e:
+    except (RuntimeError, ValueError) as e:
         fault = str(e).splitlines()[0]
         raise ValueError(f"plan {cfg.plan!r}: no such TPU slice ({fault}); legal are names like "
                          "v5p:8x8x8, v6e:16x16, v5e:4x4") from None
@@ -754,25 +754,25 @@ def plan(cfg):
     kind = mesh.devices.flat[0].device_kind
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
     n_params = sum(math.prod(x.shape) for x in state["params"].values())
-    say(f"{n_params / 1e9:.3f}B parameters on {mesh.size} x {kind}, mesh "
+    say(f"{n_params / 1e6:,.2f}M parameters on {mesh.size} x {kind}, mesh "
         + " ".join(f"{a}={k}" for a, k in mesh.shape.items())
         + f"; {cfg.dtype}, attention {cfg.attention}; for each device:")
     took = steplib.requirements(state, lowered["train_step"], mesh)
     flops, again, formula = model.flops_per_token(cfg, cfg.seq_len)
     tokens, peak = cfg.batch_size * cfg.seq_len / mesh.size, peaks(kind)
     took |= {"model_flops": flops * tokens, "flops": (flops + again) * tokens}
-    say(f"  {took['flops'] / 1e12:10.3f} TFLOP, of which {took['model_flops'] / 1e12:.3f} are the "
-        f"model's ({formula}), the rest remat's")
+    say(f"  {took['flops'] / 1e12:10,.4g} TFLOP, of which {took['model_flops'] / 1e12:,.4g} are "
+        f"the model's ({formula}) and {again * tokens / 1e12:,.4g} remat's")
     for name, n_bytes in took["bytes"].items():
-        say(f"  {n_bytes / 2**30:10.3f} GiB  {name}")
+        say(f"  {n_bytes / 2**30:10,.4g} GiB  {name}")
     fits = "fault" not in took and took["bytes"]["in all"] <= (peak[1] or math.inf) * 1e9
     if "fault" in took:
         say(took["fault"])
     else:
-        say(f"  {took['memory_traffic'] / 2**30:10.3f} GiB  read and written, if all that is "
+        say(f"  {took['memory_traffic'] / 2**30:10,.4g} GiB  read and written, if all that is "
             "written is read once")
         for (name, axes), (count, n_bytes) in took["collectives"].items():
-            say(f"  {n_bytes / 2**30:10.3f} GiB  sent by {count} {name} over {axes}")
+            say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {name} over {axes}")
         took |= implied_times(took, peak) if peak[0] else {}
         say(f"compiled in {took['compile_s']:.0f} s")
     say("no memory size is known for this device" if not peak[1]

@@ -220,7 +220,7 @@ def test_all_faults_at_once():
     (dict(tp=0), "tp 0: must be at least 1, or -1"),
     (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8; nearest: 8"),
     (dict(sp=2, seq_len=127),
-     "seq_len 127: must be a multiple of sp x logit_tiles = 2; nearest: 126 or 128"),
+     "seq_len 127: must be a multiple of sp = 2; nearest: 126 or 128"),
     (dict(ep=2), "no experts"),
     (dict(steps=0), "steps 0: must be at least 1"),
     (dict(profile="22:20"), "profile '22:20': first:last is wanted"),

@@ -288,7 +288,8 @@ def test_mixed_is_float32_but_for_its_products():
     """From fresh parameters, loss (1%) and gradients (3% of each one's norm) under mixed are near
     float32's and not the same; gradients are float32.
 
-    Break: model.py: _mixed_dot(x_2d, w) if cfg.dtype == "mixed" => _mixed_dot(x_2d, w) if False
+    Break: model.py: _mixed_dot(y, w) if cfg.dtype == "mixed" =>
+    _mixed_dot(y, w) if False
     """
     params, batch = model.init(jax.random.key(0), BASE), random_batch(BASE)
     objective = lambda p, cfg: model.loss_fn(p, batch, cfg)[0]["objective"]

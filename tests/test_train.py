@@ -727,7 +727,9 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         "--tp 3": "3 devices do not divide the 8 at hand",
         "--batch_size 9":
             "batch_size 9: must be a multiple of micro_batches x dp x fsdp = 8; nearest: 8 or 16",
-        "--attention cudnn": "attention cudnn: needs an NVIDIA GPU, a 16-bit dtype, not float32",
+        "--attention cudnn": "attention cudnn: needs an NVIDIA GPU and dtype bfloat16 or",
+        "--logit_tiles 3 --dp -1": "logit_tiles 3: must divide seq_len / sp = 16; nearest: 2",
+        "--profile 9:10": "profile '9:10': must begin at or before the last of steps 8",
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 cannot be split over tp=2; nearest: 254 or 256",
