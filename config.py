@@ -132,6 +132,24 @@ PRESETS = {
         batch_size=1024, remat="full", steps=100000,
         lr=1.5e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
     ),
+    "llama-405b": dict(
+        d_model=16384, n_layers=126, n_heads=128, n_kv_heads=8, d_ff=53248, vocab_size=128256,
+        seq_len=8192, rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
+        batch_size=2048, remat="full", steps=100000,
+        lr=8e-5, warmup_steps=8000.0, b2=0.95, min_lr_frac=0.01,
+    ),
+    "qwen3-0.6b": dict(
+        d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072,
+        vocab_size=151936, seq_len=4096, rope_theta=1000000.0,
+        batch_size=256, remat="full", steps=100000,
+        lr=6e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
+    ),
+    "qwen3-8b": dict(
+        d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, d_ff=12288,
+        vocab_size=151936, seq_len=4096, rope_theta=1000000.0, tie_embeddings=False,
+        batch_size=512, remat="full", steps=100000,
+        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
+    ),
 }
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
