@@ -233,7 +233,7 @@ def test_attention_is_chosen_by_what_there_is(change, cuda, chosen):
     assert model.choose_attention(cfg, cuda) == chosen
 
 
-@pytest.mark.parametrize("change", [{}, dict(sliding_window=3), dict(logit_tiles=3)])
+@pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
 def test_packed_rows_equal_documents_alone(change):
     """Loss sums and gradients of documents packed into rows are the sums over each alone: to 1e-5
     of the largest (float32), and not those of rows without segments.
