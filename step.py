@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -35,7 +36,9 @@ def make_mesh(cfg, devices=None):
     if prod(sizes) != len(devices):
         mesh = dict(zip(AXES, sizes))
         raise ValueError(f"mesh {mesh} uses {prod(sizes)} of {len(devices)} devices")
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
+    array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # The share of the peak rate at progress p in [0, 1], `done` updates after a warm-up of `warm`
