@@ -22,7 +22,7 @@ Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
 @dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
-    mode: Literal["train", "eval", "sample", "plan"] = "train"  # plan: what a step would take
+    mode: Literal["train", "eval", "sample", "plan"] = "train"  # eval, sample: newest checkpoint
     plan: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: plan for the devices at hand
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot

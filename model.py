@@ -95,7 +95,7 @@ def _shard(x, *axes):
     return jax.lax.with_sharding_constraint(x, P(*axes))
 
 
-def _width(cfg):
+def _dtype(cfg):
     """The dtype of weights and activations: float32 too where only products are narrower."""
     return "float32" if cfg.dtype == "mixed" else cfg.dtype
 
@@ -210,12 +210,16 @@ def _attend_halves(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     """_attend on a whole sequence; the first half of its queries never meets the later keys."""
     B, _, T, _ = q_BNTH.shape
     slots_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    halves = slice(0, (T + 1) // 2), slice((T + 1) // 2, T)
-    meet = lambda half: segments_BT is not None and (
-        segments_BT[:, half], segments_BT[:, :half.stop]) or None
-    return jnp.concatenate([
-        _attend(q_BNTH[:, :, half], k_BKTH[:, :, :half.stop], v_BKTH[:, :, :half.stop],
-                slots_BT[:, half], cfg, meet(half)) for half in halves], axis=2)
+
+    def attend(first, stop):
+        queries, keys = slice(first, stop), slice(0, stop)
+        segments = segments_BT if segments_BT is None else (
+            segments_BT[:, queries], segments_BT[:, keys])
+        return _attend(q_BNTH[:, :, queries], k_BKTH[:, :, keys], v_BKTH[:, :, keys],
+                       slots_BT[:, queries], cfg, segments)
+
+    middle = (T + 1) // 2
+    return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
 
 
 def _attend_library(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cudnn"):
@@ -294,7 +298,7 @@ def _trunk(params, batch, cfg, cache=None):
     positions_BT = batch.get("positions")
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    params = {k: v.astype(_width(cfg)) for k, v in params.items()}
+    params = {k: v.astype(_dtype(cfg)) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # fsdp gathers the width of the table here, so that the look-up moves no activations; tp sums
@@ -468,7 +472,7 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     """
     B, T = tokens_BT.shape
     shape = (cfg.n_layers, B, cfg.n_kv_heads, T + n_new, cfg.head_dim)
-    cache = (jnp.zeros(shape, _width(cfg)), jnp.zeros(shape, _width(cfg)))
+    cache = (jnp.zeros(shape, _dtype(cfg)), jnp.zeros(shape, _dtype(cfg)))
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     batch = {"tokens": tokens_BT, "positions": positions_BT}
     logits_BTV, cache = forward(params, batch, cfg, cache)

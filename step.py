@@ -247,8 +247,8 @@ def check_shapes(table, mesh):
 
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
     """Everything that runs on the mesh, from shapes alone: (state: shapes with shardings,
-    {"train_step", "eval_step", "init"}: lowered, from_params: jitted). train_step donates its
-    state. batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
+    {"train_step", "eval_step", "init"}: lowered, from_params: jitted). batch_shapes: {name:
+    ShapeDtypeStruct}, split as BATCH.
     """
     optimizer = make_optimizer(cfg, table)
     bind = lambda f, **fixed: update_wrapper(partial(f, cfg=cfg, **fixed), f)  # keeps f's name

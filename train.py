@@ -732,14 +732,13 @@ def plan_devices(cfg):
                          "v5p:8x8x8, v6e:16x16, v5e:4x4") from None
 
 
-def first_remedy(cfg, took, memory_gb):
+def first_remedy(cfg, mesh, took, memory_gb):
     """The first thing to change about a step that needs more memory than a device has."""
     if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gb * 1e9:
         return "parameters and moments alone are too much: more devices along fsdp or tp"
     if cfg.remat == "none":
         return "--remat full"
-    rows = cfg.batch_size // (cfg.dp * max(cfg.fsdp, 1))
-    if rows % (2 * cfg.micro_batches) == 0:
+    if cfg.batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) % (2 * cfg.micro_batches) == 0:
         return f"--micro_batches {2 * cfg.micro_batches}"
     return "a longer tp or sp, or a shorter seq_len"
 
@@ -777,7 +776,8 @@ def plan(cfg):
         say(f"compiled in {took['compile_s']:.0f} s")
     say("no memory size is known for this device" if not peak[1]
         else f"fits in {peak[1]} GB" if fits
-        else f"does not fit in {peak[1]} GB; first to change: {first_remedy(cfg, took, peak[1])}")
+        else f"does not fit in {peak[1]} GB; first to change: "
+        + first_remedy(cfg, mesh, took, peak[1]))
     return took | {"step": 0, "reason": "plan", "fits": fits, "exit_code": 0 if fits else 1}
 
 

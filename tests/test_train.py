@@ -786,6 +786,23 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
         assert words in said
 
 
+@pytest.mark.parametrize("change, remedy", [
+    (dict(remat="none"), "--remat full"), ({}, "--micro_batches 2"),
+    (dict(batch_size=8), "a longer tp or sp"), (dict(param_gb=9), "parameters and moments"),
+])
+def test_what_a_plan_advises_is_legal(tiny, change, remedy):
+    """Over fsdp -1, which is 8 here: remat, then microbatches as long as each device has a row for
+    one, then a wider mesh; none of them helps parameters that do not fit.
+
+    Break: train.py: mesh.shape["dp"] * mesh.shape["fsdp"] => 1
+    """
+    took = {"bytes": {"parameters": change.get("param_gb", 1) * 1e9, "moments": 2e9}}
+    sizes = {k: v for k, v in change.items() if k != "param_gb"}
+    cfg = tiny(**dict(batch_size=16, remat="full", dp=1, fsdp=-1) | sizes)
+    mesh = jax.make_mesh((1, 8), ("dp", "fsdp"))
+    assert train.first_remedy(cfg, mesh, took, memory_gb=10).startswith(remedy)
+
+
 def test_a_plan_needs_a_slice_that_exists(tiny):
     """Without the TPU compiler, or for a slice of no such shape, one clear line.
 
