@@ -24,6 +24,7 @@ class Config:
     # ---- run
     mode: Literal["train", "eval", "sample", "plan"] = "train"  # eval, sample: newest checkpoint
     plan: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: plan for the devices at hand
+    plan_sweep: int = 0  # meshes to plan for and compare, the likeliest first; 0: the one given
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     seed: int = 0  # of initialisation, data order and sampling
@@ -61,13 +62,20 @@ class Config:
     qkv_bias: bool = False  # bias on queries, keys and values
     tie_embeddings: bool = True  # one matrix for embedding and logits
     sliding_window: int = 0  # tokens that attention looks back, itself included; 0: all
+    n_experts: int = 0  # MLPs of a layer, of which a router chooses for each token; 0: no router
+    experts_per_token: int = 2  # likeliest experts, whose weighted sum a token gets
+    capacity_factor: float = 2.0  # room of an expert, in even shares of the tokens; 0: for all
+    lora_rank: int = 0  # of low-rank updates to frozen weights; 0: none
+    lora_alpha: float = 16.0  # factor on those updates, times rank
+    lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of the weights that get them
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
     dtype: Dtype = "auto"  # mixed: float32, but products of bfloat16; auto: by the device
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters
-    attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cuDNN on an NVIDIA GPU, else XLA
+    attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"  # auto: a GPU's, TPU's, or XLA
     remat: str = "none"  # what backward recomputes: none, full, dots, named, offload
     logit_tiles: int = 0  # parts of a sequence whose logits exist one at a time; 0: as memory asks
+    mlp_tiles: int = 1  # parts of a sequence whose MLP is computed one at a time
     # ---- optimizer
     optimizer: str = "adamw"  # adamw, adafactor, lion, muon, rmsprop, sgd
     lr: float = 2e-3  # peak learning rate
@@ -81,16 +89,22 @@ class Config:
     b2: float = 0.98  # decay of the second moment: Adam's, RMSprop's; Lion's slow average
     eps: float = 1e-8  # added to the denominator of Adam and RMSprop
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
+    moments_on: Literal["device", "host"] = "device"  # where they stay between updates
+    freeze: tuple[str, ...] = ()  # patterns of parameters not to train; a later !pattern trains
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # probability moved from the label to all other tokens
     z_loss: float = 0.0  # weight of the squared log-partition
+    router_balance: float = 0.01  # weight of the loss that spreads tokens evenly over experts
+    router_z: float = 0.001  # weight of the router's squared log-partition
+    loss_norm: str = "tokens"  # summed loss over: labelled tokens, positions, sequences, a number
     nan: Literal["skip", "stop", "raise"] = "stop"  # on a non-finite loss or gradient; no update
     # ---- mesh
-    dp: int = 1  # devices along the data axis, parameters replicated; -1: all that are left
-    fsdp: int = -1  # devices along the data axis, parameters sharded
-    ep: int = 1  # devices along the expert axis
+    dp: int = 1  # devices along the data axis, moments sharded alone; -1: all that are left
+    fsdp: int = -1  # devices along the data axis, parameters sharded too
+    ep: int = 1  # devices along the data axis, experts sharded too
     tp: int = 1  # devices along heads, MLP width and vocabulary
     sp: int = 1  # devices along the sequence
+    slices: int = 1  # groups of devices joined by a slow network, over which dp, or fsdp, is laid
     coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
     n_processes: int = 1  # processes of this run, with coordinator host:port
     process_id: int = 0  # number of this process, with coordinator host:port
@@ -101,6 +115,7 @@ class Config:
     save_every: int = 250  # updates between checkpoints; there is always one at the end
     keep: int = 2  # newest checkpoints kept on disk; 0: all
     sample_every: int = 500  # updates between printed samples; there is always one at the end
+    watch: tuple[str, ...] = ()  # patterns of parameters to log histograms and gradient norms of
     profile: str = ""  # updates first:last whose time and memory to trace into out_dir/profile
     # ---- sampling
     prompt: str = ""  # text that a sample continues; empty: the start of a document
@@ -150,17 +165,32 @@ PRESETS = {
         batch_size=512, remat="full", steps=100000,
         lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
     ),
+    "qwen3-30b-a3b": dict(
+        d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4, head_dim=128, d_ff=768,
+        n_experts=128, experts_per_token=8, vocab_size=151936, seq_len=4096,
+        rope_theta=1000000.0, tie_embeddings=False,
+        batch_size=1024, remat="full", steps=100000,
+        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
+    ),
+    "mixtral-8x7b": dict(
+        d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336,
+        n_experts=8, experts_per_token=2, vocab_size=32000, seq_len=4096,
+        rope_theta=1000000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
+        batch_size=1024, remat="full", steps=100000,
+        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
+    ),
 }
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
 # A checkpoint fits no config that differs here ...
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
-         "tie_embeddings param_dtype optimizer").split()
+         "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
 # ... and is continued under one that differs here only when allow_change names the field.
 COURSE = ("seed data val_data val_frac data_dtype tokenizer packed overfit_batch batch_size "
           "seq_len rope_theta rope_factor rope_original_len norm_eps sliding_window dtype lr "
           "schedule warmup_steps min_lr_frac decay_frac poly_power weight_decay b1 b2 eps "
-          "moment_dtype clip_norm label_smoothing z_loss nan init_from").split()
+          "moment_dtype clip_norm label_smoothing z_loss experts_per_token capacity_factor "
+          "router_balance router_z lora_alpha loss_norm nan init_from").split()
 
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),
@@ -314,25 +344,39 @@ def validate(cfg, n_devices, choices=()):
 
     choices: {field: legal values} of what other files offer.
     """
-    faults = _type_faults(cfg)
-    _complain(faults)
-    for name, known in dict(choices).items():
-        value = getattr(cfg, name)
-        if value not in known:
-            faults.append(f"{name} {value!r}: unknown ({nearest(value, known)})")
+    _complain(_type_faults(cfg))
+    faults = [f"{name} {getattr(cfg, name)!r}: unknown ({nearest(getattr(cfg, name), known)})"
+              for name, known in dict(choices).items() if getattr(cfg, name) not in known]
     names = [f.name for f in dataclasses.fields(Config)]
     faults += [f"allow_change {n!r}: no such field ({nearest(n, names)})"
                for n in cfg.allow_change if n not in names]
-    least = {1: "steps batch_size micro_batches seq_len d_model n_layers n_heads "
-                "rope_original_len n_processes n_samples",
+    faults += _range_faults(cfg) + _span_faults(cfg)
+    if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
+        faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
+                      "need --coordinator host:port")
+    if cfg.process_id >= max(cfg.n_processes, 1):
+        faults.append(f"process_id {cfg.process_id}: must be below n_processes {cfg.n_processes}")
+    smallest = min(cfg.n_heads, cfg.batch_size, cfg.micro_batches, cfg.n_kv_heads + 1, cfg.d_ff + 1,
+                   cfg.slices, cfg.mlp_tiles, cfg.n_experts + 1)
+    if smallest < 1 or not 0 < cfg.scale < 1e9:
+        _complain(faults)  # the rules between fields below divide by these
+    _complain(faults + _model_faults(cfg) + _mesh_faults(cfg, n_devices))
+
+
+def _range_faults(cfg):
+    """Faults of each number by itself."""
+    faults = []
+    least = {1: "steps batch_size micro_batches seq_len d_model n_layers n_heads experts_per_token "
+                "rope_original_len mlp_tiles slices n_processes n_samples",
              0: "n_kv_heads head_dim d_ff vocab_size sliding_window epochs lr warmup_steps "
                 "weight_decay clip_norm z_loss log_every eval_every eval_batches save_every keep "
-                "sample_every sample_tokens logit_tiles temperature top_k process_id poly_power"}
+                "sample_every sample_tokens logit_tiles temperature top_k process_id poly_power "
+                "n_experts capacity_factor lora_rank router_balance router_z plan_sweep"}
     for low, fields in least.items():
         for n in fields.split():
             if getattr(cfg, n) < low:
                 faults.append(f"{n} {getattr(cfg, n)}: must be at least {low}")
-    for n in "scale rope_theta rope_factor norm_eps eps decay_frac top_p".split():
+    for n in "scale rope_theta rope_factor norm_eps eps decay_frac top_p lora_alpha".split():
         if getattr(cfg, n) <= 0:
             faults.append(f"{n} {getattr(cfg, n)}: must be above 0")
     for n in "val_frac b1 b2 label_smoothing".split():
@@ -341,15 +385,12 @@ def validate(cfg, n_devices, choices=()):
     for n in "min_lr_frac decay_frac top_p".split():
         if getattr(cfg, n) > 1:
             faults.append(f"{n} {getattr(cfg, n)}: must be at most 1")
-    faults += _span_faults(cfg)
-    if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
-        faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
-                      "need --coordinator host:port")
-    if cfg.process_id >= max(cfg.n_processes, 1):
-        faults.append(f"process_id {cfg.process_id}: must be below n_processes {cfg.n_processes}")
-    smallest = min(cfg.n_heads, cfg.batch_size, cfg.micro_batches, cfg.n_kv_heads + 1, cfg.d_ff + 1)
-    if smallest < 1 or not 0 < cfg.scale < 1e9:
-        _complain(faults)  # the rules between fields below divide by these
+    return faults
+
+
+def _model_faults(cfg):
+    """Faults between the fields that shape the model and its loss."""
+    faults = []
     if not cfg.head_dim:
         faults += _multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
     elif cfg.head_dim % 2:
@@ -361,7 +402,17 @@ def validate(cfg, n_devices, choices=()):
     if abs(legal - cfg.scale) > 1e-9 * legal:
         faults.append(f"scale {cfg.scale}: d_model, d_ff and head counts would not stay whole; "
                       f"nearest: {legal}")
-    _complain(faults + _mesh_faults(cfg, n_devices))
+    if cfg.n_experts and cfg.experts_per_token > cfg.n_experts:
+        faults.append(f"experts_per_token {cfg.experts_per_token}: must be at most n_experts "
+                      f"{cfg.n_experts}")
+    if cfg.n_experts and cfg.mlp_tiles > 1:
+        faults.append(f"mlp_tiles {cfg.mlp_tiles}: must be 1 with n_experts {cfg.n_experts}, whose "
+                      "room is shared out over a whole sequence")
+    norms = ("tokens", "positions", "sequences")
+    if cfg.loss_norm not in norms and not re.fullmatch(r"\d*[1-9]\d*(\.\d*)?", cfg.loss_norm):
+        faults.append(f"loss_norm {cfg.loss_norm!r}: a number above 0 is wanted, or "
+                      f"{nearest(cfg.loss_norm, norms)}")
+    return faults
 
 
 def _mesh_faults(cfg, n_devices):
@@ -383,21 +434,32 @@ def _mesh_faults(cfg, n_devices):
         return [f"mesh {mesh}: {fixed} devices do not make the {n_devices} at hand; "
                 f"set one axis to -1, or sizes whose product is {n_devices}"]
     sizes |= {a: n_devices // fixed for a in open_axes}
-    if sizes["ep"] > 1:
-        faults.append(f"ep {sizes['ep']}: this model has no experts to spread; set --ep 1")
-    rows = sizes["dp"] * sizes["fsdp"]
+    if sizes["ep"] > 1 and not cfg.n_experts:
+        faults.append(f"ep {sizes['ep']}: this model has no experts to spread; set --ep 1, or "
+                      "--n_experts")
+    faults += _divides("ep", sizes["ep"], "n_experts", cfg.n_experts) if cfg.n_experts else []
+    outer = "dp" if sizes["dp"] > 1 else "fsdp"
+    faults += _divides("slices", cfg.slices, outer, sizes[outer])
+    rows = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     faults += _multiple("batch_size", cfg.batch_size,
-                        "micro_batches x dp x fsdp", cfg.micro_batches * rows)
+                        "micro_batches x dp x fsdp x ep", cfg.micro_batches * rows)
     faults += _multiple("seq_len", cfg.seq_len, "sp", sizes["sp"])
     part = max(cfg.seq_len // sizes["sp"], 1)
-    if cfg.logit_tiles and part % cfg.logit_tiles:
-        legal = min((n for n in range(1, part + 1) if part % n == 0),
-                    key=lambda n: abs(n - cfg.logit_tiles))
-        faults.append(f"logit_tiles {cfg.logit_tiles}: must divide seq_len / sp = {part}; "
-                      f"nearest: {legal}")
+    for name in ("logit_tiles", "mlp_tiles"):
+        faults += _divides(name, getattr(cfg, name) or 1, "seq_len / sp", part)
     faults += _multiple("n_heads", round(cfg.n_heads * cfg.scale), "tp x sp",
                         sizes["tp"] * sizes["sp"])
     return faults
+
+
+def _divides(name, value, rule, whole):
+    """The fault that `value` does not divide `whole`, with the nearest legal value; none when it
+    does.
+    """
+    if whole % value == 0:
+        return []
+    legal = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - value))
+    return [f"{name} {value}: must divide {rule} = {whole}; nearest: {legal}"]
 
 
 def derive(cfg):
@@ -407,7 +469,8 @@ def derive(cfg):
                  n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
     sizes = {k: round(v * cfg.scale) for k, v in sizes.items()}
     sizes["d_ff"] = sizes["d_ff"] or -(-8 * sizes["d_model"] // 3 // 32) * 32
-    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, scale=1.0)
+    freeze = cfg.freeze or (("*", "!*.lora_?") if cfg.lora_rank else ())
+    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, freeze=freeze, scale=1.0)
 
 
 def changes(old, new):

@@ -2,14 +2,14 @@
 """A decoder-only transformer as pure functions over a flat dict of arrays.
 
 Covers Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, SwiGLU, and by
-option head norms, biases, tied embeddings, a sliding window. Each parameter stands once, in
-`param_table`. `cfg`: any object with d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size
-rope_theta rope_factor rope_original_len norm_eps qk_norm qkv_bias tie_embeddings sliding_window
-dtype param_dtype attention remat logit_tiles label_smoothing z_loss; generate: temperature top_k
-top_p.
+option head norms, biases, tied embeddings, a sliding window, experts, low-rank updates. Each
+parameter stands once, in `param_table`. `cfg`: any object with the fields that stand under "model"
+and "numbers" in config.py, and freeze loss_norm batch_size label_smoothing z_loss router_balance
+router_z; generate: temperature top_k top_p.
 """
+from fnmatch import fnmatchcase
 from functools import partial
-from math import lcm, log, prod
+from math import ceil, lcm, log, prod
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-ROWS = ("dp", "fsdp")  # mesh axes that share out the sequences of a batch
+ROWS = ("dp", "fsdp", "ep")  # mesh axes that share out the sequences of a batch
+WHOLE = ("fsdp", "ep")  # mesh axes that share out each weight but the experts', and gather it
 SPLIT = (*ROWS, "tp", "sp")  # mesh axes that share out logits
 LOGIT_BYTES = 2**28  # of float32 logits on a device, above which the loss is made in tiles
 IGNORE = -100  # label of a position that is not learnt
@@ -39,45 +40,89 @@ RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots
 
 
 def param_table(cfg):
-    """{name: (shape, partition spec, init)}; init is ("normal", std) or ("constant", value).
+    """{name: (shape, partition spec, init, trained)}; init is ("normal", std) or ("constant",
+    value).
 
-    Weights are [layers, in, out], names under "layers." stacked over layers. What starts random is
-    a matrix, what starts constant a scale or a bias: optimizers tell the two apart by it.
+    Weights are [layers, in, out], of experts [layers, experts, in, out], names under "layers."
+    stacked over layers. What starts random is a matrix, what starts constant a scale or a bias:
+    optimizers tell the two apart by it. Raises ValueError for a pattern that matches nothing.
     """
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
-    N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
+    N, K, H, E = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.n_experts
     ones, zeros = ("constant", 1.0), ("constant", 0.0)
     wide = ("normal", D**-0.5)
     # What writes to the residual stream starts smaller, so that its variance does not grow with
     # depth (GPT-2).
     out = lambda width: ("normal", (2 * L * width) ** -0.5)
+    mlp, into, back = (((L,), P(None, WHOLE, "tp"), P(None, "tp", WHOLE)) if not E else
+                       ((L, E), P(None, "ep", "fsdp", "tp"), P(None, "ep", "tp", "fsdp")))
     table = {
-        "embed": ((V, D), P("tp", "fsdp"), wide),
+        "embed": ((V, D), P("tp", WHOLE), wide),
         "layers.attn_norm": ((L, D), P(), ones),
-        "layers.wq": ((L, D, N * H), P(None, "fsdp", "tp"), wide),
-        "layers.wk": ((L, D, K * H), P(None, "fsdp", "tp"), wide),
-        "layers.wv": ((L, D, K * H), P(None, "fsdp", "tp"), wide),
-        "layers.wo": ((L, N * H, D), P(None, "tp", "fsdp"), out(N * H)),
+        "layers.wq": ((L, D, N * H), P(None, WHOLE, "tp"), wide),
+        "layers.wk": ((L, D, K * H), P(None, WHOLE, "tp"), wide),
+        "layers.wv": ((L, D, K * H), P(None, WHOLE, "tp"), wide),
+        "layers.wo": ((L, N * H, D), P(None, "tp", WHOLE), out(N * H)),
         "layers.mlp_norm": ((L, D), P(), ones),
-        "layers.w_gate": ((L, D, F), P(None, "fsdp", "tp"), wide),
-        "layers.w_up": ((L, D, F), P(None, "fsdp", "tp"), wide),
-        "layers.w_down": ((L, F, D), P(None, "tp", "fsdp"), out(F)),
+        "layers.w_gate": ((*mlp, D, F), into, wide),
+        "layers.w_up": ((*mlp, D, F), into, wide),
+        "layers.w_down": ((*mlp, F, D), back, out(F)),
         "final_norm": ((D,), P(), ones),
     }
+    if E:
+        table["layers.w_router"] = ((L, D, E), P(None, WHOLE), wide)
     if cfg.qk_norm:
         table |= {f"layers.{x}_norm": ((L, H), P(), ones) for x in "qk"}
     if cfg.qkv_bias:
         heads = {"q": N, "k": K, "v": K}
         table |= {f"layers.b{x}": ((L, n * H), P(None, "tp"), zeros) for x, n in heads.items()}
     if not cfg.tie_embeddings:
-        table["unembed"] = ((D, V), P("fsdp", "tp"), wide)
-    return table
+        table["unembed"] = ((D, V), P(WHOLE, "tp"), wide)
+    if cfg.lora_rank:
+        table |= _lora_rows(table, cfg)
+    frozen = matching("freeze", cfg.freeze, table)
+    if len(frozen) == len(table):
+        raise ValueError(f"freeze {' '.join(cfg.freeze)}: leaves no parameter to train")
+    return {name: (*row, name not in frozen) for name, row in table.items()}
+
+
+def _lora_rows(table, cfg):
+    """Two thin factors of each target; their product starts at zero.
+
+    Source: Hu et al. 2021, arXiv:2106.09685.
+    """
+    rows, r = {}, cfg.lora_rank
+    weights = {name: row for name, row in table.items()
+               if name.startswith("layers.w") and name != "layers.w_router"}
+    for name in sorted(matching("lora_targets", cfg.lora_targets, weights)):
+        shape, spec, _ = weights[name]
+        *stack, n_in, n_out = shape
+        *over, split_in, split_out = (*spec, *[None] * (len(shape) - len(spec)))
+        rows[f"{name}.lora_a"] = (*stack, n_in, r), P(*over, split_in, None), ("normal", n_in**-0.5)
+        rows[f"{name}.lora_b"] = (*stack, r, n_out), P(*over, None, split_out), ("normal", 0.0)
+    return rows
+
+
+def matching(field, patterns, names):
+    """The names that the patterns choose: of those that match a name the last decides, and one that
+    starts with "!" says no.
+
+    Raises ValueError that names a pattern without a match.
+    """
+    chosen = set()
+    for pattern in patterns:
+        found = {n for n in names if fnmatchcase(n, pattern.removeprefix("!"))}
+        if not found:
+            raise ValueError(f"{field} {pattern!r}: matches no parameter; there are "
+                             + ", ".join(names))
+        chosen = chosen - found if pattern.startswith("!") else chosen | found
+    return chosen
 
 
 def init(key, cfg):
     """Parameters in cfg.param_dtype; each one's values depend on key, name and shape alone."""
     params = {}
-    for name, (shape, _, (kind, value)) in param_table(cfg).items():
+    for name, (shape, _, (kind, value), _) in param_table(cfg).items():
         if kind == "normal":
             name_hash = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
             own_key = jax.random.fold_in(key, name_hash)
@@ -116,6 +161,15 @@ def _dot(x, w, cfg, dtype=None):
     y = (_mixed_dot(y, w) if cfg.dtype == "mixed"
          else jnp.dot(y, w, preferred_element_type=dtype))
     return y.reshape(*x.shape[:-1], w.shape[-1])
+
+
+def _linear(x, w, name, cfg):
+    """x @ w[name], plus its low-rank update where there is one."""
+    y = _dot(x, w[name], cfg)
+    if f"{name}.lora_a" in w:
+        thin = _dot(x, w[f"{name}.lora_a"], cfg)
+        y += cfg.lora_alpha / cfg.lora_rank * _dot(thin, w[f"{name}.lora_b"], cfg)
+    return y
 
 
 @jax.custom_vjp
@@ -232,23 +286,59 @@ def _attend_library(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cu
     return checkpoint_name(a_BTNH, "attention").swapaxes(1, 2)
 
 
-ATTENTION = {"auto": _attend_halves, "xla": _attend_halves, "cudnn": _attend_library}
+def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, interpret=False):
+    """_attend on a whole sequence by JAX's splash kernel for TPUs, which never makes all scores."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash, splash_attention_mask as masks)
+    T = q_BNTH.shape[2]
+    block = max(n for n in (128, 256, 512, 1024, 2048) if T % n == 0)
+    sizes = splash.BlockSizes(**dict.fromkeys(
+        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
+        block_kv_compute=min(block, 512), block_kv_dkv_compute=min(block, 512))
+    seen = (masks.LocalMask((T, T), (cfg.sliding_window - 1, 0), 0) if cfg.sliding_window
+            else masks.CausalMask((T, T)))
+
+    def attend(q, k, v, segments):  # of one device
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([seen] * q.shape[1]), block_sizes=sizes, head_shards=1,
+            q_seq_shards=1, residual_checkpoint_name="attention", interpret=interpret)
+        return jax.vmap(kernel)(q, k, v, splash.SegmentIds(*segments * 2) if segments else None)
+
+    heads = P(ROWS, ("tp", "sp"))
+    if not jax.sharding.get_abstract_mesh().empty:
+        attend = jax.shard_map(attend, in_specs=(heads, heads, heads, P(ROWS)), out_specs=heads,
+                               check_vma=False)
+    segments = () if segments_BT is None else (segments_BT,)
+    return attend(cfg.head_dim**-0.5 * q_BNTH, k_BKTH, v_BKTH, segments).astype(q_BNTH.dtype)
 
 
-def choose_attention(cfg, cuda):
-    """cfg.attention; of "auto", the fastest there is. cuda: whether the devices are NVIDIA GPUs.
+ATTENTION = {"auto": _attend_halves, "xla": _attend_halves, "cudnn": _attend_library,
+             "pallas": _attend_pallas}
 
-    Raises ValueError when cuDNN is asked for and cannot be had.
+
+def choose_attention(cfg, platform):
+    """cfg.attention; of "auto", the fastest there is. platform: "cuda" for an NVIDIA GPU, "tpu", or
+    another.
+
+    Raises ValueError when a kernel is asked for by name and cannot be had.
     """
-    needs = {"an NVIDIA GPU": cuda,
-             f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
-             f"head_dim a multiple of 8 up to 128 (it is {cfg.head_dim})":
-             cfg.head_dim % 8 == 0 and cfg.head_dim <= 128,
-             "rows that are not packed": not cfg.packed}
-    lacks = [need for need, met in needs.items() if not met]
-    if cfg.attention == "cudnn" and lacks:
-        raise ValueError(f"attention cudnn: needs {' and '.join(lacks)}; choose xla or auto")
-    return ("xla" if lacks else "cudnn") if cfg.attention == "auto" else cfg.attention
+    needs = {
+        "cudnn": {"an NVIDIA GPU": platform == "cuda",
+                  f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
+                  f"head_dim a multiple of 8 up to 128 (it is {cfg.head_dim})":
+                  cfg.head_dim % 8 == 0 and cfg.head_dim <= 128,
+                  "rows that are not packed": not cfg.packed},
+        "pallas": {"a TPU": platform == "tpu",
+                   f"head_dim a multiple of 128 (it is {cfg.head_dim})": cfg.head_dim % 128 == 0,
+                   f"seq_len a multiple of 128 (it is {cfg.seq_len})": cfg.seq_len % 128 == 0}}
+    lacks = {kernel: [need for need, met in rules.items() if not met]
+             for kernel, rules in needs.items()}
+    if lacks.get(cfg.attention):
+        raise ValueError(f"attention {cfg.attention}: needs {' and '.join(lacks[cfg.attention])}; "
+                         "choose xla or auto")
+    if cfg.attention != "auto":
+        return cfg.attention
+    return next((kernel for kernel, lack in lacks.items() if not lack), "xla")
 
 
 def _every_part(heads_BTKH, cache):
@@ -258,12 +348,67 @@ def _every_part(heads_BTKH, cache):
     return jnp.repeat(heads_BTKH, copies, axis=2) if copies > 1 else heads_BTKH
 
 
+def _mlp(x, w, cfg):
+    """SwiGLU of x [..., D], and no figures."""
+    gate, up = _linear(x, w, "w_gate", cfg), _linear(x, w, "w_up", cfg)
+    return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg), {}
+
+
+def _experts(y_BTD, w, cfg, factor):
+    """Of each token the weighted sum of its likeliest experts' MLPs, and figures of the router
+    [B, T]: "balance", 1 where a sequence's tokens are spread evenly, E where all meet in one; "z",
+    the squared log-partition; "dropped", the share of choices that found no room.
+
+    An expert has room for `factor` (0: any number) times its even share of a sequence, or of a
+    device's part of it; its earliest tokens are served, so that none depends on a later one. Router
+    in float32.
+    Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2; z, Zoph et al. 2022, arXiv:2202.08906.
+    """
+    B, T, D = y_BTD.shape
+    E, k, parts = cfg.n_experts, cfg.experts_per_token, _ways("sp")
+    parts = parts if T % parts == 0 else 1
+    t = T // parts
+    logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), w["w_router"].astype(jnp.float32),
+                         precision="highest")
+    p_BTE = jax.nn.softmax(logits_BTE)
+    top, chosen = jax.lax.top_k(p_BTE, k)  # [B, T, k]
+    top = (top / top.sum(axis=-1, keepdims=True)).reshape(B, parts, t * k)
+    hits_BTE = (chosen[..., None] == jnp.arange(E)[None, None, None]).sum(axis=2)
+    even_B = (hits_BTE.mean(axis=1) / k * p_BTE.mean(axis=1)).sum(axis=-1) * E
+    lse_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
+
+    C = min(ceil(t * k / E * factor), t) or t
+    expert = chosen.reshape(B, parts, t * k)
+    ahead = jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2) - hits_BTE.reshape(B, parts, t, E)
+    place = jnp.take_along_axis(ahead, expert.reshape(B, parts, t, k), axis=3).reshape(expert.shape)
+    kept = place < C
+    slot = jnp.where(kept, expert * C + place, E * C)  # the last is no expert's
+    row, part = jnp.arange(B)[:, None, None], jnp.arange(parts)[None, :, None]
+    token = jnp.zeros((B, parts, E * C + 1), jnp.int32).at[row, part, slot].set(
+        jnp.arange(t * k)[None, None] // k)[..., :-1]  # whom each slot serves
+    # Over ep an all-to-all: from a part of the rows with all experts to all rows with a part of the
+    # experts; and back below.
+    split = ROWS[:2], "sp", "ep"
+    x_BPECD = jnp.take_along_axis(
+        y_BTD.reshape(B, parts, t, D), token[..., None], axis=2).reshape(B, parts, E, C, D)
+    x_BPECD = _shard(_shard(x_BPECD, ROWS, "sp"), *split)
+    weights = {name: a for name, a in w.items() if name.startswith(("w_gate", "w_up", "w_down"))}
+    h_BPECD, _ = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), (2, None))(x_BPECD, weights)
+    h_BPECD = _shard(_shard(h_BPECD, *split), ROWS, "sp")
+    served = jnp.take_along_axis(
+        h_BPECD.reshape(B, parts, E * C, D), jnp.minimum(slot, E * C - 1)[..., None], axis=2)
+    out = (served * jnp.where(kept, top, 0)[..., None].astype(served.dtype)).reshape(B, T, k, D)
+    figures = {"balance": jnp.broadcast_to(even_B[:, None], (B, T)), "z": lse_BT * lse_BT,
+               "dropped": 1 - kept.reshape(B, T, k).mean(axis=-1)}
+    return out.sum(axis=2), figures
+
+
 def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH), of whose slots
-    positions_BT are these tokens', or None. Returns x_BTD, cache.
+    positions_BT are these tokens', or None. Returns x_BTD, cache, the router's figures.
     """
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
-    qkv = [checkpoint_name(_dot(y_BTD, w[f"w{x}"], cfg), "qkv") for x in "qkv"]
+    qkv = [checkpoint_name(_linear(y_BTD, w, f"w{x}", cfg), "qkv") for x in "qkv"]
     if cfg.qkv_bias:
         qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv")]
     q_BTNH, k_BTKH, v_BTKH = (a.reshape(*a.shape[:2], -1, cfg.head_dim) for a in qkv)
@@ -286,19 +431,35 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
         a_BNTH = ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
     a_BTNH = _shard(_shard(a_BNTH, ROWS, ("tp", "sp")).swapaxes(1, 2), ROWS, "sp", "tp")
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
-    x_BTD = _shard(x_BTD + _dot(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w["wo"], cfg), ROWS, "sp")
-    y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps)
-    h_BTF = jax.nn.silu(_dot(y_BTD, w["w_gate"], cfg)) * _dot(y_BTD, w["w_up"], cfg)
-    return _shard(x_BTD + _dot(h_BTF, w["w_down"], cfg), ROWS, "sp"), cache
+    y_BTD = _linear(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w, "wo", cfg)
+    x_BTD = _shard(x_BTD + y_BTD, ROWS, "sp")
+    mlp = partial(_mlp, w=w, cfg=cfg)
+    if cfg.n_experts:
+        mlp = partial(_experts, w=w, cfg=cfg, factor=cfg.capacity_factor if cache is None else 0)
+    if cfg.mlp_tiles > 1 and cache is None:
+        mlp = partial(_in_tiles, mlp, cfg.mlp_tiles)
+    y_BTD, figures = mlp(_rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps))
+    return _shard(x_BTD + y_BTD, ROWS, "sp"), cache, figures
+
+
+def _in_tiles(f, n, x_BTD):
+    """f(x_BTD) of one tile in n at a time, in backward computed once more.
+
+    Source: Bekman et al. 2025 (ALST), arXiv:2506.13996, section 3.1.
+    """
+    y, figures = jax.lax.map(lambda tile: jax.checkpoint(f)(*tile), _tiles(n, x_BTD))
+    return jnp.moveaxis(y, 0, 2).reshape(x_BTD.shape), figures
 
 
 def _trunk(params, batch, cfg, cache=None):
-    """(x_BTD after the last norm, unembed_DV, cache)."""
+    """(x_BTD after the last norm, unembed_DV, cache, the router's figures [B, T], means over
+    layers).
+    """
     tokens_BT = batch["tokens"]
     positions_BT = batch.get("positions")
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    params = {k: v.astype(_dtype(cfg)) for k, v in params.items()}
+    params = {k: v if k == "layers.w_router" else v.astype(_dtype(cfg)) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # fsdp gathers the width of the table here, so that the look-up moves no activations; tp sums
@@ -306,15 +467,19 @@ def _trunk(params, batch, cfg, cache=None):
     x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], ROWS, "sp")
 
     def layer(x_BTD, w_and_cache):
-        return _block(x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
+        x_BTD, cache, figures = _block(
+            x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
+        return x_BTD, (cache, figures)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
     # Unrolled, XLA fuses across layers (a third faster on a CPU); scanned, compile time does not
     # grow with depth.
-    x_BTD, cache = jax.lax.scan(layer, x_BTD, (layers, cache), unroll=cfg.n_layers <= 12)
+    x_BTD, (cache, figures) = jax.lax.scan(
+        layer, x_BTD, (layers, cache), unroll=cfg.n_layers <= 12)
     x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
-    return x_BTD, params["embed"].T if cfg.tie_embeddings else params["unembed"], cache
+    unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
+    return x_BTD, unembed_DV, cache, {name: f.mean(axis=0) for name, f in figures.items()}
 
 
 def _logits(x_BTD, unembed_DV, cfg):
@@ -327,30 +492,55 @@ def forward(params, batch, cfg, cache=None):
 
     batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs, and "segments"
     [B, T]: only tokens of one segment meet. Parameters are cast to cfg.dtype once. In float32 stay:
-    norms, rotary positions, softmax, logits, loss.
+    norms, rotary positions, softmax, router, logits, loss.
     """
-    x_BTD, unembed_DV, cache = _trunk(params, batch, cfg, cache)
+    x_BTD, unembed_DV, cache, _ = _trunk(params, batch, cfg, cache)
     return _logits(x_BTD, unembed_DV, cfg), cache
 
 
 def loss_fn(params, batch, cfg):
     """({name: sum}, {name: count}) over the labelled positions of batch "tokens", "labels" [B, T].
 
-    "objective" is what training minimises; "loss" the plain cross-entropy in nats; "z" the squared
-    log-partition; "acc" the share of positions where the label is the likeliest token, and 1/n of
-    one where it is among n such. Source:
-    smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed target, so
-    that the best possible value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    "objective" is what training minimises, its count as cfg.loss_norm has it; "loss" the plain
+    cross-entropy in nats; "z" the squared log-partition; "acc" the share of positions where the
+    label is the likeliest token, and 1/n of one where it is among n such; of experts "balance",
+    "router_z" and "dropped". Source: smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the
+    entropy of the smoothed target, so that the best possible value is 0; z-loss, Chowdhery et al.
+    2022, arXiv:2204.02311, section 5.
     """
-    x_BTD, unembed_DV, _ = _trunk(params, batch, cfg)
-    n_labels = (batch["labels"] != IGNORE).sum(dtype=jnp.float32)
+    x_BTD, unembed_DV, _, figures = _trunk(params, batch, cfg)
+    labels_BT = batch["labels"]
+    weights_BT, norm = _loss_weights(labels_BT, cfg)
     n_tiles = _n_tiles(*x_BTD.shape[:2], cfg)
     loss_sums = partial(_tiled_sums, n_tiles=n_tiles) if n_tiles > 1 else _loss_sums
-    sums = loss_sums(x_BTD, unembed_DV, batch["labels"], cfg=cfg)
-    return sums, dict.fromkeys(sums, n_labels)
+    sums = loss_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg=cfg)
+    if cfg.n_experts:
+        extra_BT = cfg.router_balance * figures["balance"] + cfg.router_z * figures["z"]
+        figures = {"balance": figures["balance"], "router_z": figures["z"],
+                   "dropped": figures["dropped"]}
+        sums |= {k: jnp.where(labels_BT != IGNORE, f, 0).sum() for k, f in figures.items()}
+        sums["objective"] += (weights_BT * extra_BT).sum()
+    n_labels = (labels_BT != IGNORE).sum(dtype=jnp.float32)
+    return sums, dict.fromkeys(sums, n_labels) | {"objective": norm}
 
 
-def _loss_sums(x_BTD, unembed_DV, labels_BT, cfg):
+def _loss_weights(labels_BT, cfg):
+    """(weights_BT of positions in the objective's sum, what the sum is divided by) of
+    cfg.loss_norm: "tokens" (labelled), "positions" (all), "sequences" (each by its own tokens), or
+    a number for a whole batch.
+    """
+    mask_BT = labels_BT != IGNORE
+    weights_BT, (B, T) = mask_BT.astype(jnp.float32), mask_BT.shape
+    if cfg.loss_norm == "sequences":
+        n_B1 = weights_BT.sum(axis=1, keepdims=True)
+        return weights_BT / jnp.maximum(n_B1, 1), (n_B1 > 0).sum(dtype=jnp.float32)
+    if cfg.loss_norm == "tokens":
+        return weights_BT, weights_BT.sum()
+    whole = B * T if cfg.loss_norm == "positions" else float(cfg.loss_norm) * B / cfg.batch_size
+    return weights_BT, jnp.float32(whole)
+
+
+def _loss_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg):
     """The sums of loss_fn, from all logits at once."""
     logits_BTV = _logits(x_BTD, unembed_DV, cfg)
     mask_BT = labels_BT != IGNORE
@@ -370,7 +560,7 @@ def _loss_sums(x_BTD, unembed_DV, labels_BT, cfg):
         entropy = -(1 - eps) * log(1 - eps) - eps * log(eps / (V - 1))
         objective_BT += eps * (true_BT - others_BT) - entropy
     acc_BT = (true_BT >= top_BT) / likeliest_BT
-    terms = {"objective": objective_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
+    terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
     return {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
 
 
@@ -385,14 +575,14 @@ def _n_tiles(B, T, cfg):
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))
-def _tiled_sums(x_BTD, unembed_DV, labels_BT, cfg, n_tiles):
+def _tiled_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg, n_tiles):
     """_loss_sums, but of all logits only one tile in n_tiles exists at a time.
 
     Its gradient, of "objective" alone, is made tile by tile on the way forward, so that nothing is
     computed twice. Source: Hsu et al. 2024 (Liger), arXiv:2410.10989, section 3.2.
     """
-    sums = lambda tile: _loss_sums(tile[0], unembed_DV, tile[1], cfg)
-    totals = jax.lax.map(sums, _tiles(n_tiles, x_BTD, labels_BT))
+    sums = lambda tile: _loss_sums(tile[0], unembed_DV, *tile[1:], cfg)
+    totals = jax.lax.map(sums, _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
     return jax.tree.map(lambda s: s.sum(axis=0), totals)
 
 
@@ -401,18 +591,19 @@ def _tiles(n, *arrays):
     return [jnp.moveaxis(a.reshape(len(a), -1, n, *a.shape[2:]), 2, 0) for a in arrays]
 
 
-def _tiled_fwd(x_BTD, unembed_DV, labels_BT, cfg, n_tiles):
-    def objective(x_BtD, unembed_DV, labels_Bt):
-        sums = _loss_sums(x_BtD, unembed_DV, labels_Bt, cfg)
+def _tiled_fwd(x_BTD, unembed_DV, labels_BT, weights_BT, cfg, n_tiles):
+    def objective(x_BtD, unembed_DV, labels_Bt, weights_Bt):
+        sums = _loss_sums(x_BtD, unembed_DV, labels_Bt, weights_Bt, cfg)
         return sums["objective"], sums
 
     def tile(total_DV, x_and_labels):
-        x_BtD, labels_Bt = x_and_labels
-        grads, sums = jax.grad(objective, (0, 1), has_aux=True)(x_BtD, unembed_DV, labels_Bt)
+        x_BtD, *others = x_and_labels
+        grads, sums = jax.grad(objective, (0, 1), has_aux=True)(x_BtD, unembed_DV, *others)
         return total_DV + grads[1].astype(jnp.float32), (grads[0], sums)
 
     zeros_DV = jnp.zeros(unembed_DV.shape, jnp.float32)
-    d_unembed_DV, (dx, sums) = jax.lax.scan(tile, zeros_DV, _tiles(n_tiles, x_BTD, labels_BT))
+    d_unembed_DV, (dx, sums) = jax.lax.scan(
+        tile, zeros_DV, _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
     dx_BTD = jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)
     return jax.tree.map(lambda s: s.sum(axis=0), sums), (dx_BTD, d_unembed_DV)
 
@@ -421,7 +612,7 @@ def _tiled_bwd(cfg, n_tiles, grads, cotangents):
     dx_BTD, d_unembed_DV = grads
     factor = cotangents["objective"]
     return (dx_BTD * factor.astype(dx_BTD.dtype), (d_unembed_DV * factor).astype(dx_BTD.dtype),
-            None)
+            None, None)
 
 
 _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd)
@@ -429,21 +620,28 @@ _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd)
 
 def flops_per_token(cfg, seq_len):
     """(FLOPs of one trained token, those that remat adds, formula of the first): products forward
-    and backward, causal attention at half.
+    and backward, causal attention at half, experts only where the token goes, and no gradient of
+    frozen weights.
 
     The mean number of keys a query sees is half the sequence, or less under a sliding window.
     """
-    weights = {name.removeprefix("layers."): prod(shape)
-               for name, (shape, _, _) in param_table(cfg).items()
+    table = param_table(cfg)
+    weights = {name.removeprefix("layers."): [prod(shape), trained]
+               for name, (shape, _, _, trained) in table.items()
                if name == "unembed" or name.startswith("layers.w")}
     if cfg.tie_embeddings:
-        weights["unembed"] = cfg.vocab_size * cfg.d_model
+        weights["unembed"] = [cfg.vocab_size * cfg.d_model, table["embed"][3]]
+    for name in weights:
+        if cfg.n_experts and name.startswith(("w_gate", "w_up", "w_down")):
+            weights[name][0] *= cfg.experts_per_token / cfg.n_experts
     window = min(cfg.sliding_window or seq_len, seq_len)
     keys = window * (1 - window / (2 * seq_len))
     attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
     names, share = RECOMPUTED[cfg.remat]
-    again = 2 * sum(weights[name] for name in names.split()) + share * attention
-    return (6 * sum(weights.values()) + 3 * attention, again,
+    names = {*names.split(), *(("w_gate", "w_up") if cfg.mlp_tiles > 1 else ())}
+    again = 2 * sum(weights[name][0] for name in names) + share * attention
+    products = sum((6 if trained else 4) * n for n, trained in weights.values())
+    return (products + 3 * attention, again,
             "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys")
 
 

@@ -20,14 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
-BATCH = P(("dp", "fsdp"), "sp")  # how [B, T] arrays of a batch are split
+BATCH = P(("dp", "fsdp", "ep"), "sp")  # how [B, T] arrays of a batch are split
 FP16_SCALE, FP16_PATIENCE = 2.0**15, 2000  # first loss scale; finite updates before it doubles
 
 
 def make_mesh(cfg, devices=None):
-    """The mesh of all devices over AXES; a size of -1 takes what the others leave.
+    """The mesh of all devices over AXES; a size of -1 takes what the others leave. Of cfg.slices
+    groups with a slow network between them, each holds a part of dp, or of fsdp where dp is 1.
 
-    Raises ValueError when the sizes do not use every device.
+    Raises ValueError when the sizes do not use every device, or slices is not what the devices say.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(cfg, a) for a in AXES]
@@ -36,9 +37,19 @@ def make_mesh(cfg, devices=None):
     if prod(sizes) != len(devices):
         mesh = dict(zip(AXES, sizes))
         raise ValueError(f"mesh {mesh} uses {prod(sizes)} of {len(devices)} devices")
+    slice_of = lambda d: getattr(d, "slice_index", None) or 0
+    n_slices = len(set(map(slice_of, devices)))
+    if devices[0].platform == "tpu" and cfg.slices != n_slices:
+        raise ValueError(f"slices {cfg.slices}: the devices are of {n_slices}; "
+                         f"set --slices {n_slices}")
+    outer = int(sizes[0] == 1)  # the place in AXES of what goes over the slow network
+    inner = [n // cfg.slices if i == outer else n for i, n in enumerate(sizes)]
+    groups = np.split(np.array(sorted(devices, key=slice_of)), cfg.slices)
     # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
-    array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    parts = [mesh_utils.create_device_mesh(inner, list(group), allow_split_physical_axes=True)
+             for group in groups]
+    return Mesh(np.concatenate(parts, axis=outer), AXES,
+                axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # The share of the peak rate at progress p in [0, 1], `done` updates after a warm-up of `warm`
@@ -101,10 +112,12 @@ OPTIMIZERS = {
 
 
 def make_optimizer(cfg, table):
-    """table: {name: (shape, spec, init)}. Only what starts from a ("normal", std) init is decayed.
+    """Of the trained parameters in table: {name: (shape, spec, init, trained)}. Only what starts
+    from a ("normal", std) init is decayed.
     """
-    decays = {name: init[0] == "normal" for name, (_, _, init) in table.items()}
-    stacked = {name: decays[name] and len(shape) > 2 for name, (shape, _, _) in table.items()}
+    table = {name: row for name, row in table.items() if row[3]}
+    decays = {name: init[0] == "normal" for name, (_, _, init, _) in table.items()}
+    stacked = {name: decays[name] and len(row[0]) > 2 for name, row in table.items()}
     return optax.chain(OPTIMIZERS[cfg.optimizer](cfg, stacked),
                        optax.add_decayed_weights(cfg.weight_decay, decays))
 
@@ -113,44 +126,70 @@ def _f32(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def init_state(key, cfg, init_fn, optimizer, params=None):
-    """{"step", "params", "opt", "skipped"}, and "scale" for float16. Moments are float32."""
-    params = init_fn(key, cfg) if params is None else params
+def _trained(params, table):
+    return {name: x for name, x in params.items() if table[name][3]}
+
+
+def init_state(key, cfg, init_fn, optimizer, table, params=()):
+    """{"step", "params", "opt", "skipped"}, and "scale" for float16. Moments are float32, of trained
+    parameters alone. params: those that do not start from init_fn.
+    """
+    params = init_fn(key, cfg) | dict(params)
     zero = jnp.zeros((), jnp.int32)
-    state = {"step": zero, "params": params, "opt": optimizer.init(_f32(params)), "skipped": zero}
+    opt = optimizer.init(_f32(_trained(params, table)))
+    state = {"step": zero, "params": params, "opt": opt, "skipped": zero}
     if cfg.dtype == "float16":
         state["scale"] = {"value": jnp.float32(FP16_SCALE), "good": zero}
     return state
 
 
-def state_shardings(state, table, mesh):
-    """Shardings of a state: parameters by their spec, each moment under a parameter's name and of
-    its shape like it, the rest on every device.
+def moment_specs(table, mesh):
+    """{name: spec} of moments and gradients: a parameter's own, but dp, over which parameters are
+    whole, splits further what fsdp splits, where it can.
+
+    So dp is ZeRO-2, fsdp ZeRO-3. Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
     """
-    specs = {name: NamedSharding(mesh, spec) for name, (_, spec, _) in table.items()}
-    whole = NamedSharding(mesh, P())
-    shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
+    def wider(n, axes):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        wide = (*axes, "dp") if "fsdp" in axes else axes
+        return wide if n % prod(mesh.shape[a] for a in wide) == 0 else axes
+
+    return {name: P(*map(wider, shape, spec)) for name, (shape, spec, *_) in table.items()}
+
+
+def state_shardings(state, table, mesh, moments_on="device"):
+    """Shardings of a state: parameters by their spec, each moment under a parameter's name and of
+    its shape by moment_specs, the rest on every device.
+    """
+    whole, specs = NamedSharding(mesh, P()), moment_specs(table, mesh)
+    kind = {"memory_kind": "pinned_host"} if moments_on == "host" else {}
 
     def like_parameter(path, moment):
         names = [key.key for key in path if getattr(key, "key", None) in specs]
         same = names and moment.shape == state["params"][names[-1]].shape
-        return specs[names[-1]] if same else whole
+        return NamedSharding(mesh, specs[names[-1]], **kind) if same else whole
 
+    shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
+    params = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table.items()}
     opt = jax.tree_util.tree_map_with_path(like_parameter, state["opt"])
-    return shardings | {"params": specs, "opt": opt}
+    return shardings | {"params": params, "opt": opt}
 
 
-def _value_and_grad(params, batch, cfg, loss_fn, factor):
-    """Sums, counts and the float32 gradient of factor x the summed objective, over
-    cfg.micro_batches.
+def _value_and_grad(params, batch, cfg, loss_fn, factor, table):
+    """Sums, counts and the float32 gradient, of trained parameters, of factor x the summed
+    objective, over cfg.micro_batches.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = {} if mesh.empty else _trained(moment_specs(table, mesh), table)
 
     def one(micro):
-        def objective(params):
-            sums, counts = loss_fn(params, micro, cfg)
+        def objective(trained):
+            sums, counts = loss_fn(params | trained, micro, cfg)
             return sums["objective"] * factor, (sums, counts)
 
-        (_, aux), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        (_, aux), grads = jax.value_and_grad(objective, has_aux=True)(_trained(params, table))
+        if specs:  # each device sums up its own part only
+            grads = jax.lax.with_sharding_constraint(grads, specs)
         return *aux, _f32(grads)
 
     A = cfg.micro_batches
@@ -173,10 +212,38 @@ def _next_scale(scale, finite):
     return {"value": value, "good": jnp.where(good == FP16_PATIENCE, 0, good)}
 
 
-def train_step(state, batch, cfg, loss_fn, optimizer):
+def _histogram(x, grad):
+    """Of a parameter: 64 counts between its least and its largest value, both of these, mean,
+    standard deviation, and the norm of its gradient.
+    """
+    x = x.astype(jnp.float32)
+    low, high = x.min(), x.max()
+    share = (x - low) / jnp.maximum(high - low, 1e-30)
+    bins = jnp.minimum((64 * share).astype(jnp.int32), 63)
+    counts = jax.lax.map(lambda i: (bins == i).sum(dtype=jnp.float32), jnp.arange(64))
+    return {"counts": counts, "min": low, "max": high, "mean": x.mean(), "std": x.std(),
+            "grad_norm": optax.tree.norm(grad)}
+
+
+def _watched(step, params, grads, cfg):
+    """{name: _histogram} of the parameters that cfg.watch names, at updates that are logged; at all
+    others zeros, which cost nothing.
+    """
+    if not (cfg.watch and cfg.log_every):
+        return {}
+
+    def look():
+        return _f32({name: _histogram(params[name], grads.get(name, jnp.zeros(())))
+                     for name in cfg.watch})
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(look))
+    return jax.lax.cond(step % cfg.log_every == 0, look, lambda: nothing)
+
+
+def train_step(state, batch, cfg, loss_fn, optimizer, table):
     """One update: (state, metrics). Metrics are float32 scalars: the means of loss_fn's sums, and
-    lr, grad_norm (before clipping), tokens (labelled), skipped (updates ever gated), finite, and
-    loss_scale.
+    lr, grad_norm (before clipping), tokens (labelled), skipped (updates ever gated), finite,
+    loss_scale; and "watch", what _watched gives.
 
     A non-finite loss or gradient leaves parameters and moments as they were; step still counts,
     since its batch is spent. In float16 that is an overflow: the scale halves, and finite is 0 only
@@ -185,27 +252,31 @@ def train_step(state, batch, cfg, loss_fn, optimizer):
     size = max((x.size for x in jax.tree.leaves(batch)), default=1)
     scale = state["scale"]["value"] if "scale" in state else 1.0
     factor = scale / size if "scale" in state else 1.0  # keeps float16 cotangents near the scale
-    sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, factor)
-    means = {k: sums[k] / jnp.maximum(counts[k], 1) for k in sums}
-    grads = jax.tree.map(lambda g: g / (factor * jnp.maximum(counts["objective"], 1)), grads)
+    old = _trained(state["params"], table)
+    sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, factor, table)
+    counts = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
+    means = {k: sums[k] / counts[k] for k in sums}
+    grads = jax.tree.map(lambda g: g / (factor * counts["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
+    if watched := _watched(state["step"] + 1, state["params"], grads, cfg):
+        means["watch"] = watched
     finite = jnp.isfinite(means["objective"]) & jnp.isfinite(grad_norm)
     if cfg.clip_norm:
         clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
         grads = jax.tree.map(lambda g: g * clip, grads)
     lr = lr_at(state["step"], cfg)
-    updates, opt = optimizer.update(grads, state["opt"], _f32(state["params"]))
+    updates, opt = optimizer.update(grads, state["opt"], _f32(old))
     params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype),
-                          state["params"], updates)
+                          old, updates)
     kept = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    new = {"step": state["step"] + 1, "params": kept(params, state["params"]),
+    new = {"step": state["step"] + 1, "params": state["params"] | kept(params, old),
            "opt": kept(opt, state["opt"]), "skipped": state["skipped"] + ~finite}
-    metrics = means | {"lr": lr, "grad_norm": grad_norm, "tokens": counts["objective"],
+    metrics = means | {"lr": lr, "grad_norm": grad_norm, "tokens": counts.get("loss", counts["objective"]),
                        "skipped": new["skipped"], "finite": finite}
     if "scale" in state:
         new["scale"] = _next_scale(state["scale"], finite)
         metrics |= {"loss_scale": scale, "finite": finite | (scale >= 1)}
-    return new, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+    return new, jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), metrics)
 
 
 def eval_step(params, batch, cfg, loss_fn):
@@ -236,7 +307,7 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
 def check_shapes(table, mesh):
     """Faults, in words, of parameters whose dims the mesh cannot split evenly."""
     faults = []
-    for name, (shape, spec, _) in table.items():
+    for name, (shape, spec, *_) in table.items():
         for n, axes in zip(shape, spec):
             ways = prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
             if n % ways:
@@ -245,42 +316,60 @@ def check_shapes(table, mesh):
     return faults
 
 
-def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
+def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda name, value: value):
     """Everything that runs on the mesh, from shapes alone: (state: shapes with shardings,
     {"train_step", "eval_step", "init"}: lowered, from_params: jitted). batch_shapes: {name:
     ShapeDtypeStruct}, split as BATCH.
+
+    change(name, value) is given "loss_fn", the "optimizer" (optax), and "train_step" (state, batch)
+    -> (state, metrics), and returns what to use instead: the place for pruning and the like.
     """
-    optimizer = make_optimizer(cfg, table)
+    loss_fn = change("loss_fn", loss_fn)
+    optimizer = change("optimizer", make_optimizer(cfg, table))
     bind = lambda f, **fixed: update_wrapper(partial(f, cfg=cfg, **fixed), f)  # keeps f's name
-    fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer)
-    update = bind(train_step, loss_fn=loss_fn, optimizer=optimizer)
+    fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer, table=table)
+    update = change("train_step", bind(
+        train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
     sums = bind(eval_step, loss_fn=loss_fn)
     whole = NamedSharding(mesh, P())
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     with jax.set_mesh(mesh):
         key = jax.eval_shape(jax.random.key, 0)
         shapes = jax.eval_shape(fresh, key)
-        shardings = state_shardings(shapes, table, mesh)
+        shardings = state_shardings(shapes, table, mesh, cfg.moments_on)
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
+        if cfg.moments_on == "host":
+            update = _from_host(update, state_shardings(shapes, table, mesh)["opt"],
+                                shardings["opt"])
         lowered = {
             "train_step": jax.jit(
                 update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
             "eval_step": jax.jit(sums, out_shardings=whole).lower(state["params"], batch),
             "init": jax.jit(fresh, out_shardings=shardings).lower(key),
         }
-    from_params = lambda params: init_state(None, cfg, init_fn, optimizer, params)
-    return state, lowered, jax.jit(from_params, out_shardings=shardings)
+    return state, lowered, jax.jit(lambda key, params: fresh(key, params=params),
+                                   out_shardings=shardings)
 
 
-def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes):
+def _from_host(update, on_device, on_host):
+    """The same train_step, for moments that stay in the host's memory between updates."""
+    def train_step(state, batch):
+        state, metrics = update(
+            state | {"opt": jax.device_put(state["opt"], on_device)}, batch)
+        return state | {"opt": jax.device_put(state["opt"], on_host)}, metrics
+    return train_step
+
+
+def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda name, value: value):
     """lower_steps, compiled before an array exists.
 
-    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(params),
+    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params),
     "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
     use what it returns.
     """
-    state, lowered, from_params = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes)
+    state, lowered, from_params = lower_steps(
+        cfg, mesh, table, loss_fn, init_fn, batch_shapes, change)
     with ThreadPoolExecutor() as pool:  # the compiler lets go of Python
         programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
     return programs | {"state": state, "memory": memory(programs["train_step"]),
@@ -319,26 +408,33 @@ def _result_bytes(shapes):
 
 def _group(line, n):
     """Device numbers of one group of a collective, which HLO writes as pairs, a list, an iota that
-    is folded and turned, or axes of a mesh.
+    is folded and turned, or axes of a mesh of such an iota.
     """
     numbers = lambda words: [int(i) for i in words.split(",")]
+
+    def iota(dims, turn):
+        dims, turn = numbers(dims), numbers(turn) if turn else None
+        return np.arange(prod(dims)).reshape(dims).transpose(turn)
+
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         ends = [numbers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])]
         return next((pair for pair in ends if pair[0] != pair[1]), ends[0])
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return numbers(listed[1])
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims, turn = (numbers(words) if words else None for words in iota.groups())
-        return np.arange(prod(dims)).reshape(dims).transpose(turn).reshape(shape)[0].tolist()
-    if named := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
+    if folded := re.search(
+            r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        return iota(*folded.groups()[1:]).reshape(numbers(folded[1]))[0].tolist()
+    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
+                          r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         strides = dict(zip(sizes, np.cumprod([1, *list(sizes.values())[:0:-1]])[::-1].tolist()))
         group = [0]
-        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[2]):
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[4]):
             size = int(size or sizes[name])
             stride = strides[name] * (sizes[name] // (int(before or 1) * size))
             group = [first + i * stride for first in group for i in range(size)]
-        return group
+        return iota(named[2], named[3]).ravel()[group].tolist() if named[2] else group
+    assert "replica_groups={}" in line or "replica_groups" not in line, line
     return list(range(n))
 
 

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 # Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
@@ -137,8 +138,10 @@ def setup(cfg, devices=None):
         cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
         dtype=auto if cfg.dtype == "auto" else cfg.dtype))
     cuda = platform == "gpu" and "cuda" in devices[0].client.platform_version
-    cfg = dataclasses.replace(cfg, attention=model.choose_attention(cfg, cuda))
     table, mesh = model.param_table(cfg), steplib.make_mesh(cfg, devices)
+    cfg = dataclasses.replace(
+        cfg, attention=model.choose_attention(cfg, "cuda" if cuda else platform),
+        watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     if faults := steplib.check_shapes(table, mesh):
         raise ValueError("mesh and model do not fit: " + "; ".join(faults))
     opened = lambda patterns: data.open_source(
@@ -207,18 +210,20 @@ def first_state(cfg, programs, state, params, resumed):
     """(state, its origin): given state, given params, own checkpoint, init_from, fresh; the first
     that there is.
     """
-    like = programs["state"]
+    like, key = programs["state"], jax.random.key(cfg.seed)
     if state is not None:
         shardings = jax.tree.map(lambda x: x.sharding, like)
         return jax.device_put(state, shardings), "the given state"
     if params is not None:
-        return programs["from_params"](params), "the given parameters"
+        return programs["from_params"](key, params), "the given parameters"
     if resumed is not None:
         return load_checkpoint(cfg.out_dir, like, set_aside=True)[1], OWN
     if cfg.init_from:
-        _, loaded = load_checkpoint(cfg.init_from, {"params": like["params"]})
-        return programs["from_params"](loaded["params"]), f"the parameters of {cfg.init_from}"
-    return programs["init"](jax.random.key(cfg.seed)), "a fresh initialisation"
+        # Low-rank updates start anew, on top of what was loaded.
+        wanted = {name: x for name, x in like["params"].items() if ".lora_" not in name}
+        _, loaded = load_checkpoint(cfg.init_from, {"params": wanted})
+        return programs["from_params"](key, loaded["params"]), f"the parameters of {cfg.init_from}"
+    return programs["init"](key), "a fresh initialisation"
 
 
 @contextlib.contextmanager
@@ -428,7 +433,7 @@ def describe(run, programs, origin, compile_s):
         "origin": origin, "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processes": jax.process_count(), "mesh": dict(run["mesh"].shape),
         "dtype": cfg.dtype, "attention": cfg.attention,
-        "n_params": sum(math.prod(shape) for shape, _, _ in run["table"].values()),
+        "n_params": sum(math.prod(shape) for shape, *_ in run["table"].values()),
         "tokens_per_step": cfg.batch_size * cfg.seq_len,
         "flops_per_token": flops, "flops_formula": formula,
         "compile_s": compile_s, "memory_bytes_per_device": programs["memory"],
@@ -469,7 +474,7 @@ def begin(run, hooks, state, params):
             f"--steps {2 * resumed}. To start afresh: --resume overwrite, or another --out_dir.")
         return run | {"step": resumed}, None
     compiling = time.perf_counter()
-    programs = steplib.compile_steps(*program_parts(run))
+    programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
     compile_s = time.perf_counter() - compiling
     state, origin = first_state(cfg, programs, state, params, resumed)
     state, step = call(hooks, "load", state), int(state["step"])
@@ -536,8 +541,9 @@ def preview(run, state, step):
 def main(cfg, hooks=(), state=None, params=None):
     """Do what cfg.mode says; a summary dict with at least "step", "reason" and "exit_code".
 
-    hooks: functions hook(event, value), called with load, start, data, step, log, save, eval,
-    sample, stop and end; what one returns, unless None, replaces the value. state, params: start
+    hooks: functions hook(event, value), called with loss_fn, optimizer and train_step before these
+    are compiled, and then with load, start, data, step, log, save, eval, sample, stop and end; what
+    one returns, unless None, replaces the value. state, params: start
     from these rather than from disk.
     """
     began = time.perf_counter()
@@ -573,6 +579,7 @@ def make_reporter(run, hooks, began):
 
     def report(step, metrics, waited_s):
         nonlocal mark, n, step_s, wait_s, all_s
+        watched = metrics.pop("watch", {})  # stays on the device until it is logged
         row = {"step": step} | {k: float(v) for k, v in jax.device_get(metrics).items()}
         took, mark = time.perf_counter() - mark, time.perf_counter()
         n, step_s, wait_s, all_s = n + 1, step_s + took, wait_s + waited_s, all_s + took
@@ -586,6 +593,8 @@ def make_reporter(run, hooks, began):
                     "tokens_per_s": n * tokens / step_s, "step_s": step_s / n,
                     "data_wait_s": wait_s / n, "goodput": all_s / (mark - began)}
             row |= flops_report(cfg, row["tokens_per_s"], peak)
+            if watched:
+                row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
             row |= {"ppl": math.exp(min(row["loss"], 700)),
                     "memory_peak_bytes": memory_peak_bytes()}
             run["results"]["loss"] = row["loss"]

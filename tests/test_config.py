@@ -298,7 +298,7 @@ def test_presets(name):
     cfg = dataclasses.replace(config.load(name), scale=1.0)
     config.validate(cfg, 1, CHOICES)
     cfg = config.derive(dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 256))
-    n = sum(prod(shape) for shape, _, _ in model.param_table(cfg).values())
+    n = sum(prod(shape) for shape, *_ in model.param_table(cfg).values())
     promised = {"gpt2-124m": (124e6, 0.02), "llama-8b": (8.03e9, 0.01),
                 "llama-70b": (70.55e9, 0.01), "llama-405b": (405.85e9, 0.01),
                 "qwen3-0.6b": (0.596e9, 0.01), "qwen3-8b": (8.19e9, 0.01)}

@@ -36,13 +36,14 @@ cfg = types.SimpleNamespace(
     d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=32, vocab_size=11,
     rope_theta=1e4, rope_factor=1.0, norm_eps=1e-6, qk_norm=True, qkv_bias=True,
     tie_embeddings=True, sliding_window=0, dtype="float32", param_dtype="float32",
-    attention="xla", remat="none", logit_tiles=0, label_smoothing=0.0, z_loss=0.0)
+    attention="xla", remat="none", logit_tiles=0, mlp_tiles=1, label_smoothing=0.0, z_loss=0.0,
+    n_experts=0, lora_rank=0, freeze=(), loss_norm="tokens")
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
 rng = np.random.default_rng(0)
 fill = {"normal": lambda std, shape: rng.normal(0, std, shape),
         "constant": lambda value, shape: np.full(shape, value)}
 params = {name: jnp.float32(fill[kind](value, shape))
-          for name, (shape, _, (kind, value)) in model.param_table(cfg).items()}
+          for name, (shape, _, (kind, value), _) in model.param_table(cfg).items()}
 # Traced only: it takes 10 s to compile.
 born = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
 assert {k: x.shape for k, x in born.items()} == {k: x.shape for k, x in params.items()}
@@ -58,13 +59,13 @@ import step, jax, jax.numpy as jnp, types
 from jax.sharding import PartitionSpec as P
 cfg = types.SimpleNamespace(
     dp=-1, fsdp=1, ep=1, tp=1, sp=1, optimizer="adamw", b1=0.9, b2=0.99, eps=1e-8,
-    moment_dtype="float32",
+    moment_dtype="float32", moments_on="device", slices=1, watch=(),
     weight_decay=0.0, clip_norm=1.0, lr=0.1, schedule="constant", warmup_steps=0.0,
     min_lr_frac=0.0, steps=200, micro_batches=2, dtype="float32")
 def loss_fn(params, batch, cfg):
     off = batch["x"] * params["w"] + params["b"] - batch["y"]
     return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}
-table = {"w": ((1,), P(), ("normal", 1.0)), "b": ((1,), P(), ("constant", 0.0))}
+table = {"w": ((1,), P(), ("normal", 1.0), True), "b": ((1,), P(), ("constant", 0.0), True)}
 init = lambda key, cfg: {"w": jax.random.normal(key, (1,)), "b": jnp.zeros(1)}
 mesh, x = step.make_mesh(cfg), jnp.linspace(-1, 1, 8)[:, None]
 shape = jax.ShapeDtypeStruct((8, 1), jnp.float32)

@@ -24,6 +24,10 @@ VARIANTS = {
     "bias": dict(qkv_bias=True, n_kv_heads=1, norm_eps=1e-2),
     "window": dict(sliding_window=3),
     "stretched": dict(rope_factor=8.0, rope_original_len=16, rope_theta=100.0, head_dim=12),
+    "experts": dict(n_experts=4, capacity_factor=0.0),
+    "crowded experts": dict(n_experts=4, experts_per_token=3, capacity_factor=0.6),
+    "low rank": dict(lora_rank=2, lora_alpha=3.0),
+    "experts, low rank": dict(n_experts=3, lora_rank=2, lora_targets=("*w_down", "*w[qv]")),
 }
 
 
@@ -31,7 +35,7 @@ def random_params(cfg, seed=0):
     """Every parameter at random, in float64; scales about 1, so that norms and biases matter."""
     rng = np.random.default_rng(seed)
     params = {}
-    for name, (shape, _, (kind, value)) in model.param_table(cfg).items():
+    for name, (shape, _, (kind, value), _) in model.param_table(cfg).items():
         params[name] = rng.normal(0, 0.4, shape) + (value if kind == "constant" else 0)
         params[name] = params[name].astype(np.float32).astype(np.float64)
     return params
@@ -75,9 +79,39 @@ def np_rotate(x, position, cfg):
     return turned
 
 
-def np_logits(params, tokens, cfg):
-    """Logits [B, T, V], one query and one head at a time."""
+def np_swiglu(y, gate, up, down):
+    return y @ gate / (1 + np.exp(-(y @ gate))) * (y @ up) @ down
+
+
+def np_experts(y, w, cfg):
+    """A loop over tokens and their experts, first come, first served: outputs [T, D], figures [T].
+    """
+    T, E, k = len(y), cfg.n_experts, cfg.experts_per_token
+    room = min(int(np.ceil(T * k / E * cfg.capacity_factor)), T) or T
+    logits = y @ w["w_router"]
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    out, dropped, load = np.zeros_like(y), np.zeros(T), np.zeros(E, int)
+    for t in range(T):
+        best = np.argsort(-p[t])[:k]
+        for e in best:
+            if load[e] < room:
+                expert = np_swiglu(y[t], *(w[x][e] for x in ("w_gate", "w_up", "w_down")))
+                out[t] += p[t, e] / p[t, best].sum() * expert
+            else:
+                dropped[t] += 1 / k
+            load[e] += 1
+    balance = E * (load / (T * k)) @ p.mean(0)
+    return out, {"balance": np.full(T, balance), "dropped": dropped,
+                 "router_z": np.log(np.exp(logits).sum(1)) ** 2}
+
+
+def np_logits(params, tokens, cfg, figures=None):
+    """Logits [B, T, V], one query and one head at a time; to `figures`, a list, the routers' of
+    each row and layer are added.
+    """
     group, out = cfg.n_heads // cfg.n_kv_heads, []
+    params = {k: v + cfg.lora_alpha / cfg.lora_rank * params[k + ".lora_a"] @ params[k + ".lora_b"]
+              if k + ".lora_a" in params else v for k, v in params.items()}
     for row in tokens:
         x = params["embed"][row]
         for i in range(cfg.n_layers):
@@ -97,27 +131,42 @@ def np_logits(params, tokens, cfg):
                     a[t, n] = e / e.sum() @ v[first:t + 1, n // group]
             x = x + a.reshape(len(row), -1) @ w["wo"]
             y = np_norm(x, w["mlp_norm"], cfg.norm_eps)
-            gate = y @ w["w_gate"]
-            x = x + gate / (1 + np.exp(-gate)) * (y @ w["w_up"]) @ w["w_down"]
+            if cfg.n_experts:
+                y, router = np_experts(y, w, cfg)
+                if figures is not None:
+                    figures.append(router)
+                x = x + y
+            else:
+                x = x + np_swiglu(y, w["w_gate"], w["w_up"], w["w_down"])
         x = np_norm(x, params["final_norm"], cfg.norm_eps)
         out.append(x @ (params["embed"].T if cfg.tie_embeddings else params["unembed"]))
     return np.array(out)
 
 
 def np_sums(params, batch, cfg):
-    """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, cross-entropy,
-    squared log Z, hits.
+    """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, and of experts
+    their losses; cross-entropy, squared log Z, hits; figures of the routers.
     """
-    logits = np_logits(params, batch["tokens"], cfg)
-    sums = dict.fromkeys(("objective", "loss", "z", "acc"), 0.0)
+    routers = [None]
+    logits = np_logits(params, batch["tokens"], cfg, routers)
+    routers = np.array([list(r.values()) for r in routers[1:]])  # [B x layers, figures, T]
+    names = ("balance", "dropped", "router_z") if cfg.n_experts else ()
+    sums = dict.fromkeys(("objective", "loss", "z", "acc", *names), 0.0)
     for b, t in np.argwhere(batch["labels"] != -100):
+        weight = 1 / (batch["labels"][b] != -100).sum() if cfg.loss_norm == "sequences" else 1
         row, label = logits[b, t], batch["labels"][b, t]
         log_z = np.log(np.exp(row).sum())
         target = np.full(cfg.vocab_size, cfg.label_smoothing / (cfg.vocab_size - 1))
         target[label] = 1 - cfg.label_smoothing
         held = target > 0
         relative = np.log(target[held]) - (row - log_z)[held]
-        sums["objective"] += (target[held] * relative).sum() + cfg.z_loss * log_z**2
+        objective = (target[held] * relative).sum() + cfg.z_loss * log_z**2
+        for name, row_layers in zip(names, routers.reshape(-1, cfg.n_layers, *routers.shape[1:])[
+                b, :, :, t].mean(axis=0) if names else ()):
+            sums[name] += row_layers
+            objective += {"balance": cfg.router_balance, "router_z": cfg.router_z,
+                          "dropped": 0}[name] * row_layers
+        sums["objective"] += weight * objective
         sums["loss"] += log_z - row[label]
         sums["z"] += log_z**2
         sums["acc"] += row.argmax() == label
@@ -149,10 +198,12 @@ def test_forward_equals_numpy(variant):
 
 @pytest.mark.parametrize("change", [
     {}, dict(label_smoothing=0.1), dict(z_loss=0.01), dict(label_smoothing=0.2, z_loss=0.1),
+    VARIANTS["crowded experts"], dict(loss_norm="positions"), dict(loss_norm="250"),
+    dict(loss_norm="sequences", logit_tiles=3, **VARIANTS["experts"]),
 ])
 def test_loss_sums_equal_numpy(change):
-    """All four sums over the labels that are not -100 are NumPy's to 1e-5 relative (float32), the
-    counts exactly.
+    """All sums over the labels that are not -100 are NumPy's to 1e-5 relative (float32), the counts
+    exactly; the objective's count is what loss_norm names, a number counting for a whole batch.
 
     Break: model.py: others_BT) - entropy => others_BT) + entropy
     """
@@ -161,20 +212,24 @@ def test_loss_sums_equal_numpy(change):
     sums, counts = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(as_f32(params))
     want = np_sums(params, batch, cfg)
     assert set(sums) == set(counts) == set(want)
+    n_labels = (batch["labels"] != -100).sum()
+    norm = {"tokens": n_labels, "positions": 27, "sequences": 3, "250": 250 * 3 / cfg.batch_size}
     for name in want:
         assert sums[name] == pytest.approx(want[name], rel=1e-5), name
-        assert counts[name] == (batch["labels"] != -100).sum()
+        assert counts[name] == (norm[cfg.loss_norm] if name == "objective" else n_labels), name
+    assert "dropped" not in sums or (sums["dropped"] > 0) == (cfg.capacity_factor > 0)
 
 
 @pytest.mark.parametrize("variant, tiles", [("bias", 0), ("no qk_norm, untied", 0), ("bias", 5),
-                                            ("no qk_norm, untied", 5)])
+                                            ("no qk_norm, untied", 5), ("crowded experts", 0),
+                                            ("experts, low rank", 0)])
 def test_gradients_equal_finite_differences(variant, tiles):
     """Each parameter's gradient along a random direction is NumPy's central difference in float64.
 
     To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by
     1e-9.
-    Break: model.py: _dot(h_BTF, w["w_down"], cfg) =>
-    _dot(jax.lax.stop_gradient(h_BTF), w["w_down"], cfg)
+    Break: model.py: _linear(jax.nn.silu(gate) * up, w, "w_down", cfg) =>
+    _linear(jax.lax.stop_gradient(jax.nn.silu(gate) * up), w, "w_down", cfg)
     """
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, logit_tiles=tiles,
                               **VARIANTS[variant])
@@ -219,18 +274,48 @@ def test_half_of_the_queries_skip_half_of_the_keys():
     assert flops(model.ATTENTION["xla"], None) < 0.8 * flops(model._attend, slots_BT)
 
 
-@pytest.mark.parametrize("change, cuda, chosen", [
-    (dict(dtype="bfloat16"), True, "cudnn"), (dict(dtype="bfloat16"), False, "xla"),
-    (dict(dtype="float32"), True, "xla"), (dict(dtype="float16", head_dim=256), True, "xla"),
-    (dict(dtype="bfloat16", attention="xla"), True, "xla"),
-])
-def test_attention_is_chosen_by_what_there_is(change, cuda, chosen):
-    """auto is cuDNN where the device, the dtype and the head allow it; what is named is taken.
+@pytest.mark.parametrize("window, packed", [(0, True), (200, False)])
+def test_pallas_attention_is_ours(window, packed):
+    """JAX's kernel for TPUs, interpreted, over a mesh that splits heads and rows, gives what ours
+    computes: gradients to 1e-5 of the largest (float32).
 
-    Break: model.py: ("xla" if lacks else "cudnn") => "cudnn"
+    Break: model.py: attend(cfg.head_dim**-0.5 * q_BNTH, k_BKTH, => attend(q_BNTH, k_BKTH,
+    """
+    cfg = dataclasses.replace(BASE, sliding_window=window, head_dim=128)
+    rng, T = np.random.default_rng(3), 256
+    q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 128)), jnp.float32)
+                              for heads in (4, 2, 2))
+    segments_BT = jnp.cumsum(jnp.arange(T) % 100 == 0)[None].repeat(2, 0) if packed else None
+    mesh = jax.make_mesh((2, 1, 1, 2, 1), ("dp", "fsdp", "ep", "tp", "sp"),
+                         axis_types=(jax.sharding.AxisType.Auto,) * 5)
+
+    def sums(attend, q_BNTH, k_BKTH, v_BKTH):
+        return (attend(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg) ** 2).sum()
+
+    ours = jax.grad(sums, (1, 2, 3))(model.ATTENTION["xla"], q_BNTH, k_BKTH, v_BKTH)
+    kernel = partial(model.ATTENTION["pallas"], interpret=True)
+    with jax.set_mesh(mesh):
+        theirs = jax.jit(jax.grad(partial(sums, kernel), (0, 1, 2)))(q_BNTH, k_BKTH, v_BKTH)
+    for a, b in zip(ours, theirs):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("change, platform, chosen", [
+    (dict(dtype="bfloat16"), "cuda", "cudnn"), (dict(dtype="bfloat16"), "cpu", "xla"),
+    (dict(dtype="float32"), "cuda", "xla"), (dict(dtype="float16", head_dim=256), "cuda", "xla"),
+    (dict(dtype="bfloat16", attention="xla"), "cuda", "xla"),
+    (dict(head_dim=128, packed=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
+    (dict(head_dim=128, seq_len=192), "tpu", "xla"),
+])
+def test_attention_is_chosen_by_what_there_is(change, platform, chosen):
+    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it; what is
+    named is taken.
+
+    Break: model.py: for kernel, lack in lacks.items() if not lack), "xla") =>
+    for kernel, lack in lacks.items() if lack), "xla")
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
-    assert model.choose_attention(cfg, cuda) == chosen
+    assert model.choose_attention(cfg, platform) == chosen
 
 
 @pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
@@ -334,7 +419,8 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
     cfg = dataclasses.replace(BASE, temperature=0.0, **VARIANTS[variant])
     params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=4)["tokens"]
     got, text = model.generate(params, tokens, jnp.full(3, 4), cfg, jax.random.key(0), 6), tokens
-    full = jax.jit(lambda x: model.forward(params, {"tokens": x}, cfg)[0])
+    roomy = dataclasses.replace(cfg, capacity_factor=0.0)  # no choice is dropped in generation
+    full = jax.jit(lambda x: model.forward(params, {"tokens": x}, roomy)[0])
     for t in range(4, 10):
         # One shape, one compilation: causality hides the padding.
         padded = np.pad(text, ((0, 0), (0, 10 - t)))
@@ -555,7 +641,7 @@ def test_init_follows_the_table():
     half = jax.eval_shape(lambda: model.init(jax.random.key(0), half_cfg))
     params, table = draw(cfg), model.param_table(cfg)
     assert set(params) == set(table)
-    for name, (shape, spec, (kind, value)) in table.items():
+    for name, (shape, spec, (kind, value), _) in table.items():
         array = np.asarray(params[name], np.float64)
         assert params[name].shape == shape and len(spec) <= len(shape), name
         assert params[name].dtype == "float32" and half[name].dtype == "bfloat16", name

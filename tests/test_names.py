@@ -12,7 +12,8 @@ import config
 import model
 
 T, N_NEW = 11, 13
-SIZES = {"B": 5, "D": 29, "F": 19, "N": 6, "K": 3, "G": 2, "H": 10, "V": 23, "L": 7, "1": 1}
+SIZES = {"B": 5, "D": 29, "F": 19, "N": 6, "K": 3, "G": 2, "H": 10, "V": 23, "L": 7, "1": 1,
+         "E": 31, "P": 1}
 
 
 def locals_that_lie(call, lengths):
@@ -26,10 +27,10 @@ def locals_that_lie(call, lengths):
         if event != "return" or frame.f_code.co_filename != model.__file__:
             return
         for name, value in frame.f_locals.items():
-            suffix = re.search(r"_([BTSDFNKHVLEAG1]+)$", name)
+            suffix = re.search(r"_([BTSDFNKHVLEAGPC1]+)$", name)
             if suffix and hasattr(value, "shape"):
                 seen.add(name)
-                legal = [tuple((SIZES | {"T": t, "S": s}).get(c) for c in suffix[1])
+                legal = [tuple((SIZES | {"T": t, "S": s, "C": t}).get(c) for c in suffix[1])
                          for t, s in lengths]
                 if value.shape not in legal:
                     wrong.add(f"{frame.f_code.co_name}: {name} has shape {value.shape}, "
@@ -48,14 +49,16 @@ def test_suffixes_are_shapes():
     letters share.
 
     T is the prompt's length, half of it in attention, 1 when decoding, or the new tokens; S is T,
-    the first half, or the length of the cache. At least 20 names.
+    the first half, or the length of the cache; C, the room of an expert, is all T. At least 20
+    names.
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
     cfg = config.derive(config.Config(
         d_model=SIZES["D"], n_heads=SIZES["N"], n_kv_heads=SIZES["K"], head_dim=SIZES["H"],
         d_ff=SIZES["F"], n_layers=SIZES["L"], vocab_size=SIZES["V"], qkv_bias=True,
-        label_smoothing=0.1, rope_factor=2.0, dtype="float32"))
+        n_experts=SIZES["E"], capacity_factor=0.0, label_smoothing=0.1, rope_factor=2.0,
+        dtype="float32"))
     key, ids = jax.random.key(0), jax.ShapeDtypeStruct((SIZES["B"], T), jnp.int32)
     lengths = jax.ShapeDtypeStruct((SIZES["B"],), jnp.int32)
     params = jax.eval_shape(lambda k: model.init(k, cfg), key)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """step.py against NumPy's AdamW, optax's schedules, and itself over every mesh of eight devices."""
 import dataclasses
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import model
 import step
 
 BASE = config.Config(warmup_steps=0.0, steps=20, dtype="float32", lr=0.1)
-TABLE = {"w": ((8, 4), P("fsdp", "tp"), ("normal", 0.5)), "b": ((4,), P(), ("constant", 0.5))}
+TABLE = {"w": ((8, 4), P("fsdp", "tp"), ("normal", 0.5), True),
+         "b": ((4,), P(), ("constant", 0.5), True)}
 SMALL = config.derive(config.Config(
     d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
     batch_size=16, dtype="float32", warmup_steps=0.0, steps=20, lr=0.01))
@@ -46,9 +48,9 @@ def given_gradient(params, batch, cfg):
 def linear_run(cfg, loss_fn=linear_loss):
     """(state, update) of the linear model on one device."""
     optimizer = step.make_optimizer(cfg, TABLE)
-    init = jax.jit(lambda key: step.init_state(key, cfg, init_linear, optimizer))
+    init = jax.jit(lambda key: step.init_state(key, cfg, init_linear, optimizer, TABLE))
     state = init(jax.random.key(0))
-    return state, jax.jit(lambda s, b: step.train_step(s, b, cfg, loss_fn, optimizer))
+    return state, jax.jit(lambda s, b: step.train_step(s, b, cfg, loss_fn, optimizer, TABLE))
 
 
 def host(tree):
@@ -206,11 +208,12 @@ def test_muon_turns_a_gradient_into_a_rotation():
 
     Break: step.py: MuonDimensionNumbers(-2, -1) => MuonDimensionNumbers(-3, -1)
     """
-    table = {"layers": ((3, 6, 4), P(), ("normal", 1.0)), "embed": ((6, 4), P(), ("normal", 1.0)),
-             "bias": ((3, 4), P(), ("constant", 0.0))}
+    table = {"layers": ((3, 6, 4), P(), ("normal", 1.0), True),
+             "embed": ((6, 4), P(), ("normal", 1.0), True),
+             "bias": ((3, 4), P(), ("constant", 0.0), True)}
     cfg = dataclasses.replace(BASE, optimizer="muon", weight_decay=0.0, clip_norm=0.0)
     rng = np.random.default_rng(2)
-    grads = {k: rng.normal(size=shape).astype(np.float32) for k, (shape, _, _) in table.items()}
+    grads = {k: rng.normal(size=shape).astype(np.float32) for k, (shape, *_) in table.items()}
     zeros = jax.tree.map(jnp.zeros_like, grads)
     optimizer = step.make_optimizer(cfg, table)
     updates, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(zeros), zeros))(grads)
@@ -228,7 +231,7 @@ def test_optimizers_learn_sharded_as_whole(name):
     """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall;
     moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
 
-    Break: step.py: return specs[names[-1]] if same else whole => return whole
+    Break: step.py: **kind) if same else whole => **kind) if same and False else whole
     """
     cfg = dataclasses.replace(SMALL, optimizer=name, moment_dtype="bfloat16", lr=3e-3)
     batch, losses = lm_batch(), {}
@@ -248,7 +251,7 @@ def test_optimizers_learn_sharded_as_whole(name):
     assert losses[2][-1] < losses[2][0]
     moments = [x for path, x in jax.tree_util.tree_leaves_with_path(state["opt"])
                if "layers.wq" in str(path) and x.shape == table["layers.wq"][0]]
-    assert {x.sharding.spec for x in moments} == {P(None, "fsdp", "tp")}
+    assert {x.sharding.spec for x in moments} == {P(None, ("fsdp", "ep", "dp"), "tp")}
     dtypes = {x.dtype.name for x in moments}
     assert ("bfloat16" in dtypes) == (name == "muon")
 
@@ -276,7 +279,7 @@ def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
     width = cfg.n_heads * cfg.head_dim
     part_bytes = 4 * cfg.batch_size // 2 * cfg.seq_len // 4 * width
     assert over_sp["all-to-all"] == [8 * layers, 8 * layers * part_bytes * 3 / 4]
-    n_params = sum(np.prod(shape) for shape, _, _ in model.param_table(cfg).values())
+    n_params = sum(np.prod(shape) for shape, *_ in model.param_table(cfg).values())
     assert over_sp["all-reduce"][1] < 2 * 4 * n_params + 1000
 
 
@@ -310,7 +313,7 @@ def test_traffic_is_what_was_written():
 def test_grad_norm_is_of_the_mean_before_clipping():
     """grad_norm is the norm of NumPy's gradient of the mean, unclipped, to 1e-5 relative (float32).
 
-    Break: step.py: g / (factor * jnp.maximum(counts["objective"], 1)) => g / factor
+    Break: step.py: g / (factor * counts["objective"]) => g / factor
     """
     cfg = dataclasses.replace(BASE, clip_norm=1e-3)
     (state, update), batch = linear_run(cfg), linear_batch()
@@ -409,23 +412,76 @@ def test_accumulation_equals_one_batch(one_device):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-FACTORS = [(dp, fsdp, 8 // dp // fsdp)
-           for dp in (1, 2, 4, 8) for fsdp in (1, 2, 4, 8) if 8 % (dp * fsdp) == 0]
-FAST = [(8, 1, 1), (1, 8, 1), (1, 1, 8)]
+SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=0.0)
+FACTORS = [sizes for sizes in product((1, 2, 4, 8), repeat=5) if np.prod(sizes) == 8]
+FAST = [(1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8), (2, 1, 2, 1, 2)]
+
+
+def loss_and_grads(cfg, devices=None):
+    """Sums of the loss and gradients of a model with experts, on the mesh of cfg."""
+    mesh, table = step.make_mesh(cfg, devices), model.param_table(cfg)
+    place = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table.items()}
+    rng = np.random.default_rng(0)
+    params = {name: np.float32(rng.normal(0, 0.3, shape)) for name, (shape, *_) in table.items()}
+
+    def objective(params, batch):
+        sums, _ = model.loss_fn(params, batch, cfg)
+        return sums["objective"], sums
+
+    params, batch = jax.device_put((params, lm_batch()), (place, NamedSharding(mesh, step.BATCH)))
+    with jax.set_mesh(mesh):
+        grads, sums = jax.jit(
+            jax.grad(objective, has_aux=True), out_shardings=(place, None))(params, batch)
+    return host(grads), {name: float(x) for name, x in sums.items()}
+
+
+@pytest.fixture(scope="module")
+def grads_of_one_device():
+    return loss_and_grads(dataclasses.replace(SPARSE, fsdp=1), jax.devices()[:1])
 
 
 @pytest.mark.parametrize("sizes", [
-    pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FACTORS
-])
-def test_every_mesh_gives_the_same_numbers(sizes, one_device):
-    """dp, fsdp and tp in any split of 8 devices give the metrics of one device, to 1e-5 relative
-    (order of float32 sums).
+    pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FACTORS])
+def test_every_mesh_gives_the_same_gradients(sizes, grads_of_one_device):
+    """Every split of 8 devices over dp, fsdp, ep, tp and sp gives the loss sums of one device to
+    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums).
 
-    Break: step.py: BATCH = P(("dp", "fsdp"), "sp") => BATCH = P(("dp", "fsdp", "tp", "sp", "pp"))
+    Break: step.py: BATCH = P(("dp", "fsdp", "ep"), "sp") => BATCH = P(("dp", "fsdp", "pp"), "sp")
     """
-    metrics = lm_run(dataclasses.replace(SMALL, **dict(zip(("dp", "fsdp", "tp"), sizes))))[2]
+    grads, sums = loss_and_grads(dataclasses.replace(SPARSE, **dict(zip(step.AXES, sizes))))
+    wanted, wanted_sums = grads_of_one_device
+    assert sums == pytest.approx(wanted_sums, rel=1e-5)
+    for name in wanted:
+        np.testing.assert_allclose(grads[name], wanted[name], rtol=0,
+                                   atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [dict(dp=8, fsdp=1), dict(dp=2, fsdp=2, tp=2)])
+def test_a_mesh_gives_the_same_updates(sizes, one_device):
+    """Two updates over a mesh have the metrics of one device, to 1e-5 relative.
+
+    Break: step.py: grads = jax.tree.map(lambda g: g * clip, grads) =>
+    grads = jax.tree.map(lambda g: g * clip / jax.sharding.get_abstract_mesh().size, grads)
+    """
+    metrics = lm_run(dataclasses.replace(SMALL, **sizes))[2]
     for want, got in zip(one_device[1], metrics):
         assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2), dict(dp=2, fsdp=1, ep=2, sp=2)])
+def test_experts_move_by_all_to_all_alone(sizes):
+    """Over ep a step's all-to-alls are two a layer forward, to the experts and back, and two
+    backward, of (ep - 1) / ep of each device's slots.
+
+    Break: model.py: x_BPECD = _shard(_shard(x_BPECD, ROWS, "sp"), *split) =>
+    x_BPECD = _shard(x_BPECD, *split)
+    """
+    cfg = dataclasses.replace(SPARSE, capacity_factor=1.0, **sizes)
+    lowered, mesh = lowered_step(cfg)
+    seen, _ = step.traffic(lowered.compile().as_text(), mesh)
+    slots = cfg.batch_size * cfg.seq_len * cfg.experts_per_token / 8
+    moved = 4 * slots * cfg.d_model * (cfg.ep - 1) / cfg.ep
+    assert seen["all-to-all", "ep"] == [4 * cfg.n_layers, 4 * cfg.n_layers * moved]
 
 
 @pytest.mark.parametrize("sizes", [dict(fsdp=2, sp=4), dict(fsdp=1, tp=2, sp=4)])
@@ -472,20 +528,24 @@ def test_parameters_are_born_sharded(two_by_two):
     Break: step.py: jax.jit(fresh, out_shardings=shardings) => jax.jit(fresh, out_shardings=whole)
     """
     held = two_by_two["held"]
-    for name, (shape, spec, _) in model.param_table(SMALL).items():
-        if "fsdp" in spec:
+    for name, (shape, spec, *_) in model.param_table(SMALL).items():
+        if model.WHOLE in spec:
             assert np.prod(held[name]) * 4 == np.prod(shape), name
 
 
-def test_moments_are_sharded_like_their_parameter(two_by_two):
-    """Both moments of every parameter lie where the parameter lies.
+def test_moments_are_sharded_over_dp_as_well(two_by_two):
+    """Both moments of every matrix lie where the parameter lies, each part of it split once more
+    over dp, where the parameter is whole (ZeRO-2); those of a vector lie where it lies.
 
-    Break: step.py: return specs[names[-1]] if same else whole => return whole
+    Break: step.py: wide = (*axes, "dp") if => wide = axes if
     """
     state = two_by_two["steps"]["state"]
     adam = state["opt"][0]
     for name, param in state["params"].items():
-        assert adam.mu[name].sharding == adam.nu[name].sharding == param.sharding, name
+        ways = {m.sharding.shard_shape(m.shape) for m in (adam.mu[name], adam.nu[name])}
+        part = np.prod(param.sharding.shard_shape(param.shape))
+        assert {np.prod(w) for w in ways} == {part // 2 if model.WHOLE in param.sharding.spec
+                                             else part}, name
 
 
 def test_train_step_donates_its_state(two_by_two):
@@ -682,15 +742,14 @@ def test_a_linear_loss_compiles_and_learns():
 def test_from_params_starts_a_fresh_state():
     """from_params gives step 0, the given parameters bit for bit, sharded, and moments of 0.
 
-    Break: step.py: init_fn(key, cfg) if params is None else params =>
-    init_fn(jax.random.key(0), cfg)
+    Break: step.py: init_fn(key, cfg) | dict(params) => init_fn(key, cfg)
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2)
     shapes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in linear_batch().items()}
     steps = step.compile_steps(cfg, step.make_mesh(cfg), TABLE, linear_loss, init_linear, shapes)
     given = {"w": np.arange(32, dtype=np.float32).reshape(8, 4),
              "b": np.arange(4, dtype=np.float32)}
-    state = steps["from_params"](given)
+    state = steps["from_params"](jax.random.key(0), given)
     for name in given:
         np.testing.assert_array_equal(state["params"][name], given[name])
         assert state["params"][name].sharding == steps["state"]["params"][name].sharding

@@ -774,7 +774,7 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
     assert took["exit_code"] == 0 and took["fits"]
     full = config.derive(dataclasses.replace(cfg, vocab_size=256))
     by_hand = sum(4 * np.prod(shape) // 2 ** sum(axes is not None for axes in spec)
-                  for shape, spec, _ in model.param_table(full).values())
+                  for shape, spec, *_ in model.param_table(full).values())
     assert took["bytes"]["parameters"] == by_hand
     assert took["bytes"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
     train.main(dataclasses.replace(cfg, mode="train", steps=1))
