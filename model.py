@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 ROWS = ("dp", "fsdp", "ep")  # mesh axes that share out the sequences of a batch
-WHOLE = ("fsdp", "ep")  # mesh axes that share out each weight but the experts', and gather it
+WHOLE = ("fsdp", "ep", "sp")  # mesh axes that share out a weight, and gather it where it is used
 SPLIT = (*ROWS, "tp", "sp")  # mesh axes that share out logits
 LOGIT_BYTES = 2**28  # of float32 logits on a device, above which the loss is made in tiles
 IGNORE = -100  # label of a position that is not learnt
@@ -55,7 +55,8 @@ def param_table(cfg):
     # depth (GPT-2).
     out = lambda width: ("normal", (2 * L * width) ** -0.5)
     mlp, into, back = (((L,), P(None, WHOLE, "tp"), P(None, "tp", WHOLE)) if not E else
-                       ((L, E), P(None, "ep", "fsdp", "tp"), P(None, "ep", "tp", "fsdp")))
+                       ((L, E), P(None, "ep", ("fsdp", "sp"), "tp"),
+                        P(None, "ep", "tp", ("fsdp", "sp"))))
     table = {
         "embed": ((V, D), P("tp", WHOLE), wide),
         "layers.attn_norm": ((L, D), P(), ones),

@@ -388,6 +388,19 @@ def memory(compiled):
 
 # ---- what a compiled program does
 
+# Of one device: dense bfloat16 TFLOP/s; GB of memory; GB/s of memory; GB/s sent to its neighbours;
+# GB/s sent between slices, or hosts of GPUs. Source: the makers' data sheets.
+PEAKS = {"NVIDIA A100": (312, 80, 2039, 300, 25), "NVIDIA H100": (989, 80, 3350, 450, 50),
+         "NVIDIA H200": (989, 141, 4800, 450, 50), "TPU v4": (275, 32, 1228, 150, 6.25),
+         "TPU v5 lite": (197, 16, 819, 100, 3.125), "TPU v5": (459, 95, 2765, 300, 6.25),
+         "TPU v6": (918, 32, 1640, 224, 12.5)}
+
+
+def peaks(kind):
+    """The row of PEAKS of a device of this kind, or Nones."""
+    return next((row for name, row in PEAKS.items() if kind.startswith(name)), (None,) * 5)
+
+
 # Bytes that a device sends, of n that take part, for a result of `size` bytes: rings.
 SENT = {
     "all-gather": lambda n, size: size * (n - 1) / n,
@@ -396,6 +409,7 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
+BETWEEN = " between slices"
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional")
 
 
@@ -446,13 +460,15 @@ def _turns(line, bodies):
     return max(map(int, re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)), default=1)
 
 
-def traffic(text, mesh):
+def traffic(text, mesh, slices=1):
     """({(collective, axes): [count, bytes a device sends]}, bytes that its operations write) of a
     step, from its compiled text; what stands in a loop counts as often as the loop turns.
 
-    axes: names of the mesh axes that differ within a group, joined by "+".
+    axes: names of the mesh axes that differ within a group, joined by "+", and BETWEEN where the
+    group spans several slices of the mesh.
     """
     sizes = list(mesh.shape.values())
+    outer = int(sizes[0] == 1)
     bodies = {m[1]: m[2] for m in re.finditer(
         r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)}
     collectives, written = {}, 0
@@ -469,6 +485,8 @@ def traffic(text, mesh):
                 group = _group(line, prod(sizes))
                 places = np.array(np.unravel_index(group, sizes)).T
                 axes = "+".join(a for a, p in zip(mesh.shape, places.T) if len(set(p)) > 1)
+                if len(set(places[:, outer] // (sizes[outer] // slices))) > 1:
+                    axes += BETWEEN
                 row = collectives.setdefault((kind, axes), [0, 0.0])
                 row[0] += times
                 row[1] += times * SENT[kind](len(group), results[1] if started else sum(results))
@@ -483,18 +501,23 @@ def traffic(text, mesh):
     return collectives, written
 
 
-def requirements(state, lowered, mesh):
+def requirements(state, lowered, mesh, slices=1):
     """Compile a step and tell what a device needs: {"bytes" by kind, "collectives" {(kind, axes):
     [count, bytes sent]} from the most bytes to the least, "sent_bytes", "memory_traffic" (bytes:
     twice what its operations write), "compile_s"}; where it does not fit, "fault" in words.
 
     state: shapes with shardings; its parameters and moments are told apart.
     """
-    on_a_device = lambda tree: sum(
-        prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    took = {"bytes": {"parameters": on_a_device(state["params"]),
-                      "moments": on_a_device(state["opt"])}, "collectives": {}, "sent_bytes": 0,
-            "memory_traffic": 0}
+    def on_a_device(tree, where):
+        return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                   for x in jax.tree.leaves(tree)
+                   if (x.sharding.memory_kind == "pinned_host") == (where == "host"))
+
+    took = {"bytes": {"parameters": on_a_device(state["params"], "device"),
+                      "moments": on_a_device(state["opt"], "device")}, "collectives": {},
+            "sent_bytes": 0, "memory_traffic": 0}
+    if on_host := on_a_device(state["opt"], "host"):
+        took["bytes"]["moments in the host's memory"] = on_host
     began = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -502,10 +525,66 @@ def requirements(state, lowered, mesh):
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
         return took | {"fault": str(e).splitlines()[0]}
-    parts = memory(compiled)
-    took["bytes"] |= {"gradients, activations and other temporaries": parts["temporaries"],
-                      "in all": parts["total"]}
-    sent, written = traffic(compiled.as_text(), mesh)
+    parts, stats = memory(compiled), compiled.memory_analysis()
+    took["bytes"] |= {"gradients, activations and other temporaries": parts["temporaries"]}
+    if stats.host_temp_size_in_bytes:
+        took["bytes"]["temporaries in the host's memory"] = stats.host_temp_size_in_bytes
+    took["bytes"]["in all"] = parts["total"]
+    sent, written = traffic(compiled.as_text(), mesh, slices)
     sent = dict(sorted(sent.items(), key=lambda row: -row[1][1]))
     return took | {"collectives": sent, "sent_bytes": sum(row[1] for row in sent.values()),
                    "memory_traffic": 2 * written, "compile_s": time.perf_counter() - began}
+
+
+def implied(took, kind):
+    """What requirements and "flop" imply on a device of this kind: {"fits"}, and where its rates
+    are known {"seconds": by what bounds them, "step_s", "mfu": (all overlapped, none)}.
+    """
+    tflops, memory_gb, memory_gbps, near_gbps, far_gbps = peaks(kind)
+    fits = "fault" not in took and took["bytes"]["in all"] <= (memory_gb or np.inf) * 1e9
+    if "fault" in took or not tflops:
+        return {"fits": fits}
+    far = sum(row[1] for (_, axes), row in took["collectives"].items() if axes.endswith(BETWEEN))
+    seconds = {"compute": sum(took["flop"].values()) / tflops / 1e12,
+               "memory": took["memory_traffic"] / memory_gbps / 1e9,
+               "network": (took["sent_bytes"] - far) / near_gbps / 1e9}
+    seconds |= {"slow network": far / far_gbps / 1e9} if far else {}
+    step_s = max(seconds.values()), sum(seconds.values())
+    model_flop = next(iter(took["flop"].values()))
+    return {"fits": fits, "seconds": seconds, "step_s": step_s,
+            "mfu": tuple(model_flop / s / tflops / 1e12 for s in step_s)}
+
+
+def factorisations(n, k=len(AXES)):
+    """All tuples of k sizes whose product is n."""
+    if k == 1:
+        return [(n,)]
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0
+            for rest in factorisations(n // d, k - 1)]
+
+
+def theory(cfg, table, sizes):
+    """{"mesh" (without devices), "state_bytes" of a device, "sent": bytes that a device sends in an
+    update, by what for} with rings over a mesh of these sizes: "weights" gathered for each pass and
+    their gradients summed, in cfg.dtype, for each microbatch; activations summed over "tp", turned
+    over "sp" and "ep".
+    """
+    mesh = jax.sharding.AbstractMesh(sizes, AXES)
+    n, ring = mesh.shape, lambda ways: (ways - 1) / ways
+    itemsize = 2 if "16" in cfg.dtype else 4
+    passes = (3 + (cfg.remat == "full")) * cfg.micro_batches  # forward, again, backward, sum
+    weights = state_bytes = 0.0
+    for name, (shape, spec, _, trained) in table.items():
+        part = prod(NamedSharding(mesh, spec).shard_shape(shape))
+        moments = prod(NamedSharding(mesh, moment_specs(table, mesh)[name]).shard_shape(shape))
+        state_bytes += 4 * part + 8 * moments * trained
+        gathered = prod(n[a] for axes in spec if "fsdp" in (axes or ()) for a in (
+            axes if isinstance(axes, tuple) else (axes,)))
+        weights += itemsize * part * (passes * gathered * ring(gathered) + 2 * ring(n["dp"]))
+    layer = itemsize * cfg.batch_size * cfg.seq_len / prod(n[a] for a in ("dp", "fsdp", "ep", "sp"))
+    turn = 4 * cfg.n_layers * layer * cfg.d_model  # forward there and back, backward there and back
+    heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model
+    slots = cfg.experts_per_token * (cfg.capacity_factor or 1) if cfg.n_experts else 0
+    return {"mesh": mesh, "state_bytes": state_bytes, "sent": {
+        "weights": weights, "tp": turn * ring(n["tp"]) * (1 + (slots or 1)),
+        "sp": turn * ring(n["sp"]) * heads / n["tp"], "ep": turn * ring(n["ep"]) * slots}}

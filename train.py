@@ -45,12 +45,6 @@ import data
 import model
 import step as steplib
 
-# Of one device: dense bfloat16 TFLOP/s; GB of memory; GB/s of memory; GB/s sent to the others.
-# Source: the makers' data sheets.
-PEAKS = {"NVIDIA A100": (312, 80, 2039, 300), "NVIDIA H100": (989, 80, 3350, 450),
-         "NVIDIA H200": (989, 141, 4800, 450), "TPU v4": (275, 32, 1228, 150),
-         "TPU v5 lite": (197, 16, 819, 100), "TPU v5": (459, 95, 2765, 300),
-         "TPU v6": (918, 32, 1640, 224)}
 OWN = "its own checkpoint"  # the origin of a state that goes on
 ALL_DONE = "all {} steps are done"  # the reason of a stop after which nothing is left to do
 
@@ -138,6 +132,7 @@ def setup(cfg, devices=None):
         cfg, vocab_size=cfg.vocab_size or tokenizer["vocab_size"],
         dtype=auto if cfg.dtype == "auto" else cfg.dtype))
     cuda = platform == "gpu" and "cuda" in devices[0].client.platform_version
+    check_host_memory(cfg, devices)
     table, mesh = model.param_table(cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(
         cfg, attention=model.choose_attention(cfg, "cuda" if cuda else platform),
@@ -156,6 +151,15 @@ def setup(cfg, devices=None):
         cfg = dataclasses.replace(cfg, steps=max(1, math.ceil(cfg.epochs * n / cfg.batch_size)))
     return {"cfg": cfg, "mesh": mesh, "tokenizer": tokenizer, "train": train, "val": val,
             "table": table}
+
+
+def check_host_memory(cfg, devices):
+    """Raise ValueError when host memory is asked for and the devices cannot reach it."""
+    kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    for name, value, instead in (("remat", "offload", "named"), ("moments_on", "host", "device")):
+        if getattr(cfg, name) == value and "pinned_host" not in kinds:
+            raise ValueError(f"{name} {value}: {devices[0].device_kind} has no pinned_host memory, "
+                             f"only {', '.join(kinds)}; set --{name} {instead}")
 
 
 def batch_makers(run):
@@ -298,11 +302,6 @@ def plot(out_dir):
     plt.close(figure)
 
 
-def peaks(kind):
-    """The row of PEAKS of a device of this kind, or Nones."""
-    return next((row for name, row in PEAKS.items() if kind.startswith(name)), (None,) * 4)
-
-
 def flops_report(cfg, tokens_per_s, peak):
     """{"model_tflops_per_device", "mfu", "hfu"}: shares of the peak in [0, 1], None where it is not
     known; hfu counts what remat computes again.
@@ -440,12 +439,20 @@ def describe(run, programs, origin, compile_s):
     }
 
 
-def announce(row):
+def headline(run):
+    """What would run, and on what."""
+    cfg, mesh = run["cfg"], run["mesh"]
+    n_params = sum(math.prod(shape) for shape, *_ in run["table"].values())
+    return (f"{n_params / 1e6:,.2f}M parameters on {mesh.size} x "
+            f"{mesh.devices.flat[0].device_kind}, mesh "
+            + " ".join(f"{a}={n}" for a, n in mesh.shape.items())
+            + f"; {cfg.dtype}, attention {cfg.attention}")
+
+
+def announce(run, row):
     memory = row["memory_bytes_per_device"].get("total", 0) / 2**20
-    say(f"{row['n_params'] / 1e6:.2f}M parameters on {row['devices']}, mesh "
-        + " ".join(f"{a}={n}" for a, n in row["mesh"].items()) + f", {memory:.0f} MiB a device; "
-        f"{row['dtype']}, attention {row['attention']}")
-    if not peaks(jax.devices()[0].device_kind)[0]:
+    say(f"{headline(run)}; {memory:.0f} MiB a device")
+    if not steplib.peaks(jax.devices()[0].device_kind)[0]:
         say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
     say(f"compiled in {row['compile_s']:.1f} s; step {row['step']} of {row['config']['steps']}, "
         f"from {row['origin']}")
@@ -488,7 +495,7 @@ def begin(run, hooks, state, params):
     emit = lambda event, row, hook=None: write(event, call(hooks, hook or event, row))
     if jax.process_index() == 0:
         (out / "config.json").write_text(config.to_json(cfg))
-    announce(emit("start", {"step": step} | describe(run, programs, origin, compile_s) | meta))
+    announce(run, emit("start", {"step": step} | describe(run, programs, origin, compile_s) | meta))
     last = dict.fromkeys(done, step) | ({"save": step} if origin == OWN else {})
     return run | {"programs": programs, "meta": meta, "emit": emit, "step": step, "last": last,
                   "saving": None, "results": {}}, state
@@ -572,7 +579,7 @@ def make_reporter(run, hooks, began):
     """
     cfg, n_train = run["cfg"], data.n_sequences(run["train"], run["cfg"].seq_len)
     tokens = cfg.batch_size * cfg.seq_len
-    peak = peaks(jax.devices()[0].device_kind)[0]
+    peak = steplib.peaks(jax.devices()[0].device_kind)[0]
     mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
     bar = tqdm(total=cfg.steps, initial=run["step"], unit="step",
                disable=not sys.stderr.isatty() or jax.process_index() > 0)
@@ -747,61 +754,84 @@ def first_remedy(cfg, mesh, took, memory_gb):
         return "parameters and moments alone are too much: more devices along fsdp or tp"
     if cfg.remat == "none":
         return "--remat full"
-    if cfg.batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) % (2 * cfg.micro_batches) == 0:
+    rows = math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
+    if cfg.batch_size // rows % (2 * cfg.micro_batches) == 0:
         return f"--micro_batches {2 * cfg.micro_batches}"
     return "a longer tp or sp, or a shorter seq_len"
 
 
 def plan(cfg):
     """Compile the very update that would run, allocate nothing, and say what it takes; the summary.
-
-    Times are what the peak rates of PEAKS imply: at best all three overlap, at worst none do.
+    With cfg.plan_sweep, the same for as many meshes, in one table.
     """
     run = setup(cfg, plan_devices(cfg))
-    cfg, mesh = run["cfg"], run["mesh"]
-    kind = mesh.devices.flat[0].device_kind
-    state, lowered, _ = steplib.lower_steps(*program_parts(run))
-    n_params = sum(math.prod(x.shape) for x in state["params"].values())
-    say(f"{n_params / 1e6:,.2f}M parameters on {mesh.size} x {kind}, mesh "
-        + " ".join(f"{a}={k}" for a, k in mesh.shape.items())
-        + f"; {cfg.dtype}, attention {cfg.attention}; for each device:")
-    took = steplib.requirements(state, lowered["train_step"], mesh)
-    flops, again, formula = model.flops_per_token(cfg, cfg.seq_len)
-    tokens, peak = cfg.batch_size * cfg.seq_len / mesh.size, peaks(kind)
-    took |= {"model_flops": flops * tokens, "flops": (flops + again) * tokens}
-    say(f"  {took['flops'] / 1e12:10,.4g} TFLOP, of which {took['model_flops'] / 1e12:,.4g} are "
-        f"the model's ({formula}) and {again * tokens / 1e12:,.4g} remat's")
+    if cfg.plan_sweep:
+        return sweep(run)
+    say(headline(run) + "; for each device:")
+    took = estimate(run)
+    for name, amount in took["flop"].items():
+        say(f"  {amount / 1e12:10,.4g} TFLOP  {name}")
     for name, n_bytes in took["bytes"].items():
         say(f"  {n_bytes / 2**30:10,.4g} GiB  {name}")
-    fits = "fault" not in took and took["bytes"]["in all"] <= (peak[1] or math.inf) * 1e9
+    for (name, axes), (count, n_bytes) in took["collectives"].items():
+        say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {name} over {axes}")
     if "fault" in took:
         say(took["fault"])
     else:
-        say(f"  {took['memory_traffic'] / 2**30:10,.4g} GiB  read and written, if all that is "
-            "written is read once")
-        for (name, axes), (count, n_bytes) in took["collectives"].items():
-            say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {name} over {axes}")
-        took |= implied_times(took, peak) if peak[0] else {}
         say(f"compiled in {took['compile_s']:.0f} s")
-    say("no memory size is known for this device" if not peak[1]
-        else f"fits in {peak[1]} GB" if fits
-        else f"does not fit in {peak[1]} GB; first to change: "
-        + first_remedy(cfg, mesh, took, peak[1]))
-    return took | {"step": 0, "reason": "plan", "fits": fits, "exit_code": 0 if fits else 1}
+    if "seconds" in took:
+        (best, best_mfu), (worst, worst_mfu) = zip(took["step_s"], took["mfu"])
+        say("  a step: " + ", ".join(f"{k} {v:.3f} s" for k, v in took["seconds"].items())
+            + f"; {best:.3f} s (MFU {best_mfu:.1%}) if all overlap, {worst:.3f} s "
+            f"(MFU {worst_mfu:.1%}) if none do")
+    _, memory_gb, *_ = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
+    say("no memory size is known for this device" if not memory_gb
+        else f"fits in {memory_gb} GB" if took["fits"]
+        else f"does not fit in {memory_gb} GB; first to change: "
+        + first_remedy(run["cfg"], run["mesh"], took, memory_gb))
+    return took | {"step": 0, "reason": "plan", "exit_code": 0 if took["fits"] else 1}
 
 
-def implied_times(took, peak):
-    """{"step_s", "mfu"}: (all overlapped, none overlapped), said aloud."""
-    tflops, _, memory_gbps, network_gbps = peak
-    seconds = {"compute": took["flops"] / tflops / 1e12,
-               "memory": took["memory_traffic"] / memory_gbps / 1e9,
-               "network": took["sent_bytes"] / network_gbps / 1e9}
-    step_s = max(seconds.values()), sum(seconds.values())
-    mfu = tuple(took["model_flops"] / s / tflops / 1e12 for s in step_s)
-    say("  a step: " + ", ".join(f"{k} {v:.3f} s" for k, v in seconds.items())
-        + f"; {step_s[0]:.3f} s (MFU {mfu[0]:.1%}) if all overlap, "
-        f"{step_s[1]:.3f} s (MFU {mfu[1]:.1%}) if none do")
-    return {"step_s": step_s, "mfu": mfu}
+def estimate(run):
+    """steplib.requirements of the update of `run`, and what they imply: {"flop" by kind, "seconds"
+    by what bounds them, "step_s" and "mfu": (if all overlap, if none do), "fits"}.
+    """
+    cfg, mesh = run["cfg"], run["mesh"]
+    state, lowered, _ = steplib.lower_steps(*program_parts(run))
+    took = steplib.requirements(state, lowered["train_step"], mesh, cfg.slices)
+    flops, again, formula = model.flops_per_token(cfg, cfg.seq_len)
+    tokens = cfg.batch_size * cfg.seq_len / mesh.size
+    took["flop"] = {f"the model's: {formula}": flops * tokens, "remat's": again * tokens}
+    return took | steplib.implied(took, mesh.devices.flat[0].device_kind)
+
+
+def sweep(run):
+    """One line for each of the cfg.plan_sweep meshes that promise most, by the time of a step."""
+    cfg, devices = run["cfg"], list(run["mesh"].devices.flat)
+    candidates = []
+    for sizes in steplib.factorisations(len(devices)):
+        other = dataclasses.replace(cfg, **dict(zip(steplib.AXES, sizes)))
+        with contextlib.suppress(ValueError):  # this mesh and this model do not fit
+            config.validate(other, len(devices))
+            cost = steplib.theory(other, run["table"], sizes)
+            if not steplib.check_shapes(run["table"], cost["mesh"]):
+                candidates.append((sum(cost["sent"].values()), cost["state_bytes"], other))
+    say(headline(run), f"; {len(candidates)} meshes are legal")
+    _, memory_gb, *_ = steplib.peaks(devices[0].device_kind)
+    # What cannot even hold its state comes last, and then what sends most.
+    candidates.sort(key=lambda c: (c[1] > (memory_gb or math.inf) * 1e9, *c[:2]))
+    rows = []
+    for _, _, other in candidates[:cfg.plan_sweep]:
+        took = estimate(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
+        rows.append((not took["fits"], took.get("step_s", (took["sent_bytes"],) * 2)[1], other,
+                     took))
+    say("  ".join(f"{a:>4}" for a in steplib.AXES), "    GiB  sent GiB  step s, overlapped or not")
+    for unfit, _, other, took in sorted(rows, key=lambda row: row[:2]):
+        times = took.get("step_s", ())
+        say("  ".join(f"{getattr(other, a):>4}" for a in steplib.AXES),
+            f"{took['bytes'].get('in all', math.nan) / 2**30:7.4g}  {took['sent_bytes'] / 2**30:8.4g}"
+            + ("  does not fit" if unfit else "".join(f"  {t:.3f}" for t in times)))
+    return {"step": 0, "reason": "plan", "exit_code": 0, "meshes": rows}
 
 
 def cli(argv):

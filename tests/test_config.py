@@ -208,7 +208,7 @@ def test_all_faults_at_once():
             "optimizer 'adamv': unknown (nearest: adamw)",
             "allow_change 'stepz': no such field (nearest: steps)"]
     mesh = ["mesh dp=3 fsdp=-1", "3 devices do not divide the 8 at hand"]
-    batch = ["batch_size 10: must be a multiple of micro_batches x dp x fsdp = 16; nearest: 16"]
+    batch = ["batch_size 10: must be a multiple of micro_batches x dp x fsdp x ep = 16; nearest: 16"]
     for change, words in ((dict(dp=3), mesh), (dict(batch_size=10, micro_batches=2), batch)):
         said = fault(Config(**bad | change))
         assert [w for w in both + words if w not in said] == [], said
@@ -221,7 +221,14 @@ def test_all_faults_at_once():
     (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8; nearest: 8"),
     (dict(sp=2, seq_len=127),
      "seq_len 127: must be a multiple of sp = 2; nearest: 126 or 128"),
-    (dict(ep=2), "no experts"),
+    (dict(ep=2), "ep 2: this model has no experts to spread; set --ep 1, or --n_experts"),
+    (dict(ep=4, n_experts=6), "ep 4: must divide n_experts = 6; nearest: 3"),
+    (dict(n_experts=2, experts_per_token=3), "experts_per_token 3: must be at most n_experts 2"),
+    (dict(n_experts=2, mlp_tiles=2), "mlp_tiles 2: must be 1 with n_experts 2"),
+    (dict(mlp_tiles=3), "mlp_tiles 3: must divide seq_len / sp = 128; nearest: 2"),
+    (dict(slices=3), "slices 3: must divide fsdp = 8; nearest: 2"),
+    (dict(loss_norm="token"), "loss_norm 'token': a number above 0 is wanted, or nearest: tokens"),
+    (dict(loss_norm="0.0"), "loss_norm '0.0': a number above 0 is wanted"),
     (dict(steps=0), "steps 0: must be at least 1"),
     (dict(profile="22:20"), "profile '22:20': first:last is wanted"),
     (dict(lr=-1.0), "lr -1.0: must be at least 0"),
@@ -301,7 +308,8 @@ def test_presets(name):
     n = sum(prod(shape) for shape, *_ in model.param_table(cfg).values())
     promised = {"gpt2-124m": (124e6, 0.02), "llama-8b": (8.03e9, 0.01),
                 "llama-70b": (70.55e9, 0.01), "llama-405b": (405.85e9, 0.01),
-                "qwen3-0.6b": (0.596e9, 0.01), "qwen3-8b": (8.19e9, 0.01)}
+                "qwen3-0.6b": (0.596e9, 0.01), "qwen3-8b": (8.19e9, 0.01),
+                "qwen3-30b-a3b": (30.53e9, 0.01), "mixtral-8x7b": (46.7e9, 0.01)}
     wanted, within = promised.get(name, (n, 0))
     assert abs(n - wanted) <= within * wanted
 
@@ -334,7 +342,8 @@ def test_changes_that_are_free():
     """
     old = json.loads(config.to_json(Config()))
     config.changes(old, Config(steps=9, epochs=2.0, dp=2, micro_batches=2, save_every=7,
-                               remat="full", out_dir="elsewhere"))
+                               remat="full", mlp_tiles=2, moments_on="host", slices=2,
+                               watch=("*",), out_dir="elsewhere"))
 
 
 def test_every_field_has_a_fate():

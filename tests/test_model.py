@@ -510,16 +510,19 @@ def test_draws_follow_the_softmax(change):
 
 def test_flops_equal_a_hand_count():
     """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key,
-    within half a key.
+    within half a key; of experts those that a token goes to, and the router; of what is frozen 4.
 
     Break: model.py: + 3 * attention, again => + 6 * attention, again
     """
     T = 32
     for change in ({}, dict(tie_embeddings=False), dict(sliding_window=5),
-                   dict(n_kv_heads=4, qkv_bias=True)):
+                   dict(n_kv_heads=4, qkv_bias=True), dict(n_experts=4, experts_per_token=3),
+                   dict(freeze=("layers.w_*",))):
         cfg = dataclasses.replace(BASE, **change)
         N, K, H, D, F = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.d_model, cfg.d_ff
-        weights = cfg.n_layers * (2 * D * N * H + 2 * D * K * H + 3 * D * F) + D * cfg.vocab_size
+        mlp = 3 * D * F * (3 if cfg.n_experts else 1) + D * cfg.n_experts
+        mlp *= 4 / 6 if cfg.freeze else 1  # of a frozen weight no gradient
+        weights = cfg.n_layers * (2 * D * N * H + 2 * D * K * H + mlp) + D * cfg.vocab_size
         seen = np.mean([min(t + 1, cfg.sliding_window or T) for t in range(T)])
         # Backward is twice forward; scores and values; multiply and add.
         per_key = 3 * 2 * 2 * cfg.n_layers * N * H
@@ -628,6 +631,42 @@ def test_tiles_keep_all_logits_from_existing():
 
     assert temporaries(32) < temporaries(8) / 2 < temporaries(1) / 6
     assert temporaries(0, T=512) < 3 * model.LOGIT_BYTES < 4 * 8 * 512 * 50304
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_mlp_tiles_keep_the_gradient_and_need_less_memory(remat):
+    """The MLP in 2 and in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and
+    each needs less memory in the compiled program than the one before, 8 less than half of one.
+
+    Break: model.py: lambda tile: jax.checkpoint(f)(*tile) => lambda tile: f(*tile)
+    """
+    base = dataclasses.replace(BASE, d_ff=768, remat=remat, logit_tiles=8)
+    params, temporaries, results = as_f32(random_params(base)), [], []
+    batch = random_batch(base, B=4, T=64)
+    for n in (1, 2, 8):
+        cfg = dataclasses.replace(base, mlp_tiles=n)
+        objective = lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]
+        compiled = jax.jit(jax.value_and_grad(objective)).lower(params).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        results.append(jax.tree.leaves(compiled(params)))
+    for want, *others in zip(*results):
+        for got in others:
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert temporaries[0] > temporaries[1] > temporaries[2], temporaries
+    assert temporaries[2] < temporaries[0] / 2, temporaries
+
+
+def test_patterns_choose_names():
+    """Of the patterns that match a name the last decides; "!" takes away.
+
+    Break: model.py: chosen - found if pattern.startswith("!") => chosen | found if pattern == "!"
+    """
+    names = ("embed", "layers.wq", "layers.wq.lora_a", "layers.wk")
+    choose = lambda *patterns: model.matching("freeze", patterns, names)
+    assert choose() == set()
+    assert choose("layers.w?") == {"layers.wq", "layers.wk"}
+    assert choose("*", "!*.lora_?") == {"embed", "layers.wq", "layers.wk"}
+    assert choose("!embed", "*") == set(names)
 
 
 def test_init_follows_the_table():
