@@ -135,8 +135,9 @@ def init(key, cfg):
 
 
 def _shard(x, *axes):
-    """Constrain an activation; without a mesh, do nothing."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Constrain an activation; without a mesh, or where shard_map has split it, do nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.manual_axes) & set(SPLIT):
         return x
     return jax.lax.with_sharding_constraint(x, P(*axes))
 
@@ -292,10 +293,9 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, interpret=False):
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash, splash_attention_mask as masks)
     T = q_BNTH.shape[2]
-    block = max(n for n in (128, 256, 512, 1024, 2048) if T % n == 0)
+    block = max(n for n in (128, 256, 512) if T % n == 0)
     sizes = splash.BlockSizes(**dict.fromkeys(
-        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block),
-        block_kv_compute=min(block, 512), block_kv_dkv_compute=min(block, 512))
+        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block))
     seen = (masks.LocalMask((T, T), (cfg.sliding_window - 1, 0), 0) if cfg.sliding_window
             else masks.CausalMask((T, T)))
 
@@ -602,11 +602,23 @@ def _tiled_fwd(x_BTD, unembed_DV, labels_BT, weights_BT, cfg, n_tiles):
         grads, sums = jax.grad(objective, (0, 1), has_aux=True)(x_BtD, unembed_DV, *others)
         return total_DV + grads[1].astype(jnp.float32), (grads[0], sums)
 
-    zeros_DV = jnp.zeros(unembed_DV.shape, jnp.float32)
-    d_unembed_DV, (dx, sums) = jax.lax.scan(
-        tile, zeros_DV, _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
-    dx_BTD = jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)
-    return jax.tree.map(lambda s: s.sum(axis=0), sums), (dx_BTD, d_unembed_DV)
+    def all_tiles(x_BTD, unembed_DV, labels_BT, weights_BT):
+        zeros_DV = jnp.zeros(unembed_DV.shape, jnp.float32)
+        d_unembed_DV, (dx, sums) = jax.lax.scan(
+            tile, zeros_DV, _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
+        sums = jax.tree.map(lambda s: s.sum(axis=0)[None], sums)
+        return sums, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape), d_unembed_DV[None]
+
+    if not jax.sharding.get_abstract_mesh().empty:
+        # Each device adds up its own tiles: left to XLA, they are summed over devices one by one.
+        own, parts = P(ROWS, "sp"), P((*ROWS, "sp"))
+        all_tiles = jax.shard_map(
+            all_tiles, in_specs=(own, P(), own, own), out_specs=(parts, own, parts),
+            axis_names={*ROWS, "sp"}, check_vma=False)
+    sums, dx_BTD, d_unembed = all_tiles(
+        x_BTD, _shard(unembed_DV, None, "tp"), labels_BT, weights_BT)
+    sums, d_unembed_DV = jax.tree.map(lambda s: s.sum(axis=0), (sums, d_unembed))
+    return sums, (dx_BTD, d_unembed_DV)
 
 
 def _tiled_bwd(cfg, n_tiles, grads, cotangents):

@@ -470,7 +470,7 @@ def traffic(text, mesh, slices=1):
     sizes = list(mesh.shape.values())
     outer = int(sizes[0] == 1)
     bodies = {m[1]: m[2] for m in re.finditer(
-        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)}
+        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
     collectives, written = {}, 0
 
     def walk(name, times, fused):
