@@ -21,6 +21,7 @@ ROWS = ("dp", "fsdp", "ep")  # mesh axes that share out the sequences of a batch
 WHOLE = ("fsdp", "ep", "sp")  # mesh axes that share out a weight, and gather it where it is used
 SPLIT = (*ROWS, "tp", "sp")  # mesh axes that share out logits
 LOGIT_BYTES = 2**28  # of float32 logits on a device, above which the loss is made in tiles
+SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
 IGNORE = -100  # label of a position that is not learnt
 
 _save = jax.checkpoint_policies
@@ -30,13 +31,13 @@ REMAT = {
     "dots": _save.dots_with_no_batch_dims_saveable,
     "named": _save.save_only_these_names("qkv", "attention"),
     "offload": _save.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["qkv", "attention"],
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["block"],
         offload_src="device", offload_dst="pinned_host"),
 }
 
 # What backward computes once more: weights whose products, and the share of attention's.
 RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots": ("", 1.0),
-              "named": ("wo w_gate w_up", 0.5), "offload": ("wo w_gate w_up", 0.5)}
+              "named": ("wo w_gate w_up", 0.5), "offload": ("wq wk wv wo w_gate w_up", 1.0)}
 
 
 def param_table(cfg):
@@ -288,21 +289,28 @@ def _attend_library(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cu
     return checkpoint_name(a_BTNH, "attention").swapaxes(1, 2)
 
 
-def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, interpret=False):
-    """_attend on a whole sequence by JAX's splash kernel for TPUs, which never makes all scores."""
+def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
+    """_attend on a whole sequence by JAX's kernels for TPUs, which never make all scores."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash, splash_attention_mask as masks)
-    T = q_BNTH.shape[2]
+    T, window = q_BNTH.shape[2], cfg.sliding_window
     block = max(n for n in (128, 256, 512) if T % n == 0)
-    sizes = splash.BlockSizes(**dict.fromkeys(
-        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block))
-    seen = (masks.LocalMask((T, T), (cfg.sliding_window - 1, 0), 0) if cfg.sliding_window
-            else masks.CausalMask((T, T)))
+    blocks = lambda names: dict.fromkeys((f"block_{name}" for name in names.split()), block)
+    seen = masks.LocalMask((T, T), (window - 1, 0), 0) if window else masks.CausalMask((T, T))
 
     def attend(q, k, v, segments):  # of one device
+        if T > SPLASH_LEN and not window:
+            k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+            ids = flash.SegmentIds(*segments * 2) if segments else None
+            sizes = flash.BlockSizes(block_b=1, **blocks(
+                "q k_major k q_major_dkv k_major_dkv k_dkv q_dkv k_major_dq k_dq q_dq"))
+            return checkpoint_name(flash.flash_attention(
+                q, k, v, segment_ids=ids, causal=True, block_sizes=sizes), "attention")
+        sizes = splash.BlockSizes(**blocks("q kv q_dkv kv_dkv q_dq kv_dq"))
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([seen] * q.shape[1]), block_sizes=sizes, head_shards=1,
-            q_seq_shards=1, residual_checkpoint_name="attention", interpret=interpret)
+            q_seq_shards=1, residual_checkpoint_name="attention")
         return jax.vmap(kernel)(q, k, v, splash.SegmentIds(*segments * 2) if segments else None)
 
     heads = P(ROWS, ("tp", "sp"))
@@ -355,59 +363,67 @@ def _mlp(x, w, cfg):
     return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg), {}
 
 
-def _experts(y_BTD, w, cfg, factor):
-    """Of each token the weighted sum of its likeliest experts' MLPs, and figures of the router
-    [B, T]: "balance", 1 where a sequence's tokens are spread evenly, E where all meet in one; "z",
-    the squared log-partition; "dropped", the share of choices that found no room.
+def _route(y_BTD, router_DE, cfg, factor):
+    """Which experts a token goes to: (weights [B, T, k] of its choices, 0 for one without room;
+    slots [B, parts, T/parts * k] of its choices among those of all experts; tokens [B, parts, E C]
+    that the slots serve; figures [B, T]). In float32.
 
     An expert has room for `factor` (0: any number) times its even share of a sequence, or of a
-    device's part of it; its earliest tokens are served, so that none depends on a later one. Router
-    in float32.
-    Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2; z, Zoph et al. 2022, arXiv:2202.08906.
+    device's part of it; its earliest tokens are served, so that none depends on a later one.
+    Figures: "balance", 1 where a sequence's tokens are spread evenly, E where all meet in one; "z",
+    the squared log-partition; "dropped", the share of choices that found no room. Source: Fedus et
+    al. 2021, arXiv:2101.03961, section 2.2; z, Zoph et al. 2022, arXiv:2202.08906, equation 5.
     """
-    B, T, D = y_BTD.shape
+    B, T, _ = y_BTD.shape
     E, k, parts = cfg.n_experts, cfg.experts_per_token, _ways("sp")
     parts = parts if T % parts == 0 else 1
     t = T // parts
-    logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), w["w_router"].astype(jnp.float32),
+    C = min(ceil(t * k / E * factor), t) or t
+    logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), router_DE.astype(jnp.float32),
                          precision="highest")
     p_BTE = jax.nn.softmax(logits_BTE)
-    top, chosen = jax.lax.top_k(p_BTE, k)  # [B, T, k]
-    top = (top / top.sum(axis=-1, keepdims=True)).reshape(B, parts, t * k)
+    weights, chosen = jax.lax.top_k(p_BTE, k)
     hits_BTE = (chosen[..., None] == jnp.arange(E)[None, None, None]).sum(axis=2)
-    even_B = (hits_BTE.mean(axis=1) / k * p_BTE.mean(axis=1)).sum(axis=-1) * E
-    lse_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
-
-    C = min(ceil(t * k / E * factor), t) or t
-    expert = chosen.reshape(B, parts, t * k)
-    ahead = jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2) - hits_BTE.reshape(B, parts, t, E)
-    place = jnp.take_along_axis(ahead, expert.reshape(B, parts, t, k), axis=3).reshape(expert.shape)
-    kept = place < C
-    slot = jnp.where(kept, expert * C + place, E * C)  # the last is no expert's
+    ahead_BTE = (jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2).reshape(B, T, E) - hits_BTE)
+    place = jnp.take_along_axis(ahead_BTE, chosen, axis=2)
+    room = place < C
+    # A choice without room is sent to a slot beyond the last, which is no expert's.
+    slots = jnp.where(room, chosen * C + place, E * C).reshape(B, parts, t * k)
     row, part = jnp.arange(B)[:, None, None], jnp.arange(parts)[None, :, None]
-    token = jnp.zeros((B, parts, E * C + 1), jnp.int32).at[row, part, slot].set(
-        jnp.arange(t * k)[None, None] // k)[..., :-1]  # whom each slot serves
+    tokens = jnp.zeros((B, parts, E * C + 1), jnp.int32).at[row, part, slots].set(
+        jnp.arange(t * k)[None, None] // k)[..., :-1]
+    even_B1 = E * (hits_BTE.mean(axis=1) / k * p_BTE.mean(axis=1)).sum(axis=-1, keepdims=True)
+    figures = {"balance": jnp.broadcast_to(even_B1, (B, T)),
+               "z": jax.nn.logsumexp(logits_BTE, axis=-1) ** 2, "dropped": 1 - room.mean(axis=-1)}
+    weights = jnp.where(room, weights / weights.sum(axis=-1, keepdims=True), 0)
+    return weights, slots, tokens, figures
+
+
+def _experts(y_BTD, w, cfg, factor):
+    """Of each token the weighted sum of its likeliest experts' MLPs, and _route's figures."""
+    (B, T, D), E = y_BTD.shape, cfg.n_experts
+    weights, slots, tokens, figures = _route(y_BTD, w["w_router"], cfg, factor)
+    parts, C = slots.shape[1], tokens.shape[2] // E
+    x_BPECD = jnp.take_along_axis(
+        y_BTD.reshape(B, parts, -1, D), tokens[..., None], axis=2).reshape(B, parts, E, C, D)
     # Over ep an all-to-all: from a part of the rows with all experts to all rows with a part of the
     # experts; and back below.
     split = ROWS[:2], "sp", "ep"
-    x_BPECD = jnp.take_along_axis(
-        y_BTD.reshape(B, parts, t, D), token[..., None], axis=2).reshape(B, parts, E, C, D)
     x_BPECD = _shard(_shard(x_BPECD, ROWS, "sp"), *split)
-    weights = {name: a for name, a in w.items() if name.startswith(("w_gate", "w_up", "w_down"))}
-    h_BPECD, _ = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), (2, None))(x_BPECD, weights)
+    mlps = {name: a for name, a in w.items() if name.startswith(("w_gate", "w_up", "w_down"))}
+    h_BPECD, _ = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), (2, None))(x_BPECD, mlps)
     h_BPECD = _shard(_shard(h_BPECD, *split), ROWS, "sp")
-    served = jnp.take_along_axis(
-        h_BPECD.reshape(B, parts, E * C, D), jnp.minimum(slot, E * C - 1)[..., None], axis=2)
-    out = (served * jnp.where(kept, top, 0)[..., None].astype(served.dtype)).reshape(B, T, k, D)
-    figures = {"balance": jnp.broadcast_to(even_B[:, None], (B, T)), "z": lse_BT * lse_BT,
-               "dropped": 1 - kept.reshape(B, T, k).mean(axis=-1)}
-    return out.sum(axis=2), figures
+    served = jnp.take_along_axis(h_BPECD.reshape(B, parts, E * C, D),
+                                 jnp.minimum(slots, E * C - 1)[..., None], axis=2)
+    return (served.reshape(B, T, -1, D) * weights[..., None].astype(y_BTD.dtype)).sum(axis=2), (
+        figures)
 
 
 def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     """One layer. w: its parameters without the prefix; cache: (k_BKSH, v_BKSH), of whose slots
     positions_BT are these tokens', or None. Returns x_BTD, cache, the router's figures.
     """
+    x_BTD = checkpoint_name(x_BTD, "block")
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
     qkv = [checkpoint_name(_linear(y_BTD, w, f"w{x}", cfg), "qkv") for x in "qkv"]
     if cfg.qkv_bias:
