@@ -13,6 +13,7 @@ from math import ceil, lcm, log, prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
@@ -350,11 +351,21 @@ def choose_attention(cfg, platform):
     return next((kernel for kernel, lack in lacks.items() if not lack), "xla")
 
 
-def _every_part(heads_BTKH, cache):
-    """As many copies of each kv head as let every part of the query heads have its own."""
-    K = heads_BTKH.shape[2]
-    copies = 1 if cache else lcm(K, _ways("tp", "sp")) // K
-    return jnp.repeat(heads_BTKH, copies, axis=2) if copies > 1 else heads_BTKH
+def _turn(q_BTNH, k_BTKH, v_BTKH):
+    """From a part of the sequence with all heads to the whole sequence with a part of the heads,
+    [B, heads, T, H]: over sp the all-to-all of Ulysses, one for all three; over tp nothing moves.
+
+    Of kv heads there are as many copies as let every part have its own.
+    """
+    B, T, K, H = k_BTKH.shape
+    parts = _ways("tp", "sp")
+    copies = lcm(K, parts) // K
+    each = [x.reshape(B, T, parts, -1, H) for x in (
+        q_BTNH, *(jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTKH, v_BTKH)))]
+    ends = np.cumsum([x.shape[3] for x in each[:2]])
+    qkv = _shard(jnp.concatenate(each, axis=3), ROWS, "sp", "tp")
+    qkv = _shard(qkv, ROWS, None, ("tp", "sp"))
+    return [x.reshape(B, T, -1, H).swapaxes(1, 2) for x in jnp.split(qkv, ends, axis=3)]
 
 
 def _mlp(x, w, cfg):
@@ -432,11 +443,7 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
-    # From a part of the sequence with all heads to the whole sequence with a part of the heads:
-    # over sp the all-to-all of Ulysses, and back below; over tp nothing moves.
-    q_BNTH, k_BKTH, v_BKTH = (
-        _shard(_shard(a, ROWS, "sp", "tp").swapaxes(1, 2), ROWS, ("tp", "sp"))
-        for a in (q_BTNH, _every_part(k_BTKH, cache), _every_part(v_BTKH, cache)))
+    q_BNTH, k_BKTH, v_BKTH = _turn(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
     if cache is not None:
         row_B11 = jnp.arange(len(x_BTD))[:, None, None]
@@ -446,6 +453,7 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
         a_BNTH = _attend(q_BNTH, *cache, positions_BT, cfg)
     else:
         a_BNTH = ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
+    # And back.
     a_BTNH = _shard(_shard(a_BNTH, ROWS, ("tp", "sp")).swapaxes(1, 2), ROWS, "sp", "tp")
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
     y_BTD = _linear(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w, "wo", cfg)

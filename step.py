@@ -3,7 +3,9 @@
 
 Owns the update (gradient, accumulation, precision, clipping, optimizer, the gate against non-finite
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table
-come in. Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
+come in. `cfg`: any object with the fields that stand under "optimizer" and "mesh" in config.py, and
+dtype steps micro_batches watch log_every. Invariant: one call of `train_step` is one step;
+everything is keyed on state["step"].
 """
 import re
 import time
@@ -340,8 +342,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda 
         state = jax.tree.map(place, shapes, shardings)
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
         if cfg.moments_on == "host":
-            update = _from_host(update, state_shardings(shapes, table, mesh)["opt"],
-                                shardings["opt"])
+            update = _from_host(update, state_shardings(shapes, table, mesh)["opt"])
         lowered = {
             "train_step": jax.jit(
                 update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
@@ -352,12 +353,10 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda 
                                    out_shardings=shardings)
 
 
-def _from_host(update, on_device, on_host):
-    """The same train_step, for moments that stay in the host's memory between updates."""
+def _from_host(update, on_device):
+    """The same train_step, for moments that lie in the host's memory between updates."""
     def train_step(state, batch):
-        state, metrics = update(
-            state | {"opt": jax.device_put(state["opt"], on_device)}, batch)
-        return state | {"opt": jax.device_put(state["opt"], on_host)}, metrics
+        return update(state | {"opt": jax.device_put(state["opt"], on_device)}, batch)
     return train_step
 
 

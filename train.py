@@ -442,8 +442,10 @@ def describe(run, programs, origin, compile_s):
 def headline(run):
     """What would run, and on what."""
     cfg, mesh = run["cfg"], run["mesh"]
-    n_params = sum(math.prod(shape) for shape, *_ in run["table"].values())
-    return (f"{n_params / 1e6:,.2f}M parameters on {mesh.size} x "
+    n_params, n_trained = (sum(math.prod(shape) for shape, *_, trained in run["table"].values()
+                               if trained or not only) for only in (False, True))
+    trained = f" ({n_trained / 1e6:,.2f}M trained)" if n_trained < n_params else ""
+    return (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x "
             f"{mesh.devices.flat[0].device_kind}, mesh "
             + " ".join(f"{a}={n}" for a, n in mesh.shape.items())
             + f"; {cfg.dtype}, attention {cfg.attention}")
@@ -732,7 +734,9 @@ def look(cfg, metric_fn=None):
 # ---- before a run: would it fit, and what would it send?
 
 def plan_devices(cfg):
-    """The devices of the TPU slice cfg.plan, none of which need be here, or else those at hand."""
+    """The devices of cfg.slices TPU slices cfg.plan, none of which need be here, or else those at
+    hand.
+    """
     if not cfg.plan:
         return jax.devices()
     if not importlib.util.find_spec("libtpu"):
@@ -741,9 +745,13 @@ def plan_devices(cfg):
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
     try:
-        return topologies.get_topology_desc(cfg.plan, platform="tpu").devices
+        return topologies.get_topology_desc(
+            cfg.plan, platform="tpu", num_slices=cfg.slices).devices
     except (RuntimeError, ValueError) as e:
         fault = str(e).splitlines()[0]
+        if "lockfile" in fault:
+            raise ValueError(f"plan {cfg.plan!r}: another process has the TPU compiler; wait until "
+                             "its plan is done") from None
         raise ValueError(f"plan {cfg.plan!r}: no such TPU slice ({fault}); legal are names like "
                          "v5p:8x8x8, v6e:16x16, v5e:4x4") from None
 

@@ -300,7 +300,7 @@ def test_scale_that_splits_a_head(scale):
 def test_presets(name):
     """Every preset can run on one device, and has the parameters that its name promises.
 
-    Break: config.py: d_ff=14336 => d_ff=14000
+    Break: config.py: d_ff=28672 => d_ff=28000
     """
     cfg = dataclasses.replace(config.load(name), scale=1.0)
     config.validate(cfg, 1, CHOICES)

@@ -949,3 +949,6 @@ def test_a_plan_for_a_slice_that_is_not_here(tiny):
     assert {axes for _, axes in took["collectives"]} == {"fsdp"}
     took = train.main(tiny(**base | dict(batch_size=4096, seq_len=2048)))
     assert not took["fits"] and took["exit_code"] == 1
+    took = train.main(tiny(**base | dict(plan="v5p:2x2x2", slices=2, dp=2, fsdp=8)))
+    assert "dp between slices" in {axes for _, axes in took["collectives"]}
+    assert took["seconds"]["slow network"] > 0
