@@ -24,7 +24,7 @@ class Config:
     # ---- run
     mode: Literal["train", "eval", "sample", "plan"] = "train"  # eval, sample: newest checkpoint
     plan: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: plan for the devices at hand
-    plan_sweep: int = 0  # meshes to plan for and compare, the likeliest first; 0: the one given
+    plan_sweep: int = 0  # meshes to plan for and compare, the most promising; 0: the one given
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     seed: int = 0  # of initialisation, data order and sampling
@@ -66,8 +66,8 @@ class Config:
     experts_per_token: int = 2  # likeliest experts, whose weighted sum a token gets
     capacity_factor: float = 2.0  # room of an expert, in even shares of the tokens; 0: for all
     lora_rank: int = 0  # of low-rank updates to frozen weights; 0: none
-    lora_alpha: float = 16.0  # factor on those updates, times rank
-    lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of the weights that get them
+    lora_alpha: float = 16.0  # factor on low-rank updates, times rank
+    lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights to give low-rank updates
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
     dtype: Dtype = "auto"  # mixed: float32, but products of bfloat16; auto: by the device
@@ -89,19 +89,19 @@ class Config:
     b2: float = 0.98  # decay of the second moment: Adam's, RMSprop's; Lion's slow average
     eps: float = 1e-8  # added to the denominator of Adam and RMSprop
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
-    moments_on: Literal["device", "host"] = "device"  # where they stay between updates
+    moments_on: Literal["device", "host"] = "device"  # where moments stay between updates
     freeze: tuple[str, ...] = ()  # patterns of parameters not to train; a later !pattern trains
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
     label_smoothing: float = 0.0  # probability moved from the label to all other tokens
     z_loss: float = 0.0  # weight of the squared log-partition
     router_balance: float = 0.01  # weight of the loss that spreads tokens evenly over experts
     router_z: float = 0.001  # weight of the router's squared log-partition
-    loss_norm: str = "tokens"  # summed loss over: labelled tokens, positions, sequences, a number
+    loss_norm: str = "tokens"  # loss is averaged over tokens, positions, sequences or a number
     nan: Literal["skip", "stop", "raise"] = "stop"  # on a non-finite loss or gradient; no update
     # ---- mesh
-    dp: int = 1  # devices along the data axis, moments sharded alone; -1: all that are left
-    fsdp: int = -1  # devices along the data axis, parameters sharded too
-    ep: int = 1  # devices along the data axis, experts sharded too
+    dp: int = 1  # devices along the data axis, moments sharded; -1: all that are left
+    fsdp: int = -1  # devices along the data axis, moments and parameters sharded
+    ep: int = 1  # devices along the data axis, experts spread
     tp: int = 1  # devices along heads, MLP width and vocabulary
     sp: int = 1  # devices along the sequence
     slices: int = 1  # groups of devices joined by a slow network, over which dp, or fsdp, is laid

@@ -133,8 +133,8 @@ def _trained(params, table):
 
 
 def init_state(key, cfg, init_fn, optimizer, table, params=()):
-    """{"step", "params", "opt", "skipped"}, and "scale" for float16. Moments are float32, of trained
-    parameters alone. params: those that do not start from init_fn.
+    """{"step", "params", "opt", "skipped"}, and "scale" for float16. Moments are float32, of
+    trained parameters alone. params: those that do not start from init_fn.
     """
     params = init_fn(key, cfg) | dict(params)
     zero = jnp.zeros((), jnp.int32)
@@ -231,9 +231,6 @@ def _watched(step, params, grads, cfg):
     """{name: _histogram} of the parameters that cfg.watch names, at updates that are logged; at all
     others zeros, which cost nothing.
     """
-    if not (cfg.watch and cfg.log_every):
-        return {}
-
     def look():
         return _f32({name: _histogram(params[name], grads.get(name, jnp.zeros(())))
                      for name in cfg.watch})
@@ -260,8 +257,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     means = {k: sums[k] / counts[k] for k in sums}
     grads = jax.tree.map(lambda g: g / (factor * counts["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
-    if watched := _watched(state["step"] + 1, state["params"], grads, cfg):
-        means["watch"] = watched
+    if cfg.watch and cfg.log_every:
+        means["watch"] = _watched(state["step"] + 1, state["params"], grads, cfg)
     finite = jnp.isfinite(means["objective"]) & jnp.isfinite(grad_norm)
     if cfg.clip_norm:
         clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
@@ -273,8 +270,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     kept = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     new = {"step": state["step"] + 1, "params": state["params"] | kept(params, old),
            "opt": kept(opt, state["opt"]), "skipped": state["skipped"] + ~finite}
-    metrics = means | {"lr": lr, "grad_norm": grad_norm, "tokens": counts.get("loss", counts["objective"]),
-                       "skipped": new["skipped"], "finite": finite}
+    metrics = means | {"lr": lr, "grad_norm": grad_norm, "skipped": new["skipped"],
+                       "tokens": counts.get("loss", counts["objective"]), "finite": finite}
     if "scale" in state:
         new["scale"] = _next_scale(state["scale"], finite)
         metrics |= {"loss_scale": scale, "finite": finite | (scale >= 1)}
@@ -360,7 +357,8 @@ def _from_host(update, on_device):
     return train_step
 
 
-def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda name, value: value):
+def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes,
+                  change=lambda name, value: value):
     """lower_steps, compiled before an array exists.
 
     Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params),

@@ -758,13 +758,20 @@ def plan_devices(cfg):
 
 def first_remedy(cfg, mesh, took, memory_gb):
     """The first thing to change about a step that needs more memory than a device has."""
+    rows = math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
+    tiles = math.gcd(16, cfg.seq_len // mesh.shape["sp"])
     if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gb * 1e9:
         return "parameters and moments alone are too much: more devices along fsdp or tp"
     if cfg.remat == "none":
         return "--remat full"
-    rows = math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
     if cfg.batch_size // rows % (2 * cfg.micro_batches) == 0:
         return f"--micro_batches {2 * cfg.micro_batches}"
+    if cfg.remat != "offload":
+        return "--remat offload"
+    if cfg.mlp_tiles < tiles and not cfg.n_experts:
+        return f"--mlp_tiles {tiles}"
+    if cfg.moments_on == "device":
+        return "--moments_on host"
     return "a longer tp or sp, or a shorter seq_len"
 
 
@@ -824,21 +831,23 @@ def sweep(run):
             cost = steplib.theory(other, run["table"], sizes)
             if not steplib.check_shapes(run["table"], cost["mesh"]):
                 candidates.append((sum(cost["sent"].values()), cost["state_bytes"], other))
-    say(headline(run), f"; {len(candidates)} meshes are legal")
+    say(headline(run) + f"; {len(candidates)} meshes are legal")
     _, memory_gb, *_ = steplib.peaks(devices[0].device_kind)
     # What cannot even hold its state comes last, and then what sends most.
     candidates.sort(key=lambda c: (c[1] > (memory_gb or math.inf) * 1e9, *c[:2]))
     rows = []
-    for _, _, other in candidates[:cfg.plan_sweep]:
+    for *_, other in candidates[:cfg.plan_sweep]:
         took = estimate(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
-        rows.append((not took["fits"], took.get("step_s", (took["sent_bytes"],) * 2)[1], other,
-                     took))
-    say("  ".join(f"{a:>4}" for a in steplib.AXES), "    GiB  sent GiB  step s, overlapped or not")
-    for unfit, _, other, took in sorted(rows, key=lambda row: row[:2]):
-        times = took.get("step_s", ())
-        say("  ".join(f"{getattr(other, a):>4}" for a in steplib.AXES),
-            f"{took['bytes'].get('in all', math.nan) / 2**30:7.4g}  {took['sent_bytes'] / 2**30:8.4g}"
-            + ("  does not fit" if unfit else "".join(f"  {t:.3f}" for t in times)))
+        # The time of a step where none overlap; where no rates are known, what is sent.
+        rows.append((not took["fits"], took.get("step_s", (took["sent_bytes"],))[-1], other, took))
+    rows.sort(key=lambda row: row[:2])
+    columns = lambda cfg: "  ".join(f"{getattr(cfg, a) if cfg else a:>4}" for a in steplib.AXES)
+    say(columns(None) + "      GiB  sent GiB  step s: if all overlap, if none do")
+    for unfit, _, other, took in rows:
+        in_all, sent = (n / 2**30 for n in (
+            took["bytes"].get("in all", math.nan), took["sent_bytes"]))
+        times = "  does not fit" if unfit else "".join(f"  {t:.3f}" for t in took.get("step_s", ()))
+        say(f"{columns(other)}  {in_all:7.4g}  {sent:8.4g}{times}")
     return {"step": 0, "reason": "plan", "exit_code": 0, "meshes": rows}
 
 

@@ -208,7 +208,8 @@ def test_all_faults_at_once():
             "optimizer 'adamv': unknown (nearest: adamw)",
             "allow_change 'stepz': no such field (nearest: steps)"]
     mesh = ["mesh dp=3 fsdp=-1", "3 devices do not divide the 8 at hand"]
-    batch = ["batch_size 10: must be a multiple of micro_batches x dp x fsdp x ep = 16; nearest: 16"]
+    batch = ["batch_size 10: must be a multiple of micro_batches x dp x fsdp x ep = 16; "
+             "nearest: 16"]
     for change, words in ((dict(dp=3), mesh), (dict(batch_size=10, micro_batches=2), batch)):
         said = fault(Config(**bad | change))
         assert [w for w in both + words if w not in said] == [], said

@@ -269,9 +269,9 @@ def lowered_step(cfg, devices=None):
 
 @pytest.mark.parametrize("layers", [2, 14])
 def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
-    """Over sp 4 a step's all-to-alls are two a layer forward (q, k and v together, and back) and two
-    backward, of (sp - 1) / sp of each array's part; what else crosses sp is weights and gradients, which fsdp
-    and sp share out, and scalars.
+    """Over sp 4 a step's all-to-alls are two a layer forward (q, k and v together, and back) and
+    two backward, of (sp - 1) / sp of each array's part; what else crosses sp is weights and
+    gradients, which fsdp and sp share out, and scalars.
 
     Break: model.py: _ways("sp") == 1 or cfg.dtype == "mixed" => True
     """

@@ -886,18 +886,22 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
 
 @pytest.mark.parametrize("change, remedy", [
     (dict(remat="none"), "--remat full"), ({}, "--micro_batches 2"),
-    (dict(batch_size=8), "a longer tp or sp"), (dict(param_gb=9), "parameters and moments"),
+    (dict(batch_size=8), "--remat offload"), (dict(param_gb=9), "parameters and moments"),
+    (dict(batch_size=8, remat="offload"), "--mlp_tiles 16"),
+    (dict(batch_size=8, remat="offload", mlp_tiles=16), "--moments_on host"),
+    (dict(batch_size=8, remat="offload", n_experts=2, moments_on="host"), "a longer tp or sp"),
 ])
 def test_what_a_plan_advises_is_legal(tiny, change, remedy):
     """Over fsdp -1, which is 8 here: remat, then microbatches as long as each device has a row for
-    one, then a wider mesh; none of them helps parameters that do not fit.
+    one, then what the host's memory and tiles save, then a wider mesh; none of them helps
+    parameters that do not fit.
 
     Break: train.py: for a in ("dp", "fsdp", "ep")) => for a in ("dp",))
     """
     took = {"bytes": {"parameters": change.get("param_gb", 1) * 1e9, "moments": 2e9}}
     sizes = {k: v for k, v in change.items() if k != "param_gb"}
     cfg = tiny(**dict(batch_size=16, remat="full", dp=1, fsdp=-1) | sizes)
-    mesh = jax.make_mesh((1, 8, 1), ("dp", "fsdp", "ep"))
+    mesh = jax.make_mesh((1, 8, 1, 1, 1), config.MESH)
     assert train.first_remedy(cfg, mesh, took, memory_gb=10).startswith(remedy)
 
 
@@ -905,8 +909,8 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     """Of 8 devices the meshes with least to send by theory, each legal, one line each, sorted by
     what they send where no rate is known; more cannot be asked for than there are.
 
-    Break: train.py: for unfit, _, other, took in sorted(rows, key=lambda row: row[:2]) =>
-    for unfit, _, other, took in reversed(rows)
+    Break: train.py: rows.sort(key=lambda row: row[:2]) =>
+    rows.sort(key=lambda row: row[:2], reverse=True)
     """
     cfg = tiny(mode="plan", plan_sweep=4, n_experts=2, n_heads=4, seq_len=12)
     took = train.main(cfg)
