@@ -766,6 +766,7 @@ def test_slices_hold_neighbours_along_the_outer_axis(sizes):
     """
     cfg = dataclasses.replace(SMALL, slices=2, **sizes)
     lowered, mesh = lowered_step(cfg)
+    assert {a: mesh.shape[a] for a in sizes} == sizes
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
     halves = np.split(ids, 2, axis=0 if cfg.dp > 1 else 1)
     assert [sorted(half.ravel().tolist()) for half in halves] == [[0, 1, 2, 3], [4, 5, 6, 7]]
