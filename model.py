@@ -369,9 +369,36 @@ def _turn(q_BTNH, k_BTKH, v_BTKH):
 
 
 def _mlp(x, w, cfg):
-    """SwiGLU of x [..., D], and no figures."""
+    """SwiGLU of x [..., D]."""
     gate, up = _linear(x, w, "w_gate", cfg), _linear(x, w, "w_up", cfg)
-    return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg), {}
+    return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg)
+
+
+def _mlp_weights(w):
+    return {name: x for name, x in w.items() if name.startswith(("w_gate", "w_up", "w_down"))}
+
+
+def _mlp_in_tiles(x_BTD, w, cfg):
+    """_mlp of one tile in cfg.mlp_tiles at a time, in backward computed once more.
+
+    Source: Bekman et al. 2025 (ALST), arXiv:2506.13996, section 3.1.
+    """
+    def all_tiles(x, w):
+        tile = jax.checkpoint(partial(_mlp, cfg=cfg))
+        y = jax.lax.map(lambda x: tile(x, w), *_tiles(cfg.mlp_tiles, x))
+        return jnp.moveaxis(y, 0, 2).reshape(x.shape)
+
+    return _on_each_device(all_tiles, (P(ROWS, "sp"), P()), P(ROWS, "sp"))(x_BTD, w)
+
+
+def _on_each_device(f, in_specs, out_specs):
+    """f on a device's own rows and part of the sequence, where there is a mesh: left to XLA, a loop
+    would gather weights, and sum their gradients over devices, at each turn.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return f
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names={*ROWS, "sp"},
+                         check_vma=False)
 
 
 def _route(y_BTD, router_DE, cfg, factor):
@@ -421,8 +448,7 @@ def _experts(y_BTD, w, cfg, factor):
     # experts; and back below.
     split = ROWS[:2], "sp", "ep"
     x_BPECD = _shard(_shard(x_BPECD, ROWS, "sp"), *split)
-    mlps = {name: a for name, a in w.items() if name.startswith(("w_gate", "w_up", "w_down"))}
-    h_BPECD, _ = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), (2, None))(x_BPECD, mlps)
+    h_BPECD = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), 2)(x_BPECD, _mlp_weights(w))
     h_BPECD = _shard(_shard(h_BPECD, *split), ROWS, "sp")
     served = jnp.take_along_axis(h_BPECD.reshape(B, parts, E * C, D),
                                  jnp.minimum(slots, E * C - 1)[..., None], axis=2)
@@ -458,22 +484,15 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     # Block exit: the sums over tp become an all-reduce here, and sp splits the sequence again.
     y_BTD = _linear(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w, "wo", cfg)
     x_BTD = _shard(x_BTD + y_BTD, ROWS, "sp")
-    mlp = partial(_mlp, w=w, cfg=cfg)
+    y_BTD, figures = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps), {}
     if cfg.n_experts:
-        mlp = partial(_experts, w=w, cfg=cfg, factor=cfg.capacity_factor if cache is None else 0)
-    if cfg.mlp_tiles > 1 and cache is None:
-        mlp = partial(_in_tiles, mlp, cfg.mlp_tiles)
-    y_BTD, figures = mlp(_rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps))
+        room = cfg.capacity_factor if cache is None else 0  # generation drops nothing
+        y_BTD, figures = _experts(y_BTD, w, cfg, room)
+    elif cfg.mlp_tiles > 1 and cache is None:
+        y_BTD = _mlp_in_tiles(y_BTD, _mlp_weights(w), cfg)
+    else:
+        y_BTD = _mlp(y_BTD, w, cfg)
     return _shard(x_BTD + y_BTD, ROWS, "sp"), cache, figures
-
-
-def _in_tiles(f, n, x_BTD):
-    """f(x_BTD) of one tile in n at a time, in backward computed once more.
-
-    Source: Bekman et al. 2025 (ALST), arXiv:2506.13996, section 3.1.
-    """
-    y, figures = jax.lax.map(lambda tile: jax.checkpoint(f)(*tile), _tiles(n, x_BTD))
-    return jnp.moveaxis(y, 0, 2).reshape(x_BTD.shape), figures
 
 
 def _trunk(params, batch, cfg, cache=None):
@@ -633,14 +652,9 @@ def _tiled_fwd(x_BTD, unembed_DV, labels_BT, weights_BT, cfg, n_tiles):
         sums = jax.tree.map(lambda s: s.sum(axis=0)[None], sums)
         return sums, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape), d_unembed_DV[None]
 
-    if not jax.sharding.get_abstract_mesh().empty:
-        # Each device adds up its own tiles: left to XLA, they are summed over devices one by one.
-        own, parts = P(ROWS, "sp"), P((*ROWS, "sp"))
-        all_tiles = jax.shard_map(
-            all_tiles, in_specs=(own, P(), own, own), out_specs=(parts, own, parts),
-            axis_names={*ROWS, "sp"}, check_vma=False)
-    sums, dx_BTD, d_unembed = all_tiles(
-        x_BTD, _shard(unembed_DV, None, "tp"), labels_BT, weights_BT)
+    own, parts = P(ROWS, "sp"), P((*ROWS, "sp"))
+    all_tiles = _on_each_device(all_tiles, (own, P(), own, own), (parts, own, parts))
+    sums, dx_BTD, d_unembed = all_tiles(x_BTD, unembed_DV, labels_BT, weights_BT)
     sums, d_unembed_DV = jax.tree.map(lambda s: s.sum(axis=0), (sums, d_unembed))
     return sums, (dx_BTD, d_unembed_DV)
 

