@@ -317,8 +317,8 @@ def check_shapes(table, mesh):
 
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda name, value: value):
     """Everything that runs on the mesh, from shapes alone: (state: shapes with shardings,
-    {"train_step", "eval_step", "init"}: lowered, from_params: jitted). batch_shapes: {name:
-    ShapeDtypeStruct}, split as BATCH.
+    {"train_step", "eval_step", "init"}: functions that lower it, from_params: jitted).
+    batch_shapes: {name: ShapeDtypeStruct}, split as BATCH.
 
     change(name, value) is given "loss_fn", the "optimizer" (optax), and "train_step" (state, batch)
     -> (state, metrics), and returns what to use instead: the place for pruning and the like.
@@ -340,12 +340,17 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes, change=lambda 
         batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, BATCH)), batch_shapes)
         if cfg.moments_on == "host":
             update = _from_host(update, state_shardings(shapes, table, mesh)["opt"])
-        lowered = {
-            "train_step": jax.jit(
-                update, donate_argnums=0, out_shardings=(shardings, whole)).lower(state, batch),
-            "eval_step": jax.jit(sums, out_shardings=whole).lower(state["params"], batch),
-            "init": jax.jit(fresh, out_shardings=shardings).lower(key),
-        }
+
+    def lower(f, args, out_shardings, donate_argnums=()):
+        with jax.set_mesh(mesh):
+            return jax.jit(f, donate_argnums=donate_argnums, out_shardings=out_shardings).lower(
+                *args)
+
+    lowered = {
+        "train_step": partial(lower, update, (state, batch), (shardings, whole), donate_argnums=0),
+        "eval_step": partial(lower, sums, (state["params"], batch), whole),
+        "init": partial(lower, fresh, (key,), shardings),
+    }
     return state, lowered, jax.jit(lambda key, params: fresh(key, params=params),
                                    out_shardings=shardings)
 
@@ -365,8 +370,9 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes,
     "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
     use what it returns.
     """
-    state, lowered, from_params = lower_steps(
+    state, lower, from_params = lower_steps(
         cfg, mesh, table, loss_fn, init_fn, batch_shapes, change)
+    lowered = {name: program() for name, program in lower.items()}
     with ThreadPoolExecutor() as pool:  # the compiler lets go of Python
         programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
     return programs | {"state": state, "memory": memory(programs["train_step"]),

@@ -813,7 +813,7 @@ def estimate(run):
     """
     cfg, mesh = run["cfg"], run["mesh"]
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
-    took = steplib.requirements(state, lowered["train_step"], mesh, cfg.slices)
+    took = steplib.requirements(state, lowered["train_step"](), mesh, cfg.slices)
     flops, again, formula = model.flops_per_token(cfg, cfg.seq_len)
     tokens = cfg.batch_size * cfg.seq_len / mesh.size
     took["flop"] = {f"the model's: {formula}": flops * tokens, "remat's": again * tokens}

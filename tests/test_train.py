@@ -661,7 +661,7 @@ def kill_until_done(cfg, devices, n_kills, rng):
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
-    """40 steps straight against 40 steps under 20 SIGKILLs, twice: losses, evaluations and every
+    """40 steps straight against 40 steps under 10 SIGKILLs: losses, evaluations and every
     array of the state.
 
     Break: data.py: np.divmod(step * batch_size + =>
@@ -670,12 +670,11 @@ def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
     base = dict(steps=40, save_every=1, eval_every=10, keep=2, n_layers=1)
     straight = tiny(**base, out_dir=str(tmp_path / "straight"))
     assert ended(*command(straight))[0] == 0
-    for seed in (0, 1):
-        killed = tiny(**base, out_dir=str(tmp_path / f"killed{seed}"))
-        moments = kill_until_done(killed, 1, 10, random.Random(seed))
-        assert len(moments) == 10 and len(set(moments)) >= 3, moments
-        assert losses(killed.out_dir) == losses(straight.out_dir)
-        assert same(arrays(killed.out_dir), arrays(straight.out_dir))
+    killed = tiny(**base, out_dir=str(tmp_path / "killed"))
+    moments = kill_until_done(killed, 1, 10, random.Random(0))
+    assert len(moments) == 10 and len(set(moments)) >= 3, moments
+    assert losses(killed.out_dir) == losses(straight.out_dir)
+    assert same(arrays(killed.out_dir), arrays(straight.out_dir))
 
 
 @pytest.mark.slow
@@ -909,11 +908,11 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     Break: train.py: rows.sort(key=lambda row: row[:2]) =>
     rows.sort(key=lambda row: row[:2], reverse=True)
     """
-    cfg = tiny(mode="plan", plan_sweep=3, n_heads=4, seq_len=12)
+    cfg = tiny(mode="plan", plan_sweep=2, n_heads=4, seq_len=12)
     took = train.main(cfg)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     meshes = [tuple(map(int, words[:5])) for words in lines if words[0].isdigit()]
-    assert len(meshes) == len(set(meshes)) == len(took["meshes"]) == 3
+    assert len(meshes) == len(set(meshes)) == len(took["meshes"]) == 2
     for sizes in meshes:
         assert np.prod(sizes) == 8
         config.validate(dataclasses.replace(cfg, **dict(zip(config.MESH, sizes))), 8)
