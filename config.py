@@ -66,7 +66,7 @@ class Config:
     experts_per_token: int = 2  # likeliest experts, whose weighted sum a token gets
     capacity_factor: float = 2.0  # room of an expert, in even shares of the tokens; 0: for all
     lora_rank: int = 0  # of low-rank updates to frozen weights; 0: none
-    lora_alpha: float = 16.0  # factor on low-rank updates, times rank
+    lora_alpha: float = 16.0  # size of low-rank updates, which are multiplied by alpha / rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights to give low-rank updates
     scale: float = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numbers
@@ -192,6 +192,8 @@ COURSE = ("seed data val_data val_frac data_dtype tokenizer packed overfit_batch
           "moment_dtype clip_norm label_smoothing z_loss experts_per_token capacity_factor "
           "router_balance router_z lora_alpha loss_norm nan init_from").split()
 
+LOSS_NORMS = ("tokens", "positions", "sequences")
+LORA_FREEZE = ("*", "!*.lora_?")  # with low-rank updates, what freeze begins with
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),
          "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -408,10 +410,13 @@ def _model_faults(cfg):
     if cfg.n_experts and cfg.mlp_tiles > 1:
         faults.append(f"mlp_tiles {cfg.mlp_tiles}: must be 1 with n_experts {cfg.n_experts}, whose "
                       "room is shared out over a whole sequence")
-    norms = ("tokens", "positions", "sequences")
-    if cfg.loss_norm not in norms and not re.fullmatch(r"\d*[1-9]\d*(\.\d*)?", cfg.loss_norm):
+    try:
+        wrong = cfg.loss_norm not in LOSS_NORMS and number(cfg.loss_norm) <= 0
+    except ValueError:
+        wrong = True
+    if wrong:
         faults.append(f"loss_norm {cfg.loss_norm!r}: a number above 0 is wanted, or "
-                      f"{nearest(cfg.loss_norm, norms)}")
+                      f"{nearest(cfg.loss_norm, LOSS_NORMS)}")
     return faults
 
 
@@ -469,8 +474,12 @@ def derive(cfg):
                  n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
     sizes = {k: round(v * cfg.scale) for k, v in sizes.items()}
     sizes["d_ff"] = sizes["d_ff"] or -(-8 * sizes["d_model"] // 3 // 32) * 32
-    freeze = cfg.freeze or (("*", "!*.lora_?") if cfg.lora_rank else ())
-    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, freeze=freeze, scale=1.0)
+    freeze, norm = cfg.freeze, cfg.loss_norm
+    if cfg.lora_rank and freeze[:2] != LORA_FREEZE:
+        freeze = LORA_FREEZE + freeze
+    norm = norm if norm in LOSS_NORMS else str(number(norm))
+    return dataclasses.replace(
+        cfg, **sizes, head_dim=head_dim, freeze=freeze, loss_norm=norm, scale=1.0)
 
 
 def changes(old, new):

@@ -223,8 +223,12 @@ def first_state(cfg, programs, state, params, resumed):
     if resumed is not None:
         return load_checkpoint(cfg.out_dir, like, set_aside=True)[1], OWN
     if cfg.init_from:
-        # Low-rank updates start anew, on top of what was loaded.
-        wanted = {name: x for name, x in like["params"].items() if ".lora_" not in name}
+        rank = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")[1]["config"]["lora_rank"]
+        if rank and rank != cfg.lora_rank:
+            raise ValueError(f"init_from {cfg.init_from!r}: has low-rank updates, which would be "
+                             f"lost; set --lora_rank {rank}")
+        # New low-rank updates are on top of what was loaded.
+        wanted = {n: x for n, x in like["params"].items() if rank or ".lora_" not in n}
         _, loaded = load_checkpoint(cfg.init_from, {"params": wanted})
         return programs["from_params"](key, loaded["params"]), f"the parameters of {cfg.init_from}"
     return programs["init"](key), "a fresh initialisation"
@@ -559,7 +563,7 @@ def main(cfg, hooks=(), state=None, params=None):
     if cfg.coordinator:  # before anything touches a device
         where = cfg.coordinator, cfg.n_processes, cfg.process_id
         jax.distributed.initialize(*() if cfg.coordinator == "auto" else where)
-    if cfg.plan or cfg.mode == "plan":
+    if cfg.plan or cfg.plan_sweep or cfg.mode == "plan":
         return plan(cfg)
     if cfg.mode != "train":
         return look(cfg)

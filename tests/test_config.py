@@ -285,6 +285,9 @@ def test_scale():
     assert (got.d_model, got.d_ff, got.n_heads, got.n_kv_heads) == (640, 1280, 20, 10)
     assert (got.head_dim, got.n_layers, got.vocab_size, got.scale) == (32, 3, 100, 1.0)
     assert config.derive(got) == got
+    tuned = config.derive(Config(lora_rank=2, freeze=("!embed",), loss_norm="1Ki"))
+    assert tuned.freeze == ("*", "!*.lora_?", "!embed") and float(tuned.loss_norm) == 1024
+    assert config.derive(tuned) == tuned
     assert config.derive(Config(d_model=256, n_heads=8, scale=0.5)).n_kv_heads == 4
 
 

@@ -719,13 +719,15 @@ def test_fp16_scale_grows_with_patience(monkeypatch):
 
 @pytest.mark.parametrize("change, frozen", [
     (dict(freeze=("embed", "layers.w[qk]", "*norm")), lambda n: n[-2:] in ("ed", "wq", "wk", "rm")),
-    (dict(lora_rank=2, lora_targets=("*w_up",)), lambda n: ".lora_" not in n),
+    (dict(lora_rank=2, lora_targets=("*w_up",), freeze=("*.lora_a",)),
+     lambda n: ".lora_b" not in n),
 ])
 def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
     """After two updates over a mesh, frozen parameters are bit-identical and all others moved; the
-    optimizer has moments of these alone. Low-rank updates freeze all but themselves.
+    optimizer has moments of these alone. Low-rank updates freeze all but themselves, and freeze
+    more.
 
-    Break: config.py: (("*", "!*.lora_?") if cfg.lora_rank else ()) => ()
+    Break: config.py: freeze = LORA_FREEZE + freeze => freeze = freeze
     """
     cfg = config.derive(dataclasses.replace(SMALL, fsdp=4, tp=2, micro_batches=2, **change))
     steps, state, _, batch = lm_run(cfg, n_steps=0)

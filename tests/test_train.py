@@ -240,7 +240,8 @@ def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
 @pytest.mark.slow
 def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
     """--lora_rank on another run's parameters: held-out loss falls below that run's, and of the
-    checkpoint's arrays only low-rank ones differ.
+    checkpoint's arrays only low-rank ones differ. A run from that one starts where it ended, and is
+    refused if it would lose them.
 
     Break: model.py: y += cfg.lora_alpha => y -= 0 * cfg.lora_alpha
     """
@@ -254,6 +255,13 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
     params = {k for k in new if k.startswith("params/")}
     moved = {k for k in params if k not in old or not np.array_equal(old[k], new[k])}
     assert moved == {k for k in params if ".lora_" in k} and len(moved) == 14
+    began = []
+    more = dataclasses.replace(cfg, init_from=cfg.out_dir, steps=1, out_dir=str(tmp_path / "more"))
+    train.main(more, hooks=[lambda event, value: began.append(jax.device_get(value["params"]))
+                            if event == "load" else None])
+    assert same({f"params/{k}": v for k, v in began[0].items()}, {k: new[k] for k in params})
+    with pytest.raises(ValueError, match="would be lost; set --lora_rank 4"):
+        train.main(dataclasses.replace(more, lora_rank=0, out_dir=str(tmp_path / "none")))
 
 
 def test_pruning_holds_its_sparsity(tiny, tmp_path):
@@ -938,7 +946,7 @@ def test_a_plan_for_a_slice_that_is_not_here(tiny):
     """16 chips of v5p: parameters a 16th of the whole but for the norms, an MFU in (0, 1), times
     that add up, and a step that cannot fit is told with what to change.
 
-    Break: train.py: if cfg.plan or cfg.mode == "plan": => if cfg.mode == "plan":
+    Break: train.py: if cfg.plan or cfg.plan_sweep or cfg.mode => if cfg.plan_sweep or cfg.mode
     """
     base = dict(plan="v5p:2x2x4", fsdp=16, dp=1, d_model=1024, n_layers=16, n_heads=16,
                 n_kv_heads=0, batch_size=32, seq_len=512, vocab_size=32768)
