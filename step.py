@@ -391,7 +391,7 @@ def memory(compiled):
 
 # ---- what a compiled program does
 
-# Of one device: dense bfloat16 TFLOP/s; GB of memory; GB/s of memory; GB/s sent to its neighbours;
+# Of one device: dense bfloat16 TFLOP/s; GiB of memory; GB/s of memory; GB/s sent to its neighbours;
 # GB/s sent between slices, or hosts of GPUs. Source: the makers' data sheets.
 PEAKS = {"NVIDIA A100": (312, 80, 2039, 300, 25), "NVIDIA H100": (989, 80, 3350, 450, 50),
          "NVIDIA H200": (989, 141, 4800, 450, 50), "TPU v4": (275, 32, 1228, 150, 6.25),
@@ -483,6 +483,13 @@ def traffic(text, mesh, slices=1):
             if not op:
                 continue
             results, kind = _result_bytes(op[1]), op[2].removesuffix("-start")
+            # Between slices of TPUs a collective is a send through the host.
+            far = re.search(r'megascale_transfer_type="(\w+)"', line)
+            if far and kind == "send":
+                far_kind = far[1].lower().replace("_", "-")
+                row = collectives.setdefault((far_kind, AXES[outer] + BETWEEN), [0, 0.0])
+                row[0] += times
+                row[1] += times * SENT[far_kind](slices, results[0])
             if kind in SENT:
                 started = op[2] != kind and len(results) > 1  # (operand, result, ...)
                 group = _group(line, prod(sizes))
@@ -544,7 +551,7 @@ def implied(took, kind):
     are known {"seconds": by what bounds them, "step_s", "mfu": (all overlapped, none)}.
     """
     tflops, memory_gb, memory_gbps, near_gbps, far_gbps = peaks(kind)
-    fits = "fault" not in took and took["bytes"]["in all"] <= (memory_gb or np.inf) * 1e9
+    fits = "fault" not in took and took["bytes"]["in all"] <= (memory_gb or np.inf) * 2**30
     if "fault" in took or not tflops:
         return {"fits": fits}
     far = sum(row[1] for (_, axes), row in took["collectives"].items() if axes.endswith(BETWEEN))

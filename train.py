@@ -764,7 +764,7 @@ def first_remedy(cfg, mesh, took, memory_gb):
     """The first thing to change about a step that needs more memory than a device has."""
     rows = math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
     tiles = math.gcd(16, cfg.seq_len // mesh.shape["sp"])
-    if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gb * 1e9:
+    if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gb * 2**30:
         return "parameters and moments alone are too much: more devices along fsdp or tp"
     if cfg.remat == "none":
         return "--remat full"
@@ -805,8 +805,8 @@ def plan(cfg):
             f"(MFU {worst_mfu:.1%}) if none do")
     _, memory_gb, *_ = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
     say("no memory size is known for this device" if not memory_gb
-        else f"fits in {memory_gb} GB" if took["fits"]
-        else f"does not fit in {memory_gb} GB; first to change: "
+        else f"fits in {memory_gb} GiB" if took["fits"]
+        else f"does not fit in {memory_gb} GiB; first to change: "
         + first_remedy(run["cfg"], run["mesh"], took, memory_gb))
     return took | {"step": 0, "reason": "plan", "exit_code": 0 if took["fits"] else 1}
 
@@ -838,7 +838,7 @@ def sweep(run):
     say(headline(run) + f"; {len(candidates)} meshes are legal")
     _, memory_gb, *_ = steplib.peaks(devices[0].device_kind)
     # What cannot even hold its state comes last, and then what sends most.
-    candidates.sort(key=lambda c: (c[1] > (memory_gb or math.inf) * 1e9, *c[:2]))
+    candidates.sort(key=lambda c: (c[1] > (memory_gb or math.inf) * 2**30, *c[:2]))
     rows = []
     for *_, other in candidates[:cfg.plan_sweep]:
         took = estimate(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
