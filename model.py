@@ -408,9 +408,10 @@ def _route(y_BTD, router_DE, cfg, factor):
 
     An expert has room for `factor` (0: any number) times its even share of a sequence, or of a
     device's part of it; its earliest tokens are served, so that none depends on a later one.
-    Figures: "balance", 1 where a sequence's tokens are spread evenly, E where all meet in one; "z",
-    the squared log-partition; "dropped", the share of choices that found no room. Source: Fedus et
-    al. 2021, arXiv:2101.03961, section 2.2; z, Zoph et al. 2022, arXiv:2202.08906, equation 5.
+    Figures: "balance", 1 where a sequence's tokens are spread evenly, E where all meet in one;
+    "router_z", the squared log-partition; "dropped", the share of choices without room. Source:
+    Fedus et al. 2021, arXiv:2101.03961, section 2.2; router_z, Zoph et al. 2022, arXiv:2202.08906,
+    equation 5.
     """
     B, T, _ = y_BTD.shape
     E, k, parts = cfg.n_experts, cfg.experts_per_token, _ways("sp")
@@ -432,7 +433,8 @@ def _route(y_BTD, router_DE, cfg, factor):
         jnp.arange(t * k)[None, None] // k)[..., :-1]
     even_B1 = E * (hits_BTE.mean(axis=1) / k * p_BTE.mean(axis=1)).sum(axis=-1, keepdims=True)
     figures = {"balance": jnp.broadcast_to(even_B1, (B, T)),
-               "z": jax.nn.logsumexp(logits_BTE, axis=-1) ** 2, "dropped": 1 - room.mean(axis=-1)}
+               "router_z": jax.nn.logsumexp(logits_BTE, axis=-1) ** 2,
+               "dropped": 1 - room.mean(axis=-1)}
     weights = jnp.where(room, weights / weights.sum(axis=-1, keepdims=True), 0)
     return weights, slots, tokens, figures
 
@@ -558,10 +560,8 @@ def loss_fn(params, batch, cfg):
     n_tiles = _n_tiles(*x_BTD.shape[:2], cfg)
     loss_sums = partial(_tiled_sums, n_tiles=n_tiles) if n_tiles > 1 else _loss_sums
     sums = loss_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg=cfg)
-    if cfg.n_experts:
-        extra_BT = cfg.router_balance * figures["balance"] + cfg.router_z * figures["z"]
-        figures = {"balance": figures["balance"], "router_z": figures["z"],
-                   "dropped": figures["dropped"]}
+    if figures:
+        extra_BT = cfg.router_balance * figures["balance"] + cfg.router_z * figures["router_z"]
         sums |= {k: jnp.where(labels_BT != IGNORE, f, 0).sum() for k, f in figures.items()}
         sums["objective"] += (weights_BT * extra_BT).sum()
     n_labels = (labels_BT != IGNORE).sum(dtype=jnp.float32)

@@ -476,6 +476,11 @@ def traffic(text, mesh, slices=1):
         r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
     collectives, written = {}, 0
 
+    def count(kind, axes, times, n_bytes):
+        row = collectives.setdefault((kind, axes), [0, 0.0])
+        row[0] += times
+        row[1] += times * n_bytes
+
     def walk(name, times, fused):
         nonlocal written
         for line in bodies.get(name, "").splitlines():
@@ -486,10 +491,8 @@ def traffic(text, mesh, slices=1):
             # Between slices of TPUs a collective is a send through the host.
             far = re.search(r'megascale_transfer_type="(\w+)"', line)
             if far and kind == "send":
-                far_kind = far[1].lower().replace("_", "-")
-                row = collectives.setdefault((far_kind, AXES[outer] + BETWEEN), [0, 0.0])
-                row[0] += times
-                row[1] += times * SENT[far_kind](slices, results[0])
+                sent = far[1].lower().replace("_", "-")
+                count(sent, AXES[outer] + BETWEEN, times, SENT[sent](slices, results[0]))
             if kind in SENT:
                 started = op[2] != kind and len(results) > 1  # (operand, result, ...)
                 group = _group(line, prod(sizes))
@@ -497,9 +500,8 @@ def traffic(text, mesh, slices=1):
                 axes = "+".join(a for a, p in zip(mesh.shape, places.T) if len(set(p)) > 1)
                 if len(set(places[:, outer] // (sizes[outer] // slices))) > 1:
                     axes += BETWEEN
-                row = collectives.setdefault((kind, axes), [0, 0.0])
-                row[0] += times
-                row[1] += times * SENT[kind](len(group), results[1] if started else sum(results))
+                count(kind, axes, times,
+                      SENT[kind](len(group), results[1] if started else sum(results)))
             in_place = "dynamic-update-slice" in line.partition("=")[0] + kind
             if not fused and not in_place and kind not in FREE and not op[2].endswith("-start"):
                 written += times * sum(results)
@@ -583,10 +585,10 @@ def theory(cfg, table, sizes):
     n, ring = mesh.shape, lambda ways: (ways - 1) / ways
     itemsize = 2 if "16" in cfg.dtype else 4
     passes = (3 + (cfg.remat == "full")) * cfg.micro_batches  # forward, again, backward, sum
-    weights = state_bytes = 0.0
+    weights, state_bytes, specs = 0.0, 0.0, moment_specs(table, mesh)
     for name, (shape, spec, _, trained) in table.items():
         part = prod(NamedSharding(mesh, spec).shard_shape(shape))
-        moments = prod(NamedSharding(mesh, moment_specs(table, mesh)[name]).shard_shape(shape))
+        moments = prod(NamedSharding(mesh, specs[name]).shard_shape(shape))
         state_bytes += 4 * part + 8 * moments * trained
         gathered = prod(n[a] for axes in spec if "fsdp" in (axes or ()) for a in (
             axes if isinstance(axes, tuple) else (axes,)))

@@ -156,7 +156,7 @@ def setup(cfg, devices=None):
 def check_host_memory(cfg, devices):
     """Raise ValueError when host memory is asked for and the devices cannot reach it."""
     kinds = [memory.kind for memory in devices[0].addressable_memories()]
-    for name, value, instead in (("remat", "offload", "named"), ("moments_on", "host", "device")):
+    for name, value, instead in (("remat", "offload", "full"), ("moments_on", "host", "device")):
         if getattr(cfg, name) == value and "pinned_host" not in kinds:
             raise ValueError(f"{name} {value}: {devices[0].device_kind} has no pinned_host memory, "
                              f"only {', '.join(kinds)}; set --{name} {instead}")
@@ -223,7 +223,8 @@ def first_state(cfg, programs, state, params, resumed):
     if resumed is not None:
         return load_checkpoint(cfg.out_dir, like, set_aside=True)[1], OWN
     if cfg.init_from:
-        rank = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")[1]["config"]["lora_rank"]
+        _, meta = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")
+        rank = meta.get("config", {}).get("lora_rank", 0)
         if rank and rank != cfg.lora_rank:
             raise ValueError(f"init_from {cfg.init_from!r}: has low-rank updates, which would be "
                              f"lost; set --lora_rank {rank}")
@@ -556,8 +557,8 @@ def main(cfg, hooks=(), state=None, params=None):
 
     hooks: functions hook(event, value), called with loss_fn, optimizer and train_step before these
     are compiled, and then with load, start, data, step, log, save, eval, sample, stop and end; what
-    one returns, unless None, replaces the value. state, params: start
-    from these rather than from disk.
+    one returns, unless None, replaces the value. state, params: start from these rather than from
+    disk.
     """
     began = time.perf_counter()
     if cfg.coordinator:  # before anything touches a device
