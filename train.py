@@ -746,19 +746,19 @@ def plan_devices(cfg):
         return jax.devices()
     if not importlib.util.find_spec("libtpu"):
         raise ValueError(f"plan {cfg.plan!r}: the TPU compiler is missing: pip install 'jax[tpu]'")
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu, do not look for the machine that you are on
+    # libtpu, look neither for the machine that you are on, nor for others that plan.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+                      TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
+    # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
+    cores = {"chip_config_name": "megacore"} if cfg.plan.startswith("v4") else {}
     try:
         return topologies.get_topology_desc(
-            cfg.plan, platform="tpu", num_slices=cfg.slices).devices
+            cfg.plan, platform="tpu", num_slices=cfg.slices, **cores).devices
     except (RuntimeError, ValueError) as e:
-        fault = str(e).splitlines()[0]
-        if "lockfile" in fault:
-            raise ValueError(f"plan {cfg.plan!r}: another process has the TPU compiler; wait until "
-                             "its plan is done") from None
-        raise ValueError(f"plan {cfg.plan!r}: no such TPU slice ({fault}); legal are names like "
-                         "v5p:8x8x8, v6e:16x16, v5e:4x4") from None
+        raise ValueError(f"plan {cfg.plan!r}: no such TPU slice ({str(e).splitlines()[0]}); legal "
+                         "are names like v5p:8x8x8, v6e:16x16, v5e:4x4") from None
 
 
 def first_remedy(cfg, mesh, took, memory_gb):
