@@ -137,11 +137,15 @@ def init(key, cfg):
 
 
 def _shard(x, *axes):
-    """Constrain an activation; without a mesh, or where shard_map has split it, do nothing."""
+    """Constrain an activation in the dims that divide, in generation not all; without a mesh, or
+    where shard_map has split it, do nothing.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) & set(SPLIT):
         return x
-    return jax.lax.with_sharding_constraint(x, P(*axes))
+    ways = [_ways(*((a,) if isinstance(a, str) else a or ())) for a in axes]
+    return jax.lax.with_sharding_constraint(
+        x, P(*(a if n % w == 0 else None for n, a, w in zip(x.shape, axes, ways))))
 
 
 def _dtype(cfg):
@@ -720,7 +724,8 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     model's, and temperature (0: greedy), top_k (0: all), top_p.
     """
     B, T = tokens_BT.shape
-    shape = (cfg.n_layers, B, cfg.n_kv_heads, T + n_new, cfg.head_dim)
+    K = lcm(cfg.n_kv_heads, _ways("tp", "sp"))  # with the copies of _turn
+    shape = (cfg.n_layers, B, K, T + n_new, cfg.head_dim)
     cache = (jnp.zeros(shape, _dtype(cfg)), jnp.zeros(shape, _dtype(cfg)))
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     batch = {"tokens": tokens_BT, "positions": positions_BT}

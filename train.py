@@ -352,7 +352,8 @@ def sample(run, params, step=0):
     tokens = np.tile(start, (cfg.n_samples, 1))
     lengths = np.full(cfg.n_samples, len(start), np.int32)
     key = jax.random.fold_in(jax.random.key(cfg.seed), step)
-    new = model.generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
+    with jax.set_mesh(run["mesh"]):
+        new = model.generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
     new = multihost_utils.process_allgather(new, tiled=True)
     ends = [np.append(np.flatnonzero(row == tokenizer["end"]), len(row))[0] for row in new]
     return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends)]

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
 import ckpt
 import config
@@ -857,6 +859,26 @@ def test_data_mode_is_refused_for_now(capsys):
         config.parse(["--mode", "data"])
     said = "".join(capsys.readouterr())
     assert e.value.code == 2 and re.search("train.*eval.*sample.*plan", said, re.S)
+
+
+@pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2, n_experts=4), dict(fsdp=1, tp=2, sp=4)])
+def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
+    """Greedy samples of 3 rows, which no mesh splits evenly, from parameters that are shared out,
+    where there are fewer kv heads than parts as well; and XLA has nothing to warn of.
+
+    Break: model.py: K = lcm(cfg.n_kv_heads, _ways("tp", "sp")) => K = cfg.n_kv_heads
+    """
+    cfg = tiny(n_heads=8, temperature=0.0, sample_tokens=6, n_samples=3, prompt="beer", **sizes)
+    alone = dict.fromkeys(config.MESH, 1)
+    texts = []
+    for change, devices in ((alone, jax.devices()[:1]), ({"dp": 1}, jax.devices())):
+        run = train.setup(dataclasses.replace(cfg, **change), devices)
+        place = {name: NamedSharding(run["mesh"], spec)
+                 for name, (_, spec, *_) in run["table"].items()}
+        params = jax.jit(partial(model.init, cfg=run["cfg"]), out_shardings=place)(jax.random.key(0))
+        texts.append(train.sample(run, params))
+    assert texts[0] == texts[1]
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 # ---- plan
