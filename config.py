@@ -126,59 +126,36 @@ class Config:
     top_p: float = 1.0  # sample among the likeliest tokens that hold this probability
 
 
+# What the named shapes below share.
+_SCHEDULE = dict(remat="full", steps=100000, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1)
+_LLAMA = dict(n_kv_heads=8, vocab_size=128256, seq_len=8192, rope_theta=500000.0, norm_eps=1e-5,
+              qk_norm=False, tie_embeddings=False)
+_QWEN = dict(vocab_size=151936, seq_len=4096, head_dim=128, rope_theta=1000000.0)
+
 PRESETS = {
     "debug": dict(
-        d_model=128, n_layers=4, n_heads=4, d_ff=512, seq_len=128, batch_size=8, steps=100,
-    ),
-    "gpt2-124m": dict(
+        d_model=128, n_layers=4, n_heads=4, d_ff=512, seq_len=128, batch_size=8, steps=100),
+    "gpt2-124m": _SCHEDULE | dict(
         d_model=768, n_layers=12, n_heads=12, d_ff=2048, vocab_size=50304, seq_len=1024,
-        batch_size=480, micro_batches=8, steps=10000,
-        lr=6e-4, warmup_steps=500.0, b2=0.95, min_lr_frac=0.1,
-    ),
-    "llama-8b": dict(
-        d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336, vocab_size=128256,
-        seq_len=8192, rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
-        batch_size=512, remat="full", steps=100000,
-        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-    ),
-    "llama-70b": dict(
-        d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672, vocab_size=128256,
-        seq_len=8192, rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
-        batch_size=1024, remat="full", steps=100000,
-        lr=1.5e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-    ),
-    "llama-405b": dict(
-        d_model=16384, n_layers=126, n_heads=128, n_kv_heads=8, d_ff=53248, vocab_size=128256,
-        seq_len=8192, rope_theta=500000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
-        batch_size=2048, remat="full", steps=100000,
-        lr=8e-5, warmup_steps=8000.0, b2=0.95, min_lr_frac=0.01,
-    ),
-    "qwen3-0.6b": dict(
-        d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072,
-        vocab_size=151936, seq_len=4096, rope_theta=1000000.0,
-        batch_size=256, remat="full", steps=100000,
-        lr=6e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-    ),
-    "qwen3-8b": dict(
-        d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, d_ff=12288,
-        vocab_size=151936, seq_len=4096, rope_theta=1000000.0, tie_embeddings=False,
-        batch_size=512, remat="full", steps=100000,
-        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-    ),
-    "qwen3-30b-a3b": dict(
-        d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4, head_dim=128, d_ff=768,
-        n_experts=128, experts_per_token=8, vocab_size=151936, seq_len=4096,
-        rope_theta=1000000.0, tie_embeddings=False,
-        batch_size=1024, remat="full", steps=100000,
-        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-    ),
-    "mixtral-8x7b": dict(
-        d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336,
-        n_experts=8, experts_per_token=2, vocab_size=32000, seq_len=4096,
-        rope_theta=1000000.0, norm_eps=1e-5, qk_norm=False, tie_embeddings=False,
-        batch_size=1024, remat="full", steps=100000,
-        lr=3e-4, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-    ),
+        batch_size=480, micro_batches=8, remat="none", steps=10000, lr=6e-4, warmup_steps=500.0),
+    "llama-8b": _SCHEDULE | _LLAMA | dict(
+        d_model=4096, n_layers=32, n_heads=32, d_ff=14336, batch_size=512, lr=3e-4),
+    "llama-70b": _SCHEDULE | _LLAMA | dict(
+        d_model=8192, n_layers=80, n_heads=64, d_ff=28672, batch_size=1024, lr=1.5e-4),
+    "llama-405b": _SCHEDULE | _LLAMA | dict(
+        d_model=16384, n_layers=126, n_heads=128, d_ff=53248, batch_size=2048, lr=8e-5,
+        warmup_steps=8000.0, min_lr_frac=0.01),
+    "qwen3-0.6b": _SCHEDULE | _QWEN | dict(
+        d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, d_ff=3072, batch_size=256, lr=6e-4),
+    "qwen3-8b": _SCHEDULE | _QWEN | dict(
+        d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, d_ff=12288, tie_embeddings=False,
+        batch_size=512, lr=3e-4),
+    "qwen3-30b-a3b": _SCHEDULE | _QWEN | dict(
+        d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4, d_ff=768, tie_embeddings=False,
+        n_experts=128, experts_per_token=8, batch_size=1024, lr=3e-4),
+    "mixtral-8x7b": _SCHEDULE | _LLAMA | dict(
+        d_model=4096, n_layers=32, n_heads=32, d_ff=14336, n_experts=8, experts_per_token=2,
+        vocab_size=32000, seq_len=4096, rope_theta=1000000.0, batch_size=1024, lr=3e-4),
 }
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
