@@ -364,7 +364,7 @@ def _from_host(update, on_device):
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes,
                   change=lambda name, value: value):
-    """lower_steps, compiled before an array exists.
+    """lower_steps, compiled before an array exists; eval_step in the background from then on.
 
     Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params),
     "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
@@ -372,11 +372,16 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes,
     """
     state, lower, from_params = lower_steps(
         cfg, mesh, table, loss_fn, init_fn, batch_shapes, change)
-    lowered = {name: program() for name, program in lower.items()}
-    with ThreadPoolExecutor() as pool:  # the compiler lets go of Python
-        programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
+    pool = ThreadPoolExecutor()  # the compiler lets go of Python
+    first = {name: pool.submit(lower[name]().compile, options) for name, options in (
+        ("train_step", None), ("init", {"xla_backend_optimization_level": 1}))}  # init runs once
+    evaluation = lower["eval_step"]()
+    programs = {name: program.result() for name, program in first.items()}
+    later = pool.submit(evaluation.compile)
+    pool.shutdown(wait=False)
     return programs | {"state": state, "memory": memory(programs["train_step"]),
-                       "from_params": from_params}
+                       "from_params": from_params,
+                       "eval_step": lambda params, batch: later.result()(params, batch)}
 
 
 def memory(compiled):
@@ -391,12 +396,13 @@ def memory(compiled):
 
 # ---- what a compiled program does
 
-# Of one device: dense bfloat16 TFLOP/s; GiB of memory; GB/s of memory; GB/s sent to its neighbours;
-# GB/s sent between slices, or hosts of GPUs. Source: the makers' data sheets.
+# Of one device: dense bfloat16 TFLOP/s; GiB of memory for a program; GB/s of memory; GB/s sent to
+# its neighbours; GB/s sent between slices, or hosts of GPUs. Source: the makers' data sheets; of
+# TPUs' memory, XLA.
 PEAKS = {"NVIDIA A100": (312, 80, 2039, 300, 25), "NVIDIA H100": (989, 80, 3350, 450, 50),
-         "NVIDIA H200": (989, 141, 4800, 450, 50), "TPU v4": (275, 32, 1228, 150, 6.25),
-         "TPU v5 lite": (197, 16, 819, 100, 3.125), "TPU v5": (459, 95, 2765, 300, 6.25),
-         "TPU v6": (918, 32, 1640, 224, 12.5)}
+         "NVIDIA H200": (989, 141, 4800, 450, 50), "TPU v4": (275, 30.75, 1228, 150, 6.25),
+         "TPU v5 lite": (197, 15.75, 819, 100, 3.125), "TPU v5": (459, 95, 2765, 300, 6.25),
+         "TPU v6": (918, 31.25, 1640, 224, 12.5)}
 
 
 def peaks(kind):
