@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-CHUNK_BYTES = 2**25  # largest chunk: many at once keep all cores and the disk busy
+CHUNK_BYTES = 2**24  # largest chunk: many at once keep all cores and the disk busy
 PEER_TIMEOUT_S = 600  # how long process 0 waits for the others' shards
 
 
