@@ -209,7 +209,7 @@ def test_large_arrays_are_cut_into_chunks(tmp_path):
     assert ckpt._chunk_shape((4096, 8192), (4096, 8192), 4) == [2048, 2048]
     assert ckpt._chunk_shape((), (), 4) == []
     assert ckpt._chunk_shape((7, 10**8), (7, 10**8), 4)[0] == 7
-    x = np.arange(2**24, dtype=np.float32)
+    x = np.arange(2**23, dtype=np.float32)
     ckpt.wait(ckpt.save(tmp_path, 1, {"x": x}))
     assert len(list((tmp_path / "000000001/x/c").iterdir())) == 2
     assert equal(ckpt.restore(tmp_path, 1, {"x": x}), {"x": x})
