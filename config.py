@@ -169,6 +169,9 @@ COURSE = ("seed data val_data val_frac data_dtype tokenizer packed overfit_batch
           "moment_dtype clip_norm label_smoothing z_loss experts_per_token capacity_factor "
           "router_balance router_z lora_alpha loss_norm nan init_from").split()
 
+# What changes nothing while this field is 0.
+NEEDS = {"n_experts": "experts_per_token capacity_factor router_balance router_z".split(),
+         "lora_rank": "lora_alpha lora_targets".split()}
 LOSS_NORMS = ("tokens", "positions", "sequences")
 LORA_FREEZE = ("*", "!*.lora_?")  # with low-rank updates, what freeze begins with
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
@@ -329,7 +332,7 @@ def validate(cfg, n_devices, choices=()):
     names = [f.name for f in dataclasses.fields(Config)]
     faults += [f"allow_change {n!r}: no such field ({nearest(n, names)})"
                for n in cfg.allow_change if n not in names]
-    faults += _range_faults(cfg) + _span_faults(cfg)
+    faults += _range_faults(cfg) + _span_faults(cfg) + _idle_faults(cfg)
     if cfg.coordinator in ("", "auto") and (cfg.n_processes, cfg.process_id) != (1, 0):
         faults.append(f"n_processes {cfg.n_processes}, process_id {cfg.process_id}: "
                       "need --coordinator host:port")
@@ -340,6 +343,22 @@ def validate(cfg, n_devices, choices=()):
     if smallest < 1 or not 0 < cfg.scale < 1e9:
         _complain(faults)  # the rules between fields below divide by these
     _complain(faults + _model_faults(cfg) + _mesh_faults(cfg, n_devices))
+
+
+def _idle_faults(cfg):
+    """Faults of what was asked for and would do nothing."""
+    default = Config()
+    faults = [f"{n} {getattr(cfg, n)}: changes nothing with {switch} 0; set --{switch}, or leave "
+              f"it at {getattr(default, n)}"
+              for switch, names in NEEDS.items() if not getattr(cfg, switch)
+              for n in names if getattr(cfg, n) != getattr(default, n)]
+    if cfg.lora_rank and not cfg.lora_targets:
+        faults.append(f"lora_targets (none): lora_rank {cfg.lora_rank} needs some; name patterns, "
+                      "as in 'layers.w*'")
+    if cfg.mode in ("eval", "sample") and (cfg.plan or cfg.plan_sweep):
+        faults.append(f"mode {cfg.mode}: a plan is of training; leave out --mode, or --plan and "
+                      "--plan_sweep")
+    return faults
 
 
 def _range_faults(cfg):

@@ -590,7 +590,8 @@ def theory(cfg, table, sizes):
     mesh = jax.sharding.AbstractMesh(sizes, AXES)
     n, ring = mesh.shape, lambda ways: (ways - 1) / ways
     itemsize = 2 if "16" in cfg.dtype else 4
-    passes = (3 + (cfg.remat == "full")) * cfg.micro_batches  # forward, again, backward, sum
+    again = cfg.remat in ("full", "offload")
+    passes = (3 + again) * cfg.micro_batches  # forward, again, backward, sum
     weights, state_bytes, specs = 0.0, 0.0, moment_specs(table, mesh)
     for name, (shape, spec, _, trained) in table.items():
         part = prod(NamedSharding(mesh, spec).shard_shape(shape))

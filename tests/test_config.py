@@ -254,6 +254,23 @@ def test_each_fault(change, words):
     assert words in fault(Config(**change))
 
 
+def test_what_would_do_nothing_is_refused():
+    """Knobs of experts and of low-rank updates where there are none, each by name; low-rank updates
+    of no weight; a plan of an evaluation.
+
+    Break: config.py: if not getattr(cfg, switch) => if getattr(cfg, switch)
+    """
+    for change, words in (
+            (dict(router_z=0.1, lora_alpha=8.0),
+             ("router_z 0.1: changes nothing with n_experts 0",
+              "lora_alpha 8.0: changes nothing with lora_rank 0")),
+            (dict(lora_rank=2, lora_targets=()), ("lora_targets (none): lora_rank 2 needs some",)),
+            (dict(mode="eval", plan_sweep=3), ("mode eval: a plan is of training",))):
+        said = fault(Config(**change))
+        assert all(w in said for w in words), said
+    config.validate(Config(router_z=0.1, n_experts=4, lora_alpha=8.0, lora_rank=2), 8, CHOICES)
+
+
 @pytest.mark.parametrize("change", [
     dict(d_model=100, n_heads=8), dict(d_model=100, n_heads=6),
     dict(n_heads=6, n_kv_heads=4, head_dim=8), dict(n_heads=6, head_dim=8, tp=4),
