@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight fake CPU devices, quick compilation, no silent broadcasting, and the project's folder on
+"""Eight fake CPU devices, quick compilation (unoptimised, by the older emitter), no silent broadcasting, and the project's folder on
 the path.
 """
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "")
                            + " --xla_force_host_platform_device_count=8"
-                           + " --xla_backend_optimization_level=0")
+                           + " --xla_backend_optimization_level=0"
+                           + " --xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
