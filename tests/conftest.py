@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight fake CPU devices, quick compilation (unoptimised, by the older emitter), no silent broadcasting, and the project's folder on
-the path.
+"""Eight fake CPU devices, quick compilation (unoptimised, by the older emitter), no silent
+broadcasting, and the project's folder on the path.
 """
 import os
 import sys

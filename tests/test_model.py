@@ -275,6 +275,7 @@ def test_half_of_the_queries_skip_half_of_the_keys():
     assert flops(model.ATTENTION["xla"], None) < 0.8 * flops(model._attend, slots_BT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window, packed, splash_len", [(0, True, 2**15), (200, False, 1),
                                                         (0, True, 1)])
 def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
@@ -535,6 +536,7 @@ def test_flops_equal_a_hand_count():
         assert abs(flops - 6 * weights - per_key * seen) <= per_key * 0.5 + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots", "named"])
 def test_recomputed_flops_are_those_compiled(remat):
     """What a remat adds to a compiled gradient, by XLA's own count, is what flops_per_token says:

@@ -230,6 +230,7 @@ def test_muon_turns_a_gradient_into_a_rotation():
         np.testing.assert_allclose(updates[name], np.sign(grads[name]), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])  # with states unlike their parameters
 def test_optimizers_learn_sharded_as_whole(name):
     """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall;
@@ -561,6 +562,7 @@ def test_moments_are_sharded_over_dp_as_well(two_by_two):
                                              else part}, name
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_change_nothing():
     """Moments kept in the host's memory lie there before and after an update, sharded as on the
     devices, and the updates are the same to the bit.
@@ -767,6 +769,7 @@ def test_what_is_watched_equals_numpy():
             assert np.abs(np.cumsum(seen["counts"]) - edges).max() <= 2 + x.size // 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
 def test_slices_hold_neighbours_along_the_outer_axis(sizes):
     """Two groups of four devices: each is one half of dp, or of fsdp where dp is 1, and of nothing
@@ -801,6 +804,7 @@ def test_more_slices_than_devices_say_are_refused():
     assert [{d.slice_index for d in row.flat} for row in mesh.devices] == [{0}, {1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "ep", "tp", "sp"])
 def test_what_is_sent_grows_no_faster_than_theory(axis):
     """From 2 to 8 devices along an axis, all-to-alls are the theory's bytes exactly; what else a

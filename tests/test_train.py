@@ -266,6 +266,7 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
         train.main(dataclasses.replace(more, lora_rank=0, out_dir=str(tmp_path / "none")))
 
 
+@pytest.mark.slow
 def test_pruning_holds_its_sparsity(tiny, tmp_path):
     """Pruning by magnitude, as three functions given by a hook: the optimizer's updates of pruned
     weights are masked, forward sees pruned weights, and after each update the smallest half are
@@ -863,6 +864,7 @@ def test_data_mode_is_refused_for_now(capsys):
     assert e.value.code == 2 and re.search("train.*eval.*sample.*plan", said, re.S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2, n_experts=4), dict(fsdp=1, tp=2, sp=4)])
 def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
     """Greedy samples of 3 rows, which no mesh splits evenly, from parameters that are shared out,
@@ -934,6 +936,7 @@ def test_what_a_plan_advises_is_legal(tiny, change, remedy):
     assert train.first_remedy(cfg, mesh, took, memory_gb=10).startswith(remedy)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     """Of 8 devices the meshes with least to send by theory, each legal, one line each, sorted by
     what they send where no rate is known; more cannot be asked for than there are.
