@@ -57,7 +57,8 @@ def _chunk_shape(shape, shard_shape, itemsize):
 
 
 def _spec(folder, name, shape=None, dtype=None, chunk=None):
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / name)},
+    path = str((folder / name).resolve())  # TensorStore takes no ".."
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path},
             "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if shape is not None:
         spec["metadata"] = {

@@ -137,11 +137,11 @@ def init(key, cfg):
 
 
 def _shard(x, *axes):
-    """Constrain an activation in the dims that divide, in generation not all; without a mesh, or
-    where shard_map has split it, do nothing.
+    """Split each dim of an activation over its mesh axes; one that they do not divide, as a few
+    prompts, stays whole. Without a mesh, or where shard_map has split it, do nothing.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(mesh.manual_axes) & set(SPLIT):
+    if mesh.empty or mesh.manual_axes:
         return x
     ways = [_ways(*((a,) if isinstance(a, str) else a or ())) for a in axes]
     return jax.lax.with_sharding_constraint(

@@ -364,7 +364,8 @@ def _from_host(update, on_device):
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes,
                   change=lambda name, value: value):
-    """lower_steps, compiled before an array exists; eval_step in the background from then on.
+    """lower_steps, compiled before an array exists, but eval_step, which is compiled in the
+    background once the others are ready.
 
     Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params),
     "train_step", "eval_step", "memory": bytes per device by kind}. train_step donates its state:
@@ -372,7 +373,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch_shapes,
     """
     state, lower, from_params = lower_steps(
         cfg, mesh, table, loss_fn, init_fn, batch_shapes, change)
-    pool = ThreadPoolExecutor()  # the compiler lets go of Python
+    pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
     first = {name: pool.submit(lower[name]().compile, options) for name, options in (
         ("train_step", None), ("init", {"xla_backend_optimization_level": 1}))}  # init runs once
     evaluation = lower["eval_step"]()

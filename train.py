@@ -488,6 +488,9 @@ def begin(run, hooks, state, params):
         say(f"{out} is finished: at step {resumed}, with --steps {cfg.steps}. To go further: "
             f"--steps {2 * resumed}. To start afresh: --resume overwrite, or another --out_dir.")
         return run | {"step": resumed}, None
+    if cfg.lora_rank and not cfg.init_from and state is params is resumed is None:
+        raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialisation has nothing to tune; "
+                         "name the --out_dir of a trained run with --init_from")
     compiling = time.perf_counter()
     programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
     compile_s = time.perf_counter() - compiling
@@ -802,8 +805,8 @@ def plan(cfg):
         say(f"compiled in {took['compile_s']:.0f} s")
     if "seconds" in took:
         (best, best_mfu), (worst, worst_mfu) = zip(took["step_s"], took["mfu"])
-        say("  a step: " + ", ".join(f"{k} {v:.3f} s" for k, v in took["seconds"].items())
-            + f"; {best:.3f} s (MFU {best_mfu:.1%}) if all overlap, {worst:.3f} s "
+        say("  a step: " + ", ".join(f"{k} {v:.4g} s" for k, v in took["seconds"].items())
+            + f"; {best:.4g} s (MFU {best_mfu:.1%}) if all overlap, {worst:.4g} s "
             f"(MFU {worst_mfu:.1%}) if none do")
     _, memory_gb, *_ = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
     say("no memory size is known for this device" if not memory_gb
@@ -852,7 +855,7 @@ def sweep(run):
     for unfit, _, other, took in rows:
         in_all, sent = (n / 2**30 for n in (
             took["bytes"].get("in all", math.nan), took["sent_bytes"]))
-        times = "  does not fit" if unfit else "".join(f"  {t:.3f}" for t in took.get("step_s", ()))
+        times = "  does not fit" if unfit else "".join(f"  {t:.4g}" for t in took.get("step_s", ()))
         say(f"{columns(other)}  {in_all:7.4g}  {sent:8.4g}{times}")
     return {"step": 0, "reason": "plan", "exit_code": 0, "meshes": rows}
 

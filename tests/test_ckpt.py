@@ -50,6 +50,18 @@ def test_a_tree_comes_back_to_the_bit_on_any_mesh(tmp_path, shape, n):
     assert ckpt.read_meta(tmp_path, 7)["note"] == "hello"
 
 
+def test_a_folder_may_be_named_by_the_way_to_it(tmp_path, monkeypatch):
+    """A relative path, and one that goes up and down again.
+
+    Break: ckpt.py: str((folder / name).resolve()) => str(folder / name)
+    """
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for root in ("run", "../run", tmp_path / "here" / ".." / "other"):
+        ckpt.wait(ckpt.save(root, 1, {"w": np.ones(3)}))
+        assert equal(ckpt.restore(root, 1, {"w": np.zeros(3)}), {"w": np.ones(3)})
+
+
 def test_restore_gives_the_wanted_dtype(tmp_path):
     """float32 on disk, bfloat16 wanted: the nearest bfloat16.
 

@@ -830,6 +830,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
         "--freeze *": "freeze *: leaves no parameter to train",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
+        "--lora_rank 2": "lora_rank 2: a fresh initialisation has nothing to tune; name the",
         "--watch none": "watch 'none': matches no parameter",
         "--ep 2 --dp -1 --n_experts 3": "ep 2: must divide n_experts = 3; nearest: 1",
         "--attention cudnn": "attention cudnn: needs an NVIDIA GPU and dtype bfloat16 or",
