@@ -559,8 +559,8 @@ def implied(took, kind):
     """What requirements and "flop" imply on a device of this kind: {"fits"}, and where its rates
     are known {"seconds": by what bounds them, "step_s", "mfu": (all overlapped, none)}.
     """
-    tflops, memory_gb, memory_gbps, near_gbps, far_gbps = peaks(kind)
-    fits = "fault" not in took and took["bytes"]["in all"] <= (memory_gb or np.inf) * 2**30
+    tflops, memory_gib, memory_gbps, near_gbps, far_gbps = peaks(kind)
+    fits = "fault" not in took and took["bytes"]["in all"] <= (memory_gib or np.inf) * 2**30
     if "fault" in took or not tflops:
         return {"fits": fits}
     far = sum(row[1] for (_, axes), row in took["collectives"].items() if axes.endswith(BETWEEN))

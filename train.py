@@ -201,6 +201,20 @@ def check_same_run(run, meta):
                          "bring it back, or go on with --allow_change data")
 
 
+def check_low_rank(cfg):
+    """Raise ValueError when a new run would tune low-rank updates of nothing, or lose those of
+    cfg.init_from.
+    """
+    if cfg.lora_rank and not cfg.init_from:
+        raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialisation has nothing to tune; "
+                         "name the --out_dir of a trained run with --init_from")
+    _, meta = ckpt.newest_meta(Path(cfg.init_from) / "ckpt") if cfg.init_from else (None, {})
+    rank = meta.get("config", {}).get("lora_rank", 0)
+    if rank and rank != cfg.lora_rank:
+        raise ValueError(f"init_from {cfg.init_from!r}: has low-rank updates, which would be lost; "
+                         f"set --lora_rank {rank}")
+
+
 def load_checkpoint(out_dir, like, set_aside=False):
     """(step, tree) of the newest sound checkpoint of a run."""
     try:
@@ -223,13 +237,10 @@ def first_state(cfg, programs, state, params, resumed):
     if resumed is not None:
         return load_checkpoint(cfg.out_dir, like, set_aside=True)[1], OWN
     if cfg.init_from:
-        _, meta = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")
-        rank = meta.get("config", {}).get("lora_rank", 0)
-        if rank and rank != cfg.lora_rank:
-            raise ValueError(f"init_from {cfg.init_from!r}: has low-rank updates, which would be "
-                             f"lost; set --lora_rank {rank}")
-        # New low-rank updates are on top of what was loaded.
-        wanted = {n: x for n, x in like["params"].items() if rank or ".lora_" not in n}
+        # Low-rank updates that it has not are new, on top of what was loaded.
+        had = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")[1]["arrays"]
+        wanted = {n: x for n, x in like["params"].items()
+                  if f"params/{n}" in had or ".lora_" not in n}
         _, loaded = load_checkpoint(cfg.init_from, {"params": wanted})
         return programs["from_params"](key, loaded["params"]), f"the parameters of {cfg.init_from}"
     return programs["init"](key), "a fresh initialisation"
@@ -488,9 +499,8 @@ def begin(run, hooks, state, params):
         say(f"{out} is finished: at step {resumed}, with --steps {cfg.steps}. To go further: "
             f"--steps {2 * resumed}. To start afresh: --resume overwrite, or another --out_dir.")
         return run | {"step": resumed}, None
-    if cfg.lora_rank and not cfg.init_from and state is params is resumed is None:
-        raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialisation has nothing to tune; "
-                         "name the --out_dir of a trained run with --init_from")
+    if state is params is resumed is None:
+        check_low_rank(cfg)
     compiling = time.perf_counter()
     programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
     compile_s = time.perf_counter() - compiling
@@ -765,11 +775,11 @@ def plan_devices(cfg):
                          "are names like v5p:8x8x8, v6e:16x16, v5e:4x4") from None
 
 
-def first_remedy(cfg, mesh, took, memory_gb):
+def first_remedy(cfg, mesh, took, memory_gib):
     """The first thing to change about a step that needs more memory than a device has."""
     rows = math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
     tiles = math.gcd(16, cfg.seq_len // mesh.shape["sp"])
-    if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gb * 2**30:
+    if took["bytes"]["parameters"] + took["bytes"]["moments"] > memory_gib * 2**30:
         return "parameters and moments alone are too much: more devices along fsdp or tp"
     if cfg.remat == "none":
         return "--remat full"
@@ -808,11 +818,11 @@ def plan(cfg):
         say("  a step: " + ", ".join(f"{k} {v:.4g} s" for k, v in took["seconds"].items())
             + f"; {best:.4g} s (MFU {best_mfu:.1%}) if all overlap, {worst:.4g} s "
             f"(MFU {worst_mfu:.1%}) if none do")
-    _, memory_gb, *_ = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
-    say("no memory size is known for this device" if not memory_gb
-        else f"fits in {memory_gb} GiB" if took["fits"]
-        else f"does not fit in {memory_gb} GiB; first to change: "
-        + first_remedy(run["cfg"], run["mesh"], took, memory_gb))
+    _, memory_gib, *_ = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
+    say("no memory size is known for this device" if not memory_gib
+        else f"fits in {memory_gib} GiB" if took["fits"]
+        else f"does not fit in {memory_gib} GiB; first to change: "
+        + first_remedy(run["cfg"], run["mesh"], took, memory_gib))
     return took | {"step": 0, "reason": "plan", "exit_code": 0 if took["fits"] else 1}
 
 
@@ -841,9 +851,9 @@ def sweep(run):
             if not steplib.check_shapes(run["table"], cost["mesh"]):
                 candidates.append((sum(cost["sent"].values()), cost["state_bytes"], other))
     say(headline(run) + f"; {len(candidates)} meshes are legal")
-    _, memory_gb, *_ = steplib.peaks(devices[0].device_kind)
+    _, memory_gib, *_ = steplib.peaks(devices[0].device_kind)
     # What cannot even hold its state comes last, and then what sends most.
-    candidates.sort(key=lambda c: (c[1] > (memory_gb or math.inf) * 2**30, *c[:2]))
+    candidates.sort(key=lambda c: (c[1] > (memory_gib or math.inf) * 2**30, *c[:2]))
     rows = []
     for *_, other in candidates[:cfg.plan_sweep]:
         took = estimate(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})

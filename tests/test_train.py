@@ -674,8 +674,8 @@ def kill_until_done(cfg, devices, n_kills, rng):
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
-    """40 steps straight against 40 steps under 10 SIGKILLs: losses, evaluations and every
-    array of the state.
+    """40 steps straight against 40 steps under 10 SIGKILLs: losses, evaluations and every array of
+    the state.
 
     Break: data.py: np.divmod(step * batch_size + =>
     np.divmod(len(sysconfig.__file__) * 0 + time.time_ns() % 7 * batch_size +
@@ -934,7 +934,7 @@ def test_what_a_plan_advises_is_legal(tiny, change, remedy):
     sizes = {k: v for k, v in change.items() if k != "param_gb"}
     cfg = tiny(**dict(batch_size=16, remat="full", dp=1, fsdp=-1) | sizes)
     mesh = jax.make_mesh((1, 8, 1, 1, 1), config.MESH)
-    assert train.first_remedy(cfg, mesh, took, memory_gb=10).startswith(remedy)
+    assert train.first_remedy(cfg, mesh, took, memory_gib=10).startswith(remedy)
 
 
 @pytest.mark.slow
