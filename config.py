@@ -28,6 +28,7 @@ Axis = Annotated[int, ("at least 1, or -1 for all devices that are left",
                        lambda x: x >= 1 or x == -1)]
 
 Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
+Remat = Literal["none", "full", "dots", "named", "offload"]
 LossNorm = Literal["tokens", "positions", "sequences", "constant"]
 
 
@@ -85,7 +86,7 @@ class Config:
     dtype: Dtype = "auto"  # of activations; mixed: float32 with bfloat16 matmul operands
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"  # kernel; auto: the device's own
-    remat: str = "none"  # activations to recompute in backward: none, full, dots, named, offload
+    remat: Remat = "none"  # activations to recompute in backward
     logit_tiles: Whole = 0  # sequence tiles for logits and loss; 0: as many as keep them small
     mlp_tiles: Count = 1  # sequence tiles for the MLP
     # ---- optimizer
@@ -184,11 +185,16 @@ def validate(cfg, n_devices, choices=(), task_faults=None):
     raise_all(faults + (task_faults(cfg, sizes) if task_faults else []))
 
 
-def check_resumable(old, new):
+def check_resumable(old, new, old_mesh=(), mesh=()):
     """Raise ValueError when a run under config dict `old` cannot go on as config `new`, listing
     each difference. A field that `old` lacks is taken to have had its default.
     """
-    faults = []
+    faults, old_mesh, mesh = [], dict(old_mesh), dict(mesh)
+    # Expert capacity is counted over each sp device's part of a sequence.
+    if (new.n_experts and new.capacity_factor and "sp" not in new.allow_change
+            and old_mesh.get("sp") != mesh.get("sp")):
+        faults.append(f"sp was {old_mesh['sp']}, is {mesh['sp']}: other tokens would be dropped "
+                      "(on purpose: --allow_change sp)")
     for name, now in json.loads(to_json(new)).items():
         default = json.loads(to_json(type(new)()))[name]
         before = old.get(name, default)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An image classifier on scikit-learn's digits: another model, loss and data in one file.
+
+python tests/recipes/digits.py --d_hidden 256
+"""
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import train  # first: it sets up memory before JAX starts
+import config
+import data
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig(config.Config):
+    d_hidden: config.Count = 128  # width of the hidden layer
+    out_dir: str = "out/digits"  # folder of this run
+    steps: config.Count = 400  # optimizer updates in all
+    batch_size: config.Count = 64  # images per update
+
+
+def table(cfg):
+    F = cfg.d_hidden
+    return {"w1": dict(shape=(64, F), spec=P("fsdp", "tp"), init=("normal", 64**-0.5)),
+            "b1": dict(shape=(F,), spec=P("tp"), init=("constant", 0.0)),
+            "w2": dict(shape=(F, 10), spec=P("tp"), init=("normal", F**-0.5)),
+            "b2": dict(shape=(10,), spec=P(), init=("constant", 0.0))}
+
+
+def loss(params, batch, cfg):
+    h_BF = jax.nn.relu(batch["image"] @ params["w1"] + params["b1"][None])
+    logp_BV = jax.nn.log_softmax(h_BF @ params["w2"] + params["b2"][None])
+    mask_B = batch["label"] >= 0  # evaluation pads its last batch
+    nll_B = -jnp.take_along_axis(logp_BV, jnp.abs(batch["label"])[:, None], axis=1)[:, 0]
+    hit_B = logp_BV.argmax(axis=1) == batch["label"]
+    nll, n = jnp.where(mask_B, nll_B, 0).sum(), mask_B.sum(dtype=jnp.float32)
+    sums = {"objective": nll, "loss": nll, "acc": hit_B.sum(dtype=jnp.float32)}
+    return sums, dict.fromkeys(sums, n)
+
+
+def batch_shapes(cfg):
+    rows = ("dp", "fsdp", "ep")
+    return {"image": ((cfg.batch_size, 64), np.float32, P(rows)),
+            "label": ((cfg.batch_size,), np.int32, P(rows))}
+
+
+def open_digits(cfg, parts):
+    """A fifth of the images is held out."""
+    from sklearn.datasets import load_digits  # pip install scikit-learn
+    images, labels = load_digits(return_X_y=True)
+    images, labels, held_out = np.float32(images / 16), np.int32(labels), np.arange(1797) % 5 == 0
+    x, y, val_x, val_y = images[~held_out], labels[~held_out], images[held_out], labels[held_out]
+
+    def train_batch(step, rows):
+        i = data.examples_at(step, cfg.batch_size, len(x), cfg.seed, rows)
+        return {"image": x[i], "label": y[i]}
+
+    def val_batch(index, rows):
+        i, valid = data.eval_examples_at(index, cfg.batch_size, len(val_x), rows)
+        return {"image": val_x[i], "label": np.where(valid, val_y[i], -1)}
+
+    return {"train": {"n": len(x), "batch": train_batch, "fingerprint": "sklearn digits"},
+            "val": {"n": len(val_x), "batch": val_batch, "fingerprint": "sklearn digits"}}
+
+
+TASK = {"table": table, "init": lambda key, cfg: model.init(key, cfg, table(cfg)), "loss": loss,
+        "batch": batch_shapes, "open": open_digits, "unit": ("image", lambda cfg: cfg.batch_size)}
+
+if __name__ == "__main__":
+    sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DigitsConfig))
