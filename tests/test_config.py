@@ -4,6 +4,8 @@ import dataclasses
 import json
 import re
 import typing
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import pytest
@@ -13,7 +15,8 @@ import model
 import step
 from config import Config
 
-CHOICES = {"optimizer": step.OPTIMIZERS, "schedule": step.SCHEDULES, "remat": model.REMAT}
+CHOICES = {"optimizer": step.OPTIMIZERS, "schedule": step.SCHEDULES}
+validate = partial(config.validate, choices=CHOICES, task_faults=config.text_faults)
 
 
 def other(value, kind):
@@ -26,7 +29,7 @@ def other(value, kind):
 
 def fault(cfg, n_devices=8):
     with pytest.raises(ValueError) as e:
-        config.validate(cfg, n_devices, CHOICES)
+        validate(cfg, n_devices)
     return str(e.value)
 
 
@@ -57,18 +60,18 @@ def test_json_int_for_a_float():
 @pytest.mark.parametrize("text, words", [
     ('{"stepz": 3}', ["stepz", "nearest: steps"]),
     ('{"stepz": 3, "batchsize": 4, "lr": "fast"}',
-     ["nearest: steps", "nearest: batch_size", "lr 'fast': finite float"]),
+     ["nearest: steps", "nearest: batch_size", "lr 'fast': must be a finite float"]),
     ('{"mode": "trian"}', ["mode 'trian'", "nearest: train"]),
     ('{"nan": []}', ["nan", "skip, stop, raise"]),
-    ('{"steps": "many"}', ["steps 'many': int"]),
-    ('{"steps": 1.5}', ["steps 1.5: int"]),
-    ('{"steps": true}', ["steps True: int"]),
-    ('{"lr": null}', ["lr None: finite float"]),
-    ('{"qk_norm": 1}', ["qk_norm 1: bool"]),
-    ('{"data": "a.txt"}', ["data 'a.txt': a list of strings"]),
-    ('{"data": [1]}', ["data (1,): a list of strings"]),
-    ('{"prompt": ["a"]}', ["prompt ('a',): str"]),
-    ("[1]", ["an object", "list"]),
+    ('{"steps": "many"}', ["steps 'many': must be of type int"]),
+    ('{"steps": 1.5}', ["steps 1.5: must be of type int"]),
+    ('{"steps": true}', ["steps True: must be of type int"]),
+    ('{"lr": null}', ["lr None: must be a finite float"]),
+    ('{"qk_norm": 1}', ["qk_norm 1: must be of type bool"]),
+    ('{"data": "a.txt"}', ["data 'a.txt': must be a list of strings"]),
+    ('{"data": [1]}', ["data (1,): must be a list of strings"]),
+    ('{"prompt": ["a"]}', ["prompt ('a',): must be of type str"]),
+    ("[1]", ["must be an object", "list"]),
     ("{", ["not JSON"]),
 ])
 def test_json_faults(text, words):
@@ -139,7 +142,7 @@ def test_fractions(text, value):
     """
     assert config.number(text) == value
     if value != int(value):
-        with pytest.raises(ValueError, match="a whole number is wanted"):
+        with pytest.raises(ValueError, match="must be a whole number"):
             config.number(text, int)
 
 
@@ -176,7 +179,7 @@ def test_config_flag_preset(argv):
     """--config sets the defaults of all flags, wherever it stands; a flag beside it has the last
     word.
 
-    Break: config.py: load(chosen[-1]) if => load(chosen[0]) if
+    Break: config.py: return given[-1] if given => return given[0] if given
     """
     wanted = config.PRESETS["gpt2-124m"] | dict(steps=7, config="gpt2-124m")
     assert config.parse(argv.split()) == Config(**wanted)
@@ -185,7 +188,7 @@ def test_config_flag_preset(argv):
 def test_config_flag_file(tmp_path):
     """--config reads what to_json wrote, and a file of a few keys; flags override both.
 
-    Break: config.py: return from_json(Path(name).read_text(), name) => return Config()
+    Break: config.py: from_json(Path(name).read_text(), name, kind), config=name) => kind(), config=name)
     """
     path = tmp_path / "run.json"
     for cfg in (Config(lr=0.25, steps=9, data=("x",)), Config(steps=9)):
@@ -222,53 +225,65 @@ def test_all_faults_at_once():
     (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8; nearest: 8"),
     (dict(sp=2, seq_len=127),
      "seq_len 127: must be a multiple of sp = 2; nearest: 126 or 128"),
-    (dict(ep=2), "ep 2: this model has no experts to spread; set --ep 1, or --n_experts"),
+    (dict(ep=2), "ep 2: this model has no experts to split; set --ep 1, or --n_experts"),
     (dict(ep=4, n_experts=6), "ep 4: must divide n_experts = 6; nearest: 3"),
     (dict(n_experts=2, experts_per_token=3), "experts_per_token 3: must be at most n_experts 2"),
     (dict(n_experts=2, mlp_tiles=2), "mlp_tiles 2: must be 1 with n_experts 2"),
     (dict(mlp_tiles=3), "mlp_tiles 3: must divide seq_len / sp = 128; nearest: 2"),
     (dict(slices=3), "slices 3: must divide fsdp = 8; nearest: 2"),
-    (dict(loss_norm="token"), "loss_norm 'token': a number above 0 is wanted, or nearest: tokens"),
-    (dict(loss_norm="0.0"), "loss_norm '0.0': a number above 0 is wanted"),
+    (dict(loss_norm="token"), "loss_norm 'token': not one of tokens, positions"),
+    (dict(loss_norm="constant"), "loss_divisor 0.0: must be above 0 with loss_norm constant"),
+    (dict(remat="ful"), "remat 'ful': not one of none, full"),
     (dict(steps=0), "steps 0: must be at least 1"),
-    (dict(profile="22:20"), "profile '22:20': first:last is wanted"),
+    (dict(profile="22:20"), "profile '22:20': must be first:last"),
     (dict(lr=-1.0), "lr -1.0: must be at least 0"),
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
-    (dict(top_p=1.5), "top_p 1.5: must be at most 1"),
+    (dict(top_p=1.5), "top_p 1.5: must be in (0, 1]"),
     (dict(scale=0.0), "scale 0.0: must be above 0"),
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(process_id=1), "need --coordinator"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),
      "process_id 2: must be below n_processes 2"),
     (dict(schedule="cosin"), "schedule 'cosin': unknown (nearest: cosine)"),
-    (dict(steps=1.5), "steps 1.5: int is wanted"),
+    (dict(steps=1.5), "steps 1.5: must be of type int"),
 ])
 def test_each_fault(change, words):
     """A value out of bounds is refused by name, with its rule; the config without it is fine on 8
     devices.
 
-    Break: config.py: for n in "val_frac b1 b2 label_smoothing" =>
-    for n in "val_frac b2 label_smoothing"
+    Break: config.py: b1: Below1 = 0.9 => b1: float = 0.9
     """
-    config.validate(Config(), 8, CHOICES)
+    validate(Config(), 8)
     assert words in fault(Config(**change))
 
 
 def test_what_would_do_nothing_is_refused():
-    """Knobs of experts and of low-rank updates where there are none, each by name; low-rank updates
-    of no weight; a plan of an evaluation.
+    """Options without an effect under the current settings, each by name; LoRA of no weight; a plan
+    of an evaluation. What a preset or a config file brings along is not held against a flag.
 
-    Break: config.py: if not getattr(cfg, switch) => if getattr(cfg, switch)
+    Break: config.py: default = load(cfg.config, type(cfg)) if cfg.config else => default =
     """
     for change, words in (
             (dict(router_z=0.1, lora_alpha=8.0),
-             ("router_z 0.1: changes nothing with n_experts 0",
-              "lora_alpha 8.0: changes nothing with lora_rank 0")),
-            (dict(lora_rank=2, lora_targets=()), ("lora_targets (none): lora_rank 2 needs some",)),
-            (dict(mode="eval", plan_sweep=3), ("mode eval: a plan is of training",))):
+             ("router_z 0.1: has no effect with n_experts 0",
+              "lora_alpha 8.0: has no effect with lora_rank 0")),
+            (dict(epochs=2.0, steps=50), ("steps 50: has no effect with epochs",)),
+            (dict(log_every=0, watch=("*",)), ("watch ('*',): has no effect with log_every 0",)),
+            (dict(temperature=0.0, top_k=3, top_p=0.5),
+             ("top_k 3: has no effect with temperature 0", "top_p 0.5: has no effect")),
+            (dict(decay_frac=0.5, poly_power=3.0),
+             ("decay_frac 0.5: has no effect with a schedule other than wsd",
+              "poly_power 3.0: has no effect")),
+            (dict(schedule="constant", min_lr_frac=0.1), ("min_lr_frac 0.1: has no effect",)),
+            (dict(optimizer="sgd", eps=1e-6), ("eps 1e-06: has no effect",)),
+            (dict(loss_divisor=3.0), ("loss_divisor 3.0: has no effect",)),
+            (dict(lora_rank=2, lora_targets=()), ("lora_targets (): lora_rank 2 needs some",)),
+            (dict(mode="eval", plan_for="v5p:2x2x1"),
+             ("a plan is of training; leave out --mode eval",))):
         said = fault(Config(**change))
         assert all(w in said for w in words), said
-    config.validate(Config(router_z=0.1, n_experts=4, lora_alpha=8.0, lora_rank=2), 8, CHOICES)
+    validate(Config(router_z=0.1, n_experts=4, lora_alpha=8.0, lora_rank=2), 8)
+    validate(config.parse("--config gpt2-124m --epochs 2 --schedule constant".split()), 1)
 
 
 @pytest.mark.parametrize("change", [
@@ -286,7 +301,7 @@ def test_nearest_is_legal(change):
     name, kind = said.removeprefix("config: ").split()[0], typing.get_type_hints(Config)
     for value in re.search(r"nearest: ([\d.]+)(?: or ([\d.]+))?", said).groups():
         if value is not None:
-            config.validate(Config(**change | {name: kind[name](value)}), 8, CHOICES)
+            validate(Config(**change | {name: kind[name](value)}), 8)
 
 
 def test_scale():
@@ -297,15 +312,15 @@ def test_scale():
     """
     cfg = Config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4, n_layers=3, vocab_size=100,
                  scale=2.5)
-    config.validate(cfg, 8, CHOICES)
-    got = config.derive(cfg)
+    validate(cfg, 8)
+    got = config.derive_text(cfg)
     assert (got.d_model, got.d_ff, got.n_heads, got.n_kv_heads) == (640, 1280, 20, 10)
     assert (got.head_dim, got.n_layers, got.vocab_size, got.scale) == (32, 3, 100, 1.0)
-    assert config.derive(got) == got
-    tuned = config.derive(Config(lora_rank=2, freeze=("!embed",), loss_norm="1Ki"))
-    assert tuned.freeze == ("*", "!*.lora_?", "!embed") and float(tuned.loss_norm) == 1024
-    assert config.derive(tuned) == tuned
-    assert config.derive(Config(d_model=256, n_heads=8, scale=0.5)).n_kv_heads == 4
+    assert config.derive_text(got) == got
+    tuned = config.derive_text(Config(lora_rank=2, freeze=("!embed",)))
+    assert tuned.freeze == ("*", "!*.lora_?", "!embed")
+    assert config.derive_text(tuned) == tuned
+    assert config.derive_text(Config(d_model=256, n_heads=8, scale=0.5)).n_kv_heads == 4
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.125, 0.25, 1e-12])
@@ -324,9 +339,9 @@ def test_presets(name):
     Break: config.py: d_ff=28672 => d_ff=28000
     """
     cfg = dataclasses.replace(config.load(name), scale=1.0)
-    config.validate(cfg, 1, CHOICES)
-    cfg = config.derive(dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 256))
-    n = sum(prod(shape) for shape, *_ in model.param_table(cfg).values())
+    validate(cfg, 1)
+    cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 256))
+    n = sum(prod(row["shape"]) for row in model.param_table(cfg).values())
     promised = {"gpt2-124m": (124e6, 0.02), "llama-8b": (8.03e9, 0.01),
                 "llama-70b": (70.55e9, 0.01), "llama-405b": (405.85e9, 0.01),
                 "qwen3-0.6b": (0.596e9, 0.01), "qwen3-8b": (8.19e9, 0.01),
@@ -335,43 +350,137 @@ def test_presets(name):
     assert abs(n - wanted) <= within * wanted
 
 
-def test_changes():
+def test_resuming_under_another_config():
     """Each difference that matters is listed with both values; allow_change lets a change of course
-    through, never of shape.
+    through, never of shape. A field that the old config lacks had its default.
 
-    Break: config.py: name not in new.allow_change: => True:
+    Break: config.py: (name in new.allow_change and name not in SHAPE) => False
     """
     old = json.loads(config.to_json(Config(data=("a",))))
     new = Config(data=("b",), d_model=256, lr=0.5)
     with pytest.raises(ValueError) as e:
-        config.changes(old, new)
+        config.check_resumable(old, new)
     for words in ("data was ['a'], is ['b']", "d_model was 128, is 256", "lr was 0.002, is 0.5",
                   "--allow_change lr"):
         assert words in str(e.value)
     assert "seed" not in str(e.value)
-    config.changes(old, Config(data=("b",), lr=0.5, allow_change=("data", "lr")))
+    config.check_resumable(old, Config(data=("b",), lr=0.5, allow_change=("data", "lr")))
     with pytest.raises(ValueError, match="lr was 0.002, is 0.5"):
-        config.changes(old, Config(data=("b",), lr=0.5, allow_change=("data",)))
+        config.check_resumable(old, Config(data=("b",), lr=0.5, allow_change=("data",)))
     with pytest.raises(ValueError, match="d_model was 128, is 256"):
-        config.changes(old, Config(data=("a",), d_model=256, allow_change=("d_model",)))
+        config.check_resumable(old, Config(data=("a",), d_model=256, allow_change=("d_model",)))
+    del old["z_loss"]
+    config.check_resumable(old, Config(data=("a",)))
+    with pytest.raises(ValueError, match="z_loss was 0.0, is 0.5"):
+        config.check_resumable(old, Config(data=("a",), z_loss=0.5))
 
 
-def test_changes_that_are_free():
-    """More steps, another mesh, other microbatches or a later save are no change of a run.
+def test_resuming_over_another_sp_changes_what_experts_drop():
+    """Expert capacity is counted over each device's part of a sequence, so a resume under another
+    sp is refused where tokens can be dropped, and only there.
 
-    Break: config.py: COURSE = ("seed => COURSE = ("steps seed
+    Break: config.py: and old_mesh.get("sp") != mesh.get("sp") => and False
     """
-    old = json.loads(config.to_json(Config()))
-    config.changes(old, Config(steps=9, epochs=2.0, dp=2, micro_batches=2, save_every=7,
-                               remat="full", mlp_tiles=2, moments_on="host", slices=2,
-                               watch=("*",), out_dir="elsewhere"))
+    experts = Config(n_experts=4)
+    old = dataclasses.asdict(experts) | {"lora_targets": ["layers.w*"]}
+    old = json.loads(json.dumps(old))
+    with pytest.raises(ValueError, match="sp was 1, is 2: other tokens would be dropped"):
+        config.check_resumable(old, experts, {"sp": 1}, {"sp": 2})
+    config.check_resumable(old, experts, {"sp": 2}, {"sp": 2})
+    config.check_resumable(
+        old, dataclasses.replace(experts, allow_change=("sp",)), {"sp": 1}, {"sp": 2})
+    all_room = dataclasses.replace(experts, capacity_factor=0.0)
+    config.check_resumable(old | {"capacity_factor": 0.0}, all_room, {"sp": 1}, {"sp": 2})
 
 
-def test_every_field_has_a_fate():
-    """What names fields in words names real ones, and no field is both of shape and of course.
+def test_a_resume_may_change_what_is_free_and_nothing_else():
+    """More steps, another mesh, other microbatches or a later save are no change of a run. Every
+    other field is one, also a fork's own that nobody put into a list.
+
+    Break: config.py: before == now or name in FREE => before == now or name not in SHAPE
+    """
+    @dataclass(frozen=True, kw_only=True)
+    class Fork(Config):
+        d_hidden: config.Count = 3  # a fork's own
+
+    kinds, refused = typing.get_type_hints(Fork), []
+    for field in dataclasses.fields(Fork):
+        new = Fork(**{field.name: other(field.default, kinds[field.name])})
+        try:
+            config.check_resumable(json.loads(config.to_json(Fork())), new)
+        except ValueError:
+            refused.append(field.name)
+    free = [f.name for f in dataclasses.fields(Fork) if f.name not in refused]
+    assert "d_hidden" in refused and set(free) == set(config.FREE) == set(
+        "dp fsdp ep tp sp mode config out_dir resume allow_change plan_for hooks cache_dir steps "
+        "epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
+        "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
+        "sample_every watch profile prompt n_samples sample_tokens temperature top_k top_p"
+        .split())
+
+
+def test_lists_of_fields_name_fields():
+    """What names fields in words names real ones, and no field is in two lists of fates.
 
     Break: config.py: vocab_size qk_norm => vocab_sise qk_norm
     """
-    names = [f.name for f in dataclasses.fields(Config)]
-    assert set(config.SHAPE + config.COURSE + list(config.MESH)) <= set(names)
-    assert len(set(config.SHAPE + config.COURSE)) == len(config.SHAPE + config.COURSE)
+    names = {f.name for f in dataclasses.fields(Config)}
+    listed = [*config.SHAPE, *config.FREE]
+    assert {*listed, *config.FORWARD, *config.START} <= names
+    assert len(set(listed)) == len(listed)
+    assert {name for *_, fields in config.IDLE for name in fields.split()} <= names
+    assert {field for field, *_ in config.RULES} <= names
+
+
+def test_what_says_how_to_start_is_not_kept():
+    """A config file repeats the run, not the way this process was started: nothing is overwritten,
+    resumed or planned because a file said so. Of an epochs run, epochs are kept and not the steps.
+
+    Break: config.py: START = tuple("mode config resume => START = tuple("mode config
+    """
+    cfg = Config(mode="plan", resume="overwrite", allow_change=("lr",), plan_for="v4:2x2x1", lr=0.5,
+                 coordinator="a:1", n_processes=2, process_id=1, epochs=2.0, steps=77,
+                 init_from="a")
+    assert config.repeatable(cfg) == Config(lr=0.5, epochs=2.0, init_from="a")
+    assert config.repeatable(Config(steps=77)) == Config(steps=77)
+
+
+def test_a_fork_extends_config():
+    """Fields of a fork's own are flags with help, are kept as JSON, and are checked by their bound.
+
+    Break: config.py: types = typing.get_type_hints(kind) => types = typing.get_type_hints(Config)
+    """
+    @dataclass(frozen=True, kw_only=True)
+    class Fork(Config):
+        d_hidden: config.Count = 3  # width of the hidden layer
+        steps: config.Count = 7  # a default of its own
+
+    cfg = config.parse(["--d_hidden", "1Ki", "--lr", "1"], Fork)
+    assert cfg == Fork(d_hidden=1024, lr=1.0) and cfg.steps == 7
+    assert config.from_json(config.to_json(cfg), kind=Fork) == cfg
+    assert config.load("debug", Fork).d_hidden == 3
+    with pytest.raises(ValueError, match="d_hidden 0: must be at least 1"):
+        config.validate(Fork(d_hidden=0), 1)
+
+
+def test_eval_and_sample_take_the_run_s_own_config_as_defaults(tmp_path):
+    """A flag given is a flag meant, also one that equals the default of Config.
+
+    Break: config.py: in ("eval", "sample"): => in ("eval",):
+    """
+    (tmp_path / "config.json").write_text(config.to_json(Config(temperature=0.3, n_layers=2)))
+    flags = ["--mode", "sample", "--out_dir", str(tmp_path)]
+    cfg = config.parse(flags)
+    assert (cfg.mode, cfg.temperature, cfg.n_layers) == ("sample", 0.3, 2)
+    assert config.parse([*flags, "--temperature", "0.8"]).temperature == 0.8
+    assert config.parse(["--out_dir", str(tmp_path)]).n_layers == Config.n_layers
+
+
+def test_a_task_without_heads_has_no_rules_of_heads():
+    """The transformer's rules are the task's: without them any width and head count will do.
+
+    Break: config.py: task_faults(cfg, sizes) if task_faults else [] => text_faults(cfg, sizes)
+    """
+    odd = Config(d_model=7, n_heads=3, head_dim=5)
+    assert "head_dim 5: must be even" in fault(odd)
+    config.validate(odd, 8, CHOICES)
