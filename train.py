@@ -174,11 +174,11 @@ def batch_makers(run):
     def train(step):
         step = 0 if cfg.overfit_batch else step
         batch = data.batch_at(run["train"], step, seed=cfg.seed, **sizes)
-        return data.to_device(batch, sharding, cfg.batch_size)
+        return data.to_device(batch, dict.fromkeys(batch, sharding), cfg.batch_size)
 
     def held_out(index):
         batch = data.eval_batch_at(run["val"], index, **sizes)
-        return data.to_device(batch, sharding, cfg.batch_size)
+        return data.to_device(batch, dict.fromkeys(batch, sharding), cfg.batch_size)
 
     return train, held_out
 
