@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns reading token files and text, tokenizers, the order of an epoch, and the way to the devices.
-Refuses files that are not what they seem. Invariant: `batch_at(source, step, ...)` depends on its
-arguments alone; no iterator state exists. A source is a plain dict: "shards" (1-D integer arrays,
-possibly on disk), "names", "bytes_per_token".
+Owns token files and text, tokenizers, the shuffle, and placement on devices. Refuses files that are
+malformed or hold ids beyond the vocabulary. Invariant: `batch_at(source, step, ...)` depends on its
+arguments alone; there is no iterator state. A source is a dict: "shards" (1-D integer arrays, left
+on disk where possible), "names", "bytes_per_token".
 """
 import glob
 import json
@@ -21,128 +21,37 @@ from pathlib import Path
 import jax
 import numpy as np
 
-IGNORE = -100  # label of a position that is not learnt
-END = b"\0"  # between documents, where the tokenizer is bytes
-# {magic: (version, token dtype)} of llm.c's headers of 256 int32.
-MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-BLOCK = 4096  # places of an epoch whose order is worked out together
-SCAN = 2**28  # tokens per shard whose ids are checked before training; the rest batch by batch
-
-
-# ---- tokenizers
-
-def make_tokenizer(name):
-    """{"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": id between
-    documents}.
-    """
-    if name == "bytes":
-        return {
-            "encode": lambda text: np.frombuffer(
-                text if isinstance(text, bytes) else text.encode(), np.uint8),
-            "decode": lambda ids: b"".join(
-                bytes([i]) if i < 256 else b"<%d>" % i
-                for i in np.asarray(ids).tolist()).decode(errors="replace"),
-            "vocab_size": 256, "end": END[0],
-        }
-    if not Path(name).is_file():
-        raise ValueError(f"tokenizer {name!r}: neither 'bytes' nor a tokenizer.json file")
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError(f"tokenizer {name!r}: needs `pip install tokenizers`") from None
-    try:
-        tok = tokenizers.Tokenizer.from_file(name)
-    except Exception as e:  # the library raises Exception itself
-        raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
-    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-    ends = [tok.token_to_id(n) for n in names]
-    end = next((i for i in ends if i is not None), None)
-    if end is None:
-        raise ValueError(f"tokenizer {name!r}: has no end-of-document token among "
-                         + ", ".join(names))
-    text = lambda t: t.decode(errors="replace") if isinstance(t, bytes) else t
-    return {
-        "encode": lambda t: np.asarray(
-            tok.encode(text(t), add_special_tokens=False).ids, np.uint32),
-        "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
-        "vocab_size": tok.get_vocab_size(), "end": end,
-    }
+IGNORE = -100  # label ignored by the loss
+SEPARATOR = b"\0"  # between documents, for the byte tokenizer
+BLOCK = 4096  # places of an epoch that are permuted in one call and cached
+N_SCANNED = 2**28  # tokens per shard whose ids are checked before training; the rest per batch
 
 
 # ---- sources
 
-def _standard_library():
-    """Python's own sources, without its tests: real text on every machine that runs this."""
-    root, paths = Path(sysconfig.get_path("stdlib")), []
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - skip  # what it does not enter takes no time
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(paths, key=lambda p: p.relative_to(root).as_posix())
-
-
-def _expand(patterns):
-    """Files of the patterns, sorted within each. Raises ValueError for a pattern without a file."""
-    paths = []
-    for pattern in patterns:
-        found = sorted(p for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
-        if not found:
-            raise ValueError(f"data {str(pattern)!r}: " + (
-                "is a folder; name its files, as in 'folder/*.txt'" if Path(pattern).is_dir() else
-                "no such file, and no file matches it as a glob"))
-        paths += map(Path, found)
-    return paths
-
-
-def _tokens_in(path, dtype):
-    """The tokens of a .npy or .bin file, left on disk."""
-    size = path.stat().st_size
-    if path.suffix == ".npy":
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as e:
-            raise ValueError(f"{path}: not a .npy file: {e}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}; "
-                             "one dim of integers is wanted")
-        return tokens
-    head = np.fromfile(path, np.int32, 256)
-    if len(head) == 256 and not head[3:].any():  # a token file does not start with 500 zeros
-        magic, version, count = head[:3].tolist()
-        if magic not in MAGIC or version != MAGIC[magic][0]:
-            raise ValueError(f"{path}: header has magic {magic} version {version}; known: "
-                             + ", ".join(f"{m} version {v}" for m, (v, _) in MAGIC.items()))
-        dtype = np.dtype(MAGIC[magic][1])
-        if size != 1024 + count * dtype.itemsize:
-            raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
-                             f"{1024 + count * dtype.itemsize} bytes; the file has {size}")
-        return np.memmap(path, dtype, "r", 1024, (count,))
-    if size % np.dtype(dtype).itemsize:
-        raise ValueError(f"{path}: {size} bytes is no whole number of {np.dtype(dtype)} tokens; "
-                         "is --data_dtype right?")
-    return np.memmap(path, dtype, "r")
-
-
-def _documents(path):
-    """The documents of a text file (one) or a .jsonl file (the "text" of each line), as bytes."""
-    if path.suffix != ".jsonl":
-        return [path.read_bytes()]
-    documents = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            documents += [json.loads(line)["text"].encode()] if line.strip() else []
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path} line {number}: "
-                             'an object with a string "text" is wanted') from None
-    return documents
+def make_tokenizer(name):
+    """Make {"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": the id
+    between documents} of "bytes", or of a tokenizer.json file.
+    """
+    if name != "bytes":
+        return _library_tokenizer(name)
+    return {
+        "encode": lambda text: np.frombuffer(
+            text if isinstance(text, bytes) else text.encode(), np.uint8),
+        "decode": lambda ids: b"".join(
+            bytes([i]) if i < 256 else b"<%d>" % i
+            for i in np.asarray(ids).tolist()).decode(errors="replace"),
+        "vocab_size": 256, "end": SEPARATOR[0],
+    }
 
 
 def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None):
-    """The source of files or globs; of Python's standard library when there are none.
+    """Open token files and text files given as globs; by default Python's standard library.
 
-    All text becomes one shard, documents ended by the tokenizer's end token; each token file is a
-    shard. Raises ValueError that names the file which is missing, empty, malformed, shorter than
-    seq_len + 1 tokens, or holds an id that is not below vocab_size.
+    Each token file (.bin, .npy) is a shard. All text becomes one shard, with the tokenizer's end id
+    before, between and after documents.
+    Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
+    tokens, or has an id that is not below vocab_size.
     """
     paths = _expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in (".bin", ".npy")]
@@ -152,57 +61,39 @@ def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None)
             raise ValueError(f"{path}: the file is empty")
     # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
     shards, names = [np.asarray(_tokens_in(p, dtype)) for p in binary], [str(p) for p in binary]
-    n_bytes = 0
     if texts:
         documents = [d for p in texts for d in _documents(p)]
-        n_bytes = sum(map(len, documents)) + len(documents)
-        if tokenizer["end"] == END[0] and tokenizer["vocab_size"] == 256:
-            shards.append(np.frombuffer(END + END.join(documents) + END, np.uint8))
+        if tokenizer["end"] == SEPARATOR[0] and tokenizer["vocab_size"] == 256:
+            text = SEPARATOR + SEPARATOR.join(documents) + SEPARATOR
+            shards.append(np.frombuffer(text, np.uint8))
         else:
             ends = np.asarray([tokenizer["end"]], np.uint32)
             pieces = [piece for d in documents for piece in (ends, tokenizer["encode"](d))]
             shards.append(np.concatenate([*pieces, ends]).astype(np.uint32))
         names.append(str(texts[0]) + (f" and {len(texts) - 1} more" if len(texts) > 1 else ""))
+    n_bytes = None if binary else sum(map(len, documents)) + len(documents)
     source = {"shards": shards, "names": names,
               "bytes_per_token": None if binary else n_bytes / max(len(shards[0]) - 1, 1)}
-    check(source, seq_len, vocab_size)
+    check_source(source, seq_len, vocab_size)
     return source
 
 
-def check(source, seq_len, vocab_size=None):
-    """Raise ValueError that names the shard with too few tokens, or with an id that is not below
-    vocab_size.
-    """
-    for name, shard in zip(source["names"], source["shards"]):
-        if len(shard) < seq_len + 1:
-            raise ValueError(f"{name}: has {len(shard)} tokens, "
-                             f"fewer than seq_len + 1 = {seq_len + 1}; "
-                             "use longer files or a smaller --seq_len")
-        if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
-            _check_ids(shard[:SCAN], vocab_size, name)
-
-
-def _check_ids(tokens, vocab_size, name):
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"{name}: token id {bad} is not in [0, {vocab_size}); "
-                         "set --vocab_size, or use the tokenizer that wrote the file")
-
-
 def split(source, held_out, seq_len=1):
-    """(train, held-out) sources: the last share `held_out` of all tokens is held out.
+    """Split into (train, held-out) sources: the last fraction `held_out` of all tokens is held out.
 
-    A piece of a shard shorter than seq_len + 1 stays with the rest of its shard.
-    Raises ValueError when a side would have no sequence.
+    A shard is never cut into a part shorter than seq_len + 1.
+    Raises: ValueError when one side would have no sequence.
     """
     cut = round(sum(map(len, source["shards"])) * (1 - held_out))
     sides = [], []
     for name, shard in zip(source["names"], source["shards"]):
-        here = min(max(cut, 0), len(shard))
-        here = 0 if here <= seq_len else len(shard) if len(shard) - here <= seq_len else here
+        n_train = min(max(cut, 0), len(shard))
+        if n_train <= seq_len:
+            n_train = 0
+        elif len(shard) - n_train <= seq_len:
+            n_train = len(shard)
         cut -= len(shard)
-        for side, part in zip(sides, (shard[:here], shard[here:])):
+        for side, part in zip(sides, (shard[:n_train], shard[n_train:])):
             side += [(name, part)] if len(part) else []
     for what, side in zip(("training", "held-out"), sides):
         if not side:
@@ -212,54 +103,31 @@ def split(source, held_out, seq_len=1):
                  for side in sides)
 
 
-def fingerprint(source):
-    """A short text that differs when the data does: tokens per shard and a checksum of their ends.
-    """
-    crc = 0
-    for shard in source["shards"]:
-        crc = zlib.crc32(np.ascontiguousarray(shard[:2**20]), crc)
-        crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc)
-    n_tokens = sum(map(len, source["shards"]))
-    return f"{n_tokens} tokens in {len(source['shards'])} shards, crc32 {crc:08x}"
+# ---- the shuffle
 
-
-# ---- batches
-
-def n_sequences(source, seq_len):
-    """Windows of seq_len tokens and their labels: every token of every shard is a label once, the
-    last window of a shard overlapping the one before so that none is left over.
-    """
-    return sum(_windows(shard, seq_len) for shard in source["shards"])
-
-
-def _windows(shard, seq_len):
-    return -(-(len(shard) - 1) // seq_len)
-
-
-def _mix(x, key):
-    """A 64-bit hash. Source: the finaliser of splitmix64, Steele et al. 2014."""
+def _hash64(x, key):
+    """Hash uint64 to uint64. Source: the finalizer of splitmix64, Steele et al. 2014."""
     x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(index, n, seed):
-    """Where `index` (array in [0, n)) goes under the permutation of [0, n) that `seed` names, in
-    O(1) memory.
+    """Map `index` (array in [0, n)) by the permutation of [0, n) that `seed` names, in O(1) memory.
 
-    A Feistel network on the nearly square rectangle that holds n; the few places beyond n are sent
-    through again.
+    A Feistel network over the smallest near-square grid of at least n cells; what lands beyond n
+    goes through again (cycle walking), which keeps it a permutation.
     """
     rows = np.uint64(isqrt(int(n) - 1) + 1)
     columns = np.uint64(-(-int(n) // int(rows)))
     seeds = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
-    keys = _mix(np.arange(1, 7, dtype=np.uint64), seeds)
+    keys = _hash64(np.arange(1, 7, dtype=np.uint64), seeds)
 
     def network(x):
         row, column = x // columns, x % columns
         for even, odd in zip(keys[::2], keys[1::2]):
-            row = (row + _mix(column, even) % rows) % rows
-            column = (column + _mix(row, odd) % columns) % columns
+            row = (row + _hash64(column, even) % rows) % rows
+            column = (column + _hash64(row, odd) % columns) % columns
         return row * columns + column
 
     out = network(np.asarray(index, np.uint64))
@@ -269,84 +137,109 @@ def permute(index, n, seed):
 
 
 @lru_cache(maxsize=4)
-def _order(block, n, seed):
-    """The sequences at the places of a block; a batch's share of that work is small."""
+def _permuted_block(block, n, seed):
     return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
 
 
-def _sequences(places, n, seed):
-    """permute(places, n, seed), by blocks."""
+def _permuted(places, n, seed):
+    """permute(places, n, seed), by cached blocks: a call of permute for each batch is slower."""
     blocks, within = np.divmod(places, BLOCK)
     if (blocks == blocks[0]).all():
-        return _order(int(blocks[0]), n, seed)[within]
-    return np.array([_order(int(b), n, seed)[w] for b, w in zip(blocks, within)])
+        return _permuted_block(int(blocks[0]), n, seed)[within]
+    return np.array([_permuted_block(int(b), n, seed)[w] for b, w in zip(blocks, within)])
+
+
+def examples_at(step, batch_size, n, seed=0, rows=None):
+    """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+
+    Each of the n examples comes once an epoch, in another order each epoch; the last batch of an
+    epoch is filled from the next.
+    """
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    epochs, places = np.divmod(step * batch_size + rows.astype(np.int64), n)
+    examples = np.empty(len(rows), np.int64)
+    for epoch in range(epochs.min(), epochs.max() + 1):
+        here = epochs == epoch
+        examples[here] = _permuted(places[here], n, (seed, epoch))
+    return examples
+
+
+def eval_examples_at(index, batch_size, n, rows=None):
+    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
+
+    Each of the n examples counts once, in one fixed order that is shuffled so that the first few
+    batches are a fair sample. Past the last, examples repeat with a mask of False.
+    """
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    places = index * batch_size + rows.astype(np.int64)
+    return _permuted(places % n, n, "held out"), places < n
+
+
+# ---- batches
+
+def n_sequences(source, seq_len):
+    """Count windows of seq_len tokens. Every token but a shard's first is a label in exactly one:
+    the last window of a shard overlaps the one before, with those labels ignored.
+    """
+    return sum(_n_windows(shard, seq_len) for shard in source["shards"])
+
+
+def _n_windows(shard, seq_len):
+    return -(-(len(shard) - 1) // seq_len)
 
 
 def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=None, end=None):
-    """Batch `step` (from 0): int32 {"tokens", "labels"} [rows, seq_len], and, given the id `end`
-    that starts a document, "segments" and "positions", which count documents and restart in each.
+    """Build `rows` (default: all) of training batch `step`: int32 "tokens" and "labels"
+    [rows, seq_len]; given the `end` id that starts a document, also "segments" and "positions".
 
-    Every sequence comes once an epoch, in an order of its own each epoch; the last batch of an
-    epoch is filled from the next. rows: which of the batch_size rows to build; default all. Raises
-    ValueError for an id that is not below vocab_size.
+    Raises: ValueError for an id that is not below vocab_size.
     """
-    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    n = n_sequences(source, seq_len)
-    epochs, places = np.divmod(step * batch_size + rows.astype(np.int64), n)
-    sequences = np.empty(len(rows), np.int64)
-    for epoch in range(epochs.min(), epochs.max() + 1):
-        here = epochs == epoch
-        sequences[here] = _sequences(places[here], n, (seed, epoch))
-    return _read(source, sequences, seq_len, vocab_size, end)
+    examples = examples_at(step, batch_size, n_sequences(source, seq_len), seed, rows)
+    return _windows_at(source, examples, seq_len, vocab_size, end)
 
 
 def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None, end=None):
-    """Evaluation batch `index`: the held-out sequences in one fixed shuffled order, each once. Past
-    the last one every label is IGNORE.
+    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order, then
+    rows whose labels are all ignored.
     """
-    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    n = n_sequences(source, seq_len)
-    places = index * batch_size + rows.astype(np.int64)
-    batch = _read(source, _sequences(places % n, n, "held out"), seq_len, vocab_size, end)
-    batch["labels"][places >= n] = IGNORE
+    examples, valid = eval_examples_at(index, batch_size, n_sequences(source, seq_len), rows)
+    batch = _windows_at(source, examples, seq_len, vocab_size, end)
+    batch["labels"][~valid] = IGNORE
     return batch
 
 
-def _read(source, sequences, seq_len, vocab_size, end):
-    shards = source["shards"]
-    lengths, windows = np.array([(len(s), _windows(s, seq_len)) for s in shards]).T
-    which = np.searchsorted(np.cumsum(windows), sequences, side="right")
-    wanted = (sequences - (np.cumsum(windows) - windows)[which]) * seq_len
-    starts = np.minimum(wanted, lengths[which] - 1 - seq_len)
-    out = np.empty((len(sequences), seq_len + 1), np.int32)
-    for row, w, start in zip(out, which.tolist(), starts.tolist()):
-        row[:] = shards[w][start : start + seq_len + 1]
-    for w in np.unique(which) if vocab_size else ():
-        _check_ids(out[which == w], vocab_size, source["names"][w])
-    labels = out[:, 1:].copy()
-    for row in np.flatnonzero(wanted - starts):  # the window before has had these
-        labels[row, : wanted[row] - starts[row]] = IGNORE
-    batch = {"tokens": out[:, :-1], "labels": labels}
-    if end is not None:
-        starts_here, places = batch["tokens"] == end, np.arange(seq_len, dtype=np.int32)[None]
-        first = np.maximum.accumulate(np.where(starts_here, places, 0), axis=1)
-        batch |= {"segments": starts_here.cumsum(axis=1, dtype=np.int32),
-                  "positions": places - first}
-    return batch
+def _windows_at(source, examples, seq_len, vocab_size, end):
+    lengths, n_windows = np.array([(len(s), _n_windows(s, seq_len)) for s in source["shards"]]).T
+    shard_of = np.searchsorted(np.cumsum(n_windows), examples, side="right")
+    first_labels = (examples - (np.cumsum(n_windows) - n_windows)[shard_of]) * seq_len
+    starts = np.minimum(first_labels, lengths[shard_of] - 1 - seq_len)
+    windows = np.empty((len(examples), seq_len + 1), np.int32)
+    for row, i, start in zip(windows, shard_of.tolist(), starts.tolist()):
+        row[:] = source["shards"][i][start : start + seq_len + 1]
+    for i in np.unique(shard_of) if vocab_size else ():
+        _check_ids(windows[shard_of == i], vocab_size, source["names"][i])
+    labels = windows[:, 1:].copy()
+    for row in np.flatnonzero(first_labels - starts):  # labels of the window before
+        labels[row, : first_labels[row] - starts[row]] = IGNORE
+    batch = {"tokens": windows[:, :-1], "labels": labels}
+    return batch if end is None else batch | _segments(batch["tokens"], end)
 
 
 # ---- to the devices
 
 def local_rows(sharding, shape):
-    """Row numbers of a [B, T] array that this process's devices hold."""
+    """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     slices = {i[0].indices(shape[0]) for i in indices}
     return np.unique(np.concatenate([np.arange(*s) for s in slices]))
 
 
-def to_device(batch, sharding, batch_size):
-    """The global arrays [batch_size, ...] of which `batch` holds this process's rows, in order."""
-    def place(x):
+def to_device(batch, shardings, batch_size):
+    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` holds.
+
+    shardings: {name: sharding}; local_rows tells which rows each name needs, in order.
+    """
+    def place(x, sharding):
         shape = (batch_size, *x.shape[1:])
         rows = local_rows(sharding, shape)
 
@@ -356,7 +249,7 @@ def to_device(batch, sharding, batch_size):
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    return {k: place(v) for k, v in batch.items()}
+    return {name: place(x, shardings[name]) for name, x in batch.items()}
 
 
 def prefetch(make, start, stop, depth=2):
@@ -374,3 +267,167 @@ def prefetch(make, start, stop, depth=2):
                 yield item, time.perf_counter() - began
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+# ---- optional
+
+def open_text(cfg, parts=("train", "val")):
+    """{"train", "val"}: {"n": sequences, "batch": (index, rows) -> batch, "fingerprint",
+    "bytes_per_token"}; None where nothing is held out or the part is not asked for. cfg: any
+    object with the fields under "data" in config.py, and batch_size seq_len vocab_size seed.
+    """
+    tokenizer, train, val = make_tokenizer(cfg.tokenizer), None, None
+    sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, vocab_size=cfg.vocab_size,
+                 end=tokenizer["end"] if cfg.packed else None)
+
+    def open_files(patterns):
+        return open_source(patterns, tokenizer, cfg.data_dtype, cfg.seq_len, cfg.vocab_size)
+
+    def part(source, batch):
+        return source and {"n": n_sequences(source, cfg.seq_len), "batch": batch,
+                           "fingerprint": fingerprint(source),
+                           "bytes_per_token": source["bytes_per_token"]}
+
+    if not cfg.val_data or "train" in parts:
+        train = open_files(cfg.data)
+    if cfg.val_data:
+        val = open_files(cfg.val_data)
+    elif cfg.val_frac:
+        train, val = split(train, cfg.val_frac, cfg.seq_len)
+    return {
+        "train": part(train, lambda step, rows: batch_at(
+            train, step, seed=cfg.seed, rows=rows, **sizes)),
+        "val": part(val, lambda index, rows: eval_batch_at(val, index, rows=rows, **sizes))}
+
+
+
+def _library_tokenizer(name):
+    if not Path(name).is_file():
+        raise ValueError(f"tokenizer {name!r}: neither 'bytes' nor a tokenizer.json file")
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"tokenizer {name!r}: needs `pip install tokenizers`") from None
+    try:
+        tok = tokenizers.Tokenizer.from_file(name)
+    except Exception as e:  # the library raises Exception itself
+        raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
+    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+    end = next((i for i in map(tok.token_to_id, names) if i is not None), None)
+    if end is None:
+        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
+
+    def encode(text):
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return np.asarray(tok.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    return {
+        "encode": encode,
+        "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
+        "vocab_size": tok.get_vocab_size(), "end": end,
+    }
+
+
+def _standard_library():
+    """List Python's own sources without their tests: real text on any machine that runs this."""
+    root, paths = Path(sysconfig.get_path("stdlib")), []
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skip  # os.walk then does not enter them
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _expand(patterns):
+    """List the files that match, sorted within each pattern. Raises: ValueError if none does."""
+    paths = []
+    for pattern in patterns:
+        found = sorted(p for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
+        if not found:
+            raise ValueError(f"data {str(pattern)!r}: " + (
+                "is a folder; name its files, as in 'folder/*.txt'" if Path(pattern).is_dir() else
+                "no such file, and no file matches it as a glob"))
+        paths += map(Path, found)
+    return paths
+
+
+# {magic: (version, token dtype)} of the header (256 int32) of llm.c's token files.
+LLMC_HEADERS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+
+
+def _tokens_in(path, dtype):
+    """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
+    size = path.stat().st_size
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as e:
+            raise ValueError(f"{path}: not a .npy file: {e}") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}; "
+                             "one dim of integers is wanted")
+        return tokens
+    head = np.fromfile(path, np.int32, 256)
+    if len(head) == 256 and not head[3:].any():  # 253 zeros: a header, not tokens
+        magic, version, count = head[:3].tolist()
+        if magic not in LLMC_HEADERS or version != LLMC_HEADERS[magic][0]:
+            raise ValueError(f"{path}: header has magic {magic} version {version}; known: "
+                             + ", ".join(f"{m} version {v}" for m, (v, _) in LLMC_HEADERS.items()))
+        dtype = np.dtype(LLMC_HEADERS[magic][1])
+        if size != 1024 + count * dtype.itemsize:
+            raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
+                             f"{1024 + count * dtype.itemsize} bytes; the file has {size}")
+        return np.memmap(path, dtype, "r", 1024, (count,))
+    if size % np.dtype(dtype).itemsize:
+        raise ValueError(f"{path}: {size} bytes is no whole number of {np.dtype(dtype)} tokens; "
+                         "is --data_dtype right?")
+    return np.memmap(path, dtype, "r")
+
+
+def _documents(path):
+    """Read the documents, as bytes, of a text file (one) or a .jsonl file ("text" of each line)."""
+    if path.suffix != ".jsonl":
+        return [path.read_bytes()]
+    documents = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            documents += [json.loads(line)["text"].encode()] if line.strip() else []
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} line {number}: not an object with a string 'text'") from None
+    return documents
+
+
+def check_source(source, seq_len, vocab_size=None):
+    """Raise ValueError naming the shard with too few tokens, or with an id not below vocab_size."""
+    for name, shard in zip(source["names"], source["shards"]):
+        if len(shard) < seq_len + 1:
+            raise ValueError(f"{name}: has {len(shard)} tokens, fewer than seq_len + 1 = "
+                             f"{seq_len + 1}; use longer files or a smaller --seq_len")
+        if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
+            _check_ids(shard[:N_SCANNED], vocab_size, name)
+
+
+def _check_ids(tokens, vocab_size, name):
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name}: token id {low if low < 0 else high} is not in [0, {vocab_size});"
+                         " set --vocab_size, or use the tokenizer that wrote the file")
+
+
+def _segments(tokens, end):
+    """Number the documents in each row, and the positions within each document."""
+    starts, places = tokens == end, np.arange(tokens.shape[1], dtype=np.int32)[None]
+    first = np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+    return {"segments": starts.cumsum(axis=1, dtype=np.int32), "positions": places - first}
+
+
+def fingerprint(source):
+    """Describe the data in a line that differs when it does: token counts and a checksum of the
+    first and last 2^20 tokens of each shard.
+    """
+    crc = 0
+    for shard in source["shards"]:
+        crc = zlib.crc32(np.ascontiguousarray(shard[:2**20]), crc)
+        crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc)
+    n_tokens = sum(map(len, source["shards"]))
+    return f"{n_tokens} tokens in {len(source['shards'])} shards, crc32 {crc:08x}"

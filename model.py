@@ -398,6 +398,27 @@ RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots
               "named": ("wo w_gate w_up", 0.5), "offload": ("wq wk wv wo w_gate w_up", 1.0)}
 
 
+def batch_shapes(cfg):
+    """{name: (shape, dtype, partition spec)} of a batch."""
+    names = ("tokens", "labels", *(("segments", "positions") if cfg.packed else ()))
+    return {name: ((cfg.batch_size, cfg.seq_len), jnp.int32, P(BATCH_AXES, "sp"))
+            for name in names}
+
+
+def names_to_load(cfg, table, saved):
+    """The parameters that a run takes from another, which has `saved` (none: a fresh start).
+
+    Raises ValueError when LoRA would tune a fresh initialization, or lose the other's updates.
+    """
+    if cfg.lora_rank and not saved:
+        raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialization has nothing to tune; "
+                         "name the --out_dir of a trained run with --init_from")
+    if not cfg.lora_rank and any(".lora_" in name for name in saved):
+        raise ValueError(f"init_from {cfg.init_from!r}: has LoRA updates, which would be lost; set "
+                         "its --lora_rank")
+    return {name for name in table if ".lora_" not in name or name in saved}
+
+
 def memory_savers(cfg, sp):
     """Flags not set yet that lower activation memory, the cheapest in time first. sp: size of that
     mesh axis.

@@ -89,7 +89,7 @@ def test_every_label_once_an_epoch(seq_len):
     """Over an epoch every token that has one before it in its shard is a label exactly once, by a
     count of our own.
 
-    Break: data.py: labels[row, : wanted[row] - starts[row]] = IGNORE => pass
+    Break: data.py: labels[row, : first_labels[row] - starts[row]] = IGNORE => pass
     """
     source, seen = count_up(), np.zeros(sum(LENGTHS), int)
     for step in range(n := data.n_sequences(source, seq_len)):
@@ -138,12 +138,12 @@ def test_batches_from_the_step_alone(tmp_path):
     """A batch depends on its arguments alone: asked for backwards, of the same file opened anew, it
     is the same.
 
-    Break: data.py: _sequences(places[here], n, (seed, =>
-    _sequences(places[here], n, (time.time_ns(),
+    Break: data.py: _permuted(places[here], n, (seed, =>
+    _permuted(places[here], n, (time.time_ns(),
     """
     path = write(tmp_path / "a.bin", np.arange(500, dtype=np.uint16))
     sizes = dict(batch_size=4, seq_len=8, seed=1)
-    opened = lambda: data.open_source([path], BYTES)
+    def opened(): return data.open_source([path], BYTES)
     onward = [data.batch_at(opened(), step, **sizes) for step in range(40)]
     source = opened()
     for step in reversed(range(40)):
@@ -178,7 +178,7 @@ def test_eval_covers_each_token_once(batch_size):
     """Evaluation has every held-out label once at any batch size, and nothing to learn past the
     end.
 
-    Break: data.py: batch["labels"][places >= n] = IGNORE => pass
+    Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
     source = count_up()
     n_batches = -(-data.n_sequences(source, 8) // batch_size)
@@ -195,8 +195,8 @@ def test_split(share):
     """The last share of the tokens is held out: both sides laid end to end are the data, each piece
     long enough to use.
 
-    Break: data.py: zip(sides, (shard[:here], shard[here:])) =>
-    zip(sides, (shard[:here], shard[max(here - 1, 0):]))
+    Break: data.py: zip(sides, (shard[:n_train], shard[n_train:])) =>
+    zip(sides, (shard[:n_train], shard[max(n_train - 1, 0):]))
     """
     seq_len, lengths = 8, (400, 90, 300, 210)
     source = count_up(lengths)
@@ -253,7 +253,8 @@ def test_text_and_globs(tmp_path):
     """Text files and the texts of .jsonl lines become one shard of documents, each between two
     ends; globs are sorted.
 
-    Break: data.py: END + END.join(documents) + END => END + b"".join(documents) + END
+    Break: data.py: text = SEPARATOR + SEPARATOR.join(documents) =>
+    text = SEPARATOR + b"".join(documents)
     """
     for name, text in (("b.txt", "zwei"), ("a.txt", "één"), ("deep/c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -301,10 +302,10 @@ def npy(array):
     ("flat.npy", npy(np.ones((9, 99), int)), "has 2 dims of int64"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("line.jsonl", b'{"text": "fine, and long enough"}\n{"text": \n',
-     "line 2: an object with a string"),
-    ("key.jsonl", b'{"txt": "a"}\n', "line 1: an object"),
-    ("type.jsonl", b'\n{"text": 5}\n', "line 2: an object"),
-    ("list.jsonl", b'["text"]\n', "line 1: an object"),
+     "line 2: not an object with a string"),
+    ("key.jsonl", b'{"txt": "a"}\n', "line 1: not an object"),
+    ("type.jsonl", b'\n{"text": 5}\n', "line 2: not an object"),
+    ("list.jsonl", b'["text"]\n', "line 1: not an object"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
 ])
 def test_faults_name_the_file(name, content, words, tmp_path):
@@ -343,7 +344,7 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
     """A batch with an id that the model does not have is refused with the file that holds it,
     whichever row it is in.
 
-    Break: data.py: _check_ids(out => (lambda *_: None)(out
+    Break: data.py: _check_ids(windows => (lambda *_: None)(windows
     """
     at(count_up((90, 90, 90)), 0, 36, 8, vocab_size=270)
     for number in range(3):
@@ -524,7 +525,7 @@ def test_to_device(axes):
     sharding = NamedSharding(mesh, axes)
     batch = data.batch_at(count_up(), 1, 8, 8)
     np.testing.assert_array_equal(data.local_rows(sharding, (8, 8)), np.arange(8))
-    placed = data.to_device(batch, sharding, 8)
+    placed = data.to_device(batch, dict.fromkeys(batch, sharding), 8)
     for name, array in placed.items():
         np.testing.assert_array_equal(np.asarray(array), batch[name])
         assert array.sharding == sharding and len(array.addressable_shards) == 8

@@ -173,7 +173,7 @@ def test_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
     """All held-out data in batches of 8 and of 24, alone and at the end of training: one number, to
     float32 rounding.
 
-    Break: data.py: batch["labels"][places >= n] = IGNORE => pass
+    Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
     end = train.main(tiny(eval_batches=0))
     capsys.readouterr()
