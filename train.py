@@ -459,9 +459,9 @@ def jsonl(cfg):
         if event == "start":
             kept = [old for old in read_log(path.parent)
                     if old["step"] <= row["step"] and old["event"] not in ("stop", "end")]
-            ckpt.write_text(path.with_suffix(".tmp"),
-                            "".join(json.dumps(old) + "\n" for old in kept))
-            path.with_suffix(".tmp").replace(path)
+            fresh = path.with_suffix(".tmp")
+            fresh.write_text("".join(json.dumps(old) + "\n" for old in kept))
+            fresh.replace(path)
             file = open(path, "a", buffering=1)
         if file and event not in ("step", "dispatch"):
             file.write(json.dumps({"event": event} | row) + "\n")
