@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step would send and how long it should take, read off the compiled program.
+
+    python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --micro_batches 16
+    python tests/plan.py --plan_sweep 6 ...   compare the six most promising meshes
+
+Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are
+lower bounds: they follow from peak rates and from rings that use all of a device's bandwidth.
+"""
+import contextlib
+import dataclasses
+import math
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train  # isort: skip  sets the allocator before JAX starts its threads
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+import config
+import model
+import step as steplib
+import old_core  # noqa: F401  until the merge
+
+# GB/s of one device: to and from its memory, sent to its neighbours, sent between slices (of GPUs:
+# between hosts). Source: the makers' data sheets.
+BANDWIDTHS = {"NVIDIA A100": (2039, 300, 25), "NVIDIA H100": (3350, 450, 50),
+              "NVIDIA H200": (4800, 450, 50), "TPU v4": (1228, 150, 6.25),
+              "TPU v5 lite": (819, 100, 3.125), "TPU v5": (2765, 300, 6.25),
+              "TPU v6": (1640, 224, 12.5)}
+
+# Bytes that each of n devices sends in a ring, for a result of `size` bytes.
+SENT = {
+    "all-gather": lambda n, size: size * (n - 1) / n,
+    "reduce-scatter": lambda n, size: size * (n - 1),
+    "all-reduce": lambda n, size: 2 * size * (n - 1) / n,
+    "all-to-all": lambda n, size: size * (n - 1) / n,
+    "collective-permute": lambda n, size: size,
+}
+CROSS_SLICE = " between slices"  # ends the axes of a collective that uses the slow network
+NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while",
+            "conditional")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(config.Config):
+    plan_sweep: int = 0  # meshes to compile for and compare, the most promising; 0: the one given
+
+
+def main(cfg, task=None):
+    """Plan one mesh, or compare several; a summary dict like that of train.main.
+
+    Raises ValueError for a mode other than training, and for whatever train.main would refuse.
+    """
+    if cfg.mode not in ("train", "plan"):
+        raise ValueError(f"mode {cfg.mode}: only training can be planned; leave out --mode")
+    if cfg.plan_sweep < 0:
+        raise ValueError(f"plan_sweep {cfg.plan_sweep}: must be at least 0")
+    run = train.prepare(cfg, task or train.TEXT, train.plan_devices(cfg))
+    summary = {"step": 0, "reason": "plan", "exit_code": 0}
+    if cfg.plan_sweep:
+        return summary | {"meshes": sweep(run, cfg.plan_sweep)}
+    train.say(train.headline(run) + "; for each device:")
+    cost = estimate(run)
+    show(run, cost)
+    return summary | cost | {"exit_code": 0 if cost["fits"] else 1}
+
+
+def estimate(run):
+    """What one update of `run` costs a device: compile_and_measure, "flop" (by kind), roofline."""
+    cfg, mesh = run["cfg"], run["mesh"]
+    state, lower, _ = steplib.lower_steps(*train.program_parts(run))
+    cost = compile_and_measure(state, lower["train_step"](), mesh, cfg.slices)
+    flops, recomputed, formula = model.flops_per_token(cfg, cfg.seq_len)
+    tokens = cfg.batch_size * cfg.seq_len / mesh.size
+    cost["flop"] = {f"the model's: {formula}": flops * tokens, "remat's": recomputed * tokens}
+    return cost | roofline(cost, mesh.devices.flat[0].device_kind)
+
+
+def show(run, cost):
+    """Print an estimate."""
+    for name, flop in cost["flop"].items():
+        train.say(f"  {flop / 1e12:10,.4g} TFLOP  {name}")
+    for name, n_bytes in cost["memory"].items():
+        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  {name}")
+    for (kind, axes), (count, n_bytes) in cost["collectives"].items():
+        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
+    train.say(cost["fault"] if "fault" in cost else f"compiled in {cost['compile_s']:.0f} s")
+    if "seconds" in cost:
+        (best, best_mfu), (worst, worst_mfu) = zip(cost["step_s"], cost["mfu"])
+        train.say("  a step: " + ", ".join(f"{k} {v:.4g} s" for k, v in cost["seconds"].items())
+                  + f"; {best:.4g} s (MFU {best_mfu:.1%}) if all overlap, {worst:.4g} s "
+                  f"(MFU {worst_mfu:.1%}) if none do")
+    _, memory_gib = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
+    train.say("no memory size is known for this device" if not memory_gib
+              else f"fits in {memory_gib} GiB" if cost["fits"]
+              else f"does not fit in {memory_gib} GiB; first to change: "
+              + train.first_remedy(run["cfg"], run["mesh"], cost["memory"], memory_gib))
+
+
+def compile_and_measure(state, lowered, mesh, slices=1):
+    """Compile a step: {"memory" (bytes by kind), "collectives" {(kind, axes): [count, bytes sent]}
+    from the most bytes to the least, "sent_bytes", "memory_traffic_bytes", "compile_s"} of a
+    device; where the compiler runs out of memory, "fault" in words. state: shapes with shardings.
+    """
+    cost = {"memory": steplib.memory_by_kind(state), "collectives": {}, "sent_bytes": 0,
+            "memory_traffic_bytes": 0}
+    began = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return cost | {"fault": str(e).splitlines()[0]}
+    sent, written = traffic(compiled.as_text(), mesh, slices)
+    sent = dict(sorted(sent.items(), key=lambda row: -row[1][1]))
+    return cost | {"memory": steplib.memory_by_kind(state, compiled), "collectives": sent,
+                   "sent_bytes": sum(row[1] for row in sent.values()),
+                   "memory_traffic_bytes": 2 * written,  # what is written is read about once
+                   "compile_s": time.perf_counter() - began}
+
+
+def roofline(cost, kind):
+    """{"fits"} on a device of this kind, and where its rates are known {"seconds" (by what bounds
+    them), "step_s", "mfu"}, both of these (if all overlap, if none do).
+    """
+    tflops, memory_gib = steplib.peaks(kind)
+    rates = next((row for name, row in BANDWIDTHS.items() if kind.startswith(name)), None)
+    fits = "fault" not in cost and cost["memory"]["total"] <= (memory_gib or math.inf) * 2**30
+    if "fault" in cost or not tflops or not rates:
+        return {"fits": fits}
+    memory_gbps, near_gbps, far_gbps = rates
+    far = sum(row[1] for (_, axes), row in cost["collectives"].items()
+              if axes.endswith(CROSS_SLICE))
+    seconds = {"compute": sum(cost["flop"].values()) / tflops / 1e12,
+               "memory": cost["memory_traffic_bytes"] / memory_gbps / 1e9,
+               "network": (cost["sent_bytes"] - far) / near_gbps / 1e9}
+    seconds |= {"slow network": far / far_gbps / 1e9} if far else {}
+    step_s = max(seconds.values()), sum(seconds.values())
+    model_flop = next(iter(cost["flop"].values()))
+    return {"fits": fits, "seconds": seconds, "step_s": step_s,
+            "mfu": tuple(model_flop / s / tflops / 1e12 for s in step_s)}
+
+
+# ---- comparing meshes
+
+def sweep(run, n_meshes):
+    """Print a line for each of the n_meshes that promise most, by the time of a step; the rows."""
+    cfg, devices = run["cfg"], list(run["mesh"].devices.flat)
+    candidates = []
+    for sizes in factorizations(len(devices)):
+        other = dataclasses.replace(cfg, **dict(zip(steplib.AXES, sizes)))
+        with contextlib.suppress(ValueError):  # this mesh and this model do not fit
+            config.validate(other, len(devices))
+            mesh, state_bytes, sent = predicted_traffic(other, run["table"], sizes)
+            if not steplib.check_shapes(run["table"], mesh):
+                candidates.append((sum(sent.values()), state_bytes, other))
+    train.say(train.headline(run) + f"; {len(candidates)} meshes are legal")
+    _, memory_gib = steplib.peaks(devices[0].device_kind)
+    # Least traffic first, after all of those whose state alone is too large.
+    candidates.sort(key=lambda c: (c[1] > (memory_gib or math.inf) * 2**30, *c[:2]))
+    rows = []
+    for *_, other in candidates[:n_meshes]:
+        cost = estimate(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
+        slowest_s = cost.get("step_s", (cost["sent_bytes"],))[-1]  # bytes where no rate is known
+        rows.append((not cost["fits"], slowest_s, other, cost))
+    rows.sort(key=lambda row: row[:2])
+    train.say("  ".join(f"{axis:>4}" for axis in steplib.AXES)
+              + "      GiB  sent GiB  step s: if all overlap, if none do")
+    for too_large, _, other, cost in rows:
+        mesh = "  ".join(f"{getattr(other, axis):>4}" for axis in steplib.AXES)
+        total, sent = (n / 2**30 for n in (
+            cost["memory"].get("total", math.nan), cost["sent_bytes"]))
+        times = "".join(f"  {s:.4g}" for s in cost.get("step_s", ()))
+        train.say(f"{mesh}  {total:7.4g}  {sent:8.4g}{'  does not fit' if too_large else times}")
+    return rows
+
+
+def factorizations(n, k=len(steplib.AXES)):
+    """All tuples of k sizes whose product is n."""
+    if k == 1:
+        return [(n,)]
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0
+            for rest in factorizations(n // d, k - 1)]
+
+
+def predicted_traffic(cfg, table, sizes):
+    """(mesh of these sizes without devices, bytes of state on a device, {what for: bytes that a
+    device sends in an update}), from shapes alone and with rings.
+
+    "weights": gathered for each pass over each microbatch, and their gradients summed; "tp":
+    activations summed; "sp", "ep": activations moved by all-to-alls.
+    """
+    mesh = jax.sharding.AbstractMesh(sizes, steplib.AXES)
+    n, specs = mesh.shape, steplib.moment_specs(table, mesh)
+    itemsize = 2 if "16" in cfg.dtype else 4
+    recomputes = cfg.remat in ("full", "offload")
+    passes = (3 + recomputes) * cfg.micro_batches  # forward, remat, backward, gradient sum
+
+    def ring(ways):
+        return (ways - 1) / ways
+
+    weights, state_bytes = 0.0, 0.0
+    for name, row in table.items():
+        held, moments = (math.prod(NamedSharding(mesh, spec).shard_shape(row["shape"]))
+                         for spec in (row["spec"], specs[name]))
+        state_bytes += 4 * held + 8 * moments * row["trained"]
+        gathered = math.prod(n[a] for axes in row["spec"] if "fsdp" in (axes or ())
+                             for a in (axes if isinstance(axes, tuple) else (axes,)))
+        weights += itemsize * held * (passes * gathered * ring(gathered) + 2 * ring(n["dp"]))
+    rows = cfg.batch_size / math.prod(n[a] for a in ("dp", "fsdp", "ep"))
+    stream = itemsize * rows * cfg.seq_len / n["sp"] * cfg.d_model  # bytes of residual stream
+    moved = 4 * cfg.n_layers * stream  # twice forward, twice backward
+    heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model
+    slots = cfg.experts_per_token * (cfg.capacity_factor or 1) if cfg.n_experts else 0
+    return mesh, state_bytes, {
+        "weights": weights, "tp": moved * ring(n["tp"]) * (1 + (slots or 1)),
+        "sp": moved * ring(n["sp"]) * heads / n["tp"], "ep": moved * ring(n["ep"]) * slots}
+
+
+# ---- reading compiled text (HLO)
+
+def traffic(text, mesh, slices=1):
+    """({(collective, axes): [count, bytes a device sends]}, bytes that operations write to memory)
+    of one run of a compiled program.
+
+    axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE where it spans
+    slices. Both branches of a conditional are left out.
+    """
+    collectives, written = {}, 0
+    for op, result, line, times, fused in _operations(text):
+        if found := _collective(op, result, line, mesh, slices):
+            kind, axes, n_bytes = found
+            row = collectives.setdefault((kind, axes), [0, 0.0])
+            row[0] += times
+            row[1] += times * n_bytes
+        in_place = "dynamic-update-slice" in line.partition("=")[0] + op
+        starts = op.endswith(("-start", "-update")) and not in_place
+        if not (fused or in_place or starts or op in NO_WRITE):
+            written += times * _total(result)
+    return collectives, written
+
+
+def _operations(text):
+    """(operation, result bytes, line, times it runs, whether a caller stands for its writes) of
+    each line that runs.
+    """
+    bodies = {m[1]: m[2] for m in re.finditer(
+        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
+
+    def walk(name, times, fused):
+        for line in bodies.get(name, "").splitlines():
+            if not (m := re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([a-z][\w\-]*)\(", line)):
+                continue
+            op = m[2]
+            yield op, _result_bytes(m[1]), line, times, fused
+            if op in ("async-update", "async-done"):  # they name what async-start has called
+                continue
+            trips = _trip_count(line, bodies) if op == "while" else 1
+            for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
+                yield from walk(called, times * trips, fused or op != "while")
+
+    return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
+
+
+def _result_bytes(text):
+    """Bytes of an HLO result: a number for an array, a list for a tuple, nested as the tuples are.
+    """
+    plain = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)  # layouts have brackets of their own
+    open_tuples = [[]]
+    for bracket, dtype, dims in re.findall(r"([()])|(\w+)\[([^\]]*)\]", plain):
+        if bracket == "(":
+            open_tuples.append([])
+        elif bracket:
+            closed = open_tuples.pop()
+            open_tuples[-1].append(closed)
+        else:
+            bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])  # token: 0
+            open_tuples[-1].append(bits * math.prod(map(int, re.findall(r"\d+", dims))) // 8)
+    return open_tuples[0][0]
+
+
+def _total(result):
+    return sum(jax.tree.leaves(result))
+
+
+def _collective(op, result, line, mesh, slices):
+    """(kind, axes, bytes that a device sends) of an operation; None when it is no collective."""
+    sizes = list(mesh.shape.values())
+    outer = int(sizes[0] == 1)  # the axis that is laid over slices
+    # Between slices of TPUs a collective is a send through the host.
+    through_host = re.search(r'megascale_transfer_type="(\w+)"', line)
+    if through_host and op == "send":
+        kind = through_host[1].lower().replace("_", "-")
+        axes = list(mesh.shape)[outer] + CROSS_SLICE
+        return kind, axes, SENT[kind](slices, jax.tree.leaves(result)[0])
+    kind = op.removesuffix("-start")
+    if kind not in SENT:
+        return None
+    # (operands, results, contexts ...), but an all-reduce-start has its results alone.
+    pair = op != kind and isinstance(result, list)
+    if pair and (kind != "all-reduce" or isinstance(result[0], list)):
+        result = result[1]
+    group = _first_group(line, math.prod(sizes))
+    places = np.array(np.unravel_index(group, sizes)).T
+    axes = "+".join(a for a, at in zip(mesh.shape, places.T) if len(set(at)) > 1)
+    if len(set(places[:, outer] // (sizes[outer] // slices))) > 1:
+        axes += CROSS_SLICE
+    return kind, axes, SENT[kind](len(group), _total(result))
+
+
+def _first_group(line, n):
+    """Device numbers of one group of a collective. HLO writes groups as pairs, as a list, as an
+    iota reshaped and transposed, or as axes of a mesh over such an iota.
+    """
+    def numbers(words):
+        return [int(i) for i in words.split(",")]
+
+    def iota(dims, order):
+        dims, order = numbers(dims), numbers(order) if order else None
+        return np.arange(math.prod(dims)).reshape(dims).transpose(order)
+
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        ends = [numbers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])]
+        return next((pair for pair in ends if pair[0] != pair[1]), ends[0])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return numbers(listed[1])
+    if reshaped := re.search(
+            r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        return iota(*reshaped.groups()[1:]).reshape(numbers(reshaped[1]))[0].tolist()
+    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
+                          r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        strides = dict(zip(sizes, np.cumprod([1, *list(sizes.values())[:0:-1]])[::-1].tolist()))
+        group = [0]
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[4]):
+            size = int(size or sizes[name])
+            stride = strides[name] * (sizes[name] // (int(before or 1) * size))
+            group = [first + i * stride for first in group for i in range(size)]
+        return iota(named[2], named[3]).ravel()[group].tolist() if named[2] else group
+    assert "replica_groups={}" in line or "replica_groups" not in line, line
+    return list(range(n))
+
+
+def _trip_count(line, bodies):
+    """How often a while loop runs: what XLA knows, or the number its condition compares with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
+    return max(map(int, re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)), default=1)
+
+
+def cli(argv):
+    """Run a command line; the exit code. A fault of the user is told in one sentence."""
+    try:
+        return main(config.parse(argv, kind=PlanConfig))["exit_code"]
+    except ValueError as e:
+        frame = e.__traceback__
+        while frame.tb_next:
+            frame = frame.tb_next
+        if ROOT not in Path(frame.tb_frame.f_code.co_filename).parents:
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(cli(sys.argv[1:]))
