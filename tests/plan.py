@@ -7,13 +7,12 @@
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are
 lower bounds: they follow from peak rates and from rings that use all of a device's bandwidth.
 """
+import ast
 import contextlib
 import dataclasses
 import math
 import re
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +24,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import config
-import model
 import step as steplib
 import old_core  # noqa: F401  until the merge
 
@@ -49,13 +47,13 @@ NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "w
             "conditional")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
     plan_sweep: int = 0  # meshes to compile for and compare, the most promising; 0: the one given
 
 
 def main(cfg, task=None):
-    """Plan one mesh, or compare several; a summary dict like that of train.main.
+    """Plan one mesh, or compare several; a dict with at least "exit_code".
 
     Raises ValueError for a mode other than training, and for whatever train.main would refuse.
     """
@@ -64,78 +62,42 @@ def main(cfg, task=None):
     if cfg.plan_sweep < 0:
         raise ValueError(f"plan_sweep {cfg.plan_sweep}: must be at least 0")
     run = train.prepare(cfg, task or train.TEXT, train.plan_devices(cfg))
-    summary = {"step": 0, "reason": "plan", "exit_code": 0}
     if cfg.plan_sweep:
-        return summary | {"meshes": sweep(run, cfg.plan_sweep)}
-    train.say(train.headline(run) + "; for each device:")
-    cost = estimate(run)
-    show(run, cost)
-    return summary | cost | {"exit_code": 0 if cost["fits"] else 1}
+        return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
+    cost = measure(run)
+    train.show_estimate(run, cost)
+    for (kind, axes), (count, n_bytes) in cost["collectives"].items():
+        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
+    if "seconds" in cost:
+        words = ", ".join(f"{what} {s:.4g} s" for what, s in cost["seconds"].items())
+        best, worst = (f"{s:.4g} s (MFU {mfu:.1%})" for s, mfu in zip(cost["step_s"], cost["mfu"]))
+        train.say(f"  a step: {words}; {best} if all overlap, {worst} if none do")
+    return cost | {"exit_code": 0 if cost["fits"] else 1}
 
 
-def estimate(run):
-    """What one update of `run` costs a device: compile_and_measure, "flop" (by kind), roofline."""
-    cfg, mesh = run["cfg"], run["mesh"]
-    state, lower, _ = steplib.lower_steps(*train.program_parts(run))
-    cost = compile_and_measure(state, lower["train_step"](), mesh, cfg.slices)
-    flops, recomputed, formula = model.flops_per_token(cfg, cfg.seq_len)
-    tokens = cfg.batch_size * cfg.seq_len / mesh.size
-    cost["flop"] = {f"the model's: {formula}": flops * tokens, "remat's": recomputed * tokens}
+def measure(run):
+    """train.estimate of `run` ("memory", "flop", "fits"; "fault" where it cannot be compiled), and
+    "collectives" {(kind, axes): [count, bytes a device sends]} from the most bytes to the least,
+    "sent_bytes", "memory_traffic_bytes", and the roofline where rates are known.
+    """
+    cost, mesh = train.estimate(run), run["mesh"]
+    if "fault" in cost:
+        return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0}
+    sent, written = traffic(cost.pop("compiled").as_text(), mesh, run["cfg"].slices)
+    cost |= {"collectives": dict(sorted(sent.items(), key=lambda row: -row[1][1])),
+             "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
+             "memory_traffic_bytes": 2 * written}  # what is written is read about once
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
 
-def show(run, cost):
-    """Print an estimate."""
-    for name, flop in cost["flop"].items():
-        train.say(f"  {flop / 1e12:10,.4g} TFLOP  {name}")
-    for name, n_bytes in cost["memory"].items():
-        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  {name}")
-    for (kind, axes), (count, n_bytes) in cost["collectives"].items():
-        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
-    train.say(cost["fault"] if "fault" in cost else f"compiled in {cost['compile_s']:.0f} s")
-    if "seconds" in cost:
-        (best, best_mfu), (worst, worst_mfu) = zip(cost["step_s"], cost["mfu"])
-        train.say("  a step: " + ", ".join(f"{k} {v:.4g} s" for k, v in cost["seconds"].items())
-                  + f"; {best:.4g} s (MFU {best_mfu:.1%}) if all overlap, {worst:.4g} s "
-                  f"(MFU {worst_mfu:.1%}) if none do")
-    _, memory_gib = steplib.peaks(run["mesh"].devices.flat[0].device_kind)
-    train.say("no memory size is known for this device" if not memory_gib
-              else f"fits in {memory_gib} GiB" if cost["fits"]
-              else f"does not fit in {memory_gib} GiB; first to change: "
-              + train.first_remedy(run["cfg"], run["mesh"], cost["memory"], memory_gib))
-
-
-def compile_and_measure(state, lowered, mesh, slices=1):
-    """Compile a step: {"memory" (bytes by kind), "collectives" {(kind, axes): [count, bytes sent]}
-    from the most bytes to the least, "sent_bytes", "memory_traffic_bytes", "compile_s"} of a
-    device; where the compiler runs out of memory, "fault" in words. state: shapes with shardings.
-    """
-    cost = {"memory": steplib.memory_by_kind(state), "collectives": {}, "sent_bytes": 0,
-            "memory_traffic_bytes": 0}
-    began = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        return cost | {"fault": str(e).splitlines()[0]}
-    sent, written = traffic(compiled.as_text(), mesh, slices)
-    sent = dict(sorted(sent.items(), key=lambda row: -row[1][1]))
-    return cost | {"memory": steplib.memory_by_kind(state, compiled), "collectives": sent,
-                   "sent_bytes": sum(row[1] for row in sent.values()),
-                   "memory_traffic_bytes": 2 * written,  # what is written is read about once
-                   "compile_s": time.perf_counter() - began}
-
-
 def roofline(cost, kind):
-    """{"fits"} on a device of this kind, and where its rates are known {"seconds" (by what bounds
-    them), "step_s", "mfu"}, both of these (if all overlap, if none do).
+    """{"seconds" (by what bounds them), "step_s", "mfu"} on a device of this kind, both of the last
+    (if all overlap, if none do); {} where its rates are not known.
     """
-    tflops, memory_gib = steplib.peaks(kind)
+    tflops, _ = steplib.peaks(kind)
     rates = next((row for name, row in BANDWIDTHS.items() if kind.startswith(name)), None)
-    fits = "fault" not in cost and cost["memory"]["total"] <= (memory_gib or math.inf) * 2**30
-    if "fault" in cost or not tflops or not rates:
-        return {"fits": fits}
+    if not tflops or not rates:
+        return {}
     memory_gbps, near_gbps, far_gbps = rates
     far = sum(row[1] for (_, axes), row in cost["collectives"].items()
               if axes.endswith(CROSS_SLICE))
@@ -145,7 +107,7 @@ def roofline(cost, kind):
     seconds |= {"slow network": far / far_gbps / 1e9} if far else {}
     step_s = max(seconds.values()), sum(seconds.values())
     model_flop = next(iter(cost["flop"].values()))
-    return {"fits": fits, "seconds": seconds, "step_s": step_s,
+    return {"seconds": seconds, "step_s": step_s,
             "mfu": tuple(model_flop / s / tflops / 1e12 for s in step_s)}
 
 
@@ -153,37 +115,35 @@ def roofline(cost, kind):
 
 def sweep(run, n_meshes):
     """Print a line for each of the n_meshes that promise most, by the time of a step; the rows."""
-    cfg, devices = run["cfg"], list(run["mesh"].devices.flat)
-    candidates = []
-    for sizes in factorizations(len(devices)):
-        other = dataclasses.replace(cfg, **dict(zip(steplib.AXES, sizes)))
+    cfg, devices, axes = run["cfg"], list(run["mesh"].devices.flat), steplib.AXES
+    _, memory_gib = steplib.peaks(devices[0].device_kind)
+    candidates, rows = [], []
+    for sizes in factorizations(len(devices), len(axes)):
+        other = dataclasses.replace(cfg, **dict(zip(axes, sizes)))
         with contextlib.suppress(ValueError):  # this mesh and this model do not fit
             config.validate(other, len(devices))
             mesh, state_bytes, sent = predicted_traffic(other, run["table"], sizes)
             if not steplib.check_shapes(run["table"], mesh):
-                candidates.append((sum(sent.values()), state_bytes, other))
+                too_large = state_bytes > (memory_gib or math.inf) * 2**30
+                candidates.append((too_large, sum(sent.values()), state_bytes, sizes, other))
     train.say(train.headline(run) + f"; {len(candidates)} meshes are legal")
-    _, memory_gib = steplib.peaks(devices[0].device_kind)
-    # Least traffic first, after all of those whose state alone is too large.
-    candidates.sort(key=lambda c: (c[1] > (memory_gib or math.inf) * 2**30, *c[:2]))
-    rows = []
-    for *_, other in candidates[:n_meshes]:
-        cost = estimate(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
+    for *_, sizes, other in sorted(candidates, key=lambda c: c[:3])[:n_meshes]:
+        cost = measure(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
         slowest_s = cost.get("step_s", (cost["sent_bytes"],))[-1]  # bytes where no rate is known
-        rows.append((not cost["fits"], slowest_s, other, cost))
+        rows.append((not cost["fits"], slowest_s, sizes, cost))
     rows.sort(key=lambda row: row[:2])
-    train.say("  ".join(f"{axis:>4}" for axis in steplib.AXES)
+    mesh_words = "  ".join(["{:>4}"] * len(axes))
+    train.say(mesh_words.format(*axes)
               + "      GiB  sent GiB  step s: if all overlap, if none do")
-    for too_large, _, other, cost in rows:
-        mesh = "  ".join(f"{getattr(other, axis):>4}" for axis in steplib.AXES)
-        total, sent = (n / 2**30 for n in (
-            cost["memory"].get("total", math.nan), cost["sent_bytes"]))
+    for too_large, _, sizes, cost in rows:
+        total, sent = cost["memory"].get("total", math.nan), cost["sent_bytes"]
         times = "".join(f"  {s:.4g}" for s in cost.get("step_s", ()))
-        train.say(f"{mesh}  {total:7.4g}  {sent:8.4g}{'  does not fit' if too_large else times}")
+        train.say(f"{mesh_words.format(*sizes)}  {total / 2**30:7.4g}  {sent / 2**30:8.4g}"
+                  + ("  does not fit" if too_large else times))
     return rows
 
 
-def factorizations(n, k=len(steplib.AXES)):
+def factorizations(n, k):
     """All tuples of k sizes whose product is n."""
     if k == 1:
         return [(n,)]
@@ -193,7 +153,7 @@ def factorizations(n, k=len(steplib.AXES)):
 
 def predicted_traffic(cfg, table, sizes):
     """(mesh of these sizes without devices, bytes of state on a device, {what for: bytes that a
-    device sends in an update}), from shapes alone and with rings.
+    device sends in an update}), from shapes alone.
 
     "weights": gathered for each pass over each microbatch, and their gradients summed; "tp":
     activations summed; "sp", "ep": activations moved by all-to-alls.
@@ -201,12 +161,8 @@ def predicted_traffic(cfg, table, sizes):
     mesh = jax.sharding.AbstractMesh(sizes, steplib.AXES)
     n, specs = mesh.shape, steplib.moment_specs(table, mesh)
     itemsize = 2 if "16" in cfg.dtype else 4
-    recomputes = cfg.remat in ("full", "offload")
-    passes = (3 + recomputes) * cfg.micro_batches  # forward, remat, backward, gradient sum
-
-    def ring(ways):
-        return (ways - 1) / ways
-
+    # Forward, remat, backward, sum of gradients.
+    passes = (3 + (cfg.remat in ("full", "offload"))) * cfg.micro_batches
     weights, state_bytes = 0.0, 0.0
     for name, row in table.items():
         held, moments = (math.prod(NamedSharding(mesh, spec).shard_shape(row["shape"]))
@@ -214,15 +170,18 @@ def predicted_traffic(cfg, table, sizes):
         state_bytes += 4 * held + 8 * moments * row["trained"]
         gathered = math.prod(n[a] for axes in row["spec"] if "fsdp" in (axes or ())
                              for a in (axes if isinstance(axes, tuple) else (axes,)))
-        weights += itemsize * held * (passes * gathered * ring(gathered) + 2 * ring(n["dp"]))
+        weights += passes * SENT["all-gather"](gathered, gathered * itemsize * held)
+        weights += SENT["all-reduce"](n["dp"], itemsize * held)
     rows = cfg.batch_size / math.prod(n[a] for a in ("dp", "fsdp", "ep"))
-    stream = itemsize * rows * cfg.seq_len / n["sp"] * cfg.d_model  # bytes of residual stream
+    stream = itemsize * rows * cfg.seq_len / n["sp"] * cfg.d_model  # bytes of the residual stream
     moved = 4 * cfg.n_layers * stream  # twice forward, twice backward
-    heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model
+    heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
     slots = cfg.experts_per_token * (cfg.capacity_factor or 1) if cfg.n_experts else 0
     return mesh, state_bytes, {
-        "weights": weights, "tp": moved * ring(n["tp"]) * (1 + (slots or 1)),
-        "sp": moved * ring(n["sp"]) * heads / n["tp"], "ep": moved * ring(n["ep"]) * slots}
+        "weights": weights,
+        "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
+        "sp": SENT["all-to-all"](n["sp"], moved * heads),
+        "ep": SENT["all-to-all"](n["ep"], moved * slots)}
 
 
 # ---- reading compiled text (HLO)
@@ -244,7 +203,7 @@ def traffic(text, mesh, slices=1):
         in_place = "dynamic-update-slice" in line.partition("=")[0] + op
         starts = op.endswith(("-start", "-update")) and not in_place
         if not (fused or in_place or starts or op in NO_WRITE):
-            written += times * _total(result)
+            written += times * sum(jax.tree.leaves(result))
     return collectives, written
 
 
@@ -271,49 +230,38 @@ def _operations(text):
 
 
 def _result_bytes(text):
-    """Bytes of an HLO result: a number for an array, a list for a tuple, nested as the tuples are.
-    """
-    plain = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)  # layouts have brackets of their own
-    open_tuples = [[]]
-    for bracket, dtype, dims in re.findall(r"([()])|(\w+)\[([^\]]*)\]", plain):
-        if bracket == "(":
-            open_tuples.append([])
-        elif bracket:
-            closed = open_tuples.pop()
-            open_tuples[-1].append(closed)
-        else:
-            bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])  # token: 0
-            open_tuples[-1].append(bits * math.prod(map(int, re.findall(r"\d+", dims))) // 8)
-    return open_tuples[0][0]
+    """Bytes of an HLO result: a number for an array, a tuple for a tuple."""
+    def n_bytes(array):
+        dtype, dims = array.groups()
+        bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])  # token: 0
+        return str(bits * math.prod(map(int, re.findall(r"\d+", dims))) // 8)
 
-
-def _total(result):
-    return sum(jax.tree.leaves(result))
+    plain = re.sub(r"\{[^{}]*\}|/\*.*?\*/|\s", "", text)  # no layouts, no comments
+    sized = re.sub(r"(\w+)\[([^\]]*)\]", n_bytes, plain)
+    return ast.literal_eval(sized.replace(")", ",)").replace("(,)", "()"))
 
 
 def _collective(op, result, line, mesh, slices):
     """(kind, axes, bytes that a device sends) of an operation; None when it is no collective."""
-    sizes = list(mesh.shape.values())
+    sizes, kind = list(mesh.shape.values()), op.removesuffix("-start")
     outer = int(sizes[0] == 1)  # the axis that is laid over slices
     # Between slices of TPUs a collective is a send through the host.
-    through_host = re.search(r'megascale_transfer_type="(\w+)"', line)
-    if through_host and op == "send":
+    if op == "send" and (through_host := re.search(r'megascale_transfer_type="(\w+)"', line)):
         kind = through_host[1].lower().replace("_", "-")
-        axes = list(mesh.shape)[outer] + CROSS_SLICE
-        return kind, axes, SENT[kind](slices, jax.tree.leaves(result)[0])
-    kind = op.removesuffix("-start")
+        n_bytes = SENT[kind](slices, jax.tree.leaves(result)[0])
+        return kind, list(mesh.shape)[outer] + CROSS_SLICE, n_bytes
     if kind not in SENT:
         return None
     # (operands, results, contexts ...), but an all-reduce-start has its results alone.
-    pair = op != kind and isinstance(result, list)
-    if pair and (kind != "all-reduce" or isinstance(result[0], list)):
+    pair = op != kind and isinstance(result, tuple)
+    if pair and (kind != "all-reduce" or isinstance(result[0], tuple)):
         result = result[1]
     group = _first_group(line, math.prod(sizes))
     places = np.array(np.unravel_index(group, sizes)).T
     axes = "+".join(a for a, at in zip(mesh.shape, places.T) if len(set(at)) > 1)
     if len(set(places[:, outer] // (sizes[outer] // slices))) > 1:
         axes += CROSS_SLICE
-    return kind, axes, SENT[kind](len(group), _total(result))
+    return kind, axes, SENT[kind](len(group), sum(jax.tree.leaves(result)))
 
 
 def _first_group(line, n):
@@ -321,30 +269,29 @@ def _first_group(line, n):
     iota reshaped and transposed, or as axes of a mesh over such an iota.
     """
     def numbers(words):
-        return [int(i) for i in words.split(",")]
+        return [int(i) for i in re.findall(r"\d+", words or "")]
 
     def iota(dims, order):
-        dims, order = numbers(dims), numbers(order) if order else None
-        return np.arange(math.prod(dims)).reshape(dims).transpose(order)
+        ids = np.arange(math.prod(numbers(dims))).reshape(numbers(dims))
+        return ids.transpose(numbers(order) or range(ids.ndim))
 
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
-        ends = [numbers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])]
+        ends = np.reshape(numbers(pairs[1]), (-1, 2)).tolist()
         return next((pair for pair in ends if pair[0] != pair[1]), ends[0])
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return numbers(listed[1])
-    if reshaped := re.search(
-            r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return iota(*reshaped.groups()[1:]).reshape(numbers(reshaped[1]))[0].tolist()
+    if reshaped := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\])(T\([\d,]+\))?", line):
+        return iota(reshaped[2], reshaped[3]).reshape(numbers(reshaped[1]))[0].tolist()
     if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
                           r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        strides = dict(zip(sizes, np.cumprod([1, *list(sizes.values())[:0:-1]])[::-1].tolist()))
-        group = [0]
+        at = dict.fromkeys(sizes, [0])  # places of the group along each axis
         for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[4]):
             size = int(size or sizes[name])
-            stride = strides[name] * (sizes[name] // (int(before or 1) * size))
-            group = [first + i * stride for first in group for i in range(size)]
-        return iota(named[2], named[3]).ravel()[group].tolist() if named[2] else group
+            stride = sizes[name] // (int(before or 1) * size)
+            at[name] = [i + j * stride for i in at[name] for j in range(size)]
+        ids = iota(named[2] or str(math.prod(sizes.values())), named[3])
+        return ids.reshape(list(sizes.values()))[np.ix_(*at.values())].ravel().tolist()
     assert "replica_groups={}" in line or "replica_groups" not in line, line
     return list(range(n))
 
@@ -357,19 +304,5 @@ def _trip_count(line, bodies):
     return max(map(int, re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)), default=1)
 
 
-def cli(argv):
-    """Run a command line; the exit code. A fault of the user is told in one sentence."""
-    try:
-        return main(config.parse(argv, kind=PlanConfig))["exit_code"]
-    except ValueError as e:
-        frame = e.__traceback__
-        while frame.tb_next:
-            frame = frame.tb_next
-        if ROOT not in Path(frame.tb_frame.f_code.co_filename).parents:
-            raise
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(cli(sys.argv[1:]))
+    sys.exit(train.cli(sys.argv[1:], kind=PlanConfig, main=main))
