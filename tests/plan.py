@@ -201,8 +201,7 @@ def traffic(text, mesh, slices=1):
             row[0] += times
             row[1] += times * n_bytes
         in_place = "dynamic-update-slice" in line.partition("=")[0] + op
-        starts = op.endswith(("-start", "-update")) and not in_place
-        if not (fused or in_place or starts or op in NO_WRITE):
+        if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
             written += times * sum(jax.tree.leaves(result))
     return collectives, written
 

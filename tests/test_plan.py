@@ -103,8 +103,7 @@ def test_every_operand_of_a_collective_is_counted(kind, one, both, sent, form):
                        f"  ROOT %inner = {result} {kind}({operands}), {groups}\n}}\n")
             found, _ = of_text(f"(({had}), {result}, s32[])", "async-start", operands,
                                "async_execution_thread=\"other\", calls=%wrapped", wrapped)
-        axes = "tp"
-        assert found == {(kind, axes): [1, n_bytes]}, (operands, found)
+        assert found == {(kind, "tp"): [1, n_bytes]}, (operands, found)
 
 
 def test_what_an_operation_writes_is_what_it_results_in():
@@ -332,7 +331,7 @@ def test_modes_and_sweeps_that_mean_nothing_are_refused(tiny):
 def test_the_command_line_has_the_trainer_s_flags():
     """A preset, the trainer's flags and --plan_sweep make one config.
 
-    Break: tests/plan.py: plan_sweep: int = 0  # => sweep: int = 0  #
+    Break: tests/plan.py: plan_sweep: int = 0 => plan_sweep: str = ""
     """
     cfg = config.parse("--config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --plan_sweep 6"
                        .split(), kind=plan.PlanConfig)
