@@ -4,9 +4,10 @@
     python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --micro_batches 16
     python tests/plan.py --plan_sweep 6 ...   compare the six most promising meshes
 
-Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are
-lower bounds: they follow from peak rates and from rings that use all of a device's bandwidth.
+Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are what
+peak rates allow: all of a device's FLOP/s and bandwidth, and rings for collectives.
 """
+# ruff: noqa: E402
 import ast
 import contextlib
 import dataclasses
@@ -15,8 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train  # isort: skip  sets the allocator before JAX starts its threads
 import jax
@@ -43,8 +43,7 @@ SENT = {
     "collective-permute": lambda n, size: size,
 }
 CROSS_SLICE = " between slices"  # ends the axes of a collective that uses the slow network
-NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while",
-            "conditional")
+NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +83,7 @@ def measure(run):
     if "fault" in cost:
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0}
     sent, written = traffic(cost.pop("compiled").as_text(), mesh, run["cfg"].slices)
-    cost |= {"collectives": dict(sorted(sent.items(), key=lambda row: -row[1][1])),
-             "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
+    cost |= {"collectives": sent, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
              "memory_traffic_bytes": 2 * written}  # what is written is read about once
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
@@ -172,14 +170,12 @@ def predicted_traffic(cfg, table, sizes):
                              for a in (axes if isinstance(axes, tuple) else (axes,)))
         weights += passes * SENT["all-gather"](gathered, gathered * itemsize * held)
         weights += SENT["all-reduce"](n["dp"], itemsize * held)
-    rows = cfg.batch_size / math.prod(n[a] for a in ("dp", "fsdp", "ep"))
-    stream = itemsize * rows * cfg.seq_len / n["sp"] * cfg.d_model  # bytes of the residual stream
-    moved = 4 * cfg.n_layers * stream  # twice forward, twice backward
+    tokens = cfg.batch_size * cfg.seq_len / math.prod(n[a] for a in ("dp", "fsdp", "ep", "sp"))
+    moved = 4 * cfg.n_layers * itemsize * tokens * cfg.d_model  # twice forward, twice backward
     heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
     slots = cfg.experts_per_token * (cfg.capacity_factor or 1) if cfg.n_experts else 0
     return mesh, state_bytes, {
-        "weights": weights,
-        "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
+        "weights": weights, "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
         "sp": SENT["all-to-all"](n["sp"], moved * heads),
         "ep": SENT["all-to-all"](n["ep"], moved * slots)}
 
@@ -187,8 +183,8 @@ def predicted_traffic(cfg, table, sizes):
 # ---- reading compiled text (HLO)
 
 def traffic(text, mesh, slices=1):
-    """({(collective, axes): [count, bytes a device sends]}, bytes that operations write to memory)
-    of one run of a compiled program.
+    """({(collective, axes): [count, bytes a device sends]} from the most bytes to the least, bytes
+    that operations write to memory) of one run of a compiled program.
 
     axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE where it spans
     slices. Both branches of a conditional are left out.
@@ -203,7 +199,7 @@ def traffic(text, mesh, slices=1):
         in_place = "dynamic-update-slice" in line.partition("=")[0] + op
         if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
             written += times * sum(jax.tree.leaves(result))
-    return collectives, written
+    return dict(sorted(collectives.items(), key=lambda row: -row[1][1])), written
 
 
 def _operations(text):
@@ -284,7 +280,7 @@ def _first_group(line, n):
     if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
                           r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        at = dict.fromkeys(sizes, [0])  # places of the group along each axis
+        at = {name: [0] for name in sizes}  # places of the group along each axis
         for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[4]):
             size = int(size or sizes[name])
             stride = sizes[name] // (int(before or 1) * size)
