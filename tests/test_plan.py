@@ -52,7 +52,7 @@ PAIRS = "channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true"  #
 X, Y, BOTH = "f32[8,6]{1,0}", "bf16[8]{0:T(8,128)(2,1)}", "%x, %y"  # 192 and 16 bytes
 
 
-def of_text(result, op, operands="%x", rest=PAIRS, more=""):
+def of_text(result, op, operands="%x", rest=PAIRS, more="", slices=1):
     """traffic of a program that is one operation, and its second half where it has two."""
     halves = [f"%start = {result} {op}({operands}), {rest}"]
     if op.endswith("-start"):
@@ -63,7 +63,7 @@ def of_text(result, op, operands="%x", rest=PAIRS, more=""):
             f"f32[8,6] {{\n  %x = {X} parameter(0)\n  %y = {Y} parameter(1)\n{body}\n}}\n")
     mesh = jax.make_mesh((1, 4, 1, 2, 1), config.MESH,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
-    return plan.traffic(text, mesh)
+    return plan.traffic(text, mesh, slices)
 
 
 @pytest.mark.parametrize("kind, one, both, sent", [
@@ -103,6 +103,17 @@ def test_every_operand_of_a_collective_is_counted(kind, one, both, sent, form):
             found, _ = of_text(f"(({had}), {result}, s32[])", "async-start", operands,
                                "async_execution_thread=\"other\", calls=%wrapped", wrapped)
         assert found == {(kind, "tp"): [1, n_bytes]}, (operands, found)
+
+
+def test_a_send_through_the_host_is_a_collective_between_slices():
+    """What TPUs send between slices goes by the name of its collective, along the axis that is laid
+    over the slices, with the bytes of a ring of two.
+
+    Break: tests/plan.py: if op == "send" and => if op == "recv" and
+    """
+    how = 'is_host_transfer=true, frontend_attributes={megascale_transfer_type="ALL_REDUCE"}'
+    found, _ = of_text(f"({X}, u32[], token[])", "send", "%x, %token", how, slices=2)
+    assert found == {("all-reduce", "fsdp between slices"): [1, 192]}
 
 
 def test_what_an_operation_writes_is_what_it_results_in():
@@ -376,7 +387,7 @@ def test_a_plan_for_a_slice_that_is_not_here(tiny):
     add up, and a step that cannot fit is told with what to change. Two slices of v5p: what goes
     between them is told.
 
-    Break: tests/plan.py: op == "send" and => op == "recv" and
+    Break: tests/plan.py: if kind.startswith(name)), None) => if kind == name + name), None)
     """
     base = dict(plan_for="v4:2x2x2", fsdp=8, dp=1, d_model=512, n_layers=2, n_heads=4,
                 n_kv_heads=0, batch_size=32, seq_len=512, vocab_size=32768, dtype="bfloat16")
