@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""data.py: every token once an epoch, any batch from its number alone, and files that are not what
-they seem.
+"""data.py: every token is a label once an epoch, a batch depends on its number alone, and malformed
+files are refused.
 """
 import json
 import os
@@ -23,15 +23,15 @@ LENGTHS = (23, 9, 41, 17, 10)  # of shards; with sequences of 8 most end in a wi
 
 
 def count_up(lengths=LENGTHS):
-    """A source whose every token is another number: what comes out of it tells where it was."""
+    """Make a source in which every token is its own place: a batch then tells where it is from."""
     ends = np.cumsum(lengths)
     shards = [np.arange(end - n, end, dtype=np.uint16) for n, end in zip(lengths, ends)]
     names = [f"shard {i}" for i in range(len(lengths))]
     return {"shards": shards, "names": names, "bytes_per_token": None}
 
 
-def learnt(batch):
-    """The labels of a batch that count, after a check that each follows its token."""
+def counted_labels(batch):
+    """Return the labels that are not ignored, after a check that each follows its token."""
     on = batch["labels"] != data.IGNORE
     np.testing.assert_array_equal(batch["labels"][on], batch["tokens"][on] + 1)
     return batch["labels"][on]
@@ -137,8 +137,7 @@ def test_permute_is_as_random_as_numpy(n):
 
 
 def test_permute_in_pieces():
-    """Where an index goes does not depend on what else is asked for, and the question is left as it
-    was.
+    """Where an index goes does not depend on the other indices, and the argument is not changed.
 
     Break: data.py: out = network(np.asarray(index, np.uint64)) =>
     out = network(np.arange(len(index), dtype=np.uint64))
@@ -162,7 +161,7 @@ def test_every_label_once_an_epoch(seq_len):
         batch = data.batch_at(source, step, 1, seq_len, seed=3)
         assert batch["tokens"].shape == (1, seq_len)
         assert batch["tokens"].dtype == batch["labels"].dtype == np.int32
-        np.add.at(seen, learnt(batch), 1)
+        np.add.at(seen, counted_labels(batch), 1)
     wanted = np.ones(sum(LENGTHS), int)
     wanted[np.cumsum((0, *LENGTHS[:-1]))] = 0  # the first of a shard follows nothing
     np.testing.assert_array_equal(seen, wanted)
@@ -201,8 +200,8 @@ def test_last_batch_wraps():
 
 
 def test_batches_from_the_step_alone(tmp_path):
-    """A batch depends on its arguments alone: asked for backwards, of the same file opened anew, it
-    is the same.
+    """A batch depends on its arguments alone: built in reverse order, or from the same file opened
+    again, it is the same.
 
     Break: data.py: _permuted(places[here], n, (seed, =>
     _permuted(places[here], n, (time.time_ns(),
@@ -221,7 +220,7 @@ def test_batches_from_the_step_alone(tmp_path):
 @pytest.mark.parametrize("n_hosts", [1, 2, 4])
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
 def test_rows_of_hosts(n_hosts, at):
-    """Hosts that each build rows of their own build, together, the batch that one host builds.
+    """Hosts that each build some of the rows together build the batch that one host builds.
 
     Break: data.py: index * batch_size + rows.astype =>
     index * batch_size + np.arange(len(rows)).astype
@@ -231,8 +230,8 @@ def test_rows_of_hosts(n_hosts, at):
         whole = at(source, step, 8, 8)
         blocks = np.array_split(np.arange(8), n_hosts)
         backwards = [b[::-1] for b in blocks]
-        in_turns = [np.arange(h, 8, n_hosts) for h in range(n_hosts)]
-        for rows in blocks + backwards + in_turns:
+        interleaved = [np.arange(h, 8, n_hosts) for h in range(n_hosts)]
+        for rows in blocks + backwards + interleaved:
             part = at(source, step, 8, 8, rows=rows)
             assert all((part[k] == whole[k][rows]).all() for k in whole)
 
@@ -280,8 +279,7 @@ def test_evaluation_has_each_example_once():
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
 def test_eval_covers_each_token_once(batch_size):
-    """Evaluation has every held-out label once at any batch size, and nothing to learn past the
-    end.
+    """Evaluation counts every held-out label once at any batch size, and none past the end.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
@@ -290,7 +288,7 @@ def test_eval_covers_each_token_once(batch_size):
     batches = [data.eval_batch_at(source, i, batch_size, 8) for i in range(n_batches + 1)]
     assert all(b["labels"].shape == (batch_size, 8) for b in batches)
     assert (batches[-1]["labels"] == data.IGNORE).all()
-    labels = np.concatenate([learnt(b) for b in batches])
+    labels = np.concatenate([counted_labels(b) for b in batches])
     firsts = np.cumsum((0, *LENGTHS[:-1]))
     np.testing.assert_array_equal(np.sort(labels), np.setdiff1d(np.arange(sum(LENGTHS)), firsts))
 
@@ -503,8 +501,7 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
 
 
 def test_standard_library():
-    """Without data there is Python's own library: the same twice, the same as its files read
-    plainly, without tests.
+    """The default data is Python's standard library without its tests: its files, in a fixed order.
 
     Break: data.py: "site-packages", "dist-packages", "test", => "site-packages", "dist-packages",
     """
@@ -520,8 +517,8 @@ def test_standard_library():
 # ---- tokenizers
 
 def test_bytes_tokenizer():
-    """Any text comes back from its bytes; ids beyond a byte, which a wider vocabulary may sample,
-    are shown.
+    """Any text is restored from its bytes; ids above 255, which a larger vocabulary may sample, are
+    shown as numbers.
 
     Break: data.py: text.encode(), np.uint8) => text.encode("utf-16"), np.uint8)
     """
@@ -534,7 +531,7 @@ def test_bytes_tokenizer():
 
 
 def small_bpe(path, *special):
-    """A tokenizer.json of the real library, trained on a line."""
+    """Train a tokenizer with the real library on one line, and write its tokenizer.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -575,8 +572,8 @@ def test_tokenizer_json(tmp_path):
 
 
 def test_tokenizer_faults(tmp_path):
-    """A tokenizer that is no file, no tokenizer.json or knows no end of a document is refused by
-    name.
+    """A tokenizer is refused by name when it is not a file, not a tokenizer.json, or has no
+    end-of-document token.
 
     Break: data.py: if end is None: => if False:
     """
@@ -661,13 +658,13 @@ def test_prefetch():
     made.clear()
     items = data.prefetch(make, 0, 9)  # by default two ahead
     next(items)
+    time.sleep(0.3)  # enough to make several more, were more than two asked for
+    assert made == [0, 1, 2]
     items.close()
-    assert made in ([0, 1], [0, 1, 2])
 
 
 def test_prefetch_raises():
-    """What goes wrong in making an item is raised where that item is asked for, after those before
-    it.
+    """An exception in making an item is raised where that item is consumed, after those before it.
 
     Break: data.py: item = ahead.popleft().result() => item = ahead.popleft().exception()
     """
@@ -678,7 +675,7 @@ def test_prefetch_raises():
 
 
 def test_prefetch_closes():
-    """A reader that leaves early ends the thread, and nothing more is made.
+    """Closing the iterator early ends the thread, and no further items are made.
 
     Break: data.py: pool.shutdown(cancel_futures=True) => pool.shutdown(wait=False)
     """
