@@ -658,7 +658,10 @@ def test_prefetch():
     made.clear()
     items = data.prefetch(make, 0, 9)  # by default two ahead
     next(items)
-    time.sleep(0.3)  # enough to make several more, were more than two asked for
+    deadline = time.monotonic() + 10
+    while len(made) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.1)  # time for one more, were it asked for
     assert made == [0, 1, 2]
     items.close()
 
