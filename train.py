@@ -112,11 +112,15 @@ OPTIONAL = {
 
 
 def prepare(cfg, task=TEXT, devices=None):
-    """{"cfg" (worked out), "task", "mesh", "table"} on these devices (default: all at hand).
+    """{"cfg" (worked out), "task", "mesh", "table"} on these devices (default: those of
+    cfg.plan_for, or all at hand).
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
-    devices, task = devices or jax.devices(), OPTIONAL | task
+    task = OPTIONAL | task
+    if devices is None:
+        devices = (steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for
+                   else jax.devices())
     keep_programs(cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
@@ -816,32 +820,44 @@ def tell_finished(cfg, step):
 # Would it fit?
 
 def plan(cfg, task=TEXT):
-    """Compile the update that would run, allocate nothing, and print what it takes; the summary."""
-    devices = steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for else None
-    run = prepare(cfg, task, devices)
-    cfg, (unit, size), mesh = run["cfg"], run["task"]["unit"], run["mesh"]
-    say(headline(run) + "; for each device:")
+    """Print what an update would take, allocating nothing; the summary."""
+    run = prepare(cfg, task)
+    cost = estimate(run)
+    show_estimate(run, cost)
+    return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
+
+
+def estimate(run):
+    """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
+    device by kind, "compiled", "compile_s"}, or "fault" in words.
+    """
+    cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "fits": False, "memory": {}}
     if run["task"]["flops"]:
         flops, recomputed, formula = run["task"]["flops"](cfg)
-        per_device = size(cfg) / mesh.size / 1e12
-        say(f"  {flops * per_device:10,.4g} TFLOP  the model's: {formula}")
-        say(f"  {recomputed * per_device:10,.4g} TFLOP  recomputed by remat")
+        n = run["task"]["unit"][1](cfg) / mesh.size
+        cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
-    began, fault, kinds = time.perf_counter(), "", {}
+    began = time.perf_counter()
     try:
         with explain_memory(run):
-            compiled = steplib.compile_lowered(lowered["train_step"]())
-            kinds = steplib.memory_by_kind(state, compiled)
-            steplib.check_fits(kinds, mesh)
+            cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
+            cost["compile_s"] = time.perf_counter() - began
+            cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
+            steplib.check_fits(cost["memory"], mesh)
     except ValueError as e:
-        fault = str(e)
-    for kind, n_bytes in kinds.items():
+        return cost | {"fault": str(e)}
+    return cost | {"fits": True}
+
+
+def show_estimate(run, cost):
+    say(headline(run) + "; for each device:")
+    for what, amount in cost["flop"].items():
+        say(f"  {amount / 1e12:10,.4g} TFLOP  {what}")
+    for kind, n_bytes in cost["memory"].items():
         say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
-    limit = steplib.memory_limit(mesh)
-    say(fault or f"compiled in {time.perf_counter() - began:.0f} s; "
+    limit = steplib.memory_limit(run["mesh"])
+    say(cost.get("fault") or f"compiled in {cost['compile_s']:.0f} s; "
         + (f"fits in {limit / 2**30:,.4g} GiB" if limit else "this device's memory is not known"))
-    return {"step": 0, "reason": "plan", "exit_code": int(bool(fault)), "bytes": kinds,
-            "fits": not fault}
 
 
 @contextlib.contextmanager
@@ -944,7 +960,7 @@ def agreed_signal(cfg, step, signals):
 
 # The command line.
 
-def cli(argv, hooks=(), task=TEXT, kind=config.Config):
+def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; the exit code. A ValueError that the six files raise is the user's fault
     and is told in a sentence; every other exception keeps its traceback.
     """

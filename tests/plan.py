@@ -25,7 +25,6 @@ from jax.sharding import NamedSharding
 
 import config
 import step as steplib
-import old_core  # noqa: F401  until the merge
 
 # GB/s of one device: to and from its memory, sent to its neighbours, sent between slices (of GPUs:
 # between hosts). Source: the makers' data sheets.
@@ -48,19 +47,17 @@ NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
-    plan_sweep: int = 0  # meshes to compile for and compare, the most promising; 0: the one given
+    plan_sweep: config.Whole = 0  # meshes to compile for and compare, the most promising; 0: the one given
 
 
-def main(cfg, task=None):
+def main(cfg, hooks=(), task=train.TEXT):
     """Plan one mesh, or compare several; a dict with at least "exit_code".
 
     Raises ValueError for a mode other than training, and for whatever train.main would refuse.
     """
     if cfg.mode not in ("train", "plan"):
         raise ValueError(f"mode {cfg.mode}: only training can be planned; leave out --mode")
-    if cfg.plan_sweep < 0:
-        raise ValueError(f"plan_sweep {cfg.plan_sweep}: must be at least 0")
-    run = train.prepare(cfg, task or train.TEXT, train.plan_devices(cfg))
+    run = train.prepare(cfg, task)
     if cfg.plan_sweep:
         return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
@@ -71,7 +68,7 @@ def main(cfg, task=None):
         words = ", ".join(f"{what} {s:.4g} s" for what, s in cost["seconds"].items())
         best, worst = (f"{s:.4g} s (MFU {mfu:.1%})" for s, mfu in zip(cost["step_s"], cost["mfu"]))
         train.say(f"  a step: {words}; {best} if all overlap, {worst} if none do")
-    return cost | {"exit_code": 0 if cost["fits"] else 1}
+    return cost | {"exit_code": int(not cost["fits"])}
 
 
 def measure(run):
@@ -80,7 +77,7 @@ def measure(run):
     "sent_bytes", "memory_traffic_bytes", and the roofline where rates are known.
     """
     cost, mesh = train.estimate(run), run["mesh"]
-    if "fault" in cost:
+    if "compiled" not in cost:
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0}
     sent, written = traffic(cost.pop("compiled").as_text(), mesh, run["cfg"].slices)
     cost |= {"collectives": sent, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
@@ -165,7 +162,7 @@ def predicted_traffic(cfg, table, sizes):
     for name, row in table.items():
         held, moments = (math.prod(NamedSharding(mesh, spec).shard_shape(row["shape"]))
                          for spec in (row["spec"], specs[name]))
-        state_bytes += 4 * held + 8 * moments * row["trained"]
+        state_bytes += 4 * held + 8 * moments * row.get("trained", True)
         gathered = math.prod(n[a] for axes in row["spec"] if "fsdp" in (axes or ())
                              for a in (axes if isinstance(axes, tuple) else (axes,)))
         weights += passes * SENT["all-gather"](gathered, gathered * itemsize * held)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import config
@@ -17,7 +18,7 @@ import model
 import plan
 import step
 
-SMALL = config.derive(config.Config(
+SMALL = config.derive_text(config.Config(
     d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
     batch_size=16, dtype="float32"))
 SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=1.0)
@@ -26,11 +27,15 @@ SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=1.0)
 def seen(cfg, devices=None):
     """plan.traffic's collectives of the small transformer's compiled update."""
     devices = devices or jax.devices()
-    mesh, ids = step.make_mesh(cfg, devices), jax.ShapeDtypeStruct(
-        (cfg.batch_size, cfg.seq_len), jnp.int32)
+    mesh = step.make_mesh(cfg, devices)
     _, lower, _ = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
-                                   {"tokens": ids, "labels": ids})
+                                   batch(cfg, mesh))
     return plan.traffic(lower["train_step"]().compile().as_text(), mesh, cfg.slices)[0]
+
+
+def batch(cfg, mesh):
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for name, (shape, dtype, spec) in model.batch_shapes(cfg).items()}
 
 
 def planned(tiny, plan_sweep=0, **changes):
@@ -282,9 +287,8 @@ def test_predicted_state_is_what_a_device_holds():
     Break: tests/plan.py: 4 * held + 8 * moments => 4 * held + 8 * held
     """
     cfg = dataclasses.replace(SMALL, dp=2, fsdp=2, tp=2)
-    table, ids = model.param_table(cfg), jax.ShapeDtypeStruct((16, 8), jnp.int32)
-    state, *_ = step.lower_steps(cfg, step.make_mesh(cfg), table, model.loss_fn, model.init,
-                                 {"tokens": ids, "labels": ids})
+    table, mesh = model.param_table(cfg), step.make_mesh(cfg)
+    state, *_ = step.lower_steps(cfg, mesh, table, model.loss_fn, model.init, batch(cfg, mesh))
     held = sum(4 * np.prod(x.sharding.shard_shape(x.shape))
                for x in jax.tree.leaves((state["params"], state["opt"])) if x.ndim)
     assert plan.predicted_traffic(cfg, table, (2, 2, 1, 2, 1))[1] == held
@@ -371,7 +375,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
 def test_a_plan_needs_a_slice_that_exists(tiny):
     """Without the TPU compiler, or for a slice of no such shape, one clear line.
 
-    Break: tests/plan.py: train.plan_devices(cfg) => jax.devices()
+    Break: tests/plan.py: train.prepare(cfg, task) => train.prepare(cfg, task, jax.devices())
     """
     wanted = ("no such TPU slice.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
               else "the TPU compiler is missing: pip install 'jax\\[tpu\\]'")

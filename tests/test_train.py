@@ -1262,11 +1262,11 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
     by_hand = sum(4 * np.prod(row["shape"]) // 2 ** sum(
         f"'{axis}'" in str(row["spec"]) for axis in config.MESH if getattr(cfg, axis) == 2)
                   for row in model.param_table(full).values())
-    assert cost["bytes"]["parameters"] == by_hand
-    assert cost["bytes"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
+    assert cost["memory"]["parameters"] == by_hand
+    assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
     train.main(dataclasses.replace(cfg, mode="train", steps=1))
     start = rows(cfg.out_dir, "start")[0]
-    assert cost["bytes"] == start["memory_bytes_per_device"]
+    assert cost["memory"] == start["memory_bytes_per_device"]
     tflop = start["flops_per_token"] * start["tokens_per_step"] / 8 / 1e12
     assert f"{tflop:10,.4g} TFLOP  the model's" in said
     for words in ("GiB  parameters", "GiB  total", "recomputed by remat", "fits in"):
@@ -1280,7 +1280,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     Break: train.py: steplib.check_fits(programs["memory"], run["mesh"]) => pass
     """
     cfg = tiny(batch_size=64, remat="full")
-    needed = train.main(dataclasses.replace(cfg, mode="plan"))["bytes"]["total"]
+    needed = train.main(dataclasses.replace(cfg, mode="plan"))["memory"]["total"]
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
                                          "first to change: --micro_batches 2"):
