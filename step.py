@@ -206,9 +206,9 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     old = _trained(state["params"], table)
     sums, counts, grads = _value_and_grad(
         state["params"], batch, cfg, loss_fn, loss_scale, table)
-    counts = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
-    metrics = {k: sums[k] / counts[k] for k in sums}
-    grads = jax.tree.map(lambda g: g / (loss_scale * counts["objective"]), grads)
+    divisors = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
+    metrics = {k: sums[k] / divisors[k] for k in sums}
+    grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
     if cfg.watch and cfg.log_every:
         metrics["watch"] = _weight_stats(state["step"] + 1, state["params"], grads, cfg)
