@@ -252,7 +252,8 @@ def test_optimizers_learn_sharded_as_whole(name):
     """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall;
     moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
 
-    Break: step.py: **kind) if same else whole => **kind) if same and False else whole
+    Break: step.py: **kind) if same else replicated =>
+    **kind) if same and False else replicated
     """
     cfg = dataclasses.replace(SMALL, optimizer=name, moment_dtype="bfloat16", lr=3e-3)
     losses = {}
@@ -272,7 +273,7 @@ def test_optimizers_learn_sharded_as_whole(name):
 def test_grad_norm_is_of_the_mean_before_clipping():
     """grad_norm is the norm of NumPy's gradient of the mean, unclipped, to 1e-5 relative (float32).
 
-    Break: step.py: g / (loss_scale * counts["objective"]) => g / loss_scale
+    Break: step.py: g / (loss_scale * divisors["objective"]) => g / loss_scale
     """
     cfg = dataclasses.replace(BASE, clip_norm=1e-3)
     (state, update), batch = linear_run(cfg), linear_batch()
@@ -422,8 +423,8 @@ def test_every_mesh_gives_the_same_gradients(sizes):
 def test_a_mesh_gives_the_same_updates(sizes, one_device):
     """Two updates over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
 
-    Break: step.py: metrics = {k: sums[k] / counts[k] for k in sums} =>
-    metrics = {k: sums[k] / counts[k] / jax.sharding.get_abstract_mesh().size for k in sums}
+    Break: step.py: metrics = {k: sums[k] / divisors[k] for k in sums} =>
+    metrics = {k: sums[k] / divisors[k] / jax.sharding.get_abstract_mesh().size for k in sums}
     """
     metrics = lm_run(dataclasses.replace(SMALL, **sizes))[2]
     for want, got in zip(one_device[1], metrics):
@@ -533,7 +534,8 @@ def test_nan_leaves_the_model_as_it_was():
     """A NaN in one batch leaves parameters and moments bit-identical; step and skipped count it,
     finite is 0; the next update works.
 
-    Break: step.py: jnp.where(finite, n, o) => jnp.where(finite | True, n, o)
+    Break: step.py: jnp.where(finite, new, old) =>
+    jnp.where(finite | True, new, old)
     """
     state, update = linear_run(BASE)
     state, _ = update(state, linear_batch(0))
@@ -609,6 +611,18 @@ def test_fp16_overflow_halves_the_scale_and_skips():
         assert (float(metrics["finite"]), float(metrics["loss_scale"])) == (finite, scale)
         assert int(after["skipped"]) == int(state["skipped"]) + 1
         np.testing.assert_array_equal(after["params"]["w"], state["params"]["w"])
+
+
+def test_the_loss_scale_has_a_floor():
+    """Overflows halve the loss scale down to 2**-14, float16's smallest normal number, not further.
+
+    Break: step.py: jnp.maximum(scale["value"] / 2, 2.0**-14)) => scale["value"] / 2)
+    """
+    scale, seen = {"value": jnp.float32(2.0**-12), "good": jnp.int32(5)}, []
+    for _ in range(4):
+        scale = step._next_scale(scale, jnp.bool_(False))
+        seen.append(float(scale["value"]))
+    assert seen == [2.0**-13, 2.0**-14, 2.0**-14, 2.0**-14]
 
 
 def test_fp16_gradient_is_unscaled():
@@ -687,41 +701,6 @@ def test_what_is_watched_equals_numpy():
         if x.std() > 1e-3:  # a value within a rounding of an edge may fall on its other side
             edges = np.cumsum(np.histogram(x, 64)[0])
             assert np.abs(np.cumsum(seen["counts"]) - edges).max() <= 2 + x.size // 1000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
-def test_slices_hold_neighbours_along_the_outer_axis(sizes):
-    """Two groups of four devices: each is one half of dp, or of fsdp where dp is 1, and of nothing
-    else; traffic tells what crosses between them, and the numbers are those of one device.
-
-    Break: step.py: inner = [n // cfg.slices if i == outer => inner = [n // cfg.slices if i == 1
-    """
-    cfg = dataclasses.replace(SMALL, slices=2, **sizes)
-    lowered, mesh = lowered_step(cfg)
-    assert {a: mesh.shape[a] for a in sizes} == sizes
-    ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    halves = np.split(ids, 2, axis=0 if cfg.dp > 1 else 1)
-    assert [sorted(half.ravel().tolist()) for half in halves] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    seen, _ = step.traffic(lowered.compile().as_text(), mesh, cfg.slices)
-    outer = "dp" if cfg.dp > 1 else "fsdp"
-    for _, axes in seen:
-        assert axes.endswith(step.BETWEEN) == (outer in axes.split("+")[0].split()), axes
-
-
-def test_more_slices_than_devices_say_are_refused():
-    """Devices that say which slice they are of make a mesh of so many slices alone.
-
-    Break: step.py: cfg.slices != n_slices => cfg.slices < 0
-    """
-    if not importlib.util.find_spec("libtpu"):
-        pytest.skip("the TPU compiler is not installed: pip install 'jax[tpu]'")
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    devices = topologies.get_topology_desc("v5p:2x2x1", platform="tpu", num_slices=2).devices
-    with pytest.raises(ValueError, match="slices 1: the devices are of 2; set --slices 2"):
-        step.make_mesh(dataclasses.replace(BASE, dp=2, fsdp=-1), devices)
-    mesh = step.make_mesh(dataclasses.replace(BASE, dp=2, fsdp=-1, slices=2), devices)
-    assert [{d.slice_index for d in row.flat} for row in mesh.devices] == [{0}, {1}]
 
 
 @pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
@@ -803,6 +782,149 @@ def test_a_linear_loss_compiles_and_learns():
     assert steps["memory"]["total"] > 0 and int(state["step"]) == 60
 
 
+def image_loss(params, batch, cfg):
+    """Cross-entropy of a linear classifier of images [B, 4, 2] with a label each [B]."""
+    logp_BV = jax.nn.log_softmax(batch["image"].reshape(-1, 8) @ params["w"] + params["b"][None])
+    hit_BV = batch["label"][:, None] == jnp.arange(4)[None]
+    nll = -jnp.where(hit_BV, logp_BV, 0).sum()
+    return {"objective": nll, "loss": nll}, dict.fromkeys(
+        ("objective", "loss"), jnp.float32(batch["label"].size))
+
+
+def test_batches_of_any_rank_learn_over_a_mesh():
+    """Images of rank 3 with labels of rank 1, in microbatches over dp, fsdp and tp: the losses of
+    one device in one batch, to 1e-5 relative (float32), which fall below a half.
+
+    Break: step.py: x.reshape(-1, A, *x.shape[1:]), 1, 0) => x.reshape(-1, A, x.shape[-1]), 1, 0)
+    """
+    cfg, rng = dataclasses.replace(BASE, clip_norm=0.0, weight_decay=0.0), np.random.default_rng(3)
+    image, losses = np.float32(rng.normal(size=(32, 4, 2))), []
+    label = (image.reshape(32, 8) @ rng.normal(size=(8, 4))).argmax(axis=1).astype(np.int32)
+    for sizes, devices in ((dict(dp=2, fsdp=2, tp=2, micro_batches=4), jax.devices()),
+                           (dict(fsdp=1), jax.devices()[:1])):
+        steps, state, batch = compiled(
+            dataclasses.replace(cfg, **sizes), {"image": image, "label": label},
+            loss_fn=image_loss, devices=devices)
+        assert batch["label"].ndim == 1 and len(batch["label"].devices()) == len(devices)
+        losses.append([])
+        for _ in range(10):
+            state, metrics = steps["train_step"](state, batch)
+            losses[-1].append(float(metrics["loss"]))
+        assert metrics["n_labels"] == 32
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+
+
+def vector_loss(params, batch, cfg):
+    """linear_loss; a histogram of x, counted by rows; and sums of y where above 1, by column."""
+    sums, counts = linear_loss(params, batch, cfg)
+    bins = jnp.clip((50 * (batch["x"] + 2)).astype(jnp.int32), 0, 199)
+    above = batch["y"] > 1
+    sums |= {"histogram": jnp.zeros(200).at[bins].add(1.0),
+             "y": jnp.where(above, batch["y"], 0).sum(axis=0)}
+    return sums, counts | {"histogram": len(bins), "y": above.sum(axis=0)}
+
+
+def vector_sums(batch):
+    """What vector_loss's last two are, by NumPy."""
+    bins = np.clip((50 * (batch["x"] + np.float32(2))).astype(int), 0, 199)
+    above = batch["y"] > 1
+    return {"histogram": (np.bincount(bins.ravel(), minlength=200), len(bins)),
+            "y": (np.where(above, batch["y"], 0).sum(axis=0, dtype=float), above.sum(axis=0))}
+
+
+def test_sums_may_be_vectors():
+    """Sums of shape [200] and [4], with a scalar count and one each, are means in the metrics of an
+    accumulated update, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6.
+
+    Break: step.py: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes) =>
+    jax.tree.map(lambda x: jnp.float32(0), shapes)
+    """
+    batch = linear_batch()
+    batch["y"][:, 2] = 0  # never above 1
+    _, update = linear_run(cfg := dataclasses.replace(BASE, micro_batches=4), vector_loss)
+    metrics = update(linear_run(cfg)[0], batch)[1]
+    for name, (total, count) in vector_sums(batch).items():
+        np.testing.assert_allclose(metrics[name], total / np.maximum(count, 1), rtol=1e-6)
+    assert metrics["y"][2] == 0 and np.sum(metrics["histogram"]) == 8
+
+    batches = [linear_batch(seed) for seed in range(3)]
+    evaluate = jax.jit(lambda params, b: step.eval_step(params, b, cfg, vector_loss))
+    totals = step.evaluate(evaluate, linear_run(cfg)[0]["params"], batches)
+    want = [vector_sums(b) for b in batches]
+    for name in ("histogram", "y"):
+        for got, parts in zip(totals[name], zip(*(w[name] for w in want), strict=True),
+                              strict=True):
+            np.testing.assert_allclose(got, np.sum(parts, axis=0), rtol=1e-6)
+
+
+def test_evaluation_adds_up_in_float64_and_stops_when_told():
+    """Sums of 2**24 and 1, which float32 would swallow, add up exactly, whatever the number of
+    batches; no batch gives no sums; once stopped, None and no further batch.
+
+    Break: step.py: np.asarray(b, np.float64) => np.asarray(b, np.float32)
+    """
+    def sums(params, batch):
+        return {"loss": (jnp.float32(batch), jnp.int32(params))}
+
+    for batches in ([2**24], [2**24, 1], [2**24, 1, 1]):
+        assert step.evaluate(sums, 3, batches) == {"loss": (sum(batches), 3 * len(batches))}
+    assert step.evaluate(sums, 3, []) == {}
+    taken, stops = iter(range(9)), iter([False, False, True])
+    assert step.evaluate(sums, 3, taken, lambda: next(stops)) is None
+    assert next(taken) == 3
+
+
+def test_a_batch_without_labels_changes_nothing():
+    """Counts of 0 divide by 1: the loss and the gradient are 0, n_labels 0, and all is finite.
+
+    Break: step.py: jnp.where(n == 0, 1, n) => jnp.where(n == 0, 0, n)
+    """
+    def nothing(params, batch, cfg):
+        return {"objective": 0 * params["w"].sum()}, {"objective": jnp.float32(0)}
+
+    state, update = linear_run(dataclasses.replace(BASE, weight_decay=0.0), nothing)
+    after, metrics = update(state, {})
+    assert [float(metrics[k]) for k in ("objective", "grad_norm", "n_labels", "finite")] == [
+        0, 0, 0, 1]
+    np.testing.assert_array_equal(after["params"]["w"], state["params"]["w"])
+
+
+def test_what_is_compiled_can_be_replaced():
+    """override is given loss_fn, optimizer and train_step by name, and what it returns runs.
+
+    Break: step.py: override("optimizer", make_optimizer(cfg, table)) => make_optimizer(cfg, table)
+    """
+    cfg, given = dataclasses.replace(BASE, weight_decay=0.0, schedule="constant"), []
+
+    def double(params, batch, cfg):
+        sums, counts = linear_loss(params, batch, cfg)
+        return {k: 2 * x for k, x in sums.items()}, counts
+
+    def override(name, value):
+        given.append(name)
+        if name == "train_step":
+            def pinned(state, batch):
+                new, metrics = value(state, batch)
+                return new | {"skipped": new["skipped"] + 7}, metrics
+            return pinned
+        return {"loss_fn": double, "optimizer": optax.sgd(-1.0)}[name]  # optax's sign is ours less
+
+    mesh, batch = step.make_mesh(cfg), linear_batch()
+    lower = step.lower_steps(
+        cfg, mesh, TABLE, linear_loss, init_linear, batch_structs(batch, mesh), override)[1]
+    assert given == ["loss_fn", "optimizer", "train_step"]
+    old = lower["init"]().compile()(jax.random.key(0))
+    params = host(old["params"])
+    new, metrics = lower["train_step"]().compile()(old, place(batch, mesh))
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    assert metrics["objective"] == pytest.approx(2 * (error**2).mean(), rel=1e-5)
+    assert int(new["skipped"]) == 7
+    grad = 4 * error.sum(axis=0) / error.size
+    clip = min(1, 1 / float(metrics["grad_norm"]))
+    np.testing.assert_allclose(new["params"]["b"], params["b"] - 0.1 * clip * grad, atol=1e-5)
+
+
 def test_from_params_starts_a_fresh_state():
     """from_params gives step 0, the given parameters bit for bit, sharded, and moments of 0.
 
@@ -817,3 +939,139 @@ def test_from_params_starts_a_fresh_state():
         np.testing.assert_array_equal(state["params"][name], given[name])
         assert state["params"][name].sharding == steps["state"]["params"][name].sharding
     assert int(state["step"]) == 0 and not any(np.any(x) for x in jax.tree.leaves(state["opt"]))
+
+
+@pytest.mark.parametrize("moments_on, kinds", [
+    ("device", {"parameters": 48, "moments": 64 + 4}),
+    ("host", {"parameters": 48, "moments": 4, "moments in host memory": 64})])
+def test_memory_by_kind_equals_a_hand_count(moments_on, kinds):
+    """On each of dp 2, fsdp 2, tp 2, in bytes: w [8, 4] has 8 numbers and 4 of each moment, b [4]
+    four of each, Adam a count; the total is these, step and skipped, 4 of 16 rows of x and y,
+    temporaries, six metrics, and XLA's pointers to results.
+
+    Break: step.py: stats.argument_size_in_bytes + stats.temp_size_in_bytes +
+    stats.output_size_in_bytes => stats.temp_size_in_bytes + stats.output_size_in_bytes
+    """
+    cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2, moments_on=moments_on)
+    memory = compiled(cfg, linear_batch())[0]["memory"]
+    assert {k: memory[k] for k in memory if "mp" not in k and k != "total"} == kinds
+    if moments_on == "device":  # a CPU's XLA counts the host's memory as the device's
+        held = sum(kinds.values()) + 2 * 4 + 4 * (8 + 4) * 4 + 6 * 4
+        assert 0 <= memory["total"] - memory["temporaries"] - held <= 8 * 20, memory
+
+
+def test_memory_of_a_device():
+    """A CPU's eight devices share the memory that the kernel tells; of a device that is not here it
+    is the table's, or None.
+
+    Break: step.py: kind.startswith(name) => name.startswith(kind)
+    """
+    mem_total = Path("/proc/meminfo").read_text().split()[1]  # of its first line, in KiB
+    limit = step.memory_limit(step.make_mesh(BASE))
+    assert limit == pytest.approx(int(mem_total) * 1024 / 8, rel=0.01)
+
+    def limit_of(kind, memory_stats=lambda: None):
+        device = types.SimpleNamespace(
+            platform="tpu", device_kind=kind, memory_stats=memory_stats)
+        return step.memory_limit(types.SimpleNamespace(devices=np.array([device])))
+
+    assert limit_of("TPU v5 lite") == 15.75 * 2**30 and limit_of("TPU v5") == 95 * 2**30
+    assert limit_of("TPU v5", lambda: {"bytes_limit": 7}) == 7
+    assert limit_of("TPU v1") is None
+    assert step.peaks("NVIDIA H100 80GB HBM3") == (989, 80) and step.peaks("cpu") == (None, None)
+
+
+def test_what_does_not_fit_is_told_in_gib():
+    """An update that needs more than a device has is a MemoryError with both, in GiB, and with
+    what alone would help when parameters and moments are too much; what fits raises nothing.
+
+    Break: step.py: kinds["total"] > limit: => kinds["total"] > 2 * limit:
+    """
+    mesh = step.make_mesh(BASE)
+    limit = step.memory_limit(mesh)
+    kinds = {"parameters": limit // 2, "moments": limit // 2, "total": limit}
+    step.check_fits(kinds, mesh)
+    needs = f"needs {(limit + 2**30) / 2**30:.4g} GiB on each device, which has {limit / 2**30:.4g}"
+    with pytest.raises(MemoryError) as e:
+        step.check_fits(kinds | {"total": limit + 2**30}, mesh)
+    assert needs in e.value.args[0] and len(e.value.args) == 1
+    with pytest.raises(MemoryError, match="more devices along fsdp or tp"):
+        step.check_fits(kinds | {"moments": limit, "total": 2 * limit}, mesh)
+
+
+def test_a_program_that_xla_finds_too_large_is_a_memory_error():
+    """XLA's RESOURCE_EXHAUSTED is a MemoryError of its first line; its other errors stay.
+
+    Break: step.py: if "RESOURCE_EXHAUSTED" not in str(e): => if "RESOURCE_EXHAUSTED" in str(e):
+    """
+    def fails(message):
+        def compile(options):
+            raise jax.errors.JaxRuntimeError(message)
+        return types.SimpleNamespace(compile=compile)
+
+    with pytest.raises(MemoryError, match="^RESOURCE_EXHAUSTED: 99 GiB$"):
+        step.compile_lowered(fails("RESOURCE_EXHAUSTED: 99 GiB\nand its table"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        step.compile_lowered(fails("INTERNAL: a fault"))
+
+
+@pytest.mark.parametrize("flags, advice", [
+    ("", "--remat full"),
+    ("--remat full", "--micro_batches 2"),
+    ("--remat full --micro_batches 2", "--micro_batches 4"),
+    ("--remat full --micro_batches 4", "--remat offload"),
+    ("--remat offload --micro_batches 4", "--mlp_tiles 16"),
+    ("--remat offload --micro_batches 4 --mlp_tiles 16", "--moments_on host"),
+    ("--remat offload --micro_batches 4 --mlp_tiles 16 --moments_on host", None)])
+def test_advice_about_memory_is_legal(flags, advice):
+    """One thing after the other, the cheapest in time first, each of them legal; then devices.
+
+    Break: step.py: cfg.batch_size // rows % (2 * cfg.micro_batches) => cfg.batch_size % rows
+    """
+    argv = "--fsdp 4 --tp 2 --batch_size 16 --n_heads 4".split()
+    cfg = config.derive_text(config.parse([*argv, *flags.split()]))
+    said = step.memory_advice(cfg, step.make_mesh(cfg), model.memory_savers(cfg, 1))
+    assert said == (advice or "more devices along tp or sp")
+    if advice:
+        changed = config.parse([*argv, *flags.split(), *advice.split()])
+        config.validate(changed, 8, task_faults=config.text_faults)
+        assert changed != config.parse([*argv, *flags.split()])
+
+
+def test_dtype_auto_is_what_the_device_is_fast_at():
+    """bfloat16 but on CPUs, where it is mixed with AMX and float32 without; any other is kept.
+
+    Break: step.py: if dtype != "auto": => if dtype == "auto":
+    """
+    amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    assert step.choose_dtype("auto", "cpu") == ("mixed" if amx else "float32")
+    assert step.choose_dtype("auto", "tpu") == step.choose_dtype("auto", "cuda") == "bfloat16"
+    assert step.choose_dtype("float16", "cpu") == step.choose_dtype("float16", "tpu") == "float16"
+
+
+def test_host_memory_that_a_device_lacks_is_refused():
+    """remat offload and moments_on host need pinned_host memory: an error names it, and what to
+    set; other settings need none.
+
+    Break: step.py: "pinned_host" not in kinds => "device" not in kinds
+    """
+    bare = types.SimpleNamespace(device_kind="TPU v0", addressable_memories=lambda: [
+        types.SimpleNamespace(kind="device")])
+    step.check_host_memory(BASE, bare)
+    for change, instead in ((dict(remat="offload"), "--remat full"),
+                            (dict(moments_on="host"), "--moments_on device")):
+        cfg = dataclasses.replace(BASE, **change)
+        step.check_host_memory(cfg, jax.devices()[0])
+        with pytest.raises(ValueError, match=f"TPU v0 has no pinned_host.*set {instead}"):
+            step.check_host_memory(cfg, bare)
+
+
+def test_a_slice_that_is_not_there_is_refused():
+    """Without the TPU compiler, or for a slice of no such shape, one clear line.
+
+    Break: step.py: if not importlib.util.find_spec("libtpu"): => if False:
+    """
+    wanted = ("no such TPU slice.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
+              else "the TPU compiler is missing: pip install 'jax\\[tpu\\]'")
+    with pytest.raises(ValueError, match=f"plan_for 'v9:1': {wanted}"):
+        step.slice_devices("v9:1")
