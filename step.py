@@ -40,7 +40,10 @@ def make_mesh(cfg, devices=None):
     if prod(sizes) != len(devices):
         mesh = dict(zip(AXES, sizes))
         raise ValueError(f"mesh {mesh} uses {prod(sizes)} of {len(devices)} devices")
-    slice_of = lambda d: getattr(d, "slice_index", None) or 0
+
+    def slice_of(device):
+        return getattr(device, "slice_index", None) or 0
+
     n_slices = len(set(map(slice_of, devices)))
     if devices[0].platform == "tpu" and cfg.slices != n_slices:
         raise ValueError(f"slices {cfg.slices}: the devices are of {n_slices}; "
@@ -144,18 +147,17 @@ def state_shardings(state, table, mesh, moments_on="device"):
     """Shardings of a state: parameters by their spec, moments of a parameter's shape by
     moment_specs, the rest replicated.
     """
-    whole, specs = NamedSharding(mesh, P()), moment_specs(table, mesh)
+    replicated, specs = NamedSharding(mesh, P()), moment_specs(table, mesh)
     kind = {"memory_kind": "pinned_host"} if moments_on == "host" else {}
 
     def like_parameter(path, moment):
         names = [key.key for key in path if getattr(key, "key", None) in specs]
         same = names and moment.shape == state["params"][names[-1]].shape
-        return NamedSharding(mesh, specs[names[-1]], **kind) if same else whole
+        return NamedSharding(mesh, specs[names[-1]], **kind) if same else replicated
 
-    shardings = jax.tree.map(lambda _: whole, {k: v for k, v in state.items() if k != "params"})
     params = {name: NamedSharding(mesh, row["spec"]) for name, row in table.items()}
     opt = jax.tree_util.tree_map_with_path(like_parameter, state["opt"])
-    return shardings | {"params": params, "opt": opt}
+    return jax.tree.map(lambda _: replicated, state) | {"params": params, "opt": opt}
 
 
 def _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table):
@@ -182,7 +184,10 @@ def _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table):
     micros = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0), batch)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    add = lambda total, micro: (jax.tree.map(jnp.add, total, one(micro)), None)
+
+    def add(total, micro):
+        return jax.tree.map(jnp.add, total, one(micro)), None
+
     return jax.lax.scan(add, zeros, micros)[0]
 
 
@@ -201,9 +206,9 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     old = _trained(state["params"], table)
     sums, counts, grads = _value_and_grad(
         state["params"], batch, cfg, loss_fn, loss_scale, table)
-    counts = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
-    metrics = {k: sums[k] / counts[k] for k in sums}
-    grads = jax.tree.map(lambda g: g / (loss_scale * counts["objective"]), grads)
+    divisors = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
+    metrics = {k: sums[k] / divisors[k] for k in sums}
+    grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
     if cfg.watch and cfg.log_every:
         metrics["watch"] = _weight_stats(state["step"] + 1, state["params"], grads, cfg)
@@ -215,9 +220,10 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     updates, opt = optimizer.update(grads, state["opt"], _f32(old))
     params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype),
                           old, updates)
-    kept = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    new = {"step": state["step"] + 1, "params": state["params"] | kept(params, old),
-           "opt": kept(opt, state["opt"]), "skipped": state["skipped"] + ~finite}
+    params, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old),
+                               (params, opt), (old, state["opt"]))
+    new = {"step": state["step"] + 1, "params": state["params"] | params, "opt": opt,
+           "skipped": state["skipped"] + ~finite}
     metrics |= {"lr": lr, "grad_norm": grad_norm, "skipped": new["skipped"],
                 "n_labels": counts.get("loss", counts["objective"]), "finite": finite}
     if "scale" in state:
@@ -263,7 +269,10 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     """
     loss_fn = override("loss_fn", loss_fn)
     optimizer = override("optimizer", make_optimizer(cfg, table))
-    bind = lambda f, **fixed: update_wrapper(partial(f, cfg=cfg, **fixed), f)  # keeps f's name
+
+    def bind(f, **fixed):  # keeps f's name
+        return update_wrapper(partial(f, cfg=cfg, **fixed), f)
+
     fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer, table=table)
     update = override("train_step", bind(
         train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
@@ -324,12 +333,17 @@ def _muon(cfg, stacked):
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; size, Liu et al. 2025,
     arXiv:2502.16982, equation 4.
     """
-    dims = lambda tree: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(-2, -1), tree)
-    size = lambda u, _: jax.tree.map(lambda x: 0.2 * max(x.shape[-2:]) ** 0.5 * x, u)
+
+    def dims(tree):
+        return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(-2, -1), tree)
+
+    def at_adam_size(updates, _):
+        return jax.tree.map(lambda u: 0.2 * max(u.shape[-2:]) ** 0.5 * u, updates)
+
     muon = optax.chain(
         contrib.scale_by_muon(
             beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims),
-        optax.stateless(size))
+        optax.stateless(at_adam_size))
     kinds = {name: "muon" if is_stacked else "adam" for name, is_stacked in stacked.items()}
     return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](cfg, stacked)}, kinds)
 

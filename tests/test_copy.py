@@ -19,7 +19,8 @@ USES = {
 import config
 cfg = config.parse(["--config", "debug", "--steps", "2Ki"])
 assert cfg.steps == 2048 and config.from_json(config.to_json(cfg)) == cfg
-config.validate(cfg, 1)
+config.validate(cfg, 1, {}, config.text_faults)
+assert config.derive_text(cfg).head_dim == 32
 """,
     "data": """
 import data, pathlib
@@ -37,13 +38,13 @@ cfg = types.SimpleNamespace(
     rope_theta=1e4, rope_factor=1.0, norm_eps=1e-6, qk_norm=True, qkv_bias=True,
     tie_embeddings=True, sliding_window=0, dtype="float32", param_dtype="float32",
     attention="xla", remat="none", logit_tiles=0, mlp_tiles=1, label_smoothing=0.0, z_loss=0.0,
-    n_experts=0, lora_rank=0, freeze=(), loss_norm="tokens")
+    n_experts=0, lora_rank=0, freeze=(), loss_norm="tokens", loss_divisor=0.0, batch_size=2)
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
 rng = np.random.default_rng(0)
 fill = {"normal": lambda std, shape: rng.normal(0, std, shape),
         "constant": lambda value, shape: np.full(shape, value)}
-params = {name: jnp.float32(fill[kind](value, shape))
-          for name, (shape, _, (kind, value), _) in model.param_table(cfg).items()}
+params = {name: jnp.float32(fill[row["init"][0]](row["init"][1], row["shape"]))
+          for name, row in model.param_table(cfg).items()}
 # Traced only: it takes 10 s to compile.
 born = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
 assert {k: x.shape for k, x in born.items()} == {k: x.shape for k, x in params.items()}
@@ -65,13 +66,15 @@ cfg = types.SimpleNamespace(
 def loss_fn(params, batch, cfg):
     off = batch["x"] * params["w"] + params["b"] - batch["y"]
     return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}
-table = {"w": ((1,), P(), ("normal", 1.0), True), "b": ((1,), P(), ("constant", 0.0), True)}
+table = {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0)),
+         "b": dict(shape=(1,), spec=P(), init=("constant", 0.0))}
 init = lambda key, cfg: {"w": jax.random.normal(key, (1,)), "b": jnp.zeros(1)}
 mesh, x = step.make_mesh(cfg), jnp.linspace(-1, 1, 8)[:, None]
-shape = jax.ShapeDtypeStruct((8, 1), jnp.float32)
+rows = jax.sharding.NamedSharding(mesh, P("dp"))
+shape = jax.ShapeDtypeStruct((8, 1), jnp.float32, sharding=rows)
 made = step.compile_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": shape})
 state = made["init"](jax.random.key(0))
-batch = jax.device_put({"x": x, "y": 3 * x - 2}, jax.sharding.NamedSharding(mesh, step.BATCH))
+batch = jax.device_put({"x": x, "y": 3 * x - 2}, rows)
 losses = []
 for _ in range(cfg.steps):
     state, metrics = made["train_step"](state, batch)
