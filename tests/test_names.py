@@ -51,7 +51,7 @@ def test_suffixes_are_shapes():
     letters share.
 
     T is the prompt's length, half of it in attention, 1 when decoding, or the new tokens; S is T,
-    the first half, or the length of the cache; C, the room of an expert, is all T. At least 20
+    the first half, or the length of the cache; C, the capacity of an expert, is all T. At least 20
     names.
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
@@ -67,8 +67,8 @@ def test_suffixes_are_shapes():
     loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
     # Unjitted: a trace in the cache of jit would run no Python.
     generate = lambda p, x, n, k: model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
-    wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids), 
-        [(T, T), (6, 6), (5, T)])
+    wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids),
+                                    [(T, T), (6, 6), (5, T)])
     more_wrong, more_seen = locals_that_lie(
         lambda: jax.eval_shape(generate, params, ids, lengths, key),
         [(t, T + N_NEW) for t in (T, 1, N_NEW)])
