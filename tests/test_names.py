@@ -64,9 +64,11 @@ def test_suffixes_are_shapes():
     key, ids = jax.random.key(0), jax.ShapeDtypeStruct((SIZES["B"], T), jnp.int32)
     lengths = jax.ShapeDtypeStruct((SIZES["B"],), jnp.int32)
     params = jax.eval_shape(lambda k: model.init(k, cfg), key)
-    loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
+    def loss(p, x):
+        return model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
     # Unjitted: a trace in the cache of jit would run no Python.
-    generate = lambda p, x, n, k: model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
+    def generate(p, x, n, k):
+        return model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
     wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids),
                                     [(T, T), (6, 6), (5, T)])
     more_wrong, more_seen = locals_that_lie(
