@@ -428,8 +428,8 @@ def test_packed_rows_equal_documents_alone(change):
 
 
 def test_norms_softmax_router_and_loss_stay_in_float32():
-    """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32, logits
-    and sums come out in it, and the router's weight is never narrowed.
+    """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32,
+    logits and sums come out in it, and the router's weight is never narrowed.
 
     Break: model.py: v if k == "layers.w_router" else v.astype => v.astype
     """
