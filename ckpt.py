@@ -70,7 +70,7 @@ def _owned_shards(x):
 
 def _snapshot(x):
     """Copy a one-device array to NumPy, so that x may be donated."""
-    host = np.asarray(x)  # NumPy's own memory, or a view where x lies in host memory: CPU, pinned
+    host = np.asarray(x)  # in host memory a view of x
     return host if host.flags.owndata else host.copy()
 
 
@@ -86,11 +86,11 @@ def save(root, step, tree, meta=(), keep=0, tell=print):
     Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
     `wait`.
     """
-    if reserved := sorted({"step", "arrays"} & set(dict(meta))):
+    if reserved := sorted({"step", "arrays"} & dict(meta).keys()):
         raise ValueError(f"meta has {', '.join(reserved)}: ckpt.py writes that itself; rename it")
     arrays, _ = _flatten(tree)
     for x in arrays.values():
-        if isinstance(x, jax.Array):
+        if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
     layouts, parts = {}, {}
     for name, x in arrays.items():
@@ -138,25 +138,23 @@ def _commit(partial, final, body, tell):
     """
     for folder, subfolders, _ in os.walk(partial):
         if subfolders:  # TensorStore syncs the folders of chunks, not what is above them
-            _sync_folder(folder)
+            _sync(folder)
     stored = {"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
-    with open(partial / "meta.json", "w") as f:
-        f.write(json.dumps(stored, indent=1))
-        f.flush()
-        os.fsync(f.fileno())
-    _sync_folder(partial)
+    (partial / "meta.json").write_text(json.dumps(stored, indent=1))
+    _sync(partial / "meta.json")
+    _sync(partial)
     replaced = final.with_suffix(".replaced")
     if final.exists():
         _set_aside(replaced, "deleted", tell)  # where a kill came before its deletion
         os.rename(final, replaced)
     os.rename(partial, final)
-    _sync_folder(final.parent)
+    _sync(final.parent)
     for mark in final.glob("peer_*"):
         mark.unlink()
     _set_aside(replaced, "deleted", tell)
 
 
-def _sync_folder(path):
+def _sync(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -241,7 +239,12 @@ def _assemble(like, reads):
         tuple(like.shape), like.sharding, lambda index: parts[str(index)])
 
 
-# ---- optional: large arrays, several processes, cleaning up, passing over damaged checkpoints
+# ---- optional
+
+def _in_host_memory(x):
+    on_cpu = any(device.platform == "cpu" for device in x.devices())
+    return on_cpu or x.sharding.memory_kind != "device"  # but "pinned_host" or "unpinned_host"
+
 
 def _chunk_shape(shard_shape, itemsize):
     """Halve the longest even dim of a shard until a chunk has at most CHUNK_BYTES."""

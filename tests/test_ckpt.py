@@ -398,13 +398,14 @@ def test_what_is_on_disk_before_what(tmp_path, monkeypatch):
     """Every sync, rename and deletion of a save that replaces one and prunes another, in order,
     with what the folder holds at that moment.
 
-    Break: ckpt.py: _sync_folder(partial) => pass
+    Break: ckpt.py: _sync(partial) => pass
     """
-    tree = {"a": {"b": np.ones((2, 2))}}
+    monkeypatch.setattr(ckpt, "CHUNK_BYTES", 64)
+    tree = {"a": {"b": np.ones((32, 32), np.float32)}}
     for step in (1, 2):
         ckpt.wait(ckpt.save(tmp_path, step, tree))
     calls, partial = [], tmp_path / "000000002.partial"
-    files = {"a/b/zarr.json", "a/b/c/0/0"}
+    files = {"a/b/zarr.json"} | {f"a/b/c/{i}/{j}" for i in range(8) for j in range(8)}
 
     def seen(name, path):
         calls.append(f"{name} {path.relative_to(tmp_path)}")
@@ -480,7 +481,7 @@ def save(step):
     ckpt.wait(ckpt.save(root, step, tree))
 
 def late(*paths):
-    time.sleep(1)
+    time.sleep(0.3)
     rename(*paths)
 
 def fault(step):
