@@ -386,6 +386,8 @@ def test_text_and_globs(tmp_path):
     assert [bytes(s) for s in source["shards"]] == [text]
     assert source["bytes_per_token"] == 1
     assert source["names"] == [f"{tmp_path}/a.txt and 3 more"]
+    empty = write(tmp_path / "e.jsonl", b'{"text": ""}')
+    assert data.open_source([empty], BYTES)["bytes_per_token"] == 1  # only a separator
 
 
 def test_token_files_and_text(tmp_path):
