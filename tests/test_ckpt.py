@@ -146,7 +146,7 @@ def test_a_truncated_or_missing_file_is_an_error_that_names_it(tmp_path, harm):
 def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
     """Folders without one, or not yet renamed, are no checkpoints; clean removes the latter.
 
-    Break: ckpt.py: and (p / "meta.json").exists()) => )
+    Break: ckpt.py: _named(root, "") if (p / "meta.json").exists()) => _named(root, ""))
     """
     ckpt.wait(ckpt.save(tmp_path, 5, {"a": np.ones(3)}))
     (tmp_path / "000000009").mkdir()
@@ -320,7 +320,7 @@ def test_what_cannot_be_deleted_is_told_and_left(tmp_path, monkeypatch):
 def test_damaged_checkpoints_are_set_aside_and_pruned(tmp_path):
     """The same step damaged again finds its name taken; both go with the checkpoints of their age.
 
-    Break: ckpt.py: {suffix}{n or ''} => {suffix}
+    Break: ckpt.py: for name in names if not name.exists())) => for name in names))
     """
     tree, told = {"a": np.ones(3)}, []
     ckpt.wait(ckpt.save(tmp_path, 1, tree))
