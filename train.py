@@ -74,6 +74,8 @@ def sample_text(params, cfg, key):
     """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
     of a document.
     """
+    if not cfg.sample_tokens:
+        return []
     tokenizer = data.make_tokenizer(cfg.tokenizer)
     start = np.asarray([tokenizer["end"], *tokenizer["encode"](cfg.prompt)], np.int32)
     tokens = np.tile(start, (cfg.n_samples, 1))
