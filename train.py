@@ -42,6 +42,7 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
@@ -75,6 +76,8 @@ def sample_text(params, cfg, key):
     """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
     of a document.
     """
+    if not cfg.sample_tokens:
+        return []
     tokenizer = data.make_tokenizer(cfg.tokenizer)
     start = np.asarray([tokenizer["end"], *tokenizer["encode"](cfg.prompt)], np.int32)
     tokens = np.tile(start, (cfg.n_samples, 1))
@@ -671,6 +674,8 @@ def keep_programs(cfg):
             raise ValueError(f"{fault}; choose another, or '' for none") from None
         say(f"{fault}; compiled programs are not kept between runs")
         folder = ""
+    if folder != (jax.config.jax_compilation_cache_dir or ""):
+        compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
