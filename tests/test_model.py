@@ -366,13 +366,14 @@ def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
     (dict(remat="offload", mlp_tiles=4), ["--mlp_tiles 8"]),
     (dict(remat="offload", mlp_tiles=8), []),
     (dict(remat="named", n_experts=4), ["--remat offload"]),
+    (dict(remat="offload", seq_len=64), ["--mlp_tiles 16"]),
 ])
 def test_memory_savers_are_what_is_not_set_yet(change, flags):
     """Only flags that lower memory further are named; MLP tiles divide the part of a sequence.
 
     Break: model.py: cfg.mlp_tiles < n_tiles and not cfg.n_experts => cfg.mlp_tiles < n_tiles
     """
-    cfg = dataclasses.replace(BASE, seq_len=80, **change)
+    cfg = dataclasses.replace(BASE, **dict(seq_len=80) | change)
     assert model.memory_savers(cfg, 2) == flags
 
 
@@ -466,6 +467,7 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
     n_bytes = 4 * 16 * 768 * 2**16
     assert model._n_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES == 12
+    assert model._n_tiles(16, 770, cfg) == 14
     with jax.set_mesh(mesh):
         assert model._n_tiles(16, 768, cfg) == 2
         assert model._n_tiles(16 * 4096, 6, cfg) == 3
@@ -799,7 +801,7 @@ def test_full_remat_needs_less_memory():
     """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of
     those under none.
 
-    Break: model.py: "full": _save.nothing_saveable => "full": _save.everything_saveable
+    Break: model.py: "full": _policies.nothing_saveable => "full": _policies.everything_saveable
     """
     cfg = dataclasses.replace(BASE, n_layers=16)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
