@@ -636,8 +636,10 @@ def _needs_flash(cfg, T):
 def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     """_attend within a whole sequence by JAX's fused kernels for TPUs."""
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+        splash_attention_mask as masks,
+    )
     T, window = q_BNTH.shape[2], cfg.sliding_window
     block = max(n for n in (128, 256, 512) if T % n == 0)
     mask = masks.LocalMask((T, T), (window - 1, 0), 0) if window else masks.CausalMask((T, T))

@@ -7,7 +7,7 @@ language models. Invariant: every stop but a crash saves and says why.
 """
 import sys
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"Sixfile needs Python 3.11 or later, as JAX does; this is {sys.version.split()[0]}")
 
 import contextlib
@@ -252,7 +252,10 @@ def train(run, state, done, signals, began):
     step, latest, previous, saving = int(state["step"]), {}, None, None
     report, restart_clock = make_report(run, began)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps)
-    interrupted = lambda: jax.process_count() == 1 and bool(signals)
+
+    def interrupted():
+        return jax.process_count() == 1 and bool(signals)
+
     while True:
         if due := due_events(cfg, step, done):
             latest |= report(previous)
@@ -459,7 +462,7 @@ def jsonl(cfg):
             fresh = path.with_suffix(".tmp")
             fresh.write_text("".join(json.dumps(old) + "\n" for old in kept))
             fresh.replace(path)
-            file = open(path, "a", buffering=1)
+            file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             file.write(json.dumps({"event": event} | row) + "\n")
 
@@ -696,7 +699,7 @@ def lock_out_dir(cfg):
         return
     try:
         (out / "ckpt").mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")
+        lock = open(out / ".lock", "w")  # noqa: SIM115 see below
     except OSError as e:
         raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose "
                          "another") from None

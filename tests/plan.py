@@ -7,7 +7,6 @@
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are what
 peak rates allow: all of a device's FLOP/s and bandwidth, and rings for collectives.
 """
-# ruff: noqa: E402
 import ast
 import contextlib
 import dataclasses
@@ -47,7 +46,7 @@ NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
-    plan_sweep: config.Whole = 0  # meshes to compile for and compare, the most promising; 0: the one given
+    plan_sweep: config.Whole = 0  # meshes to compile for and compare; 0: the one given
 
 
 def main(cfg, hooks=(), task=train.TEXT):

@@ -19,7 +19,7 @@ import config
 import data
 import model
 
-BASE = config.derive(config.Config(
+BASE = config.derive_text(config.Config(
     d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17,
     dtype="float32"))
 MORE = dataclasses.replace(BASE, qkv_bias=True, tie_embeddings=False)

@@ -245,8 +245,9 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
                     counts | {"ones": counts["loss"], "vector": counts["loss"]})
         return loss if event == "loss_fn" else None
 
-    error = lambda means, source: {"error": 1 - float(means["acc"]),
-                                   "twos": float(np.sum(means.get("vector", 0)))}
+    def error(means, source):
+        return {"error": 1 - float(means["acc"]), "twos": float(np.sum(means.get("vector", 0)))}
+
     task = train.TEXT | {"metrics": error}
     train.main(tiny(n_experts=2, d_ff=32), [with_ones], task)
     for event, prefix in (("log", ""), ("eval", "val_")):
@@ -327,7 +328,8 @@ def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
 def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
     """Here it holds the first parameters for three steps: they are the saved ones at step 3.
 
-    Break: train.py: state = call(run["hooks"], "state", state) => call(run["hooks"], "state", state)
+    Break: train.py: state = call(run["hooks"], "state", state) =>
+    call(run["hooks"], "state", state)
     """
     first = []
 
@@ -588,7 +590,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     """4 steps, then 8: the second goes on at 4 and the file has each step once; a third says that
     it is finished.
 
-    Break: train.py: {"step": saved, "reason": "finished before" => {"step": 0, "reason": "finished before"
+    Break: train.py: {"step": saved, "reason": "finished => {"step": 0, "reason": "finished
     """
     train.main(tiny(steps=4, schedule="constant"))
     assert train.main(tiny(steps=8, schedule="constant"))["step"] == 8
@@ -879,7 +881,9 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
 
     Break: train.py: if state is not None: => if state is not None and params is None:
     """
-    origin = lambda cfg: rows(cfg.out_dir, "start")[-1]["origin"]
+    def origin(cfg):
+        return rows(cfg.out_dir, "start")[-1]["origin"]
+
     train.main(tiny())
     assert origin(tiny()) == "a fresh initialization"
     saved = arrays(tiny().out_dir)
@@ -892,7 +896,11 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
     assert origin(more) == "its own checkpoint"
     params = {k.removeprefix("params/"): v for k, v in saved.items() if k.startswith("params/")}
     began = {}
-    given = lambda event, value: began.update(jax.device_get(value)) if event == "load" else None
+
+    def given(event, value):
+        if event == "load":
+            began.update(jax.device_get(value))
+
     fresh = dict(steps=2, resume="overwrite")
     train.main(dataclasses.replace(other, **fresh), hooks=[given], params=params)
     assert origin(other) == "the given parameters"
@@ -974,7 +982,10 @@ def kill_until_done(cfg, devices, n_kills, rng):
     """
     out, moments = Path(cfg.out_dir), []
     log_file = out / "metrics.jsonl"
-    size = lambda: log_file.stat().st_size if log_file.exists() else 0
+
+    def size():
+        return log_file.stat().st_size if log_file.exists() else 0
+
     for i in range(n_kills):
         run, log = command(cfg, devices)
         wanted, deadline = ("partial", "deleted", "step", "any")[i % 4], time.monotonic() + 60

@@ -9,14 +9,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import train  # first: it sets up memory before JAX starts
-import config
-import data
 import jax
 import jax.numpy as jnp
-import model
 import numpy as np
 from jax.sharding import PartitionSpec as P
+
+import config
+import data
+import model
+import train  # first: it sets up memory before JAX starts
 
 
 @dataclass(frozen=True, kw_only=True)
