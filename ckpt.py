@@ -37,7 +37,7 @@ def _flatten(tree):
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
     arrays = [x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves]
-    return dict(zip(names, arrays)), treedef
+    return dict(zip(names, arrays, strict=True)), treedef
 
 
 def _message(error):
