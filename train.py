@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import dataclasses
 import dis
+import errno
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -374,7 +375,7 @@ def save_state(run, state, step, saving):
     meta = run["meta"] | {"data": {
         "fingerprint": train["fingerprint"], "epoch": epoch, "sequence": place}}
     began = time.perf_counter()
-    saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep)
+    saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep, say)
     run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
     return saving
 
@@ -688,31 +689,30 @@ def lock_out_dir(cfg):
     """out_dir for this run alone, fit to write to. Raises ValueError when it is not, or when
     cfg.resume says that its run must not be touched.
     """
-    out, found = Path(cfg.out_dir), ckpt.steps(Path(cfg.out_dir) / "ckpt")
-    if cfg.resume == "never" and found:
-        raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another "
-                         "--out_dir, or delete it with --resume overwrite")
-    if cfg.resume == "must" and not found:
-        raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
-    if not is_main():
-        yield
-        return
-    try:
-        (out / "ckpt").mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")  # noqa: SIM115 see below
-    except OSError as e:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose "
-                         "another") from None
-    with lock:  # the system releases it when the process ends, however that is
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out_dir {cfg.out_dir!r}: another run is writing to it; choose "
-                             "another, or end that one") from None
-        except OSError as e:  # some network file systems have no locks
-            say(f"out_dir {cfg.out_dir!r}: cannot be locked ({e.strerror}); make sure that no "
-                "other run writes to it")
-        ckpt.clean(out / "ckpt")
+    out = Path(cfg.out_dir)
+    with contextlib.ExitStack() as held:
+        if is_main():
+            try:
+                (out / "ckpt").mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(open(out / ".lock", "w"))
+                # The system releases it when the process ends, however that is.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"out_dir {cfg.out_dir!r}: another run is writing to it; choose "
+                                 "another, or end that one") from None
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; "
+                                     "choose another") from None
+                say(f"out_dir {cfg.out_dir!r}: its file system has no locks ({e.strerror}); make "
+                    "sure that no other run writes to it")
+            ckpt.clean(out / "ckpt", say)
+        found = ckpt.steps(out / "ckpt")
+        if cfg.resume == "never" and found:
+            raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another "
+                             "--out_dir, or delete it with --resume overwrite")
+        if cfg.resume == "must" and not found:
+            raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
         yield
 
 

@@ -29,7 +29,10 @@ def tree_on(shape, spec=P("a", "b"), n=8):
     mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2,
                          devices=jax.devices()[:n])
     rng = np.random.default_rng(0)
-    put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))
+
+    def put(x, s):
+        return jax.device_put(x, NamedSharding(mesh, s))
+
     return {"params": {"w": put(rng.normal(size=(8, 16)).astype(np.float32), spec),
                        "half": put(jnp.asarray(rng.normal(size=(16, 4)), jnp.bfloat16), spec),
                        "zeros": put(np.zeros((4, 8), np.float32), spec)},
@@ -344,13 +347,16 @@ def test_damaged_checkpoints_are_set_aside_and_pruned(tmp_path):
 
 def watch(monkeypatch, seen):
     """Let seen(name, path) be called before each os.fsync, os.rename and shutil.rmtree."""
-    for module, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree")):
-        def call(first, *rest, real=getattr(module, name), name=name, **kw):
+    def watched(real, name):
+        def call(first, *rest, **kw):
             path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else first
             if os.path.exists(path):
                 seen(name, Path(path))
             return real(first, *rest, **kw)
-        monkeypatch.setattr(module, name, call)
+        return call
+
+    for module, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name), name))
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_path, monkeypatch):
@@ -364,7 +370,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(tmp_pat
         root, calls = tmp_path / str(n), itertools.count()
         ckpt.wait(ckpt.save(root, 5, {"a": np.zeros(3)}))
 
-        def seen(name, path):
+        def seen(name, path, calls=calls, n=n):
             if next(calls) == n:
                 raise KeyboardInterrupt  # no error: ckpt.py does not catch it
 

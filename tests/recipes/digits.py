@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import config
 import data
 import model
-import train  # first: it sets up memory before JAX starts
 
 
 @dataclass(frozen=True, kw_only=True)
