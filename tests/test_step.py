@@ -547,6 +547,17 @@ def test_sums_are_whole_on_every_device():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((sums, metrics)))
 
 
+def test_moments_that_dp_cannot_split_further_lie_where_the_parameter_does():
+    """Over fsdp 2 and dp 2 a dim of 8 is split in four, one of 6 in two, one over tp as it was.
+
+    Break: step.py: for a in wide) == 0 else axes => for a in wide) >= 0 else axes
+    """
+    mesh = step.make_mesh(dataclasses.replace(BASE, dp=2, fsdp=2, tp=2))
+    table = {n: dict(shape=(n, 4), spec=P(("fsdp", "ep"), "tp")) for n in (6, 8)}
+    assert step.moment_specs(table, mesh) == {
+        6: P(("fsdp", "ep"), "tp"), 8: P(("fsdp", "ep", "dp"), "tp")}
+
+
 @pytest.mark.slow
 def test_moments_on_the_host_change_nothing():
     """Moments kept in the host's memory lie there before and after an update, sharded as on the
