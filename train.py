@@ -65,30 +65,6 @@ def resolve_text(cfg, platform):
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
-def text_metrics(means, source):
-    """Perplexity per token, and bits per byte where the source is text."""
-    row = {"ppl": math.exp(min(means["loss"], 700))}
-    if source["bytes_per_token"]:
-        row["bits_per_byte"] = float(means["loss"]) / math.log(2) / source["bytes_per_token"]
-    return row
-
-
-def sample_text(params, cfg, key):
-    """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
-    of a document.
-    """
-    if not cfg.sample_tokens:
-        return []
-    tokenizer = data.make_tokenizer(cfg.tokenizer)
-    start = np.asarray([tokenizer["end"], *tokenizer["encode"](cfg.prompt)], np.int32)
-    tokens = np.tile(start, (cfg.n_samples, 1))
-    lengths = np.full(cfg.n_samples, len(start), np.int32)
-    new = model.generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
-    new = multihost_utils.process_allgather(new, tiled=True)
-    ends = [np.append(np.flatnonzero(row == tokenizer["end"]), len(row))[0] for row in new]
-    return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends, strict=True)]
-
-
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
     "init": model.init,  # (key, cfg) -> {name: array}
@@ -102,8 +78,10 @@ TEXT = {
     "faults": config.text_faults,  # (cfg, {axis: size}) -> why it cannot run, in words
     "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
     "flops": lambda cfg: model.flops_per_token(cfg, cfg.seq_len),  # (per unit, remat's, formula)
-    "metrics": text_metrics,  # ({name: mean}, source) -> more metrics, of training and evaluation
-    "preview": sample_text,  # (params, cfg, key) -> texts to print
+    "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
+    # (params, cfg, key) -> texts to print
+    "preview": lambda params, cfg, key: model.sample_text(
+        params, cfg, key, data.make_tokenizer(cfg.tokenizer)),
     "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen

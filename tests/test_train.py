@@ -263,7 +263,7 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
     """With the run's config.json as defaults, the same text for the same seed; the training data
     need not be there.
 
-    Break: train.py: return [cfg.prompt + tokenizer => return [tokenizer
+    Break: model.py: return [cfg.prompt + tokenizer => return [tokenizer
     """
     train.main(tiny())
     (tmp_path / "text.txt").unlink()
@@ -1249,7 +1249,8 @@ def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
                  for name, row in run["table"].items()}
         init = jax.jit(partial(model.init, cfg=run["cfg"]), out_shardings=place)
         with jax.set_mesh(run["mesh"]):
-            texts.append(train.sample_text(init(jax.random.key(0)), run["cfg"], jax.random.key(1)))
+            texts.append(run["task"]["preview"](
+                init(jax.random.key(0)), run["cfg"], jax.random.key(1)))
     assert texts[0] == texts[1]
     assert "rematerialization" not in capfd.readouterr().err
 
