@@ -95,15 +95,15 @@ OPTIONAL = {
 
 
 def prepare(cfg, task=TEXT, devices=None):
-    """{"cfg" (worked out), "task", "mesh", "table"} on these devices (default: those of
-    cfg.plan_for, or all at hand).
+    """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings)} on these
+    devices (default: those of cfg.plan_for, or all at hand).
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
     task = OPTIONAL | task
-    if devices is None:
-        devices = (steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for
-                   else jax.devices())
+    if devices is None and cfg.plan_for:
+        devices = steplib.slice_devices(cfg.plan_for, cfg.slices)
+    devices = devices or jax.devices()
     keep_programs(cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
@@ -118,33 +118,26 @@ def prepare(cfg, task=TEXT, devices=None):
         cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     if faults := steplib.check_shapes(table, mesh):
         raise ValueError("mesh and model do not fit: " + "; ".join(faults))
-    return {"cfg": cfg, "task": task, "mesh": mesh, "table": table}
-
-
-def batch_structs(run):
-    """{name: ShapeDtypeStruct with its sharding} of a batch."""
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(run["mesh"], spec))
-            for name, (shape, dtype, spec) in run["task"]["batch"](run["cfg"]).items()}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+             for name, (shape, dtype, spec) in task["batch"](cfg).items()}
+    return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch}
 
 
 def program_parts(run):
     """The arguments of lower_steps and compile_steps."""
     task = run["task"]
-    return (run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], batch_structs(run))
+    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
 
 
 def make_batch_at(run, source):
     """index -> batch of global arrays, of which each process builds its own rows."""
-    structs, pinned = batch_structs(run), run["cfg"].overfit_batch and source is run["train"]
-    shardings = {name: x.sharding for name, x in structs.items()}
+    cfg, structs = run["cfg"], run["batch"]
+    pinned = cfg.overfit_batch and source is run["train"]
     first = next(iter(structs.values()))
     rows = data.local_rows(first.sharding, first.shape)
-
-    def batch_at(index):
-        batch = source["batch"](0 if pinned else index, rows)
-        return data.to_device(batch, shardings, run["cfg"].batch_size)
-
-    return batch_at
+    shardings = {name: x.sharding for name, x in structs.items()}
+    return lambda index: data.to_device(
+        source["batch"](0 if pinned else index, rows), shardings, cfg.batch_size)
 
 
 # ---- a run
@@ -211,12 +204,14 @@ def start_run(run, hooks, observers, state, params):
 
     def emit(event, row):
         row = call(hooks, event, row)
-        for observer in observers:
-            observer(event, row)
+        call(observers, event, row)
         return row
 
-    meta = {"config": dataclasses.asdict(cfg), "versions": versions(),
-            "mesh": dict(run["mesh"].shape), "run_id": meta.get("run_id", uuid.uuid4().hex[:8])}
+    packages = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
+    meta = {"config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
+            "run_id": meta.get("run_id", uuid.uuid4().hex[:8]),
+            "versions": {"python": sys.version.split()[0]} | {
+                name: importlib.metadata.version(name) for name in packages}}
     run |= {"programs": programs, "emit": emit, "meta": meta}
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | describe(run) | meta)
     return run, state, done | ({} if saved is None else {"save": step})
@@ -227,23 +222,20 @@ def train(run, state, done, signals, began):
 
     done: {event: step} of the last save, eval and sample. signals: names of those caught.
     """
-    cfg, emit, train_step = run["cfg"], run["emit"], run["programs"]["train_step"]
+    cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous, saving = int(state["step"]), {}, None, None
     report, restart_clock = make_report(run, began)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps)
-
-    def interrupted():
-        return jax.process_count() == 1 and bool(signals)
-
     while True:
         if due := due_events(cfg, step, done):
             latest |= report(previous)
             previous = None
         if "save" in due:  # first, so that nothing after it can lose the state
             saving = save_state(run, state, step, saving)
-        if "eval" in due and run["val"] and not interrupted():
-            latest |= eval_state(run, state["params"], step, interrupted)
-        if "sample" in due and run["task"]["preview"] and not interrupted():
+        if "eval" in due and run["val"] and not interrupted(signals):
+            row = evaluate(run, programs["eval_step"], state["params"], signals)
+            latest |= emit("eval", {"step": step} | row) if row else {}
+        if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if due:
             done = done | dict.fromkeys(due, step)
@@ -255,7 +247,7 @@ def train(run, state, done, signals, began):
         batch = call(run["hooks"], "data", batch)
         emit("dispatch", {"step": step + 1})
         with jax.transfer_guard("disallow"):
-            state, metrics = train_step(state, batch)
+            state, metrics = programs["train_step"](state, batch)
         step += 1
         state = call(run["hooks"], "state", state)
         latest |= report(previous)  # of the step before, while this one runs
@@ -269,9 +261,9 @@ def train(run, state, done, signals, began):
     path = ckpt.wait(saving) or Path(cfg.out_dir) / "ckpt" / f"{step:09d}"
     reason, exit_code = why_stop(cfg, step, signal_name, latest)
     emit("stop", {"step": step, "reason": reason})
-    results = {k: v for k, v in latest.items() if k not in ("finite", "stop")}
-    summary = emit("end", {"step": step, "reason": reason, "exit_code": exit_code,
-                           "wall_s": time.perf_counter() - began} | results)
+    latest = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
+    summary = emit("end", latest | {"step": step, "reason": reason, "exit_code": exit_code,
+                                    "wall_s": time.perf_counter() - began})
     return summary | {"state": state, "mesh": run["mesh"], "checkpoint": str(path)}
 
 
@@ -284,7 +276,7 @@ def due_events(cfg, step, done):
 
 def why_stop(cfg, step, signal_name, latest):
     """The one answer to whether to stop before the next batch: (reason in words, exit code), or
-    None to go on. latest: of report and eval_state; a hook asks for a stop by a "stop" in a row.
+    None to go on. latest: values of rows; a hook asks for a stop by a "stop" in one.
     """
     if not latest.get("finite", True) and cfg.nan == "stop":
         return (f"a loss or gradient is not finite near step {step}; the last good parameters are "
@@ -358,30 +350,27 @@ def save_state(run, state, step, saving):
     return saving
 
 
-def evaluate(run, eval_step, params, interrupted=lambda: False):
+def interrupted(signals):
+    """Whether to save and leave out what else is due. Several processes must first agree on it."""
+    return jax.process_count() == 1 and bool(signals)
+
+
+def evaluate(run, eval_step, params, signals=()):
     """{"val_…"}: the mean over the held-out set of each sum that the loss gives, and the task's own
-    metrics; None when interrupted.
+    metrics; {} when interrupted.
     """
-    cfg, val = run["cfg"], run["val"]
+    cfg, val, began = run["cfg"], run["val"], time.perf_counter()
     n = -(-val["n"] // cfg.batch_size)
     batches = data.prefetch(make_batch_at(run, val), 0, min(cfg.eval_batches or n, n))
-    totals = steplib.evaluate(eval_step, params, (batch for batch, _ in batches), interrupted)
+    totals = steplib.evaluate(
+        eval_step, params, (batch for batch, _ in batches), partial(interrupted, signals))
     if totals is None:
-        return None
-    means = {name: total / (count or 1) for name, (total, count) in totals.items()}
-    row = scalars(means) | run["task"]["metrics"](means, val) | {
-        "n_labels": int(totals.get("loss", totals["objective"])[1])}
-    return {f"val_{name}": value for name, value in row.items()}
-
-
-def eval_state(run, params, step, interrupted):
-    """One evaluation, logged; its row, or {} when interrupted."""
-    began = time.perf_counter()
-    row = evaluate(run, run["programs"]["eval_step"], params, interrupted)
-    if row is None:
         return {}
-    row = run["emit"]("eval", {"step": step, **row, "eval_s": time.perf_counter() - began})
-    return {k: v for k, v in row.items() if k not in ("step", "eval_s")}
+    means = {name: total / (count or 1) for name, (total, count) in totals.items()}
+    row = scalars(means) | run["task"]["metrics"](means, val)
+    row["n_labels"] = int(totals.get("loss", totals["objective"])[1])
+    row = {f"val_{name}": value for name, value in row.items()}
+    return row | {"eval_s": time.perf_counter() - began}
 
 
 def preview(run, params, step):
@@ -602,12 +591,6 @@ def describe(run):
         flops, _, formula = run["task"]["flops"](cfg)
         row |= {f"flops_per_{unit}": flops, "flops_formula": formula}
     return row
-
-
-def versions():
-    packages = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
-    return {"python": sys.version.split()[0]} | {
-        name: importlib.metadata.version(name) for name in packages}
 
 
 def flops_report(run, per_s):

@@ -516,7 +516,7 @@ def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
 def test_a_run_compiles_its_step_once(tiny, caplog):
     """By JAX's own log of compilations; evaluation too.
 
-    Break: train.py: state, metrics = train_step(state, batch) =>
+    Break: train.py: state, metrics = programs["train_step"](state, batch) =>
     state, metrics = steplib.compile_steps(*program_parts(run))["train_step"](state, batch)
     """
     # The context manager does not reach the compiler's threads.
