@@ -307,8 +307,8 @@ def make_report(run, began):
         step, metrics, waited_s = previous
         watched = metrics.pop("watch", {})  # stays on the device until it is logged
         means = jax.device_get(metrics)
-        took, mark = time.perf_counter() - mark, time.perf_counter()
-        n, step_s, wait_s, all_s = n + 1, step_s + took, wait_s + waited_s, all_s + took
+        elapsed_s, mark = time.perf_counter() - mark, time.perf_counter()
+        n, step_s, wait_s, all_s = n + 1, step_s + elapsed_s, wait_s + waited_s, all_s + elapsed_s
         finite = bool(means.pop("finite"))
         row = emit("step", {"step": step} | scalars(means))
         latest = {k: row[k] for k in ("stop",) if k in row} | ({} if finite else {"finite": False})

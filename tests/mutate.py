@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that the tests can fail, by breaking copies of the project.
 
-`python tests/mutate.py [words]`: each test's docstring ends with `Break: file.py: old => new`, with
+`python tests/mutate.py [words] [--jobs 2]`: each test's docstring ends with `Break: file.py: old => new`, with
 `old` exactly once in the file; that break must turn that test red.
 `python tests/mutate.py --random N --seed S [--file data]`: N breaks drawn from the syntax trees of
 the six files, each against the quick tests of its file; what stays green is listed as GREEN.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("config", "model", "step", "data", "ckpt", "train")
-TIMEOUT_S = 300  # a hang is red
+TIMEOUT_S = 600  # a hang is red
 SWAPS = {
     ast.Add: (b"+", b"-"), ast.Sub: (b"-", b"+"), ast.Mult: (b"*", b"/"), ast.Div: (b"/", b"*"),
     ast.FloorDiv: (b"//", b"*"), ast.Mod: (b"%", b"*"), ast.Pow: (b"**", b"*"),
@@ -80,14 +80,18 @@ def why_green(name, file, old, new):
     return None if code in (1, None) else f"exit code {code}: {output[-300:]}"
 
 
-def run_named(words):
+def run_named(words, n_jobs):
     found, missing = named_breaks()
     chosen = [b for b in found if not words or any(word in b[0] for word in words)]
     faults = [f"{name}: names no break" for name in missing]
-    for name, *change in chosen:
-        fault = why_green(name, *change)
-        print("GREEN" if fault else "red  ", name, fault or "", flush=True)
-        faults += [f"{name}: {fault}"] if fault else []
+
+    def try_named(named):
+        fault = why_green(*named)
+        print("GREEN" if fault else "red  ", named[0], fault or "", flush=True)
+        return [f"{named[0]}: {fault}"] if fault else []
+
+    with ThreadPoolExecutor(n_jobs) as pool:
+        faults += sum(pool.map(try_named, chosen), [])
     print(f"{len(chosen) - len(faults)} of {len(chosen)} breaks turn their test red")
     return 1 if faults else 0
 
@@ -174,7 +178,7 @@ def main():
         parser.add_argument(flag, type=int, default=default)
     args = parser.parse_args()
     if not args.random:
-        return run_named(args.words)
+        return run_named(args.words, args.jobs)
     return run_random(args.random, args.seed, [args.file] if args.file else FILES, args.jobs)
 
 
