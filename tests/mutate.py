@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that the tests can fail, by breaking copies of the project.
 
-`python tests/mutate.py [words] [--jobs 2]`: each test's docstring ends with `Break: file.py: old => new`, with
-`old` exactly once in the file; that break must turn that test red.
+`python tests/mutate.py [words] [--jobs 2]`: each test's docstring ends with `Break: file.py: old =>
+new`, with `old` exactly once in the file; that break must turn that test red.
 `python tests/mutate.py --random N --seed S [--file data]`: N breaks drawn from the syntax trees of
 the six files, each against the quick tests of its file; what stays green is listed as GREEN.
 """
