@@ -88,10 +88,10 @@ def run_named(words, n_jobs):
     def try_named(named):
         fault = why_green(*named)
         print("GREEN" if fault else "red  ", named[0], fault or "", flush=True)
-        return [f"{named[0]}: {fault}"] if fault else []
+        return fault and f"{named[0]}: {fault}"
 
     with ThreadPoolExecutor(n_jobs) as pool:
-        faults += sum(pool.map(try_named, chosen), [])
+        faults += filter(None, pool.map(try_named, chosen))
     print(f"{len(chosen) - len(faults)} of {len(chosen)} breaks turn their test red")
     return 1 if faults else 0
 
