@@ -366,7 +366,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     assert len(meshes) == len(set(meshes)) == len(rows) == 2
     for sizes in meshes:
         assert np.prod(sizes) == 8
-        config.validate(tiny(**changes | dict(zip(config.MESH, sizes))), 8)
+        config.validate(tiny(**changes | dict(zip(config.MESH, sizes))), 8, (), config.text_faults)
     sent = [float(words[6]) for words in lines if words[0].isdigit()]
     assert sent == sorted(sent) and not Path(tiny().out_dir).exists()
 
