@@ -1129,6 +1129,8 @@ def test_what_does_not_fit_is_told_in_gib():
     assert needs in e.value.args[0] and len(e.value.args) == 1
     with pytest.raises(MemoryError, match="more devices along fsdp or tp"):
         step.check_fits(kinds | {"moments": limit, "total": 2 * limit}, mesh)
+    unknown = types.SimpleNamespace(platform="tpu", device_kind="TPU v1", memory_stats=dict)
+    step.check_fits({"total": 2**60}, types.SimpleNamespace(devices=np.array([unknown])))
 
 
 def test_a_program_that_xla_finds_too_large_is_a_memory_error():
