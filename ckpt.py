@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any pytree of arrays to TensorStore and back, and a log that goes back with it.
+"""Sharded checkpoints of any pytree of arrays, written in the background by TensorStore.
 
-Owns the layout root/000000100/{arrays, meta.json}, committing, pruning and integrity. Refuses to
-return a number that was not saved: every chunk and meta.json carry a checksum, a missing chunk is
-an error. Invariant: a checkpoint exists if and only if its meta.json does; that is written last, in
-a folder renamed last.
+Owns the layout root/000000100/{array names, meta.json}, the commit, pruning and integrity. Never
+returns a value that was not saved: chunks and meta.json carry checksums, a missing chunk is an
+error. Invariant: a checkpoint exists if and only if its meta.json does; arrays are on disk before
+meta.json is, and the folder gets its name last.
 """
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -21,8 +22,8 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-CHUNK_BYTES = 2**24  # largest chunk: many at once keep all cores and the disk busy
-PEER_TIMEOUT_S = 600  # how long process 0 waits for the others' shards
+CHUNK_BYTES = 2**24  # largest chunk; many chunks in flight keep all cores and the disk busy
+PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
 def _folder(root, step):
@@ -30,35 +31,23 @@ def _folder(root, step):
 
 
 def _flatten(tree):
-    """({name: array}, treedef); a name is the path of keys, joined by '/'."""
+    """Return ({path of keys joined by "/": array}, treedef)."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
     arrays = [x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves]
-    return dict(zip(names, arrays)), treedef
+    return dict(zip(names, arrays, strict=True)), treedef
 
 
-def _short(fault):
-    """TensorStore's message less the spec and source places that it ends with."""
-    return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(fault))[0]
+def _message(error):
+    """TensorStore's error message without the spec and source locations at its end."""
+    return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(error))[0]
 
 
-def _chunk_shape(shape, shard_shape, itemsize):
-    """A shard's shape, its longest dims halved until a chunk is at most CHUNK_BYTES."""
-    chunk = list(shard_shape)
-    while np.prod(chunk, dtype=np.int64) * itemsize > CHUNK_BYTES:
-        even = [i for i, n in enumerate(chunk) if n % 2 == 0]
-        if not even:
-            break
-        longest = max(even, key=lambda i: chunk[i])
-        chunk[longest] //= 2
-    return [max(n, 1) for n in chunk]
-
-
-def _spec(folder, name, shape=None, dtype=None, chunk=None):
-    path = str((folder / name).resolve())  # TensorStore takes no ".."
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path},
+def _zarr_spec(folder, name, shape=None, dtype=None, chunk=None):
+    path = str((folder / name).resolve())  # TensorStore refuses ".."
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path, "file_io_sync": True},
             "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if shape is not None:
         spec["metadata"] = {
@@ -70,159 +59,262 @@ def _spec(folder, name, shape=None, dtype=None, chunk=None):
     return spec
 
 
-def _shards(x):
-    """(index, copy) of what this process writes of x: each part of the array once, by one process.
+def _owned_shards(x):
+    """[(index, copy)] of the shards that this process writes: one replica of each, over all
+    processes.
     """
     if not isinstance(x, jax.Array):
         return [((), np.array(x))] if jax.process_index() == 0 else []
-    return [(s.index, _detached(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+    return [(s.index, _snapshot(s.data)) for s in x.addressable_shards if s.replica_id == 0]
 
 
-def _detached(x):
-    """A copy of a one-device array that its donation to a later program does not touch."""
-    if x.device.platform == "cpu":  # where a host array would be a view; made in the background
-        return jax.device_put(x, x.sharding, may_alias=False)
-    return np.asarray(x)
+def _snapshot(x):
+    """Copy a one-device array to NumPy, so that x may be donated."""
+    host = np.asarray(x)  # in host memory a view of x
+    return host if host.flags.owndata else host.copy()
 
 
-def save(root, step, tree, meta=(), keep=0):
-    """Write `tree` as checkpoint `step`, replacing one of the same number; a Future of its path.
+def save(root, step, tree, meta=(), keep=0, tell=print):
+    """Start to write `tree` as checkpoint `step`, replacing one of that step; return a Future of
+    its path.
 
-    Returns when the arrays may be overwritten or donated. A thread writes them, then meta.json,
-    renames, and deletes all but the `keep` newest checkpoints (0: none). The Future raises what
-    went wrong; see `wait`. Processes must share the folder; each writes its own shards and process
-    0 commits.
+    Returns when the arrays may be overwritten or donated; a thread does the rest. Every process
+    must call it, on a shared folder: each writes the shards that it owns, process 0 commits, and
+    all Futures resolve after that. Then all but the `keep` newest checkpoints are deleted (0: none
+    is); `tell` gets a sentence for each that cannot be.
+
+    Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
+    `wait`.
     """
+    if reserved := sorted({"step", "arrays"} & dict(meta).keys()):
+        raise ValueError(f"meta has {', '.join(reserved)}: ckpt.py writes that itself; rename it")
     arrays, _ = _flatten(tree)
     for x in arrays.values():
-        if isinstance(x, jax.Array):
+        if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
-    described, parts = {}, {}
+    layouts, parts = {}, {}
     for name, x in arrays.items():
         shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-        chunk = _chunk_shape(x.shape, shard, x.dtype.itemsize)
-        described[name] = {"shape": list(x.shape), "dtype": str(x.dtype), "chunk": chunk}
-        parts[name] = _shards(x)
-    pool = ThreadPoolExecutor(1, "ckpt")
-    future = pool.submit(_commit, Path(root), step, described, parts, dict(meta), keep)
-    pool.shutdown(wait=False)
-    return future
+        chunk = _chunk_shape(shard, x.dtype.itemsize)
+        layouts[name] = {"shape": list(x.shape), "dtype": str(x.dtype), "chunk": chunk}
+        parts[name] = _owned_shards(x)
+    body = json.dumps({"step": step, "arrays": layouts} | dict(meta), sort_keys=True)
+    return ThreadPoolExecutor(1, "ckpt").submit(
+        _write, _folder(root, step), layouts, parts, body, keep, tell)
 
 
-def _commit(root, step, described, parts, meta, keep):
+def _write(final, layouts, parts, body, keep, tell):
+    """Write the shards of this process; process 0 commits, the others wait until it has."""
+    partial, rank, peers = final.with_suffix(".partial"), jax.process_index(), jax.process_count()
     try:
-        return _write(root, step, described, parts, meta, keep)
-    except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
-        raise ValueError(f"checkpoint {_folder(root, step)} could not be written, those before it "
-                         f"are whole: {_short(e)}") from e
-
-
-def _write(root, step, described, parts, meta, keep):
-    final, partial = _folder(root, step), _folder(root, step).with_suffix(".partial")
-    rank, peers = jax.process_index(), jax.process_count()
-    partial.mkdir(parents=True, exist_ok=True)
-    opened = {name: ts.open(_spec(partial, name, **d), create=True, open=True)
-              for name, d in described.items() if parts[name]}
-    writes = [opened[name].result()[index].write(np.asarray(x))
-              for name, shards in parts.items() for index, x in shards]
-    for write in writes:
-        write.result()
-    if rank:
-        _write_text(partial / f"peer_{rank}", "")
+        partial.mkdir(parents=True, exist_ok=True)
+        opened = {name: ts.open(_zarr_spec(partial, name, **layouts[name]), create=True, open=True)
+                  for name, shards in parts.items() if shards}
+        writes = [opened[name].result()[index].write(shard)
+                  for name, shards in parts.items() for index, shard in shards]
+        for write in writes:
+            write.result()
+        if rank:
+            mark = partial / f"peer_{rank}"
+            mark.touch()
+            _await(partial, lambda: [0] if mark.exists() else [])  # gone with the folder's name
+        else:
+            _await(partial, lambda: [r for r in range(1, peers)
+                                     if not (partial / f"peer_{r}").exists()])
+            _commit(partial, final, body, tell)
+            prune(final.parent, keep, tell)
         return final
-    deadline = time.monotonic() + PEER_TIMEOUT_S
-    while missing := [r for r in range(1, peers) if not (partial / f"peer_{r}").exists()]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"checkpoint {final}: processes {missing} have not written theirs "
-                               f"in {PEER_TIMEOUT_S} s")
-        time.sleep(0.05)
-    for r in range(1, peers):
-        (partial / f"peer_{r}").unlink()
-    body = json.dumps({"step": step, "arrays": described} | meta, sort_keys=True)
+    except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
+        fault = _message(e)
+        with contextlib.suppress(OSError), open(partial / "peer_failed", "x") as f:
+            f.write(f"process {rank}: {fault}")  # ends the wait of the others
+        raise ValueError(f"checkpoint {final} could not be written, those before it are whole: "
+                         f"{fault}") from e
+
+
+def _commit(partial, final, body, tell):
+    """Make a written folder the checkpoint `final`. Wherever the machine stops, one whole
+    checkpoint of that step stays: the old one, which `clean` may have to rename back, or the new.
+    """
+    for folder, subfolders, _ in os.walk(partial):
+        if subfolders:  # TensorStore syncs the folders of chunks, not what is above them
+            _sync(folder)
     stored = {"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
-    _write_text(partial / "meta.json", json.dumps(stored, indent=1))
-    _remove(final)
+    (partial / "meta.json").write_text(json.dumps(stored, indent=1))
+    _sync(partial / "meta.json")
+    _sync(partial)
+    replaced = final.with_suffix(".replaced")
+    if final.exists():
+        _set_aside(replaced, "deleted", tell)  # where a kill came before its deletion
+        os.rename(final, replaced)
     os.rename(partial, final)
-    _sync_folder(root)
-    prune(root, keep)
-    return final
+    _sync(final.parent)
+    for mark in final.glob("peer_*"):
+        mark.unlink()
+    _set_aside(replaced, "deleted", tell)
 
 
-def _write_text(path, text):
-    with open(path, "w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path):
+def _sync(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def _remove(folder):
-    """Delete a checkpoint. Renamed first, so that half of one is never taken for a whole."""
-    if folder.exists():
-        doomed = folder.with_suffix(f".deleted{os.getpid()}")
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed)
-
-
 def wait(future):
-    """Block until a save is committed and raise what went wrong with it. None is no save."""
+    """Block until a save is committed, and raise the ValueError of one that failed. None is no
+    save.
+    """
     return future.result() if future is not None else None
 
 
 def steps(root):
-    """Steps of the complete checkpoints in root, ascending."""
-    root = Path(root)
-    found = root.iterdir() if root.is_dir() else ()
-    return sorted(int(p.name) for p in found
-                  if re.fullmatch(r"\d{9,}", p.name) and (p / "meta.json").exists())
+    """List the steps of the complete checkpoints, ascending."""
+    return sorted(int(p.name) for p in _named(root, "") if (p / "meta.json").exists())
 
 
 def latest(root):
-    """The newest complete checkpoint's step, or None."""
+    """Return the step of the newest complete checkpoint, or None."""
     return max(steps(root), default=None)
 
 
-def prune(root, keep):
-    """Delete all but the `keep` newest complete checkpoints; 0 keeps all."""
-    for step in steps(root)[:-keep] if keep else []:
-        _remove(_folder(root, step))
-
-
-def clean(root):
-    """Delete what unfinished saves and deletions left. Only while no save is under way."""
-    for path in Path(root).glob("*"):
-        if re.fullmatch(r"\d{9,}\.(partial|deleted\d*)", path.name):
-            shutil.rmtree(path)
-
-
 def read_meta(root, step):
-    """What `save` was given as meta, with "step" and "arrays". Raises ValueError when it is missing
-    or damaged.
+    """Return the meta given to `save`, with "step" and "arrays". Raises ValueError when it is
+    missing or damaged.
     """
     path = _folder(root, step) / "meta.json"
     try:
         stored = json.loads(path.read_bytes())
         body = stored["body"]
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-        intact = crc32 == stored["crc32"] and body["step"] == step
+        if crc32 != stored["crc32"] or body["step"] != step:
+            raise ValueError("its checksum does not match")
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: cannot be read: {e}") from None
-    if not intact:
-        raise ValueError(f"{path}: damaged: its checksum does not match")
+        raise ValueError(f"{path}: missing or damaged: {e}") from None
     return body
 
 
-def newest_meta(root):
-    """(step, meta) of the newest checkpoint whose meta.json is sound, or (None, {}) when there is
-    no checkpoint.
+def restore(root, step, like):
+    """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
+    ShapeDtypeStructs; NumPy arrays where there is no sharding).
 
-    Raises ValueError when there are checkpoints and no meta.json can be read.
+    Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
+    arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
+    data is damaged or missing.
+    """
+    folder, stored = _folder(root, step), read_meta(root, step)["arrays"]
+    wanted, treedef = _flatten(like)
+    if missing := [name for name in wanted if name not in stored]:
+        raise KeyError(f"checkpoint {folder} has no {', '.join(missing)}")
+    if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
+                 for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
+        raise TypeError(f"checkpoint {folder} has other shapes: {'; '.join(other)}")
+    opened = {name: ts.open(_zarr_spec(folder, name), open=True, read=True) for name in wanted}
+    reads, leaves = {}, []
+    try:
+        for name, x in wanted.items():  # start all reads before waiting for the first
+            array = opened[name].result()
+            found = {"shape": list(array.shape), "dtype": str(array.dtype.numpy_dtype)}
+            if found != {k: stored[name][k] for k in found}:
+                raise ValueError(f"zarr.json says {found}, meta.json {stored[name]}")
+            reads[name] = _start_reads(array, x)
+        for name, x in wanted.items():
+            leaves.append(_assemble(x, reads[name]))
+    except ValueError as e:
+        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_message(e)}") from None
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _start_reads(array, like):
+    """Start to read what this process needs of `like`: {str(index): TensorStore's future}."""
+    whole = getattr(like, "sharding", None) is None
+    indices = [()] if whole else like.sharding.addressable_devices_indices_map(like.shape).values()
+    return {str(index): array[index].read() for index in indices}
+
+
+def _assemble(like, reads):
+    parts = {index: np.asarray(read.result(), like.dtype) for index, read in reads.items()}
+    if getattr(like, "sharding", None) is None:
+        return parts["()"]
+    return jax.make_array_from_callback(
+        tuple(like.shape), like.sharding, lambda index: parts[str(index)])
+
+
+# ---- optional
+
+def _in_host_memory(x):
+    on_cpu = any(device.platform == "cpu" for device in x.devices())
+    return on_cpu or x.sharding.memory_kind != "device"  # but "pinned_host" or "unpinned_host"
+
+
+def _chunk_shape(shard_shape, itemsize):
+    """Halve the longest even dim of a shard until a chunk has at most CHUNK_BYTES."""
+    chunk = list(shard_shape)
+    while (np.prod(chunk, dtype=np.int64) * itemsize > CHUNK_BYTES
+           and (even := [i for i, n in enumerate(chunk) if n % 2 == 0])):
+        chunk[max(even, key=lambda i: chunk[i])] //= 2
+    return [max(n, 1) for n in chunk]
+
+
+def _await(partial, late):
+    """Poll until late() lists no process. Raises OSError when one has failed or takes too long."""
+    deadline, failed = time.monotonic() + PEER_TIMEOUT_S, partial / "peer_failed"
+    while ranks := late():
+        if failed.exists() and (fault := failed.read_text()):
+            raise OSError(fault)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {ranks} are not done after {PEER_TIMEOUT_S} s; have "
+                               "they ended, or do they not share this folder?")
+        time.sleep(0.05)
+
+
+def _named(root, suffix):
+    """The paths in root whose names are a step and what the regular expression `suffix` matches."""
+    return sorted(p for p in Path(root).glob("*") if re.fullmatch(r"\d{9,}" + suffix, p.name))
+
+
+def prune(root, keep, tell=print):
+    """Delete all but the `keep` newest complete checkpoints, and damaged ones older than those; 0
+    keeps all. `tell` gets a sentence for each that cannot be deleted.
+    """
+    kept = steps(root)[-keep:] if keep else []
+    for path in _named(root, r"(\.damaged\d*)?") if kept else []:
+        if int(path.stem) < kept[0] and (path / "meta.json").exists():
+            _set_aside(path, "deleted", tell)
+
+
+def clean(root, tell=print):
+    """Delete what interrupted saves and deletions left, and rename back a checkpoint whose
+    replacement did not get its name. Call it only while no save is under way.
+    """
+    for path in _named(root, r"\.(partial|deleted|replaced)\d*"):
+        final = path.with_suffix("")
+        if path.suffix == ".replaced" and not (final / "meta.json").exists():
+            os.rename(path, final)
+        else:
+            _set_aside(path, "deleted", tell)
+
+
+def _set_aside(folder, suffix, tell):
+    """Rename a folder, if it exists, to the first free name with that suffix, and delete it when
+    that is "deleted": half a checkpoint never passes for a whole one. Errors are told, as they must
+    not end a run.
+    """
+    names = (folder.with_suffix(f".{suffix}{n or ''}") for n in itertools.count())
+    try:
+        os.rename(folder, aside := next(name for name in names if not name.exists()))
+        if suffix == "deleted":
+            shutil.rmtree(aside)
+    except FileNotFoundError:
+        pass
+    except OSError as e:
+        tell(f"{folder} is left over: {e}")
+
+
+def newest_meta(root):
+    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
+    is no checkpoint.
+
+    Raises ValueError when there are checkpoints but no meta.json can be read.
     """
     for step in reversed(steps(root)):
         try:
@@ -235,10 +327,11 @@ def newest_meta(root):
 
 
 def restore_newest(root, like, tell=print, set_aside=False):
-    """(step, tree as `restore`) of the newest checkpoint that is sound on all processes. Newer ones
-    are told of and, with set_aside, renamed once an older one has been read.
+    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
 
-    Raises ValueError when there is none, KeyError and TypeError as `restore`.
+    `tell` gets a sentence for each damaged one. With set_aside these are renamed to .damaged, once
+    an older one has been read. Raises ValueError when there is none, KeyError and TypeError as
+    `restore` does.
     """
     damaged = []
     for step in reversed(steps(root)):
@@ -252,87 +345,8 @@ def restore_newest(root, like, tell=print, set_aside=False):
         if not fault:
             if set_aside and jax.process_index() == 0:
                 for folder in damaged:
-                    folder.rename(folder.with_suffix(".damaged"))
+                    _set_aside(folder, "damaged", tell)
             return step, tree
         tell(f"passing over a damaged checkpoint: {fault}")
         damaged.append(_folder(root, step))
     raise ValueError(f"{root}: {'no checkpoint there can be read' if damaged else 'holds none'}")
-
-
-def restore(root, step, like):
-    """The saved tree in the shapes, dtypes and shardings of `like` (arrays or ShapeDtypeStructs;
-    NumPy without one).
-
-    Every process reads what its devices hold. Raises KeyError or TypeError, listing every array
-    that is not in the checkpoint or has another shape there, and ValueError that names the array
-    whose data is damaged or missing.
-    """
-    folder, stored = _folder(root, step), read_meta(root, step)["arrays"]
-    wanted, treedef = _flatten(like)
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        raise KeyError(f"checkpoint {folder} has no {', '.join(missing)}")
-    other = [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
-             for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]
-    if other:
-        raise TypeError(f"checkpoint {folder} has other shapes: {'; '.join(other)}")
-    opened = {name: ts.open(_spec(folder, name), open=True, read=True) for name in wanted}
-    reads = {}
-    for name, x in wanted.items():
-        try:
-            array = opened[name].result()
-            found = {"shape": list(array.shape), "dtype": str(array.dtype.numpy_dtype)}
-            if found != {k: stored[name][k] for k in found}:
-                raise ValueError(f"zarr.json says {found}, meta.json {stored[name]}")
-            reads[name] = {str(i): array[i].read() for i in _indices(x)}
-        except ValueError as e:
-            raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_short(e)}") from None
-    leaves = [_assemble(folder, name, x, reads[name]) for name, x in wanted.items()]
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _indices(x):
-    sharding = getattr(x, "sharding", None)
-    if sharding is None:
-        return [(...,)]
-    return sharding.addressable_devices_indices_map(tuple(x.shape)).values()
-
-
-def _assemble(folder, name, like, reads):
-    try:
-        parts = {index: np.asarray(read.result(), like.dtype) for index, read in reads.items()}
-    except ValueError as e:
-        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_short(e)}") from None
-    sharding = getattr(like, "sharding", None)
-    if sharding is None:
-        return parts[str((...,))]
-    return jax.make_array_from_callback(
-        tuple(like.shape), sharding, lambda index: parts[str(index)])
-
-
-# ---- a log
-
-def open_log(path, step, once=("stop", "end")):
-    """(write(event, row) -> row, events already written at `step`) of a file of JSON objects, one a
-    line, with keys "event" and "step"; floats keep all their digits.
-
-    Lines of steps after `step`, which a crash undid, a torn line and the events `once`, of which
-    only a last one holds, are cut. Only process 0 writes.
-    """
-    path, kept = Path(path), []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            kept += [row] if row["step"] <= step and row["event"] not in once else []
-    done = {row["event"] for row in kept if row["step"] == step}
-    if jax.process_index():
-        return (lambda event, row: row), done
-    _write_text(path.with_suffix(".tmp"), "".join(json.dumps(row) + "\n" for row in kept))
-    path.with_suffix(".tmp").replace(path)
-    file = open(path, "a", buffering=1)
-
-    def write(event, row):
-        file.write(json.dumps({"event": event} | row) + "\n")
-        return row
-
-    return write, done

@@ -12,6 +12,7 @@ import re
 import typing
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import pairwise
 from math import gcd, prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -231,13 +232,13 @@ def parse(argv, kind=Config):
             str_from_instance=lambda x: [str(x)])
 
     def last(flag, default=""):
-        given = [after for name, after in zip(argv, argv[1:], strict=False) if name == flag]
+        given = [after for name, after in pairwise(argv) if name == flag]
         given += [arg.split("=", 1)[1] for arg in argv if arg.startswith(f"{flag}=")]
         return given[-1] if given else default
 
     chosen = last("--config")
     if not chosen and last("--mode") in ("eval", "sample"):
-        saved = Path(last("--out_dir", Config.out_dir), "config.json")
+        saved = Path(last("--out_dir", kind.out_dir), "config.json")
         chosen = str(saved) if saved.is_file() else ""
     default = load(chosen, kind) if chosen else kind()
     return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
@@ -425,7 +426,7 @@ def mesh_sizes(cfg, n_devices):
         mesh = " ".join(f"{a}={n}" for a, n in sizes.items())
         return None, [f"mesh {mesh}: {fixed} devices do not {verb} the {n_devices} at hand; "
                       f"set {what}"]
-    return sizes | {a: n_devices // fixed for a in open_axes}, []
+    return sizes | dict.fromkeys(open_axes, n_devices // fixed), []
 
 
 def multiples(cfg, sizes, rules):

@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from math import isqrt
+from math import exp, isqrt, log
 from pathlib import Path
 
 import jax
@@ -419,6 +419,15 @@ def _segments(tokens, end):
     starts, places = tokens == end, np.arange(tokens.shape[1], dtype=np.int32)[None]
     first = np.maximum.accumulate(np.where(starts, places, 0), axis=1)
     return {"segments": starts.cumsum(axis=1, dtype=np.int32), "positions": places - first}
+
+
+def text_metrics(means, source):
+    """Perplexity per token, and bits per byte where the source is text."""
+    loss = float(means["loss"])
+    row = {"ppl": exp(min(loss, 700))}
+    if source["bytes_per_token"]:
+        row["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
+    return row
 
 
 def fingerprint(source):

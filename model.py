@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
@@ -350,6 +351,22 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     return tokens_TB.T
 
 
+def sample_text(params, cfg, key, tokenizer):
+    """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
+    of a document. tokenizer: {"encode", "decode", "end"}.
+    """
+    if not cfg.sample_tokens:
+        return []
+    end = tokenizer["end"]
+    start = np.asarray([end, *tokenizer["encode"](cfg.prompt)], np.int32)
+    tokens = np.tile(start, (cfg.n_samples, 1))
+    lengths = np.full(cfg.n_samples, len(start), np.int32)
+    new = generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
+    new = multihost_utils.process_allgather(new, tiled=True)
+    ends = [np.append(np.flatnonzero(row == end), len(row))[0] for row in new]
+    return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends, strict=True)]
+
+
 def _sample(logits_BV, key, cfg):
     """Draw one token per row from the top_k and top_p likeliest; temperature 0: the likeliest."""
     if cfg.temperature == 0:
@@ -636,8 +653,10 @@ def _needs_flash(cfg, T):
 def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     """_attend within a whole sequence by JAX's fused kernels for TPUs."""
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+        splash_attention_mask as masks,
+    )
     T, window = q_BNTH.shape[2], cfg.sliding_window
     block = max(n for n in (128, 256, 512) if T % n == 0)
     mask = masks.LocalMask((T, T), (window - 1, 0), 0) if window else masks.CausalMask((T, T))

@@ -7,13 +7,14 @@ language models. Invariant: every stop but a crash saves and says why.
 """
 import sys
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"Sixfile needs Python 3.11 or later, as JAX does; this is {sys.version.split()[0]}")
 
 import contextlib
 import ctypes
 import dataclasses
 import dis
+import errno
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -41,6 +43,7 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
@@ -62,28 +65,6 @@ def resolve_text(cfg, platform):
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
-def text_metrics(means, source):
-    """Perplexity per token, and bits per byte where the source is text."""
-    row = {"ppl": math.exp(min(means["loss"], 700))}
-    if source["bytes_per_token"]:
-        row["bits_per_byte"] = float(means["loss"]) / math.log(2) / source["bytes_per_token"]
-    return row
-
-
-def sample_text(params, cfg, key):
-    """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
-    of a document.
-    """
-    tokenizer = data.make_tokenizer(cfg.tokenizer)
-    start = np.asarray([tokenizer["end"], *tokenizer["encode"](cfg.prompt)], np.int32)
-    tokens = np.tile(start, (cfg.n_samples, 1))
-    lengths = np.full(cfg.n_samples, len(start), np.int32)
-    new = model.generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
-    new = multihost_utils.process_allgather(new, tiled=True)
-    ends = [np.append(np.flatnonzero(row == tokenizer["end"]), len(row))[0] for row in new]
-    return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends, strict=True)]
-
-
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
     "init": model.init,  # (key, cfg) -> {name: array}
@@ -97,8 +78,10 @@ TEXT = {
     "faults": config.text_faults,  # (cfg, {axis: size}) -> why it cannot run, in words
     "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
     "flops": lambda cfg: model.flops_per_token(cfg, cfg.seq_len),  # (per unit, remat's, formula)
-    "metrics": text_metrics,  # ({name: mean}, source) -> more metrics, of training and evaluation
-    "preview": sample_text,  # (params, cfg, key) -> texts to print
+    "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
+    # (params, cfg, key) -> texts to print
+    "preview": lambda params, cfg, key: model.sample_text(
+        params, cfg, key, data.make_tokenizer(cfg.tokenizer)),
     "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
@@ -112,11 +95,15 @@ OPTIONAL = {
 
 
 def prepare(cfg, task=TEXT, devices=None):
-    """{"cfg" (worked out), "task", "mesh", "table"} on these devices (default: all at hand).
+    """{"cfg" (worked out), "task", "mesh", "table"} on these devices (default: those of
+    cfg.plan_for, or all at hand).
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
-    devices, task = devices or jax.devices(), OPTIONAL | task
+    task = OPTIONAL | task
+    if devices is None:
+        devices = (steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for
+                   else jax.devices())
     keep_programs(cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
@@ -148,11 +135,16 @@ def program_parts(run):
 
 def make_batch_at(run, source):
     """index -> batch of global arrays, of which each process builds its own rows."""
-    structs, at = batch_structs(run), source["batch"]
+    structs, pinned = batch_structs(run), run["cfg"].overfit_batch and source is run["train"]
     shardings = {name: x.sharding for name, x in structs.items()}
     first = next(iter(structs.values()))
     rows = data.local_rows(first.sharding, first.shape)
-    return lambda index: data.to_device(at(index, rows), shardings, run["cfg"].batch_size)
+
+    def batch_at(index):
+        batch = source["batch"](0 if pinned else index, rows)
+        return data.to_device(batch, shardings, run["cfg"].batch_size)
+
+    return batch_at
 
 
 # ---- a run
@@ -180,9 +172,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             observers = [make(run["cfg"]) for make in OBSERVERS] if is_main() else []
             try:
                 run, state, done = start_run(run, hooks, observers, state, params)
-                if state is None:
-                    return done
-                return train(run, state, done, signals, began)
+                return train(run, state, done, signals, began) if run else done
             except BaseException as e:
                 for observer in observers:
                     observer("error", {"error": f"{type(e).__name__}: {e}"})
@@ -191,56 +181,45 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
 
 def start_run(run, hooks, observers, state, params):
     """Data, compilation, first state, log: (run with all that is fixed while it lasts, state,
-    {event: step} of what was done at its step). The state is None when nothing is left to do, and
-    the summary stands in the last place.
+    {event: step} of what was done at its step). Nothing left to do: (None, None, the summary).
     """
     cfg, task = run["cfg"], run["task"]
     sources = task["open"](cfg, ("train", "val"))
     if cfg.epochs:
-        steps = max(1, math.ceil(cfg.epochs * sources["train"]["n"] / cfg.batch_size))
-        cfg = dataclasses.replace(cfg, steps=steps)
-    run |= {"cfg": cfg, "hooks": hooks, **sources}
-    out, given = Path(cfg.out_dir), state is not None or params is not None
-    resumed, meta = (None, {}) if cfg.resume == "overwrite" else ckpt.newest_meta(out / "ckpt")
-    if given and meta:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: holds a run at step {resumed}, and a state or "
-                         "parameters to start from were given; choose another, or resume overwrite")
-    if meta:
-        check_same_run(run, meta)
-        if is_finished(cfg, resumed):
-            return run, None, tell_finished(cfg, resumed)
-    names = {} if given or meta else names_of_init_from(run)
+        steps = math.ceil(cfg.epochs * sources["train"]["n"] / cfg.batch_size)
+        cfg = dataclasses.replace(cfg, steps=max(1, steps))
+    out, run = Path(cfg.out_dir), run | {"cfg": cfg, "hooks": hooks, **sources}
+    saved, meta = (None, {}) if cfg.resume == "overwrite" else ckpt.newest_meta(out / "ckpt")
+    origin, first_state = choose_start(run, state, params, saved, meta)
+    if meta and is_finished(cfg, saved):
+        return None, None, {"step": saved, "reason": "finished before", "exit_code": 0}
     say(f"{headline(run)}\ncompiling the update for {cfg.steps} steps ...")
-    compiling = time.perf_counter()
+    began = time.perf_counter()
     with explain_memory(run):
         programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
         steplib.check_fits(programs["memory"], run["mesh"])
-    compile_s = time.perf_counter() - compiling
-    state, origin = first_state(cfg, programs, state, params, resumed, names)
-    state = call(hooks, "load", state)
-    if cfg.resume == "overwrite" and is_main():  # only now that nothing else can go wrong
-        shutil.rmtree(out / "ckpt")
-        for name in ("metrics.jsonl", "plot.png"):
-            (out / name).unlink(missing_ok=True)
+    compile_s = time.perf_counter() - began
+    state = call(hooks, "load", first_state(programs))
     if is_main():
+        if cfg.resume == "overwrite":  # only now that nothing else can go wrong
+            shutil.rmtree(out / "ckpt")
+            for name in ("metrics.jsonl", "plot.png"):
+                (out / name).unlink(missing_ok=True)
         (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
     step = int(state["step"])
     done = {row["event"]: step for row in read_log(out) if row["step"] == step}
-    if resumed is not None:
-        done["save"] = step
 
-    def observe(event, row):
+    def emit(event, row):
+        row = call(hooks, event, row)
         for observer in observers:
             observer(event, row)
         return row
 
-    emit = lambda event, row: observe(event, call(hooks, event, row))
-
     meta = {"config": dataclasses.asdict(cfg), "versions": versions(),
             "mesh": dict(run["mesh"].shape), "run_id": meta.get("run_id", uuid.uuid4().hex[:8])}
-    run |= {"programs": programs, "emit": emit, "observe": observe, "meta": meta}
+    run |= {"programs": programs, "emit": emit, "meta": meta}
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | describe(run) | meta)
-    return run, state, done
+    return run, state, done | ({} if saved is None else {"save": step})
 
 
 def train(run, state, done, signals, began):
@@ -248,13 +227,14 @@ def train(run, state, done, signals, began):
 
     done: {event: step} of the last save, eval and sample. signals: names of those caught.
     """
-    cfg, train_step, step = run["cfg"], run["programs"]["train_step"], int(state["step"])
+    cfg, emit, train_step = run["cfg"], run["emit"], run["programs"]["train_step"]
+    step, latest, previous, saving = int(state["step"]), {}, None, None
     report, restart_clock = make_report(run, began)
-    batch_at = make_batch_at(run, run["train"])
-    batches = data.prefetch(
-        lambda step: batch_at(0 if cfg.overfit_batch else step), step, cfg.steps)
-    latest, previous, saving = {}, None, None
-    interrupted = lambda: jax.process_count() == 1 and bool(signals)
+    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps)
+
+    def interrupted():
+        return jax.process_count() == 1 and bool(signals)
+
     while True:
         if due := due_events(cfg, step, done):
             latest |= report(previous)
@@ -273,7 +253,7 @@ def train(run, state, done, signals, began):
             break
         batch, waited_s = next(batches)
         batch = call(run["hooks"], "data", batch)
-        run["observe"]("dispatch", {"step": step + 1})
+        emit("dispatch", {"step": step + 1})
         with jax.transfer_guard("disallow"):
             state, metrics = train_step(state, batch)
         step += 1
@@ -286,13 +266,12 @@ def train(run, state, done, signals, began):
     batches.close()
     if done.get("save") != step:
         saving = save_state(run, state, step, saving)
-    path = ckpt.wait(saving) or Path(cfg.out_dir) / "ckpt"
+    path = ckpt.wait(saving) or Path(cfg.out_dir) / "ckpt" / f"{step:09d}"
     reason, exit_code = why_stop(cfg, step, signal_name, latest)
-    run["emit"]("stop", {"step": step, "reason": reason})
-    summary = run["emit"]("end", {
-        "step": step, "reason": reason, "exit_code": exit_code,
-        "wall_s": time.perf_counter() - began} | {
-        k: v for k, v in latest.items() if k not in ("finite", "stop")})
+    emit("stop", {"step": step, "reason": reason})
+    results = {k: v for k, v in latest.items() if k not in ("finite", "stop")}
+    summary = emit("end", {"step": step, "reason": reason, "exit_code": exit_code,
+                           "wall_s": time.perf_counter() - began} | results)
     return summary | {"state": state, "mesh": run["mesh"], "checkpoint": str(path)}
 
 
@@ -300,12 +279,12 @@ def due_events(cfg, step, done):
     """What is to be done at this step, and was not done at it already."""
     every = {"save": cfg.save_every, "eval": cfg.eval_every, "sample": cfg.sample_every}
     return [event for event, n in every.items() if step and done.get(event) != step
-            and (step >= cfg.steps or n and step % n == 0)]
+            and (step >= cfg.steps or (n and step % n == 0))]
 
 
 def why_stop(cfg, step, signal_name, latest):
     """The one answer to whether to stop before the next batch: (reason in words, exit code), or
-    None to go on. latest: what report and eval_state gave; a hook asks for a stop by a "stop" there.
+    None to go on. latest: of report and eval_state; a hook asks for a stop by a "stop" in a row.
     """
     if not latest.get("finite", True) and cfg.nan == "stop":
         return (f"a loss or gradient is not finite near step {step}; the last good parameters are "
@@ -374,7 +353,7 @@ def save_state(run, state, step, saving):
     meta = run["meta"] | {"data": {
         "fingerprint": train["fingerprint"], "epoch": epoch, "sequence": place}}
     began = time.perf_counter()
-    saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep)
+    saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep, say)
     run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
     return saving
 
@@ -462,7 +441,7 @@ def jsonl(cfg):
             fresh = path.with_suffix(".tmp")
             fresh.write_text("".join(json.dumps(old) + "\n" for old in kept))
             fresh.replace(path)
-            file = open(path, "a", buffering=1)
+            file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             file.write(json.dumps({"event": event} | row) + "\n")
 
@@ -479,22 +458,22 @@ def read_log(out_dir):
     return rows
 
 
-# How the screen shows a value, and in which order.
-WORDS = {"loss": "loss {:.4f}", "objective": "objective {:.4f}", "lr": "lr {:.2e}",
-         "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
-         "val_bits_per_byte": "{:.3f} bits/byte"}
+# How the screen shows a value, where a row has it.
+WORDS = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", "val_loss": "held-out loss {:.4f}",
+         "val_acc": "accuracy {:.3f}", "val_bits_per_byte": "{:.3f} bits/byte"}
 
 
-def in_words(row, *names):
-    return "  ".join(WORDS[name].format(row[name]) for name in names if name in row)
+def in_words(row, names):
+    return "  ".join(WORDS[name].format(row[name]) for name in names.split() if name in row)
 
 
 def screen(cfg):
     """A progress bar; where there is no terminal, plain lines."""
-    bar, unit = None, ""
+    bar, unit = tqdm(disable=True), ""
 
     def observe(event, row):
         nonlocal bar, unit
+        at = f"step {row.get('step', 0):>6}"
         if event == "start":
             unit = row["unit"]
             if not steplib.peaks(jax.devices()[0].device_kind)[0]:
@@ -507,42 +486,32 @@ def screen(cfg):
         elif event == "step":
             bar.update()
         elif event == "log":
-            words = in_words(row, "loss" if "loss" in row else "objective")
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
-            bar.set_postfix_str(f"{words}  {rate}", refresh=False)
+            bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                say(f"step {row['step']:>6}  {words}  {in_words(row, 'lr')}  {rate}  "
+                say(f"{at}  {in_words(row, 'loss lr')}  {rate}  "
                     f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
-            say(f"step {row['step']:>6}  "
-                + in_words(row, "val_loss", "val_acc", "val_bits_per_byte"))
+            say(f"{at}  {in_words(row, 'val_loss val_acc val_bits_per_byte')}")
         elif event == "sample":
             show_texts(row["texts"])
             if "fault" in row:
-                say(f"step {row['step']:>6}  no sample: {row['fault']}")
+                say(f"{at}  no sample: {row['fault']}")
         elif event in ("end", "error"):
-            if bar:
-                bar.close()
-            if event == "end":
-                tell_end(cfg, row)
+            bar.close()
+        if event == "end":
+            say(f"done: {row['reason']}; step {row['step']}, "
+                f"{in_words(row, 'val_loss val_bits_per_byte')}, training "
+                f"{in_words(row, 'loss')}, {row['wall_s']:.0f} s, saved in {cfg.out_dir}/ckpt")
+            if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
+                say("the same command goes on from here")
 
     return observe
 
 
-def tell_end(cfg, row):
-    words = in_words(row, "val_loss", "val_bits_per_byte")
-    if "loss" in row:
-        words += f"  training loss {row['loss']:.4f}"
-    say(f"done: {row['reason']}; step {row['step']}, {words.strip().replace('  ', ', ')}, "
-        f"{row['wall_s']:.0f} s, saved in {cfg.out_dir}/ckpt")
-    if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
-        say("the same command goes on from here")
-
-
 def show_texts(texts):
     for text in texts:
-        say("-" * 8, "sample", "-" * 8)
-        say(text)
+        say(f"{' sample '.center(24, '-')}\n{text}")
     if texts:
         say("-" * 24)
 
@@ -561,7 +530,7 @@ def tracing(cfg):
             if first <= step <= last and not running:
                 running = True
                 jax.profiler.start_trace(folder)
-        ends = event in ("stop", "error") or event == "step" and row["step"] >= last
+        ends = event in ("stop", "error") or (event == "step" and row["step"] >= last)
         if running and ends:
             running = False
             jax.profiler.stop_trace()
@@ -663,22 +632,15 @@ def memory_peak_bytes():
 
 # Before the first step.
 
-def load_hook(name):
-    """The function of "file.py:function" or "package.module:function"."""
-    where, colon, function = name.rpartition(":")
-    if not colon or not function.isidentifier():
-        raise ValueError(f"hooks {name!r}: must be file.py:function or package.module:function")
-    if not where.endswith(".py"):
-        module = importlib.import_module(where)
-    elif Path(where).is_file():
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        raise ValueError(f"hooks {name!r}: no file {where}")
-    if not callable(getattr(module, function, None)):
-        raise ValueError(f"hooks {name!r}: {where} has no function {function}")
-    return getattr(module, function)
+def load_hook(text):
+    """The function of "file.py:function"."""
+    path, _, name = text.rpartition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"hooks {text!r}: must be file.py:function, and there is no file {path!r}")
+    hook = runpy.run_path(path).get(name)
+    if not callable(hook):
+        raise ValueError(f"hooks {text!r}: {path} has no function {name}")
+    return hook
 
 
 def keep_programs(cfg):
@@ -687,16 +649,15 @@ def keep_programs(cfg):
     """
     folder = os.path.expanduser(cfg.cache_dir)
     try:
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(0, "permission denied")
+        folder and os.makedirs(folder, exist_ok=True)
     except OSError as e:
         fault = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
         if cfg.cache_dir != config.Config.cache_dir:
             raise ValueError(f"{fault}; choose another, or '' for none") from None
         say(f"{fault}; compiled programs are not kept between runs")
         folder = ""
+    if folder != (jax.config.jax_compilation_cache_dir or ""):
+        compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -706,32 +667,61 @@ def lock_out_dir(cfg):
     """out_dir for this run alone, fit to write to. Raises ValueError when it is not, or when
     cfg.resume says that its run must not be touched.
     """
-    out, found = Path(cfg.out_dir), ckpt.steps(Path(cfg.out_dir) / "ckpt")
-    if cfg.resume == "never" and found:
-        raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another "
-                         "--out_dir, or delete it with --resume overwrite")
-    if cfg.resume == "must" and not found:
-        raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
-    if not is_main():
+    out = Path(cfg.out_dir)
+    with contextlib.ExitStack() as held:
+        if is_main():
+            try:
+                (out / "ckpt").mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(open(out / ".lock", "w"))
+                # The system releases it when the process ends, however that is.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"out_dir {cfg.out_dir!r}: another run is writing to it; choose "
+                                 "another, or end that one") from None
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; "
+                                     "choose another") from None
+                say(f"out_dir {cfg.out_dir!r}: its file system has no locks ({e.strerror}); make "
+                    "sure that no other run writes to it")
+            ckpt.clean(out / "ckpt", say)
+        found = ckpt.steps(out / "ckpt")
+        if cfg.resume == "never" and found:
+            raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another "
+                             "--out_dir, or delete it with --resume overwrite")
+        if cfg.resume == "must" and not found:
+            raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
         yield
-        return
-    try:
-        (out / "ckpt").mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")
-    except OSError as e:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; choose "
-                         "another") from None
-    with lock:  # the system releases it when the process ends, however that is
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out_dir {cfg.out_dir!r}: another run is writing to it; choose "
-                             "another, or end that one") from None
-        except OSError as e:  # some network file systems have no locks
-            say(f"out_dir {cfg.out_dir!r}: cannot be locked ({e.strerror}); make sure that no "
-                "other run writes to it")
-        ckpt.clean(out / "ckpt")
-        yield
+
+
+def choose_start(run, state, params, saved, meta):
+    """(origin in words, programs -> first state): given state, given parameters, own checkpoint
+    `saved` of `meta`, init_from, fresh; the first that there is.
+
+    Raises ValueError when a checkpoint is of another config, other data or another model.
+    """
+    cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
+    if meta and (state is not None or params is not None):
+        raise ValueError(f"out_dir {cfg.out_dir!r}: holds a run at step {saved}, and a state or "
+                         "parameters to start from were given; choose another, or resume overwrite")
+    if state is not None:
+        return "the given state", lambda programs: jax.device_put(
+            state, jax.tree.map(lambda x: x.sharding, programs["state"]))
+    if params is not None:
+        return "the given parameters", lambda programs: programs["from_params"](key, params)
+    if meta:
+        check_same_run(run, meta)
+        return "its own checkpoint", lambda programs: load_checkpoint(
+            cfg.out_dir, programs["state"], set_aside=True)[1]
+    names = names_of_init_from(run)
+    if not cfg.init_from:
+        return "a fresh initialization", lambda programs: programs["init"](key)
+
+    def from_other(programs):
+        like = {"params": {name: programs["state"]["params"][name] for name in names}}
+        return programs["from_params"](key, load_checkpoint(cfg.init_from, like)[1]["params"])
+
+    return f"the parameters of {cfg.init_from}", from_other
 
 
 def check_same_run(run, meta):
@@ -744,27 +734,22 @@ def check_same_run(run, meta):
 
 
 def names_of_init_from(run):
-    """Names of the parameters to load from cfg.init_from: none without one.
+    """Names of the parameters to load from cfg.init_from.
 
-    Raises ValueError when there is none, or its model is another one.
+    Raises ValueError when it holds no checkpoint, or its model is another one.
     """
-    cfg, table = run["cfg"], run["table"]
-    root = Path(cfg.init_from) / "ckpt"
+    cfg, root = run["cfg"], Path(run["cfg"].init_from) / "ckpt"
     if cfg.init_from and not ckpt.steps(root):
         raise ValueError(f"init_from {cfg.init_from!r}: holds no checkpoint; name another run's "
                          "--out_dir")
     meta = ckpt.newest_meta(root)[1] if cfg.init_from else {"arrays": {}, "config": {}}
     saved = {name.removeprefix("params/") for name in meta["arrays"] if name.startswith("params/")}
-    names = run["task"]["init_names"](cfg, table, saved)
-    if not cfg.init_from:
-        return {}
+    names = run["task"]["init_names"](cfg, run["table"], saved)
     faults = [f"{name} there is no parameter of this model" for name in sorted(saved - names)]
-    for name in config.FORWARD:
-        now = getattr(cfg, name)
-        before = meta["config"].get(name, now)
-        if before != now and name not in cfg.allow_change:
-            faults.append(f"{name} is {before!r} there, {now!r} here (on purpose: --allow_change "
-                          f"{name})")
+    faults += [f"{name} is {meta['config'][name]!r} there, {getattr(cfg, name)!r} here (on purpose:"
+               f" --allow_change {name})" for name in config.FORWARD
+               if meta["config"].get(name, getattr(cfg, name)) != getattr(cfg, name)
+               and name not in cfg.allow_change]
     config.raise_all(faults, f"init_from {cfg.init_from!r} is another model")
     return names
 
@@ -778,70 +763,61 @@ def load_checkpoint(out_dir, like, set_aside=False):
                          "folder") from None
 
 
-def first_state(cfg, programs, state, params, resumed, names):
-    """(state, its origin): given state, given params, own checkpoint, init_from, fresh; the first
-    that there is.
-    """
-    like, key = programs["state"], jax.random.key(cfg.seed)
-    if state is not None:
-        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, like)), "the given state"
-    if params is not None:
-        return programs["from_params"](key, params), "the given parameters"
-    if resumed is not None:
-        return load_checkpoint(cfg.out_dir, like, set_aside=True)[1], "its own checkpoint"
-    if cfg.init_from:
-        wanted = {name: like["params"][name] for name in names}
-        _, loaded = load_checkpoint(cfg.init_from, {"params": wanted})
-        return programs["from_params"](key, loaded["params"]), f"the parameters of {cfg.init_from}"
-    return programs["init"](key), "a fresh initialization"
-
-
 def is_finished(cfg, step):
-    """Whether nothing is left to do for a run at `step`: it is past cfg.steps, or reached it and
-    logged its end.
+    """Whether nothing is left to do at `step`, and if so, say how to go further: it is past
+    cfg.steps, or reached it and logged its end.
     """
-    if step != cfg.steps:
-        return step > cfg.steps
-    last = (read_log(cfg.out_dir) or [{}])[-1]
-    return last.get("event") == "end" and last["reason"] == ALL_DONE.format(step)
-
-
-def tell_finished(cfg, step):
+    last = (read_log(cfg.out_dir) or [{"event": ""}])[-1]
+    ended = last["event"] == "end" and last["reason"] == ALL_DONE.format(step)
+    if step < cfg.steps or (step == cfg.steps and not ended):
+        return False
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
     say(f"{cfg.out_dir} is finished, at step {step} of {cfg.steps}. To go further: {further}. To "
         "start afresh: --resume overwrite, or another --out_dir.")
-    return {"step": step, "reason": "finished before", "exit_code": 0}
+    return True
 
 
 # Would it fit?
 
 def plan(cfg, task=TEXT):
-    """Compile the update that would run, allocate nothing, and print what it takes; the summary."""
-    devices = steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for else None
-    run = prepare(cfg, task, devices)
-    cfg, (unit, size), mesh = run["cfg"], run["task"]["unit"], run["mesh"]
-    say(headline(run) + "; for each device:")
+    """Print what an update would take, allocating nothing; the summary."""
+    run = prepare(cfg, task)
+    cost = estimate(run)
+    show_estimate(run, cost)
+    return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
+
+
+def estimate(run):
+    """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
+    device by kind, "compiled", "compile_s"}, or "fault" in words.
+    """
+    cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "fits": False, "memory": {}}
     if run["task"]["flops"]:
         flops, recomputed, formula = run["task"]["flops"](cfg)
-        per_device = size(cfg) / mesh.size / 1e12
-        say(f"  {flops * per_device:10,.4g} TFLOP  the model's: {formula}")
-        say(f"  {recomputed * per_device:10,.4g} TFLOP  recomputed by remat")
+        n = run["task"]["unit"][1](cfg) / mesh.size
+        cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
-    began, fault, kinds = time.perf_counter(), "", {}
+    began = time.perf_counter()
     try:
         with explain_memory(run):
-            compiled = steplib.compile_lowered(lowered["train_step"]())
-            kinds = steplib.memory_by_kind(state, compiled)
-            steplib.check_fits(kinds, mesh)
+            cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
+            cost["compile_s"] = time.perf_counter() - began
+            cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
+            steplib.check_fits(cost["memory"], mesh)
     except ValueError as e:
-        fault = str(e)
-    for kind, n_bytes in kinds.items():
+        return cost | {"fault": str(e)}
+    return cost | {"fits": True}
+
+
+def show_estimate(run, cost):
+    say(headline(run) + "; for each device:")
+    for what, amount in cost["flop"].items():
+        say(f"  {amount / 1e12:10,.4g} TFLOP  {what}")
+    for kind, n_bytes in cost["memory"].items():
         say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
-    limit = steplib.memory_limit(mesh)
-    say(fault or f"compiled in {time.perf_counter() - began:.0f} s; "
+    limit = steplib.memory_limit(run["mesh"])
+    say(cost.get("fault") or f"compiled in {cost['compile_s']:.0f} s; "
         + (f"fits in {limit / 2**30:,.4g} GiB" if limit else "this device's memory is not known"))
-    return {"step": 0, "reason": "plan", "exit_code": int(bool(fault)), "bytes": kinds,
-            "fits": not fault}
 
 
 @contextlib.contextmanager
@@ -866,27 +842,24 @@ def run_saved(cfg, task=TEXT):
                          "--out_dir")
     run = prepare(cfg, task)
     cfg, task = run["cfg"], run["task"]
-    with jax.set_mesh(run["mesh"]):
-        shapes = jax.eval_shape(lambda: task["init"](jax.random.key(0), cfg))
-    params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
-        run["mesh"], run["table"][name]["spec"])) for name, x in shapes.items()}
-    load = lambda: load_checkpoint(cfg.out_dir, {"params": params})
-    if cfg.mode == "sample":
-        if not task["preview"]:
-            raise ValueError("mode sample: this task has no preview")
-        step, loaded = load()
+    like, lowered, _ = steplib.lower_steps(*program_parts(run))
+    if cfg.mode == "eval":
+        run |= {"train": None} | task["open"](cfg, ("val",))
+        if not run["val"]:
+            raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give "
+                             "--val_data")
+        eval_step = lowered["eval_step"]().compile()
+    elif not task["preview"]:
+        raise ValueError("mode sample: this task has no preview")
+    step, loaded = load_checkpoint(cfg.out_dir, {"params": like["params"]})
+    summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
+    if cfg.mode == "eval":
+        summary |= evaluate(run, eval_step, loaded["params"])
+        say(json.dumps(summary))
+    else:
         with jax.set_mesh(run["mesh"]):
-            texts = task["preview"](loaded["params"], cfg, sample_key(cfg, 0))
-        show_texts(texts)
-        return {"step": step, "reason": cfg.mode, "exit_code": 0, "texts": texts}
-    run |= task["open"](cfg, ("val",))
-    if not run["val"]:
-        raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give --val_data")
-    eval_step = steplib.lower_steps(*program_parts(run))[1]["eval_step"]().compile()
-    step, loaded = load()
-    summary = {"step": step, "reason": cfg.mode, "exit_code": 0,
-               **evaluate(run, eval_step, loaded["params"])}
-    say(json.dumps(summary))
+            summary["texts"] = task["preview"](loaded["params"], cfg, sample_key(cfg, 0))
+        show_texts(summary["texts"])
     return summary
 
 
@@ -944,7 +917,7 @@ def agreed_signal(cfg, step, signals):
 
 # The command line.
 
-def cli(argv, hooks=(), task=TEXT, kind=config.Config):
+def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; the exit code. A ValueError that the six files raise is the user's fault
     and is told in a sentence; every other exception keeps its traceback.
     """

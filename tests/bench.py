@@ -58,10 +58,16 @@ def our_config(shape, dtype, **changes):
 
     import config
     import model
-    gpu = jax.default_backend() == "gpu"
-    dtype = "mixed" if dtype == "bfloat16" and not gpu else dtype
-    cfg = config.derive(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
-    return dataclasses.replace(cfg, attention=model.choose_attention(cfg, gpu))
+    kind = platform_of(jax.devices()[0])
+    dtype = "mixed" if dtype == "bfloat16" and kind == "cpu" else dtype
+    cfg = config.derive_text(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
+    return dataclasses.replace(cfg, attention=model.choose_attention(cfg, kind))
+
+
+def platform_of(device):
+    """What train.py chooses kernels by: "cuda" is an NVIDIA GPU, "gpu" any other."""
+    nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version
+    return "cuda" if nvidia else device.platform
 
 
 def our_programs(cfg):
@@ -78,12 +84,12 @@ def our_programs(cfg):
 
 
 def step_ours(dtype, shape):
-    import train  # noqa: F401  before JAX has threads
     import jax
     import numpy as np
 
     import data
     import step
+    import train  # noqa: F401  before JAX has threads
     cfg = our_config(shape, dtype)
     mesh, programs = our_programs(cfg)
     rows = np.random.default_rng(0).integers(
@@ -108,8 +114,13 @@ def torch_update(shape, dtype, compiled):
     L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    make = lambda *shape, std=0.02: (std * torch.randn(*shape, device=device)).requires_grad_()
-    ones = lambda: torch.ones(D, device=device, requires_grad=True)
+
+    def make(*shape, std=0.02):
+        return (std * torch.randn(*shape, device=device)).requires_grad_()
+
+    def ones():
+        return torch.ones(D, device=device, requires_grad=True)
+
     embed, places, last = make(V, D), make(T, D), ones()
     small = 0.02 / math.sqrt(2 * L)
     layers = [dict(n1=ones(), qkv=make(3 * D, D), o=make(D, D, std=small),
@@ -194,8 +205,10 @@ def step_flax(dtype, shape):
 
     @jax.jit
     def update(params, opt):
-        loss_fn = lambda p: optax.softmax_cross_entropy_with_integer_labels(
-            model.apply(p, rows[:, :-1]), rows[:, 1:]).mean()
+        def loss_fn(p):
+            return optax.softmax_cross_entropy_with_integer_labels(
+                model.apply(p, rows[:, :-1]), rows[:, 1:]).mean()
+
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, opt = optimizer.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), loss
@@ -265,9 +278,10 @@ def first_torch_compile():
 # ---- checkpoints: a state of 124M parameters and two moments
 
 def state_124m():
-    import train  # noqa: F401  sets the allocator, as every run does
     import jax.numpy as jnp
     import numpy as np
+
+    import train  # noqa: F401  sets the allocator, as every run does
     rng = np.random.default_rng(0)
     shapes = [(50304, 768)] + [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
     shapes.append((12, 2048, 768))
@@ -386,8 +400,11 @@ def loader_torch():
     import torch
     tokens = np.memmap(token_file(), np.uint16, "r")
     rows = range((len(tokens) - 1) // 1024)
-    collate = lambda ids: torch.from_numpy(
-        np.stack([tokens[i * 1024 : i * 1024 + 1025] for i in ids]).astype(np.int64))
+
+    def collate(ids):
+        return torch.from_numpy(
+            np.stack([tokens[i * 1024 : i * 1024 + 1025] for i in ids]).astype(np.int64))
+
     batches = iter(torch.utils.data.DataLoader(rows, 12, shuffle=True, collate_fn=collate))
     return loader_rate(lambda i: next(batches), seconds=0.5)
 

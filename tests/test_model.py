@@ -2,20 +2,24 @@
 """model.py against a float64 NumPy transformer, finite differences, hand counts and perturbation.
 """
 import dataclasses
+import types
+from contextlib import nullcontext
 from functools import cache, partial
 from math import prod
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas import tpu as pltpu
 
 import config
 import data
 import model
 
-BASE = config.derive(config.Config(
+BASE = config.derive_text(config.Config(
     d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17,
     dtype="float32"))
 MORE = dataclasses.replace(BASE, qkv_bias=True, tie_embeddings=False)
@@ -36,8 +40,9 @@ def random_params(cfg, seed=0):
     """Every parameter at random, in float64; scales about 1, so that norms and biases matter."""
     rng = np.random.default_rng(seed)
     params = {}
-    for name, (shape, _, (kind, value), _) in model.param_table(cfg).items():
-        params[name] = rng.normal(0, 0.4, shape) + (value if kind == "constant" else 0)
+    for name, row in model.param_table(cfg).items():
+        center = row["init"][1] if row["init"][0] == "constant" else 0
+        params[name] = rng.normal(0, 0.4, row["shape"]) + center
         params[name] = params[name].astype(np.float32).astype(np.float64)
     return params
 
@@ -85,17 +90,18 @@ def np_swiglu(y, gate, up, down):
 
 
 def np_experts(y, w, cfg):
-    """A loop over tokens and their experts, first come, first served: outputs [T, D], figures [T].
+    """A loop over tokens and their experts, first come, first served: outputs [T, D], statistics
+    [T].
     """
     T, E, k = len(y), cfg.n_experts, cfg.experts_per_token
-    room = min(int(np.ceil(T * k / E * cfg.capacity_factor)), T) or T
+    capacity = min(int(np.ceil(T * k / E * cfg.capacity_factor)), T) or T
     logits = y @ w["w_router"]
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     out, dropped, load = np.zeros_like(y), np.zeros(T), np.zeros(E, int)
     for t in range(T):
         best = np.argsort(-p[t])[:k]
         for e in best:
-            if load[e] < room:
+            if load[e] < capacity:
                 expert = np_swiglu(y[t], *(w[x][e] for x in ("w_gate", "w_up", "w_down")))
                 out[t] += p[t, e] / p[t, best].sum() * expert
             else:
@@ -106,9 +112,9 @@ def np_experts(y, w, cfg):
                  "router_z": np.log(np.exp(logits).sum(1)) ** 2}
 
 
-def np_logits(params, tokens, cfg, figures=None):
-    """Logits [B, T, V], one query and one head at a time; to `figures`, a list, the routers' of
-    each row and layer are added.
+def np_logits(params, tokens, cfg, router_stats=None):
+    """Logits [B, T, V], one query and one head at a time. The router statistics of each row and
+    layer are appended to the list router_stats.
     """
     group, out = cfg.n_heads // cfg.n_kv_heads, []
     params = {k: v + cfg.lora_alpha / cfg.lora_rank * params[k + ".lora_a"] @ params[k + ".lora_b"]
@@ -134,8 +140,8 @@ def np_logits(params, tokens, cfg, figures=None):
             y = np_norm(x, w["mlp_norm"], cfg.norm_eps)
             if cfg.n_experts:
                 y, router = np_experts(y, w, cfg)
-                if figures is not None:
-                    figures.append(router)
+                if router_stats is not None:
+                    router_stats.append(router)
                 x = x + y
             else:
                 x = x + np_swiglu(y, w["w_gate"], w["w_up"], w["w_down"])
@@ -146,11 +152,11 @@ def np_logits(params, tokens, cfg, figures=None):
 
 def np_sums(params, batch, cfg):
     """The sums of loss_fn: relative entropy to the smoothed target plus z-loss, and of experts
-    their losses; cross-entropy, squared log Z, hits; figures of the routers.
+    their losses; cross-entropy, squared log Z, hits; router statistics.
     """
     routers = [None]
     logits = np_logits(params, batch["tokens"], cfg, routers)
-    routers = np.array([list(r.values()) for r in routers[1:]])  # [B x layers, figures, T]
+    routers = np.array([list(r.values()) for r in routers[1:]])  # [B x layers, statistics, T]
     names = ("balance", "dropped", "router_z") if cfg.n_experts else ()
     sums = dict.fromkeys(("objective", "loss", "z", "acc", *names), 0.0)
     for b, t in np.argwhere(batch["labels"] != -100):
@@ -163,7 +169,7 @@ def np_sums(params, batch, cfg):
         relative = np.log(target[held]) - (row - log_z)[held]
         objective = (target[held] * relative).sum() + cfg.z_loss * log_z**2
         for name, row_layers in zip(names, routers.reshape(-1, cfg.n_layers, *routers.shape[1:])[
-                b, :, :, t].mean(axis=0) if names else ()):
+                b, :, :, t].mean(axis=0) if names else (), strict=True):
             sums[name] += row_layers
             objective += {"balance": cfg.router_balance, "router_z": cfg.router_z,
                           "dropped": 0}[name] * row_layers
@@ -177,7 +183,7 @@ def np_sums(params, batch, cfg):
 def test_a_tie_is_a_share_of_a_hit():
     """A model whose logits are all equal is right one time in V, not always.
 
-    Break: model.py: acc_BT = (true_BT >= top_BT) / likeliest_BT => acc_BT = true_BT >= top_BT
+    Break: model.py: acc_BT = (true_BT >= top_BT) / n_top_BT => acc_BT = true_BT >= top_BT
     """
     params = random_params(BASE) | {"final_norm": np.zeros(BASE.d_model)}
     sums, counts = model.loss_fn(as_f32(params), random_batch(BASE), BASE)
@@ -199,33 +205,39 @@ def test_forward_equals_numpy(variant):
 
 @pytest.mark.parametrize("change", [
     {}, dict(label_smoothing=0.1), dict(z_loss=0.01), dict(label_smoothing=0.2, z_loss=0.1),
-    VARIANTS["crowded experts"], dict(loss_norm="positions"), dict(loss_norm="250"),
+    VARIANTS["crowded experts"], dict(loss_norm="positions"),
+    dict(loss_norm="constant", loss_divisor=250.0),
     dict(loss_norm="sequences", logit_tiles=3, **VARIANTS["experts"]),
 ])
 def test_loss_sums_equal_numpy(change):
-    """All sums over the labels that are not -100 are NumPy's to 1e-5 relative (float32), the counts
-    exactly; the objective's count is what loss_norm names, a number counting for a whole batch.
+    """All sums over the labels that are not -100, of which one row has none, are NumPy's to 1e-5
+    relative (float32), the counts exactly; the objective's count is what loss_norm names,
+    loss_divisor counting for a whole batch.
 
     Break: model.py: others_BT) - entropy => others_BT) + entropy
     """
     cfg = dataclasses.replace(BASE, n_layers=1, **change)
     params, batch = random_params(cfg), random_batch(cfg)
+    batch["labels"][1] = -100
     sums, counts = jax.jit(lambda p: model.loss_fn(p, batch, cfg))(as_f32(params))
     want = np_sums(params, batch, cfg)
     assert set(sums) == set(counts) == set(want)
     n_labels = (batch["labels"] != -100).sum()
-    norm = {"tokens": n_labels, "positions": 27, "sequences": 3, "250": 250 * 3 / cfg.batch_size}
+    norm = {"tokens": n_labels, "positions": 27, "sequences": 2,
+            "constant": 250 * 3 / cfg.batch_size}
     for name in want:
         assert sums[name] == pytest.approx(want[name], rel=1e-5), name
         assert counts[name] == (norm[cfg.loss_norm] if name == "objective" else n_labels), name
     assert "dropped" not in sums or (sums["dropped"] > 0) == (cfg.capacity_factor > 0)
 
 
-@pytest.mark.parametrize("variant, tiles", [("bias", 0), ("no qk_norm, untied", 0), ("bias", 5),
-                                            ("no qk_norm, untied", 5), ("crowded experts", 0),
-                                            ("experts, low rank", 0)])
-def test_gradients_equal_finite_differences(variant, tiles):
-    """Each parameter's gradient along a random direction is NumPy's central difference in float64.
+@pytest.mark.parametrize("variant, tiles, terms", [
+    ("bias", 0, {}), ("no qk_norm, untied", 0, {}), ("bias", 5, {}), ("no qk_norm, untied", 5, {}),
+    ("crowded experts", 0, {}), ("experts, low rank", 0, {}), ("bias", 5, {"z": 0.1, "loss": 0.3}),
+])
+def test_gradients_equal_finite_differences(variant, tiles, terms):
+    """Each parameter's gradient along a random direction is NumPy's central difference in float64,
+    also when terms of other sums are added to the objective.
 
     To 1e-4 of the gradient's norm: float32 rounds at 1e-6, the difference at step 1e-5 errs by
     1e-9.
@@ -235,13 +247,16 @@ def test_gradients_equal_finite_differences(variant, tiles):
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01, logit_tiles=tiles,
                               **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg, B=2, T=5)
-    objective = lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]
-    grads = jax.jit(jax.grad(objective))(as_f32(params))
+
+    def total(sums):
+        return sums["objective"] + sum(c * sums[name] for name, c in terms.items())
+
+    grads = jax.jit(jax.grad(lambda p: total(model.loss_fn(p, batch, cfg)[0])))(as_f32(params))
     rng = np.random.default_rng(2)
     for name, value in params.items():
         direction = rng.normal(size=value.shape)
         direction /= np.linalg.norm(direction)
-        up, down = (np_sums(params | {name: value + h * direction}, batch, cfg)["objective"]
+        up, down = (total(np_sums(params | {name: value + h * direction}, batch, cfg))
                     for h in (1e-5, -1e-5))
         got = np.sum(np.asarray(grads[name], np.float64) * direction)
         assert abs(got - (up - down) / 2e-5) < 1e-4 * np.linalg.norm(grads[name]), name
@@ -269,10 +284,11 @@ def test_half_of_the_queries_skip_half_of_the_keys():
 
     Break: model.py: slice(first, stop), slice(0, stop) => slice(first, stop), slice(0, T)
     """
-    q_BNTH, slots_BT = jnp.zeros((1, 2, 64, 16)), jnp.arange(64)[None]
-    flops = lambda attend, where: jax.jit(lambda q: attend(q, q, q, where, BASE)).lower(
-        q_BNTH).compile().cost_analysis()["flops"]
-    assert flops(model.ATTENTION["xla"], None) < 0.8 * flops(model._attend, slots_BT)
+    q_BNTH, query_pos_BT = jnp.zeros((1, 2, 64, 16)), jnp.arange(64)[None]
+    def flops(attend, where):
+        return jax.jit(lambda q: attend(q, q, q, where, BASE)).lower(
+            q_BNTH).compile().cost_analysis()["flops"]
+    assert flops(model.ATTENTION["xla"], None) < 0.8 * flops(model._attend, query_pos_BT)
 
 
 @pytest.mark.slow
@@ -300,7 +316,7 @@ def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
         theirs = jax.jit(jax.grad(partial(sums, model.ATTENTION["pallas"]), (0, 1, 2)))(
             q_BNTH, k_BKTH, v_BKTH)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max())
 
 
@@ -315,11 +331,66 @@ def test_attention_is_chosen_by_what_there_is(change, platform, chosen):
     """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it; what is
     named is taken.
 
-    Break: model.py: for kernel, lack in lacks.items() if not lack), "xla") =>
-    for kernel, lack in lacks.items() if lack), "xla")
+    Break: model.py: for kernel, missing in unmet.items() if not missing), "xla") =>
+    for kernel, missing in unmet.items() if missing), "xla")
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
     assert model.choose_attention(cfg, platform) == chosen
+
+
+@pytest.mark.parametrize("change, platform, message", [
+    (dict(attention="cudnn", dtype="float32", packed=True), "cpu",
+     "attention cudnn: needs an NVIDIA GPU and dtype bfloat16 or float16 (it is float32) and "
+     "rows that are not packed; choose xla or auto"),
+    (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda",
+     "attention cudnn: needs head_dim a multiple of 8 up to 128 (it is 136); choose xla or auto"),
+    (dict(attention="cudnn", dtype="bfloat16", head_dim=12), "cuda",
+     "attention cudnn: needs head_dim a multiple of 8 up to 128 (it is 12); choose xla or auto"),
+    (dict(attention="pallas", head_dim=64, seq_len=192), "cuda",
+     "attention pallas: needs a TPU and head_dim a multiple of 128 (it is 64) and "
+     "seq_len a multiple of 128 (it is 192); choose xla or auto"),
+])
+def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
+    """A kernel asked for by name says everything that it lacks.
+
+    Break: model.py: if unmet.get(cfg.attention): => if unmet.get(cfg.attention) == []:
+    """
+    with pytest.raises(ValueError) as error:
+        model.choose_attention(dataclasses.replace(BASE, **dict(head_dim=64) | change), platform)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("change, flags", [
+    ({}, ["--remat full", "--remat offload", "--mlp_tiles 8"]),
+    (dict(remat="full"), ["--remat offload", "--mlp_tiles 8"]),
+    (dict(remat="offload", mlp_tiles=4), ["--mlp_tiles 8"]),
+    (dict(remat="offload", mlp_tiles=8), []),
+    (dict(remat="named", n_experts=4), ["--remat offload"]),
+    (dict(remat="offload", seq_len=64), ["--mlp_tiles 16"]),
+])
+def test_memory_savers_are_what_is_not_set_yet(change, flags):
+    """Only flags that lower memory further are named; MLP tiles divide the part of a sequence.
+
+    Break: model.py: cfg.mlp_tiles < n_tiles and not cfg.n_experts => cfg.mlp_tiles < n_tiles
+    """
+    cfg = dataclasses.replace(BASE, **dict(seq_len=80) | change)
+    assert model.memory_savers(cfg, 2) == flags
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(freeze=("*",)), "freeze *: leaves no parameter to train; freeze fewer"),
+    (dict(freeze=("layers.wx",)), "freeze 'layers.wx': matches no parameter; there are embed, "),
+    (dict(lora_rank=2, lora_targets=("layers.w_router",)),
+     "lora_targets 'layers.w_router': matches no parameter; there are layers.wq, "),
+])
+def test_patterns_without_a_match_are_errors(change, message):
+    """A pattern without a match, or one that leaves nothing to train, is named.
+
+    Break: model.py: if not found: => if not names:
+    """
+    with pytest.raises(ValueError) as error:
+        model.param_table(dataclasses.replace(BASE, n_experts=2, **change))
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
@@ -339,7 +410,7 @@ def test_packed_rows_equal_documents_alone(change):
     packed = data.eval_batch_at(source, 0, 3, 12, end=0)
     grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
     want, want_grads = 0.0, jax.tree.map(jnp.zeros_like, params)
-    for row in zip(*packed.values()):
+    for row in zip(*packed.values(), strict=True):
         tokens, labels, segments, positions = row
         for segment in np.unique(segments):
             here = segments == segment
@@ -357,6 +428,52 @@ def test_packed_rows_equal_documents_alone(change):
     assert abs(grad(params, {k: packed[k] for k in ("tokens", "labels")})[0] - want) > 0.01
 
 
+def test_norms_softmax_router_and_loss_stay_in_float32():
+    """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32,
+    logits and sums come out in it, and the router's weight is never narrowed.
+
+    Break: model.py: v if k == "layers.w_router" else v.astype => v.astype
+    """
+    cfg = dataclasses.replace(BASE, n_experts=5, dtype="bfloat16", logit_tiles=1, n_layers=1)
+    params, batch = as_f32(random_params(cfg)), random_batch(cfg)
+    islands, wrong = {"exp", "log", "rsqrt", "cos", "sin", "reduce_max", "top_k", "square"}, []
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            dtypes = {str(v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype")}
+            if eqn.primitive.name in islands and "bfloat16" in dtypes:
+                wrong.append(str(eqn))
+            narrowed = eqn.primitive.name == "convert_element_type" and str(
+                eqn.params["new_dtype"]) == "bfloat16"
+            if narrowed and eqn.outvars[0].aval.shape[-2:] == (cfg.d_model, cfg.n_experts):
+                wrong.append(str(eqn))
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(lambda p: model.loss_fn(p, batch, cfg))(params).jaxpr)
+    assert not wrong, "\n".join(wrong)
+    logits, _ = jax.eval_shape(lambda p: model.forward(p, batch, cfg), params)
+    sums, counts = jax.eval_shape(lambda p: model.loss_fn(p, batch, cfg), params)
+    assert {str(x.dtype) for x in (logits, *sums.values(), *counts.values())} == {"float32"}
+
+
+def test_tiles_of_logits_follow_the_part_of_a_device():
+    """On 8 devices an eighth of all logits counts, and tiles divide the part of a sequence over sp.
+
+    Break: model.py: / _axis_size(*BATCH_AXES, "tp", "sp") => / 1
+    """
+    cfg = dataclasses.replace(BASE, vocab_size=2**16)
+    mesh = jax.make_mesh((1, 2, 1, 2, 2), config.MESH,
+                         axis_types=(jax.sharding.AxisType.Auto,) * 5)
+    n_bytes = 4 * 16 * 768 * 2**16
+    assert model._n_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES == 12
+    assert model._n_tiles(16, 770, cfg) == 14
+    with jax.set_mesh(mesh):
+        assert model._n_tiles(16, 768, cfg) == 2
+        assert model._n_tiles(16 * 4096, 6, cfg) == 3
+        assert model._n_tiles(16, 768, dataclasses.replace(cfg, logit_tiles=5)) == 5
+
+
 def test_mixed_products_round_their_operands_alone():
     """A mixed product and its two gradients are float64's of operands rounded to bfloat16: to 1e-6
     of the largest (float32 sums of 64 terms).
@@ -368,7 +485,7 @@ def test_mixed_products_round_their_operands_alone():
                 for shape in ((48, 64), (64, 32), (48, 32)))
     y, vjp = jax.vjp(jax.jit(model._mixed_dot), x, w)
     x, w, dy_rounded = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w, dy))
-    for got, want in zip((y, *vjp(dy)), (x @ w, dy_rounded @ w.T, x.T @ dy_rounded)):
+    for got, want in zip((y, *vjp(dy)), (x @ w, dy_rounded @ w.T, x.T @ dy_rounded), strict=True):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
@@ -381,7 +498,8 @@ def test_mixed_is_float32_but_for_its_products():
     _mixed_dot(y, w) if False
     """
     params, batch = model.init(jax.random.key(0), BASE), random_batch(BASE)
-    objective = lambda p, cfg: model.loss_fn(p, batch, cfg)[0]["objective"]
+    def objective(p, cfg):
+        return model.loss_fn(p, batch, cfg)[0]["objective"]
     grad = jax.jit(jax.value_and_grad(objective), static_argnums=1)
     (loss, grads), (mixed_loss, mixed) = (
         grad(params, dataclasses.replace(BASE, dtype=dtype)) for dtype in ("float32", "mixed"))
@@ -396,7 +514,7 @@ def test_no_token_sees_the_future(window):
     """Another token at t changes the logits at t and none before, bit for bit; nor beyond layers x
     (window - 1) after.
 
-    Break: model.py: (back_BTS >= 0) => (back_BTS >= -1)
+    Break: model.py: (distance_BTS >= 0) => (distance_BTS >= -1)
     """
     cfg = dataclasses.replace(BASE, sliding_window=window)
     params, tokens = as_f32(random_params(cfg)), random_batch(cfg)["tokens"]
@@ -444,7 +562,7 @@ def test_ragged_prompts_generate_as_alone():
     params, tokens = as_f32(random_params(cfg)), random_batch(cfg, T=6)["tokens"]
     lengths = (1, 4, 6)
     together = model.generate(params, tokens, jnp.array(lengths), cfg, jax.random.key(0), 5)
-    for row, n, got in zip(tokens, lengths, together):
+    for row, n, got in zip(tokens, lengths, together, strict=True):
         alone = model.generate(params, row[None, :n], jnp.array([n]), cfg, jax.random.key(0), 5)
         np.testing.assert_array_equal(got, alone[0])
 
@@ -465,11 +583,26 @@ def test_generation_compiles_once():
     assert len(drawn) == 3
 
 
+def test_each_step_draws_with_a_key_of_its_own():
+    """From uniform logits a token repeats the one before as often as chance has it, 1/V, within 6
+    sd, and two rows agree as often.
+
+    Break: model.py: jax.random.fold_in(key, i), cfg) => key, cfg)
+    """
+    cfg, B, n_new = dataclasses.replace(BASE, n_layers=1, temperature=1.0), 64, 40
+    params = as_f32(random_params(cfg) | {"final_norm": np.zeros(cfg.d_model)})
+    drawn = np.asarray(model.generate(params, jnp.zeros((B, 1), jnp.int32), jnp.ones(B, jnp.int32),
+                                      cfg, jax.random.key(0), n_new))
+    chance = 1 / cfg.vocab_size
+    for same in (drawn[:, 1:] == drawn[:, :-1], drawn[1:] == drawn[:-1]):
+        assert abs(same.mean() - chance) < 6 * np.sqrt(chance * (1 - chance) / same.size)
+
+
 def picks(**change):
     """Tokens drawn from 200 rows of random logits, and the likeliest ones."""
     logits_BV = jnp.asarray(np.random.default_rng(3).normal(size=(200, 17)), jnp.float32)
     cfg = dataclasses.replace(BASE, **{"temperature": 1.0, **change})
-    drawn = model._pick(logits_BV, jax.random.key(0), cfg)
+    drawn = model._sample(logits_BV, jax.random.key(0), cfg)
     return np.asarray(drawn), np.asarray(logits_BV).argmax(-1)
 
 
@@ -506,7 +639,8 @@ def test_draws_follow_the_softmax(change):
         if mass < cfg.top_p and len(held) < (cfg.top_k or 17):
             held.append(token)
         mass += p[token]
-    draws = model._pick(jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1)), jax.random.key(5), cfg)
+    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1))
+    draws = model._sample(rows, jax.random.key(5), cfg)
     counts, want = np.bincount(draws, minlength=17), n * p[held] / p[held].sum()
     assert counts.sum() == counts[held].sum() == n
     df = len(held) - 1
@@ -536,6 +670,24 @@ def test_flops_equal_a_hand_count():
         assert abs(flops - 6 * weights - per_key * seen) <= per_key * 0.5 + 1e-6
 
 
+@pytest.mark.parametrize("change, names, attention_frac", [
+    (dict(remat="full"), "wq wk wv wo w_gate w_up", 1), (dict(remat="dots"), "", 1),
+    (dict(remat="named"), "wo w_gate w_up", 0.5), (dict(mlp_tiles=3), "w_gate w_up", 0),
+    (dict(remat="offload", mlp_tiles=3), "wq wk wv wo w_gate w_up", 1),
+])
+def test_recomputed_flops_equal_a_hand_count(change, names, attention_frac):
+    """Remat adds 2 FLOPs per weight of a product run again and 4 per head width and mean key;
+    tiles of the MLP run its first two products again.
+
+    Break: model.py: if cfg.mlp_tiles > 1 else ())} => if cfg.mlp_tiles < 1 else ())}
+    """
+    cfg = dataclasses.replace(BASE, **change)
+    sizes = {n: prod(model.param_table(cfg)["layers." + n]["shape"]) for n in names.split()}
+    attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * 16
+    want = 2 * sum(sizes.values()) + attention_frac * attention
+    assert model.flops_per_token(cfg, 32)[1] == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots", "named"])
 def test_recomputed_flops_are_those_compiled(remat):
@@ -550,7 +702,8 @@ def test_recomputed_flops_are_those_compiled(remat):
         lambda: model.init(jax.random.key(0), base))
 
     def compiled_flops(cfg):
-        loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"]
+        def loss(p, x):
+            return model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"]
         return jax.jit(jax.grad(loss)).lower(shapes, ids).compile().cost_analysis()["flops"]
 
     cfg = dataclasses.replace(base, remat=remat)
@@ -560,6 +713,68 @@ def test_recomputed_flops_are_those_compiled(remat):
     attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * 256
     again += model.RECOMPUTED[remat][1] * attention / 4
     assert abs(added - again) < 0.05 * flops / 3, (added, again, flops)
+
+
+@pytest.mark.parametrize("remat", model.REMAT)
+def test_remat_recomputes_the_products_that_it_says(remat):
+    """The traced gradient has as many products more than under none as RECOMPUTED names (XLA's
+    attention has 4, two for each half); offload alone keeps something in the host's memory.
+
+    Break: model.py: names_which_can_be_offloaded=["block"] => names_which_can_be_offloaded=["x"]
+    """
+    cfg = dataclasses.replace(BASE, n_layers=1, logit_tiles=1)
+    params, batch = as_f32(random_params(cfg)), random_batch(cfg)
+
+    def traced(cfg):
+        return jax.make_jaxpr(jax.grad(
+            lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
+
+    got = traced(dataclasses.replace(cfg, remat=remat))
+    names, attention_frac = model.RECOMPUTED[remat]
+    added = count_products(got.jaxpr) - count_products(traced(cfg).jaxpr)
+    assert added == len(names.split()) + 4 * attention_frac
+    assert ("<host>" in str(got)) == (remat == "offload")
+
+
+def kernel_calls(jaxpr, name):
+    """Calls of a primitive whose results are used, in a jaxpr and all that it calls."""
+    n = 0
+    for eqn in jaxpr.eqns:
+        if any("DropVar" not in type(v).__name__ for v in eqn.outvars):
+            n += eqn.primitive.name == name
+            n += sum(kernel_calls(j, name) for j in jax.extend.core.jaxprs_in_params(eqn.params))
+    return n
+
+
+@pytest.mark.parametrize("remat", ["named", "full"])
+@pytest.mark.parametrize("attention, splash_len, kernel, backward", [
+    ("cudnn", 2**15, "dot_product_attention_fwd_wrapper", 0),
+    ("pallas", 2**15, "pallas_call", 2), ("pallas", 1, "pallas_call", 2),
+])
+def test_named_remat_runs_fused_attention_once(
+        attention, splash_len, kernel, backward, remat, monkeypatch):
+    """The traced gradient calls the forward kernel as often as flops_per_token counts it: once for
+    cuDNN and splash under remat named, twice for flash, which names no residuals, and under full.
+
+    Tracing needs no GPU, only the version checks answered.
+    Break: model.py: lambda prim, *_, **__: prim.name == "dot_ => lambda prim, *_, **__: "" == "dot_
+    """
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda version: True)
+    monkeypatch.setattr(model, "SPLASH_LEN", splash_len)
+    cfg = dataclasses.replace(BASE, n_layers=1, head_dim=128, dtype="bfloat16",
+                              attention=attention, remat=remat)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    grad = jax.grad(lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"])
+    again = kernel_calls(jax.make_jaxpr(grad)(params, ids).jaxpr, kernel) - backward - 1
+    assert again == (remat == "full" or splash_len == 1)
+    cheap = dataclasses.replace(cfg, attention="cudnn")
+    forward = 4 * cfg.n_heads * cfg.head_dim * 64
+    counted = (model.flops_per_token(cfg, 128)[1]
+               - model.flops_per_token(dataclasses.replace(cheap, remat="named"), 128)[1])
+    qkv = 2 * cfg.d_model * (cfg.n_heads + 2 * cfg.n_kv_heads) * cfg.head_dim
+    assert counted == again * forward + (qkv if remat == "full" else 0)
 
 
 @pytest.mark.parametrize("remat", [r for r in model.REMAT if r != "none"])
@@ -572,7 +787,8 @@ def test_remat_keeps_the_gradient(remat):
     """
     base = dataclasses.replace(BASE, n_layers=1)
     params, batch = as_f32(random_params(base)), random_batch(base)
-    objective = lambda p, cfg: model.loss_fn(p, batch, cfg)[0]["objective"]
+    def objective(p, cfg):
+        return model.loss_fn(p, batch, cfg)[0]["objective"]
     grad = jax.jit(jax.grad(objective), static_argnums=1)
     want, got = grad(params, base), grad(params, dataclasses.replace(base, remat=remat))
     for name in want:
@@ -585,14 +801,15 @@ def test_full_remat_needs_less_memory():
     """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of
     those under none.
 
-    Break: model.py: "full": _save.nothing_saveable => "full": _save.everything_saveable
+    Break: model.py: "full": _policies.nothing_saveable => "full": _policies.everything_saveable
     """
     cfg = dataclasses.replace(BASE, n_layers=16)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
     ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
 
     def temporaries(cfg):
-        loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"]
+        def loss(p, x):
+            return model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"]
         compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -604,7 +821,7 @@ def test_tiles_change_nothing_but_rounding(n):
     """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
     form's largest entry; counts exactly.
 
-    Break: model.py: factor = cotangents["objective"] => factor = jnp.float32(1)
+    Break: model.py: scale = cotangents.get("objective", jnp.float32(0)) => scale = jnp.float32(1)
     """
     cfg = dataclasses.replace(BASE, label_smoothing=0.1, z_loss=0.01)
     params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=3, T=6)
@@ -615,9 +832,73 @@ def test_tiles_change_nothing_but_rounding(n):
             return 3 * sums["objective"], (sums, counts)
         return jax.jit(lambda p: (jax.grad(scaled, has_aux=True)(p), scaled(p)))(params)
 
-    for want, got in zip(*(jax.tree.leaves(run(c)) for c in (
-            dataclasses.replace(cfg, logit_tiles=1), dataclasses.replace(cfg, logit_tiles=n)))):
+    dense, tiled = (jax.tree.leaves(run(dataclasses.replace(cfg, logit_tiles=tiles)))
+                    for tiles in (1, n))
+    for want, got in zip(dense, tiled, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def grads_in_tiles(cfg, n_tiles, transform):
+    """Gradient of objective + 0.1 z + 0.3 loss, jitted, under a transform of the loss."""
+    cfg = dataclasses.replace(cfg, logit_tiles=n_tiles)
+    params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=4, T=8)
+
+    def total(p, batch):
+        sums, counts = model.loss_fn(p, batch, cfg)
+        sums["objective"] += 0.1 * sums["z"] + 0.3 * sums["loss"]
+        return sums["objective"], (sums, counts)
+
+    def grads(p):
+        if transform == "scan":
+            micro = jax.tree.map(lambda x: x.reshape(2, 2, 8), batch)
+            zeros = jax.tree.map(jnp.zeros_like, p)
+            return jax.lax.scan(lambda acc, b: (jax.tree.map(jnp.add, acc, jax.grad(
+                total, has_aux=True)(p, b)[0]), None), zeros, micro)[0]
+        wrap = jax.checkpoint if transform == "checkpoint" else jax.jit
+        return jax.grad(wrap(total), has_aux=True)(p, batch)[0]
+
+    return jax.jit(grads)(params)
+
+
+@pytest.mark.parametrize("transform, mesh", [("jit", None), ("checkpoint", None),
+                                             ("scan", (1, 2, 1, 2, 2))])
+def test_terms_of_other_sums_keep_their_gradient_in_tiles(transform, mesh):
+    """The gradient of objective + 0.1 z + 0.3 loss in 4 tiles is the one without tiles: to 1e-5 of
+    its largest entry, on one device and on a mesh, through jit, scan and checkpoint.
+
+    Break: model.py: if cotangents.keys() - {"objective"}: => if not cotangents:
+    """
+    cfg = dataclasses.replace(BASE, n_layers=1, vocab_size=16, label_smoothing=0.1)
+    want = grads_in_tiles(cfg, 1, transform)
+    axes = jax.sharding.AxisType.Auto
+    mesh = mesh and jax.make_mesh(mesh, config.MESH, axis_types=(axes,) * 5)
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        got = grads_in_tiles(cfg, 4, transform)
+    for name, g in want.items():
+        np.testing.assert_allclose(
+            got[name], g, rtol=0, atol=1e-5 * np.abs(g).max(), err_msg=name)
+
+
+def count_products(jaxpr):
+    """dot_general of a jaxpr and of all that it calls, loop bodies once."""
+    inner = [j for eqn in jaxpr.eqns for j in jax.extend.core.jaxprs_in_params(eqn.params)]
+    return (sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+            + sum(map(count_products, inner)))
+
+
+def test_the_objective_alone_computes_no_tile_twice():
+    """Its gradient in tiles traces as many products as without them.
+
+    Break: model.py: if cotangents.keys() - {"objective"}: => if cotangents:
+    """
+    params, batch = as_f32(random_params(BASE)), random_batch(BASE, T=8)
+
+    def products(n_tiles):
+        cfg = dataclasses.replace(BASE, logit_tiles=n_tiles)
+        grad = jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"])
+        return count_products(jax.make_jaxpr(grad)(params).jaxpr)
+
+    assert products(4) == products(1)
 
 
 def test_tiles_keep_all_logits_from_existing():
@@ -631,7 +912,8 @@ def test_tiles_keep_all_logits_from_existing():
 
     def temporaries(n, T=64):
         ids, own = jax.ShapeDtypeStruct((8, T), jnp.int32), dataclasses.replace(cfg, logit_tiles=n)
-        loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, own)[0]["objective"]
+        def loss(p, x):
+            return model.loss_fn(p, {"tokens": x, "labels": x}, own)[0]["objective"]
         compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -650,11 +932,11 @@ def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
     batch = random_batch(base, B=4, T=64)
     for n in (1, 2, 8):
         cfg = dataclasses.replace(base, mlp_tiles=n)
-        objective = lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]
-        compiled = jax.jit(jax.value_and_grad(objective)).lower(params).compile()
+        loss = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"], cfg)
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(params).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
         results.append(jax.tree.leaves(compiled(params)))
-    for want, *others in zip(*results):
+    for want, *others in zip(*results, strict=True):
         for got in others:
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     assert temporaries[0] > temporaries[1] > temporaries[2], temporaries
@@ -667,7 +949,8 @@ def test_patterns_choose_names():
     Break: model.py: chosen - found if pattern.startswith("!") => chosen | found if pattern == "!"
     """
     names = ("embed", "layers.wq", "layers.wq.lora_a", "layers.wk")
-    choose = lambda *patterns: model.matching("freeze", patterns, names)
+    def choose(*patterns):
+        return model.matching("freeze", patterns, names)
     assert choose() == set()
     assert choose("layers.w?") == {"layers.wq", "layers.wk"}
     assert choose("*", "!*.lora_?") == {"embed", "layers.wq", "layers.wk"}
@@ -685,9 +968,10 @@ def test_init_follows_the_table():
     half = jax.eval_shape(lambda: model.init(jax.random.key(0), half_cfg))
     params, table = draw(cfg), model.param_table(cfg)
     assert set(params) == set(table)
-    for name, (shape, spec, (kind, value), _) in table.items():
+    for name, row in table.items():
+        shape, (kind, value) = row["shape"], row["init"]
         array = np.asarray(params[name], np.float64)
-        assert params[name].shape == shape and len(spec) <= len(shape), name
+        assert params[name].shape == shape and len(row["spec"]) <= len(shape), name
         assert params[name].dtype == "float32" and half[name].dtype == "bfloat16", name
         if kind == "constant":
             assert (array == value).all(), name
@@ -695,6 +979,22 @@ def test_init_follows_the_table():
             n = prod(shape)
             assert abs(array.mean()) < 6 * value / np.sqrt(n), name
             assert abs(array.std() / value - 1) < 6 / np.sqrt(2 * n), name
+
+
+def test_init_draws_any_table():
+    """Of a table that is not the model's, init draws each row by kind, by a key from its name,
+    in cfg.param_dtype, reading no other field of cfg.
+
+    Break: model.py: param_table(cfg) if table is None else table => param_table(cfg)
+    """
+    table = {"wx": {"shape": (300, 40), "init": ("normal", 0.5)},
+             "b": {"shape": (7,), "init": ("constant", 2.0)}}
+    cfg = types.SimpleNamespace(param_dtype="float32")
+    params = model.init(jax.random.key(3), cfg, table)
+    assert {k: x.shape for k, x in params.items()} == {"wx": (300, 40), "b": (7,)}
+    np.testing.assert_array_equal(params["b"], np.full(7, 2.0, np.float32))
+    name_key = jax.random.fold_in(jax.random.key(3), ord("w") + 31 * ord("x"))
+    np.testing.assert_array_equal(params["wx"], 0.5 * jax.random.normal(name_key, (300, 40)))
 
 
 def test_residual_writers_start_smaller_with_depth():
@@ -706,7 +1006,7 @@ def test_residual_writers_start_smaller_with_depth():
     cfg = MORE
     params = draw(cfg)
     fan_in = {"wo": cfg.n_heads * cfg.head_dim, "w_down": cfg.d_ff}
-    for name in "wq wk wv wo w_gate w_up w_down".split():
+    for name in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"):
         array = np.asarray(params["layers." + name])
         depth = 2 * cfg.n_layers if name in fan_in else 1
         variance = array.var() * depth * fan_in.get(name, cfg.d_model)

@@ -51,12 +51,12 @@ def test_suffixes_are_shapes():
     letters share.
 
     T is the prompt's length, half of it in attention, 1 when decoding, or the new tokens; S is T,
-    the first half, or the length of the cache; C, the room of an expert, is all T. At least 20
+    the first half, or the length of the cache; C, the capacity of an expert, is all T. At least 20
     names.
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
-    cfg = config.derive(config.Config(
+    cfg = config.derive_text(config.Config(
         d_model=SIZES["D"], n_heads=SIZES["N"], n_kv_heads=SIZES["K"], head_dim=SIZES["H"],
         d_ff=SIZES["F"], n_layers=SIZES["L"], vocab_size=SIZES["V"], qkv_bias=True,
         n_experts=SIZES["E"], capacity_factor=0.0, label_smoothing=0.1, rope_factor=2.0,
@@ -64,11 +64,13 @@ def test_suffixes_are_shapes():
     key, ids = jax.random.key(0), jax.ShapeDtypeStruct((SIZES["B"], T), jnp.int32)
     lengths = jax.ShapeDtypeStruct((SIZES["B"],), jnp.int32)
     params = jax.eval_shape(lambda k: model.init(k, cfg), key)
-    loss = lambda p, x: model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
+    def loss(p, x):
+        return model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
     # Unjitted: a trace in the cache of jit would run no Python.
-    generate = lambda p, x, n, k: model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
-    wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids), 
-        [(T, T), (6, 6), (5, T)])
+    def generate(p, x, n, k):
+        return model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
+    wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids),
+                                    [(T, T), (6, 6), (5, T)])
     more_wrong, more_seen = locals_that_lie(
         lambda: jax.eval_shape(generate, params, ids, lengths, key),
         [(t, T + N_NEW) for t in (T, 1, N_NEW)])

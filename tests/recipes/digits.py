@@ -9,14 +9,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import train  # first: it sets up memory before JAX starts
-import config
-import data
+import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 import jax.numpy as jnp
-import model
 import numpy as np
 from jax.sharding import PartitionSpec as P
+
+import config
+import data
+import model
 
 
 @dataclass(frozen=True, kw_only=True)

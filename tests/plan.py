@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step would send and how long it should take, read off the compiled program.
+
+    python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --micro_batches 16
+    python tests/plan.py --plan_sweep 6 ...   compare the six most promising meshes
+
+Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are what
+peak rates allow: all of a device's FLOP/s and bandwidth, and rings for collectives.
+"""
+import ast
+import contextlib
+import dataclasses
+import math
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train  # isort: skip  sets the allocator before JAX starts its threads
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+import config
+import step as steplib
+
+# GB/s of one device: to and from its memory, sent to its neighbours, sent between slices (of GPUs:
+# between hosts). Source: the makers' data sheets.
+BANDWIDTHS = {"NVIDIA A100": (2039, 300, 25), "NVIDIA H100": (3350, 450, 50),
+              "NVIDIA H200": (4800, 450, 50), "TPU v4": (1228, 150, 6.25),
+              "TPU v5 lite": (819, 100, 3.125), "TPU v5": (2765, 300, 6.25),
+              "TPU v6": (1640, 224, 12.5)}
+
+# Bytes that each of n devices sends in a ring, for a result of `size` bytes.
+SENT = {
+    "all-gather": lambda n, size: size * (n - 1) / n,
+    "reduce-scatter": lambda n, size: size * (n - 1),
+    "all-reduce": lambda n, size: 2 * size * (n - 1) / n,
+    "all-to-all": lambda n, size: size * (n - 1) / n,
+    "collective-permute": lambda n, size: size,
+}
+CROSS_SLICE = " between slices"  # ends the axes of a collective that uses the slow network
+NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional".split()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(config.Config):
+    plan_sweep: config.Whole = 0  # meshes to compile for and compare; 0: the one given
+
+
+def main(cfg, hooks=(), task=train.TEXT):
+    """Plan one mesh, or compare several; a dict with at least "exit_code".
+
+    Raises ValueError for a mode other than training, and for whatever train.main would refuse.
+    """
+    if cfg.mode not in ("train", "plan"):
+        raise ValueError(f"mode {cfg.mode}: only training can be planned; leave out --mode")
+    run = train.prepare(cfg, task)
+    if cfg.plan_sweep:
+        return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
+    cost = measure(run)
+    train.show_estimate(run, cost)
+    for (kind, axes), (count, n_bytes) in cost["collectives"].items():
+        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
+    if "seconds" in cost:
+        words = ", ".join(f"{what} {s:.4g} s" for what, s in cost["seconds"].items())
+        best, worst = (f"{s:.4g} s (MFU {mfu:.1%})" for s, mfu in zip(cost["step_s"], cost["mfu"]))
+        train.say(f"  a step: {words}; {best} if all overlap, {worst} if none do")
+    return cost | {"exit_code": int(not cost["fits"])}
+
+
+def measure(run):
+    """train.estimate of `run` ("memory", "flop", "fits"; "fault" where it cannot be compiled), and
+    "collectives" {(kind, axes): [count, bytes a device sends]} from the most bytes to the least,
+    "sent_bytes", "memory_traffic_bytes", and the roofline where rates are known.
+    """
+    cost, mesh = train.estimate(run), run["mesh"]
+    if "compiled" not in cost:
+        return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0}
+    sent, written = traffic(cost.pop("compiled").as_text(), mesh, run["cfg"].slices)
+    cost |= {"collectives": sent, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
+             "memory_traffic_bytes": 2 * written}  # what is written is read about once
+    return cost | roofline(cost, mesh.devices.flat[0].device_kind)
+
+
+def roofline(cost, kind):
+    """{"seconds" (by what bounds them), "step_s", "mfu"} on a device of this kind, both of the last
+    (if all overlap, if none do); {} where its rates are not known.
+    """
+    tflops, _ = steplib.peaks(kind)
+    rates = next((row for name, row in BANDWIDTHS.items() if kind.startswith(name)), None)
+    if not tflops or not rates:
+        return {}
+    memory_gbps, near_gbps, far_gbps = rates
+    far = sum(row[1] for (_, axes), row in cost["collectives"].items()
+              if axes.endswith(CROSS_SLICE))
+    seconds = {"compute": sum(cost["flop"].values()) / tflops / 1e12,
+               "memory": cost["memory_traffic_bytes"] / memory_gbps / 1e9,
+               "network": (cost["sent_bytes"] - far) / near_gbps / 1e9}
+    seconds |= {"slow network": far / far_gbps / 1e9} if far else {}
+    step_s = max(seconds.values()), sum(seconds.values())
+    model_flop = next(iter(cost["flop"].values()))
+    return {"seconds": seconds, "step_s": step_s,
+            "mfu": tuple(model_flop / s / tflops / 1e12 for s in step_s)}
+
+
+# ---- comparing meshes
+
+def sweep(run, n_meshes):
+    """Print a line for each of the n_meshes that promise most, by the time of a step; the rows."""
+    cfg, devices, axes = run["cfg"], list(run["mesh"].devices.flat), steplib.AXES
+    _, memory_gib = steplib.peaks(devices[0].device_kind)
+    candidates, rows = [], []
+    for sizes in factorizations(len(devices), len(axes)):
+        other = dataclasses.replace(cfg, **dict(zip(axes, sizes)))
+        with contextlib.suppress(ValueError):  # this mesh and this model do not fit
+            config.validate(other, len(devices))
+            mesh, state_bytes, sent = predicted_traffic(other, run["table"], sizes)
+            if not steplib.check_shapes(run["table"], mesh):
+                too_large = state_bytes > (memory_gib or math.inf) * 2**30
+                candidates.append((too_large, sum(sent.values()), state_bytes, sizes, other))
+    train.say(train.headline(run) + f"; {len(candidates)} meshes are legal")
+    for *_, sizes, other in sorted(candidates, key=lambda c: c[:3])[:n_meshes]:
+        cost = measure(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
+        slowest_s = cost.get("step_s", (cost["sent_bytes"],))[-1]  # bytes where no rate is known
+        rows.append((not cost["fits"], slowest_s, sizes, cost))
+    rows.sort(key=lambda row: row[:2])
+    mesh_words = "  ".join(["{:>4}"] * len(axes))
+    train.say(mesh_words.format(*axes)
+              + "      GiB  sent GiB  step s: if all overlap, if none do")
+    for too_large, _, sizes, cost in rows:
+        total, sent = cost["memory"].get("total", math.nan), cost["sent_bytes"]
+        times = "".join(f"  {s:.4g}" for s in cost.get("step_s", ()))
+        train.say(f"{mesh_words.format(*sizes)}  {total / 2**30:7.4g}  {sent / 2**30:8.4g}"
+                  + ("  does not fit" if too_large else times))
+    return rows
+
+
+def factorizations(n, k):
+    """All tuples of k sizes whose product is n."""
+    if k == 1:
+        return [(n,)]
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0
+            for rest in factorizations(n // d, k - 1)]
+
+
+def predicted_traffic(cfg, table, sizes):
+    """(mesh of these sizes without devices, bytes of state on a device, {what for: bytes that a
+    device sends in an update}), from shapes alone.
+
+    "weights": gathered for each pass over each microbatch, and their gradients summed; "tp":
+    activations summed; "sp", "ep": activations moved by all-to-alls.
+    """
+    mesh = jax.sharding.AbstractMesh(sizes, steplib.AXES)
+    n, specs = mesh.shape, steplib.moment_specs(table, mesh)
+    itemsize = 2 if "16" in cfg.dtype else 4
+    # Forward, remat, backward, sum of gradients.
+    passes = (3 + (cfg.remat in ("full", "offload"))) * cfg.micro_batches
+    weights, state_bytes = 0.0, 0.0
+    for name, row in table.items():
+        held, moments = (math.prod(NamedSharding(mesh, spec).shard_shape(row["shape"]))
+                         for spec in (row["spec"], specs[name]))
+        state_bytes += 4 * held + 8 * moments * row.get("trained", True)
+        gathered = math.prod(n[a] for axes in row["spec"] if "fsdp" in (axes or ())
+                             for a in (axes if isinstance(axes, tuple) else (axes,)))
+        weights += passes * SENT["all-gather"](gathered, gathered * itemsize * held)
+        weights += SENT["all-reduce"](n["dp"], itemsize * held)
+    tokens = cfg.batch_size * cfg.seq_len / math.prod(n[a] for a in ("dp", "fsdp", "ep", "sp"))
+    moved = 4 * cfg.n_layers * itemsize * tokens * cfg.d_model  # twice forward, twice backward
+    heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
+    slots = cfg.experts_per_token * (cfg.capacity_factor or 1) if cfg.n_experts else 0
+    return mesh, state_bytes, {
+        "weights": weights, "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
+        "sp": SENT["all-to-all"](n["sp"], moved * heads),
+        "ep": SENT["all-to-all"](n["ep"], moved * slots)}
+
+
+# ---- reading compiled text (HLO)
+
+def traffic(text, mesh, slices=1):
+    """({(collective, axes): [count, bytes a device sends]} from the most bytes to the least, bytes
+    that operations write to memory) of one run of a compiled program.
+
+    axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE where it spans
+    slices. Both branches of a conditional are left out.
+    """
+    collectives, written = {}, 0
+    for op, result, line, times, fused in _operations(text):
+        if found := _collective(op, result, line, mesh, slices):
+            kind, axes, n_bytes = found
+            row = collectives.setdefault((kind, axes), [0, 0.0])
+            row[0] += times
+            row[1] += times * n_bytes
+        in_place = "dynamic-update-slice" in line.partition("=")[0] + op
+        if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
+            written += times * sum(jax.tree.leaves(result))
+    return dict(sorted(collectives.items(), key=lambda row: -row[1][1])), written
+
+
+def _operations(text):
+    """(operation, result bytes, line, times it runs, whether a caller stands for its writes) of
+    each line that runs.
+    """
+    bodies = {m[1]: m[2] for m in re.finditer(
+        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
+
+    def walk(name, times, fused):
+        for line in bodies.get(name, "").splitlines():
+            if not (m := re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([a-z][\w\-]*)\(", line)):
+                continue
+            op = m[2]
+            yield op, _result_bytes(m[1]), line, times, fused
+            if op in ("async-update", "async-done"):  # they name what async-start has called
+                continue
+            trips = _trip_count(line, bodies) if op == "while" else 1
+            for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
+                yield from walk(called, times * trips, fused or op != "while")
+
+    return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
+
+
+def _result_bytes(text):
+    """Bytes of an HLO result: a number for an array, a tuple for a tuple."""
+    def n_bytes(array):
+        dtype, dims = array.groups()
+        bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])  # token: 0
+        return str(bits * math.prod(map(int, re.findall(r"\d+", dims))) // 8)
+
+    plain = re.sub(r"\{[^{}]*\}|/\*.*?\*/|\s", "", text)  # no layouts, no comments
+    sized = re.sub(r"(\w+)\[([^\]]*)\]", n_bytes, plain)
+    return ast.literal_eval(sized.replace(")", ",)").replace("(,)", "()"))
+
+
+def _collective(op, result, line, mesh, slices):
+    """(kind, axes, bytes that a device sends) of an operation; None when it is no collective."""
+    sizes, kind = list(mesh.shape.values()), op.removesuffix("-start")
+    outer = int(sizes[0] == 1)  # the axis that is laid over slices
+    # Between slices of TPUs a collective is a send through the host.
+    if op == "send" and (through_host := re.search(r'megascale_transfer_type="(\w+)"', line)):
+        kind = through_host[1].lower().replace("_", "-")
+        n_bytes = SENT[kind](slices, jax.tree.leaves(result)[0])
+        return kind, list(mesh.shape)[outer] + CROSS_SLICE, n_bytes
+    if kind not in SENT:
+        return None
+    # (operands, results, contexts ...), but an all-reduce-start has its results alone.
+    pair = op != kind and isinstance(result, tuple)
+    if pair and (kind != "all-reduce" or isinstance(result[0], tuple)):
+        result = result[1]
+    group = _first_group(line, math.prod(sizes))
+    places = np.array(np.unravel_index(group, sizes)).T
+    axes = "+".join(a for a, at in zip(mesh.shape, places.T) if len(set(at)) > 1)
+    if len(set(places[:, outer] // (sizes[outer] // slices))) > 1:
+        axes += CROSS_SLICE
+    return kind, axes, SENT[kind](len(group), sum(jax.tree.leaves(result)))
+
+
+def _first_group(line, n):
+    """Device numbers of one group of a collective. HLO writes groups as pairs, as a list, as an
+    iota reshaped and transposed, or as axes of a mesh over such an iota.
+    """
+    def numbers(words):
+        return [int(i) for i in re.findall(r"\d+", words or "")]
+
+    def iota(dims, order):
+        ids = np.arange(math.prod(numbers(dims))).reshape(numbers(dims))
+        return ids.transpose(numbers(order) or range(ids.ndim))
+
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        ends = np.reshape(numbers(pairs[1]), (-1, 2)).tolist()
+        return next((pair for pair in ends if pair[0] != pair[1]), ends[0])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return numbers(listed[1])
+    if reshaped := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\])(T\([\d,]+\))?", line):
+        return iota(reshaped[2], reshaped[3]).reshape(numbers(reshaped[1]))[0].tolist()
+    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
+                          r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        at = {name: [0] for name in sizes}  # places of the group along each axis
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[4]):
+            size = int(size or sizes[name])
+            stride = sizes[name] // (int(before or 1) * size)
+            at[name] = [i + j * stride for i in at[name] for j in range(size)]
+        ids = iota(named[2] or str(math.prod(sizes.values())), named[3])
+        return ids.reshape(list(sizes.values()))[np.ix_(*at.values())].ravel().tolist()
+    assert "replica_groups={}" in line or "replica_groups" not in line, line
+    return list(range(n))
+
+
+def _trip_count(line, bodies):
+    """How often a while loop runs: what XLA knows, or the number its condition compares with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
+    return max(map(int, re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)), default=1)
+
+
+if __name__ == "__main__":
+    sys.exit(train.cli(sys.argv[1:], kind=PlanConfig, main=main))

@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field of the config has its effect: FIELDS gives for each a change of its value, what to
+look at, and what is seen there before and after.
+"""
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ckpt
+import config
+import data
+import model
+import step
+import train
+
+# Paths are relative to the fixture `folder`.
+TINY = dict(
+    data=("a.txt",), out_dir="first", cache_dir="programs", steps=4, batch_size=8, seq_len=16,
+    d_model=16, n_layers=1, n_heads=2, dtype="float32", schedule="constant", warmup_steps=0.0)
+# Rows with this base share two runs, one of it and one with all their changes at once, and look at
+# what those leave on disk.
+RUN = dict(
+    data=("numbers.txt",), log_every=1, eval_every=2, eval_batches=2, save_every=2, sample_every=0,
+    sample_tokens=0, temperature=0.0)
+FINISHED = RUN | dict(mode="train")  # the first of the two, once more
+PLAIN = dict(optimizer="sgd", lr=0.5, b1=0.0, weight_decay=0.0, clip_norm=0.0)
+LINEAR = PLAIN | dict(schedule="linear")
+RMS = dict(optimizer="rmsprop", lr=0.5, b2=0.75, weight_decay=0.0, clip_norm=0.0)
+EXPERTS = dict(n_experts=4)
+LORA = dict(lora_rank=2)
+JOINED = dict(coordinator="localhost")  # at a free port
+DP = EXPERTS | dict(dp=-1, fsdp=1)
+ON_DP = [(1, 16), (1, 4, 16, 64), (1, 4, 2, 64)]  # batch, weight and moment of each of 8 devices
+
+
+def row(change, see, before, after, base=()):
+    """see(cfg) is `before` with TINY and base, `after` with the change too."""
+    return dict(change=change, see=see, before=before, after=after, base=dict(base))
+
+
+# ---- what is compiled
+
+@cache
+def lowered(cfg, program):
+    parts = train.program_parts(train.prepare(cfg))
+    return step.lower_steps(*parts)[1][program]().as_text()
+
+
+def states(cfg):
+    """Shapes, dtypes and shardings of the state."""
+    return step.lower_steps(*train.program_parts(train.prepare(cfg)))[0]
+
+
+def loss_has(text):
+    """Whether the lowered loss has this in its text."""
+    return lambda cfg: text in lowered(cfg, "eval_step")
+
+
+def constant(x):
+    return loss_has(f"dense<{x:e}>" if isinstance(x, float) else f"dense<{x}> : tensor<i32>")
+
+
+def count(text, program):
+    return lambda cfg: lowered(cfg, program).count(text)
+
+
+def n_arguments(cfg):
+    """How many arrays the loss reads."""
+    return lowered(cfg, "eval_step").partition("@main(")[2].partition("->")[0].count("%arg")
+
+
+def shape(name):
+    return lambda cfg: train.prepare(cfg)["table"].get(name, {"shape": None})["shape"]
+
+
+def lora_weights(cfg):
+    return [n.removesuffix(".lora_a") for n in train.prepare(cfg)["table"] if ".lora_a" in n]
+
+
+def moments(cfg):
+    return states(cfg)["opt"][0].mu
+
+
+def batch_shape(cfg):
+    return train.batch_structs(train.prepare(cfg))["tokens"].shape
+
+
+def parts(cfg):
+    """What one device has of a batch, of an expert weight, and of that weight's moment."""
+    state = states(cfg)
+    arrays = [train.batch_structs(train.prepare(cfg))["tokens"],
+              *(tree["layers.w_gate"] for tree in (state["params"], state["opt"][0].mu))]
+    return [x.sharding.shard_shape(x.shape) for x in arrays]
+
+
+# ---- what an update does, to one weight of 1 whose gradient is 2
+
+def slope(params, batch, cfg):
+    total, n = params["w"][0] * batch["x"].sum(), jnp.float32(batch["x"].size)
+    return {"objective": total, "loss": total}, {"objective": n, "loss": n}
+
+
+def open_slope(cfg, names):
+    part = {"n": 64, "batch": lambda index, rows: {"x": np.full(len(rows), 2, np.float32)},
+            "fingerprint": "twos"}
+    return {"train": part, "val": None}
+
+
+SLOPE = {
+    "table": lambda cfg: {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0))},
+    "init": lambda key, cfg: {"w": jnp.ones(1)},
+    "loss": slope,
+    "batch": lambda cfg: {"x": ((cfg.batch_size,), jnp.float32, P(("dp", "fsdp", "ep")))},
+    "open": open_slope,
+}
+
+
+@cache
+def updates(cfg):
+    """(changes of the weight, metrics) of four updates."""
+    run = train.prepare(cfg, SLOPE, jax.devices()[:1])
+    programs = step.compile_steps(*train.program_parts(run))
+    state, weights, seen = programs["init"](jax.random.key(0)), [1.0], []
+    batch_at = train.make_batch_at(run, open_slope(cfg, ())["train"])
+    for i in range(4):
+        state, metrics = programs["train_step"](state, batch_at(i))
+        weights.append(float(state["params"]["w"][0]))
+        seen.append(jax.device_get(metrics))
+    return np.diff(weights).round(6).tolist(), seen
+
+
+def first_moves(cfg):
+    return updates(cfg)[0][:2]
+
+
+def rates(cfg):
+    return [round(float(m["lr"]), 6) for m in updates(cfg)[1]]
+
+
+def watched(cfg):
+    return sorted(updates(cfg)[1][0].get("watch", {}))
+
+
+def splits_rows(cfg):
+    """Whether an update goes through its 16 rows in two parts."""
+    run = train.prepare(cfg, SLOPE)
+    text = step.lower_steps(*train.program_parts(run))[1]["train_step"]().as_text()
+    return "tensor<2x8xf32>" in text and "stablehlo.while" in text
+
+
+def reason_with_nan(cfg):
+    return train.main(cfg, task=SLOPE, params={"w": jnp.full(1, jnp.nan)})["reason"][:9]
+
+
+# ---- data and sampling
+
+def sequences(cfg):
+    """How many there are to train on and to evaluate on."""
+    cfg = train.prepare(cfg)["cfg"]
+    return [part and part["n"] for part in data.open_text(cfg).values()]
+
+
+def letters(part):
+    def see(cfg):
+        tokens = data.open_text(train.prepare(cfg)["cfg"])[part]["batch"](0, np.arange(4))["tokens"]
+        return sorted(map(chr, np.unique(tokens)))
+    return see
+
+
+def batch_names(cfg):
+    batch = data.open_text(cfg)["train"]["batch"](0, np.arange(4))
+    assert batch.keys() == train.batch_structs(train.prepare(cfg)).keys()
+    return sorted(batch)
+
+
+def randomness(cfg):
+    """The keys of the initialization and of a sample, and where the first batch's rows begin."""
+    key, _ = train.first_state(cfg, {"state": None, "init": jax.random.key_data}, *[None] * 3, {})
+    first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
+    sample = jax.random.key_data(train.sample_key(cfg, 3))
+    return [key.tolist(), sample.tolist(), first.tolist()]
+
+
+def drawn(cfg):
+    """The tokens that 256 draws give, of probabilities 50, 30, 15 and 5 %."""
+    logits_BV = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (256, 1))
+    return np.unique(model._sample(logits_BV, jax.random.key(0), cfg)).tolist()
+
+
+# ---- what is refused, and what a run leaves
+
+def refused(words):
+    def see(cfg):
+        try:
+            train.prepare(cfg)
+        except ValueError as e:
+            return words in str(e)
+        return False
+    return see
+
+
+def outcome(words=""):
+    """Why main() ends; these words when it refuses with them."""
+    def see(cfg):
+        try:
+            return train.main(cfg)["reason"]
+        except ValueError as e:
+            return words if words in str(e) else str(e)
+    return see
+
+
+def logged(event, key="step"):
+    return lambda cfg: [r[key] for r in train.read_log(cfg.out_dir) if r["event"] == event]
+
+
+def last(event, key):
+    return lambda cfg: logged(event, key)(cfg)[-1]
+
+
+def checkpoints(cfg):
+    return ckpt.steps(Path(cfg.out_dir, "ckpt"))
+
+
+def n_batches(cfg):
+    """How many different ones the run trained on."""
+    return len(set(map(str, json.loads(Path(cfg.out_dir, "batches.json").read_text()))))
+
+
+def traces(cfg):
+    return len(list(Path(cfg.out_dir).rglob("*.xplane.pb")))
+
+
+def marked(cfg):
+    return any("mark" in r for r in train.read_log(cfg.out_dir))
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train"])
+
+
+def _process(cfg, path):
+    with contextlib.suppress(ValueError):  # there is nothing to evaluate
+        train.main(cfg)
+    joined = "joined" if jax.distributed.is_initialized() else "alone"
+    path.write_text(f"{joined}, {jax.process_index()} of {jax.process_count()}")
+
+
+@cache
+def places(cfg):
+    """What as many real processes as cfg says find about themselves."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    cfg = dataclasses.replace(cfg, coordinator=cfg.coordinator and address, mode="eval",
+                              out_dir="absent", cache_dir="")
+    paths = [Path(f"process_{i}").absolute() for i in range(cfg.n_processes)]
+    processes = [FORKS.Process(target=_process, daemon=True, args=(
+        dataclasses.replace(cfg, process_id=i), path)) for i, path in enumerate(paths)]
+    for path, process in zip(paths, processes):
+        path.unlink(missing_ok=True)
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [path.read_text() for path in paths]
+
+
+def place(cfg):
+    return places(dataclasses.replace(cfg, process_id=0))[cfg.process_id]
+
+
+FIELDS = {
+    "mode": row(dict(mode="eval"), outcome(), "finished before", "eval", FINISHED),
+    "config": row(dict(config="gpt2-124m"), lambda cfg: config.parse(
+        [f"--config={cfg.config}"]).n_layers, 4, 12),
+    "out_dir": row(dict(out_dir="second"), lambda cfg: config.load(
+        f"{cfg.out_dir}/config.json").out_dir, "first", "second", RUN),
+    "seed": row(dict(seed=7), randomness,
+                [[0, 0], [2467461003, 3840466878], [112, 128, 144, 0, 16, 32, 96, 176]],
+                [[0, 7], [276534068, 1641862660], [64, 112, 160, 144, 32, 96, 176, 16]],
+                dict(data=("count.npy",), val_frac=0.0)),
+    "resume": row(dict(resume="never"), outcome("resume never: first holds a run at step 4"),
+                  "finished before", "resume never: first holds a run at step 4", FINISHED),
+    "allow_change": row(dict(allow_change=("b1",)), outcome("b1 was 0.9, is 0.5"),
+                        "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
+    "init_from": row(dict(init_from="first"), last("start", "origin"), "a fresh initialization",
+                     "the parameters of first", RUN),
+    "plan_for": row(dict(plan_for="v0:2x2"), outcome("plan_for 'v0:2x2': "), "finished before",
+                    "plan_for 'v0:2x2': ", FINISHED),
+    "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
+    "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
+        Path(cfg.cache_dir).glob("jit_train_step*")) and cfg.cache_dir, "programs", "other", RUN),
+
+    "data": row(dict(data=("b.txt",)), letters("train"), ["a"], ["b"]),
+    "val_data": row(dict(val_data=("b.txt",)), letters("val"), ["a"], ["b"]),
+    "val_frac": row(dict(val_frac=0.5), sequences, [113, 13], [63, 63]),
+    "data_dtype": row(dict(data_dtype="uint32"), sequences, [63, None], [32, None],
+                      dict(data=("ids.bin",), val_frac=0.0)),
+    "tokenizer": row(dict(tokenizer="words.json"), shape("embed"), (256, 16), (2, 16)),
+    "packed": row(dict(packed=True), batch_names, ["labels", "tokens"],
+                  ["labels", "positions", "segments", "tokens"]),
+    "overfit_batch": row(dict(overfit_batch=True), n_batches, 4, 1, RUN),
+
+    "steps": row(dict(steps=8), rates, [0.5, 0.375, 0.25, 0.125], [0.5, 0.4375, 0.375, 0.3125],
+                 LINEAR),
+    "epochs": row(dict(epochs=0.75, steps=600), last("end", "step"), 4, 8, RUN),
+    "batch_size": row(dict(batch_size=16), batch_shape, (8, 16), (16, 16)),
+    "micro_batches": row(dict(micro_batches=2), splits_rows, False, True, dict(batch_size=16)),
+    "seq_len": row(dict(seq_len=24), batch_shape, (8, 16), (8, 24)),
+
+    "d_model": row(dict(d_model=32), shape("embed"), (256, 16), (256, 32)),
+    "n_layers": row(dict(n_layers=2), shape("layers.wq"), (1, 16, 16), (2, 16, 16)),
+    "n_heads": row(dict(n_heads=4), shape("layers.wq"), (1, 16, 16), (1, 16, 32),
+                   dict(head_dim=8)),
+    "n_kv_heads": row(dict(n_kv_heads=1), shape("layers.wk"), (1, 16, 16), (1, 16, 8)),
+    "head_dim": row(dict(head_dim=4), shape("layers.wq"), (1, 16, 16), (1, 16, 8)),
+    "d_ff": row(dict(d_ff=24), shape("layers.w_up"), (1, 16, 64), (1, 16, 24)),
+    "vocab_size": row(dict(vocab_size=300), shape("embed"), (256, 16), (300, 16)),
+    "rope_theta": row(dict(rope_theta=777.0), constant(777.0), False, True),
+    "rope_factor": row(dict(rope_factor=6.5), constant(6.5), False, True),
+    "rope_original_len": row(dict(rope_original_len=50), constant(50.0), False, True,
+                             dict(rope_factor=6.5)),
+    "norm_eps": row(dict(norm_eps=0.375), constant(0.375), False, True),
+    "qk_norm": row(dict(qk_norm=False), count("stablehlo.rsqrt", "eval_step"), 5, 3),
+    "qkv_bias": row(dict(qkv_bias=True), n_arguments, 15, 18),
+    "tie_embeddings": row(dict(tie_embeddings=False), n_arguments, 15, 16),
+    "sliding_window": row(dict(sliding_window=5), constant(5), False, True),
+    "n_experts": row(EXPERTS, shape("layers.w_up"), (1, 16, 64), (1, 4, 16, 64)),
+    "experts_per_token": row(dict(experts_per_token=1), loss_has("k = 1)"), False, True, EXPERTS),
+    # 4 experts of 16 slots each, and of 4.
+    "capacity_factor": row(dict(capacity_factor=0.5), loss_has("tensor<8x1x4x4x16xf32>"), False,
+                           True, EXPERTS),
+    "lora_rank": row(LORA, shape("layers.wq.lora_a"), None, (1, 16, 2)),
+    "lora_alpha": row(dict(lora_alpha=7.0), constant(3.5), False, True, LORA),
+    "lora_targets": row(dict(lora_targets=("layers.w[qv]",)), lora_weights, [
+        f"layers.w{x}" for x in ("_down", "_gate", "_up", "k", "o", "q", "v")],
+        ["layers.wq", "layers.wv"], LORA),
+    "scale": row(dict(scale=2.0), shape("layers.wq"), (1, 16, 16), (1, 32, 32)),
+
+    "dtype": row(dict(dtype="bfloat16"), loss_has("xbf16>"), False, True),
+    "param_dtype": row(dict(param_dtype="bfloat16"), lambda cfg: str(
+        states(cfg)["params"]["embed"].dtype), "float32", "bfloat16"),
+    "attention": row(dict(attention="pallas"), refused("attention pallas: needs a TPU"), False,
+                     True),
+    "remat": row(dict(remat="full"), count("stablehlo.dot_general", "train_step"), 36, 36 + 6 + 4),
+    "logit_tiles": row(dict(logit_tiles=4), loss_has("x4x256xf32>"), False, True),
+    "mlp_tiles": row(dict(mlp_tiles=4), loss_has("x4x64xf32>"), False, True),
+
+    "optimizer": row(dict(optimizer="lion"), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
+    "lr": row(dict(lr=0.25), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
+    "schedule": row(dict(schedule="linear"), rates, [0.5] * 4, [0.5, 0.375, 0.25, 0.125], PLAIN),
+    "warmup_steps": row(dict(warmup_steps=2.0), rates, [0.5] * 4, [0.25, 0.5, 0.5, 0.5], PLAIN),
+    "min_lr_frac": row(dict(min_lr_frac=0.5), rates, [0.5, 0.375, 0.25, 0.125],
+                       [0.5, 0.4375, 0.375, 0.3125], LINEAR),
+    "decay_frac": row(dict(decay_frac=1.0), rates, [0.5, 0.5, 0.5, 0.25],
+                      [0.5, 0.375, 0.25, 0.125], PLAIN | dict(schedule="wsd", decay_frac=0.5)),
+    "poly_power": row(dict(poly_power=1.0), rates, [0.5, 0.28125, 0.125, 0.03125],
+                      [0.5, 0.375, 0.25, 0.125], PLAIN | dict(schedule="polynomial")),
+    "weight_decay": row(dict(weight_decay=0.25), first_moves, [-1, -1], [-1.125, -0.984375], PLAIN),
+    "b1": row(dict(b1=0.5), first_moves, [-1, -1], [-1, -1.5], PLAIN),
+    "b2": row(dict(b2=0.9375), lambda cfg: first_moves(cfg)[:1], [-1], [-2], RMS),
+    "eps": row(dict(eps=3.0), lambda cfg: first_moves(cfg)[:1], [-1], [-0.5], RMS),
+    "moment_dtype": row(dict(moment_dtype="bfloat16"), lambda cfg: str(
+        moments(cfg)["embed"].dtype), "float32", "bfloat16"),
+    "moments_on": row(dict(moments_on="host"), lambda cfg: moments(
+        cfg)["embed"].sharding.memory_kind, "device", "pinned_host"),
+    "freeze": row(dict(freeze=("*", "!final_norm")), lambda cfg: len(moments(cfg)), 13, 1),
+    "clip_norm": row(dict(clip_norm=1.0), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
+    "label_smoothing": row(dict(label_smoothing=0.375), constant(0.375), False, True),
+    "z_loss": row(dict(z_loss=0.375), constant(0.375), False, True),
+    "router_balance": row(dict(router_balance=0.375), constant(0.375), False, True, EXPERTS),
+    "router_z": row(dict(router_z=0.375), constant(0.375), False, True, EXPERTS),
+    "loss_norm": row(dict(loss_norm="positions"), constant(128.0), False, True),
+    "loss_divisor": row(dict(loss_divisor=77.0), constant(77.0), False, True,
+                        dict(loss_norm="constant", loss_divisor=3.0)),
+    "nan": row(dict(nan="skip"), reason_with_nan, "a loss or", "all 4 ste",
+               dict(out_dir="not_finite", resume="overwrite")),
+
+    "dp": row(dict(dp=2), parts, [(1, 16), (1, 4, 2, 64), (1, 4, 2, 64)],
+              [(1, 16), (1, 4, 4, 64), (1, 4, 2, 64)], EXPERTS),
+    "fsdp": row(dict(fsdp=2), parts, ON_DP, [(1, 16), (1, 4, 8, 64), (1, 4, 2, 64)], DP),
+    "ep": row(dict(ep=2), parts, ON_DP, [(1, 16), (1, 2, 16, 64), (1, 2, 4, 64)], DP),
+    "tp": row(dict(tp=2), parts, ON_DP, [(2, 16), (1, 4, 16, 32), (1, 4, 4, 32)], DP),
+    "sp": row(dict(sp=2), parts, ON_DP, [(2, 8), (1, 4, 8, 64), (1, 4, 2, 64)], DP),
+    "slices": row(dict(slices=3), refused("slices 3: must divide fsdp = 8"), False, True),
+    "coordinator": row(JOINED, place, "alone, 0 of 1", "joined, 0 of 1"),
+    "n_processes": row(dict(n_processes=2), place, "joined, 0 of 1", "joined, 0 of 2", JOINED),
+    "process_id": row(dict(process_id=1), place, "joined, 0 of 2", "joined, 1 of 2",
+                      JOINED | dict(n_processes=2)),
+
+    "log_every": row(dict(log_every=3), logged("log"), [1, 2, 3, 4], [3, 6], RUN),
+    "eval_every": row(dict(eval_every=5), logged("eval"), [2, 4], [5, 8], RUN),
+    "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),
+    "save_every": row(dict(save_every=3), logged("save"), [2, 4], [3, 6, 8], RUN),
+    "keep": row(dict(keep=1), checkpoints, [2, 4], [8], RUN),
+    "sample_every": row(dict(sample_every=3), logged("sample"), [], [3, 6, 8], RUN),
+    "watch": row(dict(watch=("w",)), watched, [], ["w"], dict(log_every=1)),
+    "profile": row(dict(profile="2:3"), traces, 0, 1, RUN),
+
+    "prompt": row(dict(prompt="beer"), lambda cfg: {
+        text[:4] for texts in logged("sample", "texts")(cfg) for text in texts},
+        set(), {"beer"}, RUN),
+    "n_samples": row(dict(n_samples=2), lambda cfg: list(map(len, logged("sample", "texts")(cfg))),
+                     [], [2, 2, 2], RUN),
+    "sample_tokens": row(dict(sample_tokens=3), lambda cfg: [
+        len(texts[0]) - len(cfg.prompt) for texts in logged("sample", "texts")(cfg)],
+        [], [3, 3, 3], RUN),
+    "temperature": row(dict(temperature=0.0), drawn, [0, 1, 2, 3], [0], dict(temperature=1.0)),
+    "top_k": row(dict(top_k=3), drawn, [0, 1, 2, 3], [0, 1, 2], dict(temperature=1.0)),
+    "top_p": row(dict(top_p=0.6), drawn, [0, 1, 2, 3], [0, 1], dict(temperature=1.0)),
+}
+
+
+def configs(field):
+    """The configs before and after the change."""
+    base, change = FIELDS[field]["base"], FIELDS[field]["change"]
+    if base == RUN:
+        changes = [r["change"] for r in FIELDS.values() if r["base"] == RUN]
+        change = {name: value for each in changes for name, value in each.items()}
+    return [config.Config(**TINY | base), config.Config(**TINY | base | change)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The working folder, with the files that FIELDS names."""
+    back, folder = Path.cwd(), tmp_path_factory.mktemp("fields")
+    os.chdir(folder)
+    for letter in "ab":
+        Path(f"{letter}.txt").write_text(2000 * letter)
+    Path("numbers.txt").write_text(" ".join(map(str, range(400))))
+    np.array([1, 0] * 500, np.uint16).tofile("ids.bin")
+    np.save("count.npy", np.arange(193, dtype=np.uint8))
+    Path("words.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [], "model": {
+            "type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "</s>"}}))
+    Path("marks.py").write_text("def mark(event, row):\n"
+                                "    return row | {'mark': 1} if event == 'log' else None\n")
+    yield
+    os.chdir(back)
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """The two runs of the rows whose base is RUN."""
+    for cfg in configs("out_dir"):
+        batches = []
+
+        def keep_batch(event, batch, batches=batches):
+            if event == "data":
+                batches.append(np.asarray(batch["tokens"]).tolist())
+
+        train.main(cfg, hooks=[keep_batch])
+        Path(cfg.out_dir, "batches.json").write_text(json.dumps(batches))
+
+
+def test_every_field_has_a_row():
+    """A field without a row is found.
+
+    Break: config.py: norm_eps: Positive = 1e-6 => new: int = 0; norm_eps: Positive = 1e-6
+    """
+    assert FIELDS.keys() == {field.name for field in dataclasses.fields(config.Config)}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_has_its_effect(field, folder, request):
+    """A changed value shows in the program, the update, the data, the mesh, a run or an error.
+
+    Break: step.py: optax.scale_by_rms(cfg.b2, cfg.eps) => optax.scale_by_rms(cfg.b2, 1e-8)
+    """
+    r = FIELDS[field]
+    assert field in r["change"] and r["before"] != r["after"]
+    if r["base"].items() >= RUN.items():
+        request.getfixturevalue("runs")
+    old, new = configs(field)
+    assert [r["see"](old), r["see"](new)] == [r["before"], r["after"]]
