@@ -438,7 +438,7 @@ def memory_limit(mesh):
     if device.platform == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
         return os.sysconf("SC_PAGE_SIZE") * pages
-    with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError):
+    with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
         return device.memory_stats()["bytes_limit"]
     gib = peaks(device.device_kind)[1]
     return gib and int(gib * 2**30)
