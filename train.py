@@ -366,7 +366,8 @@ def evaluate(run, eval_step, params, signals=()):
         eval_step, params, (batch for batch, _ in batches), partial(interrupted, signals))
     if totals is None:
         return {}
-    means = {name: total / (count or 1) for name, (total, count) in totals.items()}
+    means = {name: total / np.where(count == 0, 1, count)
+             for name, (total, count) in totals.items()}
     row = scalars(means) | run["task"]["metrics"](means, val)
     row["n_labels"] = int(totals.get("loss", totals["objective"])[1])
     row = {f"val_{name}": value for name, value in row.items()}
