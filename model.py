@@ -9,6 +9,7 @@ and freeze loss_norm loss_divisor batch_size label_smoothing z_loss router_balan
 """
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import takewhile
 from math import ceil, gcd, lcm, log, prod
 
 import jax
@@ -42,10 +43,8 @@ def param_table(cfg):
         return "normal", (2 * L * width) ** -0.5
 
     in_spec, out_spec = P(None, WEIGHT_AXES, "tp"), P(None, "tp", WEIGHT_AXES)
-    stack, mlp_in, mlp_out = (L,), in_spec, out_spec
-    if E:
-        stack, rest = (L, E), ("fsdp", "sp")
-        mlp_in, mlp_out = P(None, "ep", rest, "tp"), P(None, "ep", "tp", rest)
+    each, over, rest = ((E,), ("ep",), ("fsdp", "sp")) if E else ((), (), WEIGHT_AXES)
+    mlp_in, mlp_out = P(None, *over, rest, "tp"), P(None, *over, "tp", rest)
     table = {
         "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=fan_in),
         "layers.attn_norm": dict(shape=(L, D), spec=P(), init=ones),
@@ -54,9 +53,9 @@ def param_table(cfg):
         "layers.wv": dict(shape=(L, D, K * H), spec=in_spec, init=fan_in),
         "layers.wo": dict(shape=(L, N * H, D), spec=out_spec, init=residual_out(N * H)),
         "layers.mlp_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.w_gate": dict(shape=(*stack, D, F), spec=mlp_in, init=fan_in),
-        "layers.w_up": dict(shape=(*stack, D, F), spec=mlp_in, init=fan_in),
-        "layers.w_down": dict(shape=(*stack, F, D), spec=mlp_out, init=residual_out(F)),
+        "layers.w_gate": dict(shape=(L, *each, D, F), spec=mlp_in, init=fan_in),
+        "layers.w_up": dict(shape=(L, *each, D, F), spec=mlp_in, init=fan_in),
+        "layers.w_down": dict(shape=(L, *each, F, D), spec=mlp_out, init=residual_out(F)),
         "final_norm": dict(shape=(D,), spec=P(), init=ones),
     }
     if E:
@@ -65,11 +64,10 @@ def param_table(cfg):
         table |= {f"layers.{x}_norm": dict(shape=(L, H), spec=P(), init=ones) for x in "qk"}
     if cfg.qkv_bias:
         table |= {f"layers.b{x}": dict(shape=(L, n * H), spec=P(None, "tp"), init=zeros)
-                  for x, n in zip("qkv", (N, K, K), strict=True)}
+                  for x, n in zip("qkv", (N, K, K))}
     if not cfg.tie_embeddings:
         table["unembed"] = dict(shape=(D, V), spec=P(WEIGHT_AXES, "tp"), init=fan_in)
-    if cfg.lora_rank:
-        table |= _lora_rows(table, cfg)
+    table |= _lora_rows(table, cfg) if cfg.lora_rank else {}
     frozen = matching("freeze", cfg.freeze, table)
     if len(frozen) == len(table):
         raise ValueError(f"freeze {' '.join(cfg.freeze)}: leaves no parameter to train; freeze "
@@ -84,12 +82,10 @@ def init(key, cfg, table=None):
     params = {}
     for name, row in (param_table(cfg) if table is None else table).items():
         kind, value = row["init"]
+        array = jnp.full(row["shape"], value, jnp.float32)
         if kind == "normal":
             name_hash = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
-            own_key = jax.random.fold_in(key, name_hash)
-            array = value * jax.random.normal(own_key, row["shape"], jnp.float32)
-        else:
-            array = jnp.full(row["shape"], value, jnp.float32)
+            array *= jax.random.normal(jax.random.fold_in(key, name_hash), array.shape, array.dtype)
         params[name] = array.astype(cfg.param_dtype)
     return params
 
@@ -101,15 +97,14 @@ def _shard(x, *axes):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return x
-    sizes = [_axis_size(*((a,) if isinstance(a, str) else a or ())) for a in axes]
-    return jax.lax.with_sharding_constraint(
-        x, P(*(a if n % size == 0 else None
-               for n, a, size in zip(x.shape, axes, sizes, strict=False))))
+    divided = (a if n % _axis_size(a) == 0 else None for n, a in zip(x.shape, axes))
+    return jax.lax.with_sharding_constraint(x, P(*divided))
 
 
 def _axis_size(*axes):
-    """Devices along these mesh axes together; 1 without a mesh."""
-    return prod(jax.sharding.get_abstract_mesh().shape.get(a, 1) for a in axes)
+    """Devices along these mesh axes (names, tuples of names, None) together; 1 without a mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return prod(shape.get(name, 1) for name in jax.tree.leaves(axes))
 
 
 def _linear(x, w, name, cfg):
@@ -121,9 +116,9 @@ def _linear(x, w, name, cfg):
     return y
 
 
-def _rms_norm(x, scale, eps):
+def _rms_norm(x, scale, cfg):
     x_f32 = x.astype(jnp.float32)
-    x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
+    x_f32 *= jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + cfg.norm_eps)
     return (x_f32 * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
 
 
@@ -159,11 +154,10 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, query_pos_BT, cfg, segments=None):
 
     Normalizes after the product with v: saves a pass over the scores.
     """
-    B, N, T, H = q_BNTH.shape
-    _, K, S, _ = k_BKSH.shape
+    (B, N, T, H), (_, K, S, _) = q_BNTH.shape, k_BKSH.shape
+    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = jnp.einsum(
-        "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
+    scores_BKGTS = einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH)
     distance_BTS = query_pos_BT[:, :, None] - jnp.arange(S)[None, None, :]
     mask_BTS = (distance_BTS >= 0) & (distance_BTS < (cfg.sliding_window or S))
     if segments is not None:
@@ -171,8 +165,7 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, query_pos_BT, cfg, segments=None):
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     top_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
-    a_BKGTH = jnp.einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH,
-                         preferred_element_type=jnp.float32)
+    a_BKGTH = einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH)
     sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
     a_BKGTH = checkpoint_name(a_BKGTH, "attention") / checkpoint_name(sum_BKGT1, "attention")
     return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
@@ -185,42 +178,38 @@ def _mlp(x, w, cfg):
 
 
 def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
-    """Apply one layer, whose weights w are named without the prefix: (x_BTD, cache, router
-    statistics). cache: (k_BKSH, v_BKSH), written at positions_BT, or None.
+    """Apply one layer, whose weights w are named without the prefix: (x_BTD, (cache, router
+    statistics)). cache: (k_BKSH, v_BKSH), written at positions_BT, or None.
     """
     x_BTD = checkpoint_name(x_BTD, "block")
-    y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg.norm_eps)
+    y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
     qkv = [checkpoint_name(_linear(y_BTD, w, f"w{x}", cfg), "qkv") for x in "qkv"]
     if cfg.qkv_bias:
-        qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv", strict=True)]
+        qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv")]
     q_BTNH, k_BTKH, v_BTKH = (a.reshape(*a.shape[:2], -1, cfg.head_dim) for a in qkv)
     if cfg.qk_norm:
-        q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg.norm_eps)
-        k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg.norm_eps)
+        q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg)
+        k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg)
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH, k_BKTH = _rotate(q_BNTH, *rope), _rotate(k_BKTH, *rope)
-    if cache is not None:
-        row_B11 = jnp.arange(len(x_BTD))[:, None, None]
-        head_1K1 = jnp.arange(k_BKTH.shape[1])[None, :, None]
-        cache = tuple(old.at[row_B11, head_1K1, positions_BT[:, None]].set(new)
-                      for old, new in zip(cache, (k_BKTH, v_BKTH), strict=True))
-        a_BNTH = _attend(q_BNTH, *cache, positions_BT, cfg)
-    else:
+    if cache is None:
         a_BNTH = ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
+    else:
+        cache = _write_cache(cache, (k_BKTH, v_BKTH), positions_BT)
+        a_BNTH = _attend(q_BNTH, *cache, positions_BT, cfg)
     # Back from head sharding to sequence sharding: over sp the second all-to-all of Ulysses.
     a_BTNH = _shard(_shard(a_BNTH, BATCH_AXES, ("tp", "sp")).swapaxes(1, 2), BATCH_AXES, "sp", "tp")
     # Block exit: forces the all-reduce over tp here; sp splits the sequence again.
     y_BTD = _linear(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w, "wo", cfg)
     x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
-    y_BTD, router_stats = _rms_norm(x_BTD, w["mlp_norm"], cfg.norm_eps), {}
+    y_BTD, router_stats = _rms_norm(x_BTD, w["mlp_norm"], cfg), {}
     if cfg.n_experts:
-        capacity_factor = cfg.capacity_factor if cache is None else 0  # generation drops nothing
-        y_BTD, router_stats = _experts(y_BTD, w, cfg, capacity_factor)
+        y_BTD, router_stats = _experts(y_BTD, w, cfg, drop=cache is None)
     elif cfg.mlp_tiles > 1 and cache is None:
-        y_BTD = _mlp_in_tiles(y_BTD, _mlp_weights(w), cfg)
+        y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
     else:
         y_BTD = _mlp(y_BTD, w, cfg)
-    return _shard(x_BTD + y_BTD, BATCH_AXES, "sp"), cache, router_stats
+    return _shard(x_BTD + y_BTD, BATCH_AXES, "sp"), (cache, router_stats)
 
 
 def _trunk(params, batch, cfg, cache=None):
@@ -228,9 +217,7 @@ def _trunk(params, batch, cfg, cache=None):
     over layers).
     """
     tokens_BT = batch["tokens"]
-    positions_BT = batch.get("positions")
-    if positions_BT is None:
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    positions_BT = batch.get("positions", jax.lax.broadcasted_iota(int, tokens_BT.shape, 1))
     params = {k: v if k == "layers.w_router" else v.astype(_dtype(cfg)) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
@@ -239,9 +226,7 @@ def _trunk(params, batch, cfg, cache=None):
     x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], BATCH_AXES, "sp")
 
     def layer(x_BTD, w_and_cache):
-        x_BTD, cache, router_stats = _block(
-            x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
-        return x_BTD, (cache, router_stats)
+        return _block(x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
 
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
@@ -249,7 +234,7 @@ def _trunk(params, batch, cfg, cache=None):
     # grow with depth.
     x_BTD, (cache, router_stats) = jax.lax.scan(
         layer, x_BTD, (layers, cache), unroll=cfg.n_layers <= 12)
-    x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
+    x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg)
     unembed_DV = params["embed"].T if cfg.tie_embeddings else params["unembed"]
     return x_BTD, unembed_DV, cache, {k: x.mean(axis=0) for k, x in router_stats.items()}
 
@@ -262,7 +247,7 @@ def _logits(x_BTD, unembed_DV, cfg):
 def forward(params, batch, cfg, cache=None):
     """Logits [B, T, V] in float32, and the cache with the keys and values of batch written in.
 
-    batch: "tokens" [B, T], and optionally "positions" [B, T], which a cache needs, and "segments"
+    batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
     [B, T]: a token sees its own segment only. Parameters are cast to cfg.dtype once. Float32
     throughout: norms, rotary positions, softmax, router, logits, loss.
     """
@@ -285,8 +270,8 @@ def loss_fn(params, batch, cfg):
     labels_BT = batch["labels"]
     weights_BT, divisor = _loss_weights(labels_BT, cfg)
     n_tiles = _n_tiles(*x_BTD.shape[:2], cfg)
-    loss_sums = partial(_tiled_sums, n_tiles=n_tiles) if n_tiles > 1 else _loss_sums
-    sums = loss_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg=cfg)
+    inputs = unembed_DV, x_BTD, labels_BT, weights_BT, cfg
+    sums = _tiled_sums(*inputs, n_tiles) if n_tiles > 1 else _loss_sums(*inputs)
     if router_stats:
         extra_BT = (cfg.router_balance * router_stats["balance"]
                     + cfg.router_z * router_stats["router_z"])
@@ -296,7 +281,7 @@ def loss_fn(params, batch, cfg):
     return sums, dict.fromkeys(sums, n_labels) | {"objective": divisor}
 
 
-def _loss_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg):
+def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
     """The sums of loss_fn but the router's, from all logits at once."""
     logits_BTV = _logits(x_BTD, unembed_DV, cfg)
     mask_BT = labels_BT != IGNORE
@@ -333,11 +318,8 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     """
     B, T = tokens_BT.shape
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
-    shape = (cfg.n_layers, B, K, T + n_new, cfg.head_dim)
-    cache = (jnp.zeros(shape, _dtype(cfg)), jnp.zeros(shape, _dtype(cfg)))
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    batch = {"tokens": tokens_BT, "positions": positions_BT}
-    logits_BTV, cache = forward(params, batch, cfg, cache)
+    empty = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
+    logits_BTV, cache = forward(params, {"tokens": tokens_BT}, cfg, (empty, empty))
     logits_BV = jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
 
     def decode(carry, i):
@@ -358,13 +340,16 @@ def sample_text(params, cfg, key, tokenizer):
     if not cfg.sample_tokens:
         return []
     end = tokenizer["end"]
-    start = np.asarray([end, *tokenizer["encode"](cfg.prompt)], np.int32)
-    tokens = np.tile(start, (cfg.n_samples, 1))
-    lengths = np.full(cfg.n_samples, len(start), np.int32)
-    new = generate(params, tokens, lengths, cfg, key, cfg.sample_tokens)
-    new = multihost_utils.process_allgather(new, tiled=True)
-    ends = [np.append(np.flatnonzero(row == end), len(row))[0] for row in new]
-    return [cfg.prompt + tokenizer["decode"](row[:n]) for row, n in zip(new, ends, strict=True)]
+    start = [end, *tokenizer["encode"](cfg.prompt)]
+    new = generate(params, np.tile(np.int32(start), (cfg.n_samples, 1)),
+                   np.full(cfg.n_samples, len(start), np.int32), cfg, key, cfg.sample_tokens)
+    rows = multihost_utils.process_allgather(new, tiled=True).tolist()
+    return [cfg.prompt + tokenizer["decode"]([*takewhile(lambda t: t != end, row)]) for row in rows]
+
+
+def _write_cache(cache, new, positions_BT):
+    row, head, _ = jnp.indices(new[0].shape[:3], sparse=True)
+    return tuple(old.at[row, head, positions_BT[:, None]].set(x) for old, x in zip(cache, new))
 
 
 def _sample(logits_BV, key, cfg):
@@ -407,8 +392,7 @@ REMAT = {
         lambda prim, *_, **__: prim.name == "dot_product_attention_fwd_wrapper"),
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["block"],
-        offload_src="device", offload_dst="pinned_host"),
-}
+        offload_src="device", offload_dst="pinned_host")}
 
 # What each policy recomputes in backward: matmuls, fraction of attention (named: XLA's).
 RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots": ("", 1.0),
@@ -418,8 +402,7 @@ RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots
 def batch_shapes(cfg):
     """{name: (shape, dtype, partition spec)} of a batch."""
     names = ("tokens", "labels", *(("segments", "positions") if cfg.packed else ()))
-    return {name: ((cfg.batch_size, cfg.seq_len), jnp.int32, P(BATCH_AXES, "sp"))
-            for name in names}
+    return dict.fromkeys(names, ((cfg.batch_size, cfg.seq_len), jnp.int32, P(BATCH_AXES, "sp")))
 
 
 def names_to_load(cfg, table, saved):
@@ -431,8 +414,7 @@ def names_to_load(cfg, table, saved):
         raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialization has nothing to tune; "
                          "name the --out_dir of a trained run with --init_from")
     if not cfg.lora_rank and any(".lora_" in name for name in saved):
-        raise ValueError(f"init_from {cfg.init_from!r}: has LoRA updates, which would be lost; set "
-                         "its --lora_rank")
+        raise ValueError(f"init_from {cfg.init_from!r}: has LoRA updates; set its --lora_rank")
     return {name for name in table if ".lora_" not in name or name in saved}
 
 
@@ -453,14 +435,12 @@ def flops_per_token(cfg, seq_len):
     (half the sequence, or less under a sliding window), only the experts that a token goes to, and
     no gradient of frozen weights.
     """
-    table = param_table(cfg)
-    weights = {name.removeprefix("layers."): [prod(row["shape"]), row["trained"]]
-               for name, row in table.items() if name == "unembed" or name.startswith("layers.w")}
-    if cfg.tie_embeddings:
-        weights["unembed"] = [cfg.vocab_size * cfg.d_model, table["embed"]["trained"]]
-    for name in weights:
-        if cfg.n_experts and name.startswith(("w_gate", "w_up", "w_down")):
-            weights[name][0] *= cfg.experts_per_token / cfg.n_experts
+    def used(shape):  # of experts, [layers, experts, in, out], those that a token goes to
+        return prod(shape) if len(shape) < 4 else prod(shape) * cfg.experts_per_token // shape[1]
+
+    logits = "embed" if cfg.tie_embeddings else "unembed"
+    weights = {name.removeprefix("layers."): (used(row["shape"]), row["trained"])
+               for name, row in param_table(cfg).items() if name.startswith((logits, "layers.w"))}
     window = min(cfg.sliding_window or seq_len, seq_len)
     keys = window * (1 - window / (2 * seq_len))
     attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
@@ -471,8 +451,7 @@ def flops_per_token(cfg, seq_len):
     names = {*names.split(), *(("w_gate", "w_up") if cfg.mlp_tiles > 1 else ())}
     again = 2 * sum(weights[name][0] for name in names) + attention_frac * attention
     matmuls = sum((6 if trained else 4) * n for n, trained in weights.values())
-    return (matmuls + 3 * attention, again,
-            "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys")
+    return matmuls + 3 * attention, again, "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys"
 
 
 def _loss_weights(labels_BT, cfg):
@@ -481,15 +460,14 @@ def _loss_weights(labels_BT, cfg):
     cfg.loss_norm: "tokens" divides by labelled positions, "positions" by all, "sequences" averages
     each sequence over its own tokens first, "constant" divides by cfg.loss_divisor per whole batch.
     """
-    mask_BT = labels_BT != IGNORE
-    weights_BT, (B, T) = mask_BT.astype(jnp.float32), mask_BT.shape
+    weights_BT, (B, T) = (labels_BT != IGNORE).astype(jnp.float32), labels_BT.shape
     if cfg.loss_norm == "sequences":
         n_B1 = weights_BT.sum(axis=1, keepdims=True)
         return weights_BT / jnp.maximum(n_B1, 1), (n_B1 > 0).sum(dtype=jnp.float32)
-    if cfg.loss_norm == "tokens":
-        return weights_BT, weights_BT.sum()
-    constant = cfg.loss_divisor * B / cfg.batch_size  # B: of a microbatch
-    return weights_BT, jnp.float32(B * T if cfg.loss_norm == "positions" else constant)
+    # B is a microbatch's, batch_size an update's.
+    divisors = {"tokens": weights_BT.sum(), "positions": B * T,
+                "constant": cfg.loss_divisor * B / cfg.batch_size}
+    return weights_BT, jnp.float32(divisors[cfg.loss_norm])
 
 
 LOGIT_BYTES = 2**28  # of a device's float32 logits, above which the loss is computed in tiles
@@ -499,7 +477,7 @@ def _n_tiles(B, T, cfg):
     """cfg.logit_tiles, or the fewest that keep the logits of a tile under LOGIT_BYTES."""
     if cfg.logit_tiles:
         return cfg.logit_tiles
-    n_bytes = 4 * B * T * cfg.vocab_size / _axis_size(*BATCH_AXES, "tp", "sp")
+    n_bytes = 4 * B * T * cfg.vocab_size / _axis_size(BATCH_AXES, "tp", "sp")
     per_shard = T // _axis_size("sp")
     return next(n for n in range(1, per_shard + 1)
                 if per_shard % n == 0 and (n_bytes / n <= LOGIT_BYTES or n == per_shard))
@@ -510,61 +488,55 @@ def _tiles(n, *arrays):
     return [jnp.moveaxis(a.reshape(len(a), -1, n, *a.shape[2:]), 2, 0) for a in arrays]
 
 
-def _on_each_device(f, in_specs, out_specs):
-    """f in a shard_map over the batch and sequence axes, or XLA gathers weights and reduces
-    gradients every iteration of a loop over tiles.
+def _on_each_device(f, in_specs, out_specs, *more_axes):
+    """f in a shard_map over the axes of batch, sequence and more_axes. Loops over tiles need it, or
+    XLA gathers weights and reduces gradients in every iteration.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return f
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs,
-                         axis_names={*BATCH_AXES, "sp"}, check_vma=False)
+                         axis_names={*BATCH_AXES, "sp", *more_axes}, check_vma=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))
-def _tiled_sums(x_BTD, unembed_DV, labels_BT, weights_BT, cfg, n_tiles):
+def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     """_loss_sums with the logits of one tile at a time.
 
     The gradient of "objective" is computed in the forward pass, tile by tile: nothing runs twice.
     Only if other sums have a gradient too does backward compute the tiles again.
     Source: Hsu et al. 2024 (Liger), arXiv:2410.10989, section 3.2.
     """
-    def tile(x_and_labels):
-        x_BtD, *others = x_and_labels
-        return _loss_sums(x_BtD, unembed_DV, *others, cfg)
-
-    totals = jax.lax.map(tile, _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
+    totals = jax.lax.map(lambda tile: _loss_sums(unembed_DV, *tile, cfg),
+                         _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
     return jax.tree.map(lambda s: s.sum(axis=0), totals)
 
 
-def _tiled_grads(x_BTD, unembed_DV, labels_BT, weights_BT, cotangents, cfg, n_tiles):
-    """(sums, gradients of x_BTD and unembed_DV), for the cotangents of some of the sums."""
-    def weighted(x_BtD, unembed_DV, labels_Bt, weights_Bt, cotangents):
-        sums = _loss_sums(x_BtD, unembed_DV, labels_Bt, weights_Bt, cfg)
-        return sum(c * sums[name] for name, c in cotangents.items()), sums
+def _tiled_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents, cfg, n_tiles):
+    """(sums, gradients of unembed_DV and x_BTD), for the cotangents of some of the sums."""
+    def all_tiles(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents):
+        def weighted(unembed_DV, *tile):
+            sums = _loss_sums(unembed_DV, *tile, cfg)
+            return sum(c * sums[name] for name, c in cotangents.items()), sums
 
-    def all_tiles(x_BTD, unembed_DV, labels_BT, weights_BT, cotangents):
-        def tile(total_DV, x_and_labels):
-            x_BtD, *others = x_and_labels
-            grads, sums = jax.grad(weighted, (0, 1), has_aux=True)(
-                x_BtD, unembed_DV, *others, cotangents)
-            return total_DV + grads[1].astype(jnp.float32), (grads[0], sums)
+        def add_tile(total_DV, tile):
+            (d_unembed_DV, dx_BtD), sums = jax.grad(weighted, (0, 1), has_aux=True)(
+                unembed_DV, *tile)
+            return total_DV + d_unembed_DV.astype(jnp.float32), (dx_BtD, sums)
 
-        zeros_DV = jnp.zeros(unembed_DV.shape, jnp.float32)
-        d_unembed_DV, (dx, sums) = jax.lax.scan(
-            tile, zeros_DV, _tiles(n_tiles, x_BTD, labels_BT, weights_BT))
-        sums = jax.tree.map(lambda s: s.sum(axis=0)[None], sums)
-        return sums, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape), d_unembed_DV[None]
+        tiles = _tiles(n_tiles, x_BTD, labels_BT, weights_BT)
+        d_unembed_DV, (dx, sums) = jax.lax.scan(add_tile, jnp.zeros(unembed_DV.shape), tiles)
+        totals = jax.tree.map(lambda s: s.sum(axis=0), sums), d_unembed_DV
+        return jax.tree.map(lambda s: s[None], totals), jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)
 
-    split, parts = P(BATCH_AXES, "sp"), P((*BATCH_AXES, "sp"))
-    all_tiles = _on_each_device(
-        all_tiles, (split, P(), split, split, P()), (parts, split, parts))
-    sums, dx_BTD, d_unembed = all_tiles(x_BTD, unembed_DV, labels_BT, weights_BT, cotangents)
-    sums, d_unembed_DV = jax.tree.map(lambda s: s.sum(axis=0), (sums, d_unembed))
-    return sums, (dx_BTD, d_unembed_DV)
+    split, stacked = P(BATCH_AXES, "sp"), P((*BATCH_AXES, "sp"))
+    totals, dx_BTD = _on_each_device(all_tiles, (P(), split, split, split, P()), (stacked, split))(
+        unembed_DV, x_BTD, labels_BT, weights_BT, cotangents)
+    sums, d_unembed_DV = jax.tree.map(lambda s: s.sum(axis=0), totals)
+    return sums, (d_unembed_DV, dx_BTD)
 
 
-def _tiled_fwd(x_BTD, unembed_DV, labels_BT, weights_BT, cfg, n_tiles):
-    inputs = [a.value for a in (x_BTD, unembed_DV, labels_BT, weights_BT)]
+def _tiled_fwd(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
+    inputs = [a.value for a in (unembed_DV, x_BTD, labels_BT, weights_BT)]
     sums, grads = _tiled_grads(*inputs, {"objective": 1.0}, cfg, n_tiles)
     return sums, (inputs, grads)
 
@@ -575,8 +547,8 @@ def _tiled_bwd(cfg, n_tiles, saved, cotangents):
     scale = cotangents.get("objective", jnp.float32(0))
     if cotangents.keys() - {"objective"}:
         grads, scale = _tiled_grads(*inputs, cotangents, cfg, n_tiles)[1], jnp.float32(1)
-    dx_BTD, d_unembed_DV = grads
-    return (dx_BTD * scale.astype(dx_BTD.dtype), (d_unembed_DV * scale).astype(dx_BTD.dtype),
+    d_unembed_DV, dx_BTD = grads
+    return ((d_unembed_DV * scale).astype(dx_BTD.dtype), dx_BTD * scale.astype(dx_BTD.dtype),
             None, None)
 
 
@@ -597,7 +569,8 @@ def _mlp_in_tiles(x_BTD, w, cfg):
         y = jax.lax.map(lambda x: tile(x, w), *_tiles(cfg.mlp_tiles, x))
         return jnp.moveaxis(y, 0, 2).reshape(x.shape)
 
-    return _on_each_device(all_tiles, (P(BATCH_AXES, "sp"), P()), P(BATCH_AXES, "sp"))(x_BTD, w)
+    split = P(BATCH_AXES, "sp")
+    return _on_each_device(all_tiles, (split, P()), split)(x_BTD, _mlp_weights(w))
 
 
 def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
@@ -609,8 +582,8 @@ def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
     B, T, K, H = k_BTKH.shape
     parts = _axis_size("tp", "sp")
     copies = lcm(K, parts) // K
-    each = [x.reshape(B, T, parts, -1, H) for x in (
-        q_BTNH, *(jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTKH, v_BTKH)))]
+    k, v = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
+    each = [x.reshape(B, T, parts, -1, H) for x in (q_BTNH, k, v)]
     ends = np.cumsum([x.shape[3] for x in each[:2]])
     qkv = _shard(jnp.concatenate(each, axis=3), BATCH_AXES, "sp", "tp")
     qkv = _shard(qkv, BATCH_AXES, None, ("tp", "sp"))
@@ -624,8 +597,7 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
 
     def attend(first, stop):
         queries, keys = slice(first, stop), slice(0, stop)
-        segments = segments_BT if segments_BT is None else (
-            segments_BT[:, queries], segments_BT[:, keys])
+        segments = None if segments_BT is None else (segments_BT[:, queries], segments_BT[:, keys])
         return _attend(q_BNTH[:, :, queries], k_BKTH[:, :, keys], v_BKTH[:, :, keys],
                        query_pos_BT[:, queries], cfg, segments)
 
@@ -636,11 +608,10 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
 def _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cudnn"):
     """_attend within a whole sequence by cuDNN's fused kernel."""
     assert segments_BT is None, "cuDNN's kernel has no segments: choose_attention refuses them"
-    window = (cfg.sliding_window - 1, 0) if cfg.sliding_window else None
-    a_BTNH = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         *(x.swapaxes(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), is_causal=True,
-        local_window_size=window, implementation=implementation)
-    return a_BTNH.swapaxes(1, 2)
+        local_window_size=(cfg.sliding_window - 1, 0) if cfg.sliding_window else None,
+        implementation=implementation).swapaxes(1, 2)
 
 
 SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
@@ -652,14 +623,9 @@ def _needs_flash(cfg, T):
 
 def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     """_attend within a whole sequence by JAX's fused kernels for TPUs."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as flash
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-        splash_attention_mask as masks,
-    )
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash, splash_attention as splash
     T, window = q_BNTH.shape[2], cfg.sliding_window
     block = max(n for n in (128, 256, 512) if T % n == 0)
-    mask = masks.LocalMask((T, T), (window - 1, 0), 0) if window else masks.CausalMask((T, T))
 
     def blocks(names):
         return dict.fromkeys((f"block_{name}" for name in names.split()), block)
@@ -667,23 +633,22 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     def attend(q, k, v, segments):  # of one device
         if _needs_flash(cfg, T):
             k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-            ids = flash.SegmentIds(*segments * 2) if segments else None
+            ids = None if segments is None else flash.SegmentIds(segments, segments)
             sizes = flash.BlockSizes(block_b=1, **blocks(
                 "q k_major k q_major_dkv k_major_dkv k_dkv q_dkv k_major_dq k_dq q_dq"))
             return checkpoint_name(flash.flash_attention(
                 q, k, v, segment_ids=ids, causal=True, block_sizes=sizes), "attention")
-        sizes = splash.BlockSizes(**blocks("q kv q_dkv kv_dkv q_dq kv_dq"))
+        mask = splash.LocalMask((T, T), (window - 1, 0), 0) if window else splash.CausalMask((T, T))
         kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([mask] * q.shape[1]), block_sizes=sizes, head_shards=1,
-            q_seq_shards=1, residual_checkpoint_name="attention")
-        return jax.vmap(kernel)(q, k, v, splash.SegmentIds(*segments * 2) if segments else None)
+            splash.MultiHeadMask([mask] * q.shape[1]), head_shards=1, q_seq_shards=1,
+            block_sizes=splash.BlockSizes(**blocks("q kv q_dkv kv_dkv q_dq kv_dq")),
+            residual_checkpoint_name="attention")
+        ids = None if segments is None else splash.SegmentIds(segments, segments)
+        return jax.vmap(kernel)(q, k, v, ids)
 
     heads = P(BATCH_AXES, ("tp", "sp"))
-    if not jax.sharding.get_abstract_mesh().empty:
-        attend = jax.shard_map(attend, in_specs=(heads, heads, heads, P(BATCH_AXES)),
-                               out_specs=heads, check_vma=False)
-    segments = () if segments_BT is None else (segments_BT,)
-    return attend(cfg.head_dim**-0.5 * q_BNTH, k_BKTH, v_BKTH, segments).astype(q_BNTH.dtype)
+    attend = _on_each_device(attend, (heads, heads, heads, P(BATCH_AXES)), heads, "tp")
+    return attend(cfg.head_dim**-0.5 * q_BNTH, k_BKTH, v_BKTH, segments_BT).astype(q_BNTH.dtype)
 
 
 ATTENTION = {"auto": _attend_xla, "xla": _attend_xla, "cudnn": _attend_cudnn,
@@ -696,17 +661,16 @@ def choose_attention(cfg, platform):
 
     Raises: ValueError when the kernel that cfg.attention names cannot be used.
     """
+    H, T = cfg.head_dim, cfg.seq_len
     needs = {
         "cudnn": {"an NVIDIA GPU": platform == "cuda",
                   f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
-                  f"head_dim a multiple of 8 up to 128 (it is {cfg.head_dim})":
-                  cfg.head_dim % 8 == 0 and cfg.head_dim <= 128,
+                  f"head_dim a multiple of 8 up to 128 (it is {H})": H % 8 == 0 and H <= 128,
                   "rows that are not packed": not cfg.packed},
         "pallas": {"a TPU": platform == "tpu",
-                   f"head_dim a multiple of 128 (it is {cfg.head_dim})": cfg.head_dim % 128 == 0,
-                   f"seq_len a multiple of 128 (it is {cfg.seq_len})": cfg.seq_len % 128 == 0}}
-    unmet = {kernel: [need for need, met in rules.items() if not met]
-             for kernel, rules in needs.items()}
+                   f"head_dim a multiple of 128 (it is {H})": H % 128 == 0,
+                   f"seq_len a multiple of 128 (it is {T})": T % 128 == 0}}
+    unmet = {k: [need for need, met in rules.items() if not met] for k, rules in needs.items()}
     if unmet.get(cfg.attention):
         raise ValueError(f"attention {cfg.attention}: needs {' and '.join(unmet[cfg.attention])}; "
                          "choose xla or auto")
@@ -726,10 +690,9 @@ def _dot(x, w, cfg, dtype=None):
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
     Over sp x keeps its dims: flattening a split sequence would gather it.
     """
-    flat = _axis_size("sp") == 1 or cfg.dtype == "mixed"
-    y = x.reshape(-1, x.shape[-1]) if flat else x
-    y = (_mixed_dot(y, w) if cfg.dtype == "mixed"
-         else jnp.dot(y, w, preferred_element_type=dtype))
+    mixed = cfg.dtype == "mixed"
+    y = x.reshape(-1, x.shape[-1]) if mixed or _axis_size("sp") == 1 else x
+    y = _mixed_dot(y, w) if mixed else jnp.dot(y, w, preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
@@ -768,11 +731,10 @@ def _lora_rows(table, cfg):
     Source: Hu et al. 2021, arXiv:2106.09685.
     """
     rows, r = {}, cfg.lora_rank
-    weights = {name: row for name, row in table.items()
-               if name.startswith("layers.w") and name != "layers.w_router"}
+    weights = [n for n in table if n.startswith("layers.w") and n != "layers.w_router"]
     for name in sorted(matching("lora_targets", cfg.lora_targets, weights)):
-        *stack, n_in, n_out = weights[name]["shape"]
-        *over, in_axes, out_axes = weights[name]["spec"]
+        *stack, n_in, n_out = table[name]["shape"]
+        *over, in_axes, out_axes = table[name]["spec"]
         rows[f"{name}.lora_a"] = dict(
             shape=(*stack, n_in, r), spec=P(*over, in_axes, None), init=("normal", n_in**-0.5))
         rows[f"{name}.lora_b"] = dict(
@@ -796,44 +758,42 @@ def _route(y_BTD, router_DE, cfg, capacity_factor):
     arXiv:2202.08906, equation 5.
     """
     B, T, _ = y_BTD.shape
-    E, k, parts = cfg.n_experts, cfg.experts_per_token, _axis_size("sp")
-    parts = parts if T % parts == 0 else 1
+    E, k, parts = cfg.n_experts, cfg.experts_per_token, gcd(T, _axis_size("sp"))
     t = T // parts
     C = min(ceil(t * k / E * capacity_factor), t) or t
-    logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), router_DE.astype(jnp.float32),
-                         precision="highest")
+    logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), router_DE, precision="highest")
     p_BTE = jax.nn.softmax(logits_BTE)
     weights, chosen = jax.lax.top_k(p_BTE, k)
     hits_BTE = (chosen[..., None] == jnp.arange(E)[None, None, None]).sum(axis=2)
     ahead_BTE = (jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2).reshape(B, T, E) - hits_BTE)
     rank = jnp.take_along_axis(ahead_BTE, chosen, axis=2)
     kept = rank < C
-    # A dropped choice goes to a slot beyond the last, which no expert reads.
+    # A dropped choice goes to a slot after the last, which no expert reads.
     slots = jnp.where(kept, chosen * C + rank, E * C).reshape(B, parts, t * k)
-    row, part = jnp.arange(B)[:, None, None], jnp.arange(parts)[None, :, None]
-    tokens = jnp.zeros((B, parts, E * C + 1), jnp.int32).at[row, part, slots].set(
-        jnp.arange(t * k)[None, None] // k)[..., :-1]
+    row, part, choice = jnp.indices(slots.shape, sparse=True)
+    tokens = jnp.zeros((B, parts, E * C + 1), jnp.int32)
+    tokens = tokens.at[row, part, slots].set(choice // k)[..., :-1]
     balance_B1 = E * (hits_BTE.mean(axis=1) / k * p_BTE.mean(axis=1)).sum(axis=-1, keepdims=True)
     stats = {"balance": jnp.broadcast_to(balance_B1, (B, T)),
              "router_z": jax.nn.logsumexp(logits_BTE, axis=-1) ** 2,
              "dropped": 1 - kept.mean(axis=-1)}
-    weights = jnp.where(kept, weights / weights.sum(axis=-1, keepdims=True), 0)
-    return weights, slots, tokens, stats
+    return jnp.where(kept, weights / weights.sum(axis=-1, keepdims=True), 0), slots, tokens, stats
 
 
-def _experts(y_BTD, w, cfg, capacity_factor):
-    """The weighted sum of each token's experts, and the statistics of _route."""
-    (B, T, D), E = y_BTD.shape, cfg.n_experts
-    weights, slots, tokens, stats = _route(y_BTD, w["w_router"], cfg, capacity_factor)
-    parts, C = slots.shape[1], tokens.shape[2] // E
-    x_BPECD = jnp.take_along_axis(
-        y_BTD.reshape(B, parts, -1, D), tokens[..., None], axis=2).reshape(B, parts, E, C, D)
+def _experts(y_BTD, w, cfg, drop):
+    """The weighted sum of each token's experts, and the statistics of _route. drop: whether choices
+    over capacity are dropped, which generation does not.
+    """
+    B, T, D = y_BTD.shape
+    weights, slots, tokens, stats = _route(
+        y_BTD, w["w_router"], cfg, cfg.capacity_factor if drop else 0)
+    x = jnp.take_along_axis(y_BTD.reshape(B, slots.shape[1], -1, D), tokens[..., None], axis=2)
     # Over ep an all-to-all: from all experts of some rows to some experts of all rows; and back.
     by_row, by_expert = (BATCH_AXES, "sp"), (BATCH_AXES[:2], "sp", "ep")
+    x_BPECD = x.reshape(*slots.shape[:2], cfg.n_experts, -1, D)
     x_BPECD = _shard(_shard(x_BPECD, *by_row), *by_expert)
     h_BPECD = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), 2)(x_BPECD, _mlp_weights(w))
     h_BPECD = _shard(_shard(h_BPECD, *by_expert), *by_row)
-    outputs = jnp.take_along_axis(h_BPECD.reshape(B, parts, E * C, D),
-                                  jnp.minimum(slots, E * C - 1)[..., None], axis=2)
+    out = jnp.take_along_axis(h_BPECD.reshape(*x.shape), slots[..., None], axis=2, mode="clip")
     weights = weights[..., None].astype(y_BTD.dtype)
-    return (outputs.reshape(B, T, -1, D) * weights).sum(axis=2), stats
+    return (out.reshape(B, T, -1, D) * weights).sum(axis=2), stats

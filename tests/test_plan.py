@@ -201,7 +201,7 @@ def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
     two backward, of (sp - 1) / sp of each array's part; what else crosses sp is weights and
     gradients, which fsdp and sp share out, and scalars.
 
-    Break: model.py: _ways("sp") == 1 or cfg.dtype == "mixed" => True
+    Break: model.py: if mixed or _axis_size("sp") == 1 => if True
     """
     cfg = dataclasses.replace(SMALL, n_layers=layers, fsdp=2, sp=4, dp=1, n_kv_heads=8)
     found = seen(cfg)
@@ -218,8 +218,8 @@ def test_experts_move_by_all_to_all_alone(sizes):
     """Over ep a step's all-to-alls are two a layer forward, to the experts and back, and two
     backward, of (ep - 1) / ep of each device's slots.
 
-    Break: model.py: x_BPECD = _shard(_shard(x_BPECD, ROWS, "sp"), *split) =>
-    x_BPECD = _shard(x_BPECD, *split)
+    Break: model.py: _shard(_shard(x_BPECD, *by_row), *by_expert) =>
+    _shard(x_BPECD, *by_expert)
     """
     cfg = dataclasses.replace(SPARSE, **sizes)
     slots = cfg.batch_size * cfg.seq_len * cfg.experts_per_token / 8
