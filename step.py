@@ -46,16 +46,14 @@ def make_mesh(cfg, devices=None):
 
     n_slices = len(set(map(slice_of, devices)))
     if devices[0].platform == "tpu" and cfg.slices != n_slices:
-        raise ValueError(f"slices {cfg.slices}: the devices are of {n_slices}; "
-                         f"set --slices {n_slices}")
+        raise ValueError(f"slices {cfg.slices}: the devices are of {n_slices}; set it to {n_slices}")
     outer = int(sizes[0] == 1)  # index in AXES of the axis that crosses the slow network
     inner = [n // cfg.slices if i == outer else n for i, n in enumerate(sizes)]
     groups = np.split(np.array(sorted(devices, key=slice_of)), cfg.slices)
     # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
     parts = [mesh_utils.create_device_mesh(inner, list(group), allow_split_physical_axes=True)
              for group in groups]
-    return Mesh(np.concatenate(parts, axis=outer), AXES,
-                axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.concatenate(parts, axis=outer), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # Share of the peak rate at progress p in [0, 1], `done` updates after `warm` updates of warm-up.
