@@ -475,9 +475,8 @@ _SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "batch_size", 
 
 PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes, own in (
     ("debug", {}, (128, 4, 4, 0, 512, 8, 2e-3), dict(seq_len=128, steps=100)),
-    ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(
-        vocab_size=50304, seq_len=1024, micro_batches=8, remat="none", steps=10000,
-        warmup_steps=500.0)),
+    ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(vocab_size=50304, seq_len=1024,
+        micro_batches=8, remat="none", steps=10000, warmup_steps=500.0)),
     ("llama-8b", _LLAMA, (4096, 32, 32, 8, 14336, 512, 3e-4), {}),
     ("llama-70b", _LLAMA, (8192, 80, 64, 8, 28672, 1024, 1.5e-4), {}),
     ("llama-405b", _LLAMA, (16384, 126, 128, 8, 53248, 2048, 8e-5), dict(
