@@ -175,7 +175,7 @@ def parse(argv, kind=Config):
             str_from_instance=lambda x: [str(x)]) if info.type in (int, float) else None
 
     words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
-    given = dict(pairwise(words))  # the last word after each flag that is given twice
+    given = dict(pairwise(words))  # of a flag given twice, the last value
     chosen = given.get("--config", "")
     if not chosen and given.get("--mode") in ("eval", "sample"):
         saved = Path(given.get("--out_dir", kind.out_dir), "config.json")
