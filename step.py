@@ -235,9 +235,8 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
     totals, ahead = {}, {}
 
     def add(result):
-        for name, pair in jax.device_get(result).items():
-            old = totals.get(name, (0, 0))
-            totals[name] = tuple(a + np.asarray(b, np.float64) for a, b in zip(old, pair))
+        result = jax.tree.map(np.float64, jax.device_get(result))
+        totals.update(jax.tree.map(np.add, totals, result) if totals else result)
 
     for batch in batches:
         if stopped():

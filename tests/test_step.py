@@ -986,7 +986,7 @@ def test_evaluation_adds_up_in_float64_and_stops_when_told():
     """Sums of 2**24 and 1, which float32 would swallow, add up exactly, whatever the number of
     batches; no batch gives no sums; once stopped, None and no further batch.
 
-    Break: step.py: np.asarray(b, np.float64) => np.asarray(b, np.float32)
+    Break: step.py: jax.tree.map(np.float64, => jax.tree.map(np.float32,
     """
     def sums(params, batch):
         return {"loss": (jnp.float32(batch), jnp.int32(params))}
