@@ -9,13 +9,11 @@ import dataclasses
 import difflib
 import json
 import re
-import typing
-from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
 from math import gcd, prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 # A number's type carries its bound: (sentence, test).
 Count = Annotated[int, ("at least 1", lambda x: x >= 1)]
@@ -25,15 +23,14 @@ Positive = Annotated[float, ("above 0", lambda x: x > 0)]
 Below1 = Annotated[float, ("in [0, 1)", lambda x: 0 <= x < 1)]
 UpTo1 = Annotated[float, ("in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, ("in (0, 1]", lambda x: 0 < x <= 1)]
-Axis = Annotated[int, ("at least 1, or -1 for all devices that are left",
-                       lambda x: x >= 1 or x == -1)]
+Axis = Annotated[int, ("at least 1, or -1 for what is left", lambda x: x >= 1 or x == -1)]
 
 Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "named", "offload"]
 LossNorm = Literal["tokens", "positions", "sequences", "constant"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
     mode: Literal["train", "eval", "sample", "plan"] = "train"  # eval, sample: newest checkpoint
@@ -143,70 +140,18 @@ class Config:
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
 # A checkpoint fits no config that differs in one of these ...
-SHAPE = tuple("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
-              "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype "
-              "optimizer".split())
+SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
+         "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
 FREE = (*MESH, *"mode config out_dir resume allow_change plan_for hooks cache_dir steps epochs "
         "micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices coordinator "
         "n_processes process_id log_every eval_every eval_batches save_every keep sample_every "
         "watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
-FORWARD = tuple("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps "
-                "qk_norm qkv_bias tie_embeddings sliding_window n_experts "
-                "experts_per_token".split())
+FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
+           "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
 # How this process was started: no part of the run that config.json repeats.
-START = tuple("mode config resume allow_change plan_for coordinator n_processes "
-              "process_id".split())
-
-
-def validate(cfg, n_devices, choices=(), task_faults=None):
-    """Raise one ValueError with every fault: name, value, rule, nearest legal value.
-
-    choices: {field: legal values} of what other files offer. task_faults(cfg, {axis: size}): faults
-    of what is trained, such as text_faults.
-    """
-    raise_all(_type_faults(cfg))
-    names = [f.name for f in dataclasses.fields(cfg)]
-    faults = [f"{name} {getattr(cfg, name)!r}: unknown ({nearest(getattr(cfg, name), known)})"
-              for name, known in dict(choices).items() if getattr(cfg, name) not in known]
-    faults += [f"allow_change {n!r}: no such field ({nearest(n, names)})"
-               for n in cfg.allow_change if n not in names]
-    out_of_bounds = _bound_faults(cfg)
-    faults += out_of_bounds + _idle_faults(cfg) + [
-        f"{field} {getattr(cfg, field)!r}: " + sentence.format(**vars(cfg))
-        for field, wrong, sentence in RULES if not out_of_bounds and wrong(cfg)]
-    raise_all(faults if out_of_bounds else [])  # the rules below divide by numbers
-    sizes, mesh_faults = mesh_sizes(cfg, n_devices)
-    faults += mesh_faults
-    if sizes:
-        faults += multiples(cfg, sizes, [("batch_size", "micro_batches x dp x fsdp x ep")])
-        faults += divides("slices", cfg.slices, *(
-            ("dp", sizes["dp"]) if sizes["dp"] > 1 else ("fsdp", sizes["fsdp"])))
-    raise_all(faults + (task_faults(cfg, sizes) if task_faults else []))
-
-
-def check_resumable(old, new, old_mesh=(), mesh=()):
-    """Raise ValueError when a run under config dict `old` cannot go on as config `new`, listing
-    each difference. A field that `old` lacks is taken to have had its default.
-    """
-    faults, old_mesh, mesh = [], dict(old_mesh), dict(mesh)
-    # Expert capacity is counted over each sp device's part of a sequence.
-    if (new.n_experts and new.capacity_factor and "sp" not in new.allow_change
-            and old_mesh.get("sp") != mesh.get("sp")):
-        faults.append(f"sp was {old_mesh['sp']}, is {mesh['sp']}: other tokens would be dropped "
-                      "(on purpose: --allow_change sp)")
-    for name, now in json.loads(to_json(new)).items():
-        default = json.loads(to_json(type(new)()))[name]
-        before = old.get(name, default)
-        if before == now or name in FREE or (name in new.allow_change and name not in SHAPE):
-            continue
-        how = (f"on purpose: --allow_change {name}" if name not in SHAPE else
-               "allow_change cannot help: another shape" if name in new.allow_change else
-               "another shape: use another --out_dir")
-        faults.append(f"{name} was {before!r}, is {now!r} ({how})")
-    raise_all(faults, f"{new.out_dir} holds a run of another config (to go on with that one: "
-                      f"--config {new.out_dir}/config.json)")
+START = "mode config resume allow_change plan_for coordinator n_processes process_id".split()
 
 
 # ---- optional
@@ -223,22 +168,17 @@ def parse(argv, kind=Config):
 
     @registry.primitive_rule
     def human_number(info):
-        if info.type not in (int, float):
-            return None
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1, metavar="N" if info.type is int else "X",
             instance_from_str=lambda args: number(args[0], info.type),
             is_instance=lambda x: isinstance(x, (int, info.type)),
-            str_from_instance=lambda x: [str(x)])
+            str_from_instance=lambda x: [str(x)]) if info.type in (int, float) else None
 
-    def last(flag, default=""):
-        given = [after for name, after in pairwise(argv) if name == flag]
-        given += [arg.split("=", 1)[1] for arg in argv if arg.startswith(f"{flag}=")]
-        return given[-1] if given else default
-
-    chosen = last("--config")
-    if not chosen and last("--mode") in ("eval", "sample"):
-        saved = Path(last("--out_dir", kind.out_dir), "config.json")
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
+    given = dict(pairwise(words))  # of a flag given twice, the last value
+    chosen = given.get("--config", "")
+    if not chosen and given.get("--mode") in ("eval", "sample"):
+        saved = Path(given.get("--out_dir", kind.out_dir), "config.json")
         chosen = str(saved) if saved.is_file() else ""
     default = load(chosen, kind) if chosen else kind()
     return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
@@ -265,9 +205,8 @@ def from_json(text, where="JSON", kind=Config):
     except json.JSONDecodeError as e:
         raise ValueError(f"{where}: not JSON: {e}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"{where}: must be an object of field names and values, "
-                         f"is a {type(given).__name__}")
-    types = typing.get_type_hints(kind)
+        raise ValueError(f"{where}: must be an object of fields, is a {type(given).__name__}")
+    types = get_type_hints(kind)
     faults = [f"unknown key {key!r} ({nearest(key, types)})" for key in given if key not in types]
     cfg = kind(**{k: tuple(v) if isinstance(v, list) else v
                   for k, v in given.items() if k in types})
@@ -293,19 +232,16 @@ def number(text, kind=float):
     Raises ValueError when it is none, or has a fraction where `kind` is int.
     """
     text = text.strip()
-    digits = text[1:] if text[:1] in ("+", "-") else text
-    power = re.fullmatch(r"(\d+)\^(\d{1,3})", text)
-    parts = re.findall(
-        r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?)([A-Za-z%]*)", digits)
-    units = [unit for _, unit in parts]
-    complete = "".join(a + b for a, b in parts) == digits and all(u in UNITS for u in units)
-    if power:
+    digits = re.sub("^[+-]", "", text)
+    parts = re.findall(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)([A-Za-z%]*)", digits)
+    complete = parts and "".join(a + b for a, b in parts) == digits
+    units = {unit for _, unit in parts}
+    if power := re.fullmatch(r"(\d+)\^(\d{1,3})", text):
         value = Decimal(power[1]) ** int(power[2])
-    elif complete and (len(parts) == 1 or (parts and set(units) <= set("smhd"))):
+    elif complete and units <= set(UNITS if len(parts) == 1 else "smhd"):
         value = sum(Decimal(a) * UNITS[u] for a, u in parts) * (-1 if text[0] == "-" else 1)
     else:
-        raise ValueError(f"{text!r} is not a number; "
-                         "write 300, 3e-4, 2^20, 1.25M, 1Ki, 50% or 2h30m")
+        raise ValueError(f"{text!r} is not a number; write 300, 2^20, 1.25M, 1Ki, 50% or 2h30m")
     if kind is int and value != int(value):
         raise ValueError(f"{text!r} is {value}, but must be a whole number")
     return kind(value)
@@ -325,108 +261,146 @@ def raise_all(faults, where="config"):
         raise ValueError(f"{where}: " + ("\n  " if len(faults) > 1 else "") + "\n  ".join(faults))
 
 
+def fault(cfg, name, words):
+    return f"{name} {getattr(cfg, name)!r}: {words}"
+
+
 def nearest(name, known):
     """'nearest: x', the known name most like `name`, or all of them when none is."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
     return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
 
 
+def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
+    """Raise one ValueError with every fault: name, value, rule, nearest legal value.
+
+    choices: {field: legal values} of what other files offer. task_faults(cfg, {axis: size}): faults
+    of what is trained, such as text_faults.
+    """
+    raise_all(_type_faults(cfg))
+    out_of_bounds, names = _bound_faults(cfg), vars(cfg)
+    faults = [fault(cfg, name, f"unknown ({nearest(getattr(cfg, name), known)})")
+              for name, known in dict(choices).items() if getattr(cfg, name) not in known]
+    faults += [f"allow_change {name!r}: no such field ({nearest(name, names)})"
+               for name in cfg.allow_change if name not in names]
+    faults += out_of_bounds + _idle_faults(cfg)
+    raise_all(faults if out_of_bounds else [])  # the rules below divide by numbers
+    faults += [fault(cfg, name, rule.format(**names)) for name, wrong, rule in RULES if wrong(cfg)]
+    sizes, mesh_faults = mesh_sizes(cfg, n_devices)
+    faults += mesh_faults
+    if sizes:
+        faults += multiples(cfg, sizes, [("batch_size", "micro_batches x dp x fsdp x ep")])
+        outer = "dp" if sizes["dp"] > 1 else "fsdp"
+        faults += divides("slices", cfg.slices, outer, sizes[outer])
+    raise_all(faults + task_faults(cfg, sizes))
+
+
+def check_resumable(old, new, old_mesh=(), mesh=()):
+    """Raise ValueError when a run under config dict `old` cannot go on as config `new`, listing
+    each difference. A field that `old` lacks is taken to have had its default.
+    """
+    faults, old_sp, sp = [], dict(old_mesh).get("sp"), dict(mesh).get("sp")
+    # Expert capacity is counted over each sp device's part of a sequence.
+    if new.n_experts and new.capacity_factor and old_sp != sp and "sp" not in new.allow_change:
+        faults.append(f"sp was {old_sp}, is {sp}: other tokens would be dropped "
+                      "(on purpose: --allow_change sp)")
+    before, now = (json.loads(to_json(cfg)) for cfg in (type(new)(), new))
+    before |= old
+    for name in now:
+        allowed = name in FREE or (name in new.allow_change and name not in SHAPE)
+        if before[name] != now[name] and not allowed:
+            how = ("another shape: use another --out_dir" if name in SHAPE else
+                   f"on purpose: --allow_change {name}")
+            faults.append(f"{name} was {before[name]!r}, is {now[name]!r} ({how})")
+    raise_all(faults, f"{new.out_dir} holds a run of another config (to go on with that one: "
+                      f"--config {new.out_dir}/config.json)")
+
+
 def _type_faults(cfg):
     faults = []
-    for name, kind in typing.get_type_hints(type(cfg)).items():
-        value, choices = getattr(cfg, name), typing.get_args(kind)
-        if typing.get_origin(kind) is Literal:
-            if value not in choices:
-                faults.append(f"{name} {value!r}: not one of {', '.join(choices)} "
-                              f"({nearest(value, choices)})")
-        elif typing.get_origin(kind) is tuple:
-            if not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
-                faults.append(f"{name} {value!r}: must be a list of strings")
+    for name, kind in get_type_hints(type(cfg)).items():
+        value, choices = getattr(cfg, name), get_args(kind)
+        if get_origin(kind) is Literal:
+            legal = value in choices
+            rule = f"not one of {', '.join(choices)} ({nearest(value, choices)})"
+        elif get_origin(kind) is tuple:
+            legal = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+            rule = "must be a list of strings"
         else:
-            fits = isinstance(value, (int, float) if kind is float else kind)
-            bool_for_number = isinstance(value, bool) and kind is not bool
-            if not fits or bool_for_number or (kind is float and not -1e308 < value < 1e308):
-                wanted = "a finite float" if kind is float else f"of type {kind.__name__}"
-                faults.append(f"{name} {value!r}: must be {wanted}")
+            legal = (isinstance(value, (int, float) if kind is float else kind)
+                     and isinstance(value, bool) == (kind is bool)
+                     and (kind is not float or -1e308 < value < 1e308))
+            rule = f"must be {'a finite float' if kind is float else 'of type ' + kind.__name__}"
+        faults += [] if legal else [fault(cfg, name, rule)]
     return faults
 
 
 def _bound_faults(cfg):
-    bounds = {name: kind.__metadata__[0]
-              for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items()
-              if typing.get_origin(kind) is Annotated}
-    return [f"{name} {getattr(cfg, name)}: must be {sentence}"
-            for name, (sentence, legal) in bounds.items() if not legal(getattr(cfg, name))]
+    hints = get_type_hints(type(cfg), include_extras=True).items()
+    rules = [(name, *kind.__metadata__[0]) for name, kind in hints if get_origin(kind) is Annotated]
+    return [fault(cfg, name, f"must be {words}")
+            for name, words, legal in rules if not legal(getattr(cfg, name))]
 
 
-# (field, whether it is wrong, sentence about it)
+# (field, whether it is wrong, what to say of it)
 RULES = (
-    ("process_id", lambda c: c.process_id >= c.n_processes, "must be below n_processes "
-     "{n_processes}"),
-    ("n_processes", lambda c: c.coordinator in ("", "auto") and (c.n_processes, c.process_id)
-     != (1, 0), "needs --coordinator host:port, as process_id does"),
+    ("process_id", lambda c: c.process_id >= c.n_processes,
+     "must be below n_processes {n_processes}"),
+    ("n_processes", lambda c: c.coordinator in ("", "auto") and c.n_processes + c.process_id > 1,
+     "needs --coordinator host:port, as process_id does"),
     ("plan_for", lambda c: c.plan_for and c.mode in ("eval", "sample"),
      "a plan is of training; leave out --mode {mode}"),
-    ("profile", lambda c: not profile_span(c), "must be first:last, two updates counted from 1, "
-     "as in 20:22"),
-    ("profile", lambda c: (profile_span(c) or [0])[0] > c.steps and not c.epochs,
-     "must begin at or before the last of steps {steps}"),
+    ("profile", lambda c: not profile_span(c) or (profile_span(c)[0] > c.steps and not c.epochs),
+     "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
     ("loss_divisor", lambda c: c.loss_norm == "constant" and not c.loss_divisor,
      "must be above 0 with loss_norm constant"),
-    ("lora_targets", lambda c: c.lora_rank and not c.lora_targets,
-     "lora_rank {lora_rank} needs some; name patterns, as in 'layers.w*'"),
-    ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1, "must be 1 with n_experts {n_experts},"
-     " whose capacity is counted over a whole sequence"),
+    ("lora_targets", lambda c: c.lora_rank and not c.lora_targets, "name some, as in 'layers.w*'"),
+    ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1,
+     "must be 1 with n_experts {n_experts}, whose capacity is counted over a whole sequence"),
     ("experts_per_token", lambda c: 0 < c.n_experts < c.experts_per_token,
      "must be at most n_experts {n_experts}"),
 )
 
-# Options that have no effect with the current settings: (when, condition in words, fields).
+# (field, values of it with which others have no effect, those others)
 IDLE = (
-    (lambda c: not c.n_experts, "n_experts 0", "experts_per_token capacity_factor router_balance "
-     "router_z"),
-    (lambda c: not c.lora_rank, "lora_rank 0", "lora_alpha lora_targets"),
-    (lambda c: c.epochs, "epochs set, which gives the steps", "steps"),
-    (lambda c: not c.log_every, "log_every 0", "watch"),
-    (lambda c: c.temperature == 0, "temperature 0", "top_k top_p"),
-    (lambda c: c.rope_factor == 1, "rope_factor 1", "rope_original_len"),
-    (lambda c: c.loss_norm != "constant", "a loss_norm other than constant", "loss_divisor"),
-    (lambda c: c.schedule == "constant", "schedule constant", "min_lr_frac"),
-    (lambda c: c.schedule != "wsd", "a schedule other than wsd", "decay_frac"),
-    (lambda c: c.schedule != "polynomial", "a schedule other than polynomial", "poly_power"),
-    (lambda c: c.optimizer in ("adafactor", "rmsprop"), "an optimizer without a first moment",
-     "b1 moment_dtype"),
-    (lambda c: c.optimizer in ("adafactor", "sgd"), "an optimizer without a decay of the second "
-     "moment", "b2"),
-    (lambda c: c.optimizer in ("adafactor", "sgd", "lion"), "an optimizer without eps", "eps"),
+    ("n_experts", lambda n: n == 0, "experts_per_token capacity_factor router_balance router_z"),
+    ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets"),
+    ("epochs", lambda n: n > 0, "steps"),
+    ("log_every", lambda n: n == 0, "watch"),
+    ("temperature", lambda x: x == 0, "top_k top_p"),
+    ("rope_factor", lambda x: x == 1, "rope_original_len"),
+    ("loss_norm", lambda x: x != "constant", "loss_divisor"),
+    ("schedule", lambda x: x == "constant", "min_lr_frac"),
+    ("schedule", lambda x: x != "wsd", "decay_frac"),
+    ("schedule", lambda x: x != "polynomial", "poly_power"),
+    ("optimizer", lambda x: x in ("adafactor", "rmsprop"), "b1 moment_dtype"),
+    ("optimizer", lambda x: x in ("adafactor", "sgd"), "b2"),
+    ("optimizer", lambda x: x in ("adafactor", "sgd", "lion"), "eps"),
 )
 
 
 def _idle_faults(cfg):
     """Faults of options that are set, by a flag rather than by cfg.config, and have no effect."""
     default = load(cfg.config, type(cfg)) if cfg.config else type(cfg)()
-    return [f"{name} {getattr(cfg, name)}: has no effect with {words}; leave it at "
-            f"{getattr(default, name)}"
-            for when, words, names in IDLE if when(cfg)
+    return [fault(cfg, name, f"has no effect with {field} {getattr(cfg, field)}; leave it at "
+                             f"{getattr(default, name)}")
+            for field, idles, names in IDLE if idles(getattr(cfg, field))
             for name in names.split() if getattr(cfg, name) != getattr(default, name)]
 
 
 def mesh_sizes(cfg, n_devices):
     """({axis: size} with -1 worked out, or None; faults)."""
     sizes = {a: getattr(cfg, a) for a in MESH}
-    open_axes = [a for a, n in sizes.items() if n == -1]
-    if len(open_axes) > 1:
-        return None, [f"{' and '.join(open_axes)} -1: only one mesh axis can take all devices "
-                      "that are left"]
+    left = [a for a, n in sizes.items() if n == -1]
+    if len(left) > 1:
+        return None, [f"{' and '.join(left)} -1: only one mesh axis can take what is left"]
     fixed = prod(n for n in sizes.values() if n > 0)
-    if n_devices % fixed or (not open_axes and n_devices != fixed):
-        verb, what = (("divide", f"sizes beside the -1 whose product divides {n_devices}")
-                      if open_axes else
-                      ("make", f"one axis to -1, or sizes whose product is {n_devices}"))
+    if n_devices % fixed or (not left and n_devices != fixed):
         mesh = " ".join(f"{a}={n}" for a, n in sizes.items())
+        verb, what = ("divide", "other sizes") if left else ("make", "other sizes, or one to -1")
         return None, [f"mesh {mesh}: {fixed} devices do not {verb} the {n_devices} at hand; "
                       f"set {what}"]
-    return sizes | dict.fromkeys(open_axes, n_devices // fixed), []
+    return sizes | dict.fromkeys(left, n_devices // fixed), []
 
 
 def multiples(cfg, sizes, rules):
@@ -439,9 +413,8 @@ def multiples(cfg, sizes, rules):
                   for word in rule.split(" x "))
         value = getattr(cfg, field)
         if value % of:
-            legal = sorted({max(value // of * of, of), -(-value // of) * of})
-            faults.append(f"{field} {value}: must be a multiple of {rule} = {of}; "
-                          f"nearest: {' or '.join(map(str, legal))}")
+            legal = " or ".join(map(str, sorted({max(value // of * of, of), -(-value // of) * of})))
+            faults.append(f"{field} {value}: must be a multiple of {rule} = {of}; nearest: {legal}")
     return faults
 
 
@@ -461,18 +434,18 @@ def text_faults(cfg, sizes):
     heads += [("n_heads", "n_kv_heads")] if cfg.n_kv_heads else []
     faults = multiples(cfg, sizes, heads)
     if cfg.head_dim % 2:
-        faults.append(f"head_dim {cfg.head_dim}: must be even, for rotary positions")
+        faults.append(fault(cfg, "head_dim", "must be even, for rotary positions"))
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
     legal = max(round(unit * cfg.scale), 1) / unit
     if abs(legal - cfg.scale) > 1e-9 * legal:
-        return [*faults, f"scale {cfg.scale}: d_model, d_ff and head counts would not stay whole; "
-                f"nearest: {legal}"]
+        rule = f"d_model, d_ff and head counts would not stay whole; nearest: {legal}"
+        return [*faults, fault(cfg, "scale", rule)]
     if not sizes:
         return faults
-    if sizes["ep"] > 1 and not cfg.n_experts:
-        faults.append(f"ep {sizes['ep']}: this model has no experts to split; set --ep 1, or "
-                      "--n_experts")
-    faults += divides("ep", sizes["ep"], "n_experts", cfg.n_experts) if cfg.n_experts else []
+    if cfg.n_experts:
+        faults += divides("ep", sizes["ep"], "n_experts", cfg.n_experts)
+    elif sizes["ep"] > 1:
+        faults.append(f"ep {sizes['ep']}: no experts to split; set --ep 1, or --n_experts")
     part = max(cfg.seq_len // sizes["sp"], 1)
     for name in ("logit_tiles", "mlp_tiles"):
         faults += divides(name, getattr(cfg, name) or 1, "seq_len / sp", part)
@@ -494,33 +467,24 @@ def derive_text(cfg):
 
 
 # What presets share.
-_LONG_RUN = dict(remat="full", steps=100000, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1)
-_LLAMA = dict(n_kv_heads=8, vocab_size=128256, seq_len=8192, rope_theta=500000.0, norm_eps=1e-5,
-              qk_norm=False, tie_embeddings=False)
-_QWEN = dict(vocab_size=151936, seq_len=4096, head_dim=128, rope_theta=1000000.0)
+_LONG = dict(remat="full", steps=100000, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1)
+_LLAMA = _LONG | dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0, norm_eps=1e-5,
+                      qk_norm=False, tie_embeddings=False)
+_QWEN = _LONG | dict(vocab_size=151936, seq_len=4096, head_dim=128, rope_theta=1000000.0)
+_SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "batch_size", "lr")
 
-PRESETS = {
-    "debug": dict(
-        d_model=128, n_layers=4, n_heads=4, d_ff=512, seq_len=128, batch_size=8, steps=100),
-    "gpt2-124m": _LONG_RUN | dict(
-        d_model=768, n_layers=12, n_heads=12, d_ff=2048, vocab_size=50304, seq_len=1024,
-        batch_size=480, micro_batches=8, remat="none", steps=10000, lr=6e-4, warmup_steps=500.0),
-    "llama-8b": _LONG_RUN | _LLAMA | dict(
-        d_model=4096, n_layers=32, n_heads=32, d_ff=14336, batch_size=512, lr=3e-4),
-    "llama-70b": _LONG_RUN | _LLAMA | dict(
-        d_model=8192, n_layers=80, n_heads=64, d_ff=28672, batch_size=1024, lr=1.5e-4),
-    "llama-405b": _LONG_RUN | _LLAMA | dict(
-        d_model=16384, n_layers=126, n_heads=128, d_ff=53248, batch_size=2048, lr=8e-5,
-        warmup_steps=8000.0, min_lr_frac=0.01),
-    "qwen3-0.6b": _LONG_RUN | _QWEN | dict(
-        d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, d_ff=3072, batch_size=256, lr=6e-4),
-    "qwen3-8b": _LONG_RUN | _QWEN | dict(
-        d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, d_ff=12288, tie_embeddings=False,
-        batch_size=512, lr=3e-4),
-    "qwen3-30b-a3b": _LONG_RUN | _QWEN | dict(
-        d_model=2048, n_layers=48, n_heads=32, n_kv_heads=4, d_ff=768, tie_embeddings=False,
-        n_experts=128, experts_per_token=8, batch_size=1024, lr=3e-4),
-    "mixtral-8x7b": _LONG_RUN | _LLAMA | dict(
-        d_model=4096, n_layers=32, n_heads=32, d_ff=14336, n_experts=8, experts_per_token=2,
-        vocab_size=32000, seq_len=4096, rope_theta=1000000.0, batch_size=1024, lr=3e-4),
-}
+PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes, own in (
+    ("debug", {}, (128, 4, 4, 0, 512, 8, 2e-3), dict(seq_len=128, steps=100)),
+    ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(vocab_size=50304, seq_len=1024,
+        micro_batches=8, remat="none", steps=10000, warmup_steps=500.0)),
+    ("llama-8b", _LLAMA, (4096, 32, 32, 8, 14336, 512, 3e-4), {}),
+    ("llama-70b", _LLAMA, (8192, 80, 64, 8, 28672, 1024, 1.5e-4), {}),
+    ("llama-405b", _LLAMA, (16384, 126, 128, 8, 53248, 2048, 8e-5), dict(
+        warmup_steps=8000.0, min_lr_frac=0.01)),
+    ("qwen3-0.6b", _QWEN, (1024, 28, 16, 8, 3072, 256, 6e-4), {}),
+    ("qwen3-8b", _QWEN, (4096, 36, 32, 8, 12288, 512, 3e-4), dict(tie_embeddings=False)),
+    ("qwen3-30b-a3b", _QWEN, (2048, 48, 32, 4, 768, 1024, 3e-4), dict(
+        tie_embeddings=False, n_experts=128, experts_per_token=8)),
+    ("mixtral-8x7b", _LLAMA, (4096, 32, 32, 8, 14336, 1024, 3e-4), dict(
+        n_experts=8, experts_per_token=2, vocab_size=32000, seq_len=4096, rope_theta=1000000.0)),
+)}

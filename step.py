@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from optax import contrib
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 FP16_SCALE, FP16_PATIENCE = 2.0**15, 2000  # first loss scale; finite updates before it doubles
@@ -38,24 +37,18 @@ def make_mesh(cfg, devices=None):
     fixed = prod(n for n in sizes if n > 0)
     sizes = [len(devices) // fixed if n == -1 else n for n in sizes]
     if prod(sizes) != len(devices):
-        mesh = dict(zip(AXES, sizes))
-        raise ValueError(f"mesh {mesh} uses {prod(sizes)} of {len(devices)} devices")
-
-    def slice_of(device):
-        return getattr(device, "slice_index", None) or 0
-
-    n_slices = len(set(map(slice_of, devices)))
+        raise ValueError(f"mesh {dict(zip(AXES, sizes))}: {prod(sizes)} of {len(devices)} devices")
+    slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+    n_slices = len(set(slices))
     if devices[0].platform == "tpu" and cfg.slices != n_slices:
-        raise ValueError(f"slices {cfg.slices}: the devices are of {n_slices}; "
-                         f"set --slices {n_slices}")
+        raise ValueError(f"slices {cfg.slices}: the devices have {n_slices}; set it to {n_slices}")
     outer = int(sizes[0] == 1)  # index in AXES of the axis that crosses the slow network
     inner = [n // cfg.slices if i == outer else n for i, n in enumerate(sizes)]
-    groups = np.split(np.array(sorted(devices, key=slice_of)), cfg.slices)
+    groups = np.split(np.array(devices)[np.argsort(slices, kind="stable")], cfg.slices)
     # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
     parts = [mesh_utils.create_device_mesh(inner, list(group), allow_split_physical_axes=True)
              for group in groups]
-    return Mesh(np.concatenate(parts, axis=outer), AXES,
-                axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(np.concatenate(parts, axis=outer), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # Share of the peak rate at progress p in [0, 1], `done` updates after `warm` updates of warm-up.
@@ -88,20 +81,19 @@ def lr_at(step, cfg):
 # Update directions before weight decay and the factor -lr_at(step), which train_step applies.
 # stacked: {name: whether it is a stack of matrices, one per layer}.
 OPTIMIZERS = {
-    "adamw": lambda cfg, stacked: optax.scale_by_adam(
-        cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
-    "adafactor": lambda cfg, stacked: optax.chain(  # no first moment
+    "adamw": lambda cfg, _: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
+    "adafactor": lambda cfg, _: optax.chain(  # no first moment
         optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
-    "lion": lambda cfg, stacked: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
+    "lion": lambda cfg, _: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
     "muon": lambda cfg, stacked: _muon(cfg, stacked),
-    "rmsprop": lambda cfg, stacked: optax.scale_by_rms(cfg.b2, cfg.eps),
-    "sgd": lambda cfg, stacked: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
+    "rmsprop": lambda cfg, _: optax.scale_by_rms(cfg.b2, cfg.eps),
+    "sgd": lambda cfg, _: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
 }
 
 
 def make_optimizer(cfg, table):
     """The optax optimizer of the trained parameters; only those of a ("normal", std) init decay."""
-    rows = {name: row for name, row in table.items() if row.get("trained", True)}
+    rows = _trained(table, table)
     decays = {name: row["init"][0] == "normal" for name, row in rows.items()}
     stacked = {name: decays[name] and len(row["shape"]) > 2 for name, row in rows.items()}
     return optax.chain(OPTIMIZERS[cfg.optimizer](cfg, stacked),
@@ -204,8 +196,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     scale = state["scale"]["value"] if "scale" in state else 1.0
     loss_scale = scale / size if "scale" in state else 1.0  # of a sum, so that it stays in float16
     old = _trained(state["params"], table)
-    sums, counts, grads = _value_and_grad(
-        state["params"], batch, cfg, loss_fn, loss_scale, table)
+    sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, loss_scale, table)
     divisors = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
     metrics = {k: sums[k] / divisors[k] for k in sums}
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
@@ -229,7 +220,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     if "scale" in state:
         new["scale"] = _next_scale(state["scale"], finite)
         metrics |= {"loss_scale": scale, "finite": finite | (scale >= 1)}
-    return new, jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), metrics)
+    return new, jax.tree.map(jnp.float32, metrics)
 
 
 def eval_step(params, batch, cfg, loss_fn):
@@ -244,10 +235,8 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
     totals, ahead = {}, {}
 
     def add(result):
-        for name, pair in jax.device_get(result).items():
-            old = totals.get(name, (0, 0))
-            totals[name] = tuple(a + np.asarray(b, np.float64)
-                                 for a, b in zip(old, pair, strict=True))
+        result = jax.tree.map(np.float64, jax.device_get(result))
+        totals.update(jax.tree.map(np.add, totals, result) if totals else result)
 
     for batch in batches:
         if stopped():
@@ -282,25 +271,22 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         key = jax.eval_shape(jax.random.key, 0)
         shapes = jax.eval_shape(fresh, key)
         shardings = state_shardings(shapes, table, mesh, cfg.moments_on)
-        state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding), shapes, shardings)
+        state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
         if cfg.moments_on == "host":
             update = _from_host(update, state_shardings(shapes, table, mesh)["opt"])
 
-    def lower(f, args, out_shardings, donate_argnums=()):
+    def lower(f, args, out_shardings, donate=()):
         with jax.set_mesh(mesh):
-            return jax.jit(f, donate_argnums=donate_argnums, out_shardings=out_shardings).lower(
-                *args)
+            return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
 
-    lowered = {
-        "train_step": partial(
-            lower, update, (state, batch), (shardings, replicated), donate_argnums=0),
+    from_params = jax.jit(lambda key, params: fresh(key, params=params), out_shardings=shardings)
+    return state, {
+        "train_step": partial(lower, update, (state, batch), (shardings, replicated), donate=0),
         "eval_step": partial(lower, sums, (state["params"], batch), replicated),
-        "init": partial(lower, fresh, (key,), shardings),
-    }
-    return state, lowered, jax.jit(lambda key, params: fresh(key, params=params),
-                                   out_shardings=shardings)
+        "init": partial(lower, fresh, (key,), shardings)}, from_params
 
+
+# ---- optional
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
     """lower_steps, compiled before an array exists; eval_step in the background, once the others
@@ -310,8 +296,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "train_step", "eval_step", "memory": memory_by_kind}. train_step donates its state: use what it
     returns.
     """
-    state, lower, from_params = lower_steps(
-        cfg, mesh, table, loss_fn, init_fn, batch, override)
+    state, lower, from_params = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
     pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
     first = {name: pool.submit(compile_lowered, lower[name](), options) for name, options in (
         ("train_step", None), ("init", {"xla_backend_optimization_level": 1}))}  # init runs once
@@ -324,8 +309,6 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
                        "eval_step": lambda params, batch: later.result()(params, batch)}
 
 
-# ---- optional
-
 def _muon(cfg, stacked):
     """Matrices stacked over layers by Muon, at Adam's size so that they share a rate, the rest by
     Adam.
@@ -334,16 +317,14 @@ def _muon(cfg, stacked):
     arXiv:2502.16982, equation 4.
     """
 
-    def dims(tree):
-        return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(-2, -1), tree)
+    dims = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1))
 
     def at_adam_size(updates, _):
         return jax.tree.map(lambda u: 0.2 * max(u.shape[-2:]) ** 0.5 * u, updates)
 
-    muon = optax.chain(
-        contrib.scale_by_muon(
-            beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims),
-        optax.stateless(at_adam_size))
+    momentum = optax.contrib.scale_by_muon(
+        beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims)
+    muon = optax.chain(momentum, optax.stateless(at_adam_size))
     kinds = {name: "muon" if is_stacked else "adam" for name, is_stacked in stacked.items()}
     return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](cfg, stacked)}, kinds)
 
@@ -373,10 +354,10 @@ def _weight_stats(step, params, grads, cfg):
     cost nothing, at all others.
     """
     def stats():
-        return _f32({name: _histogram(params[name], grads.get(name, jnp.zeros(())))
-                     for name in cfg.watch})
+        return {name: _histogram(params[name], grads.get(name, jnp.zeros(())))
+                for name in cfg.watch}
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(stats))
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(stats))
     return jax.lax.cond(step % cfg.log_every == 0, stats, lambda: nothing)
 
 
@@ -436,8 +417,8 @@ def memory_limit(mesh):
     """
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
-        return os.sysconf("SC_PAGE_SIZE") * pages
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return memory // len(jax.local_devices())
     with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
         return device.memory_stats()["bytes_limit"]
     gib = peaks(device.device_kind)[1]
@@ -460,11 +441,11 @@ def check_fits(kinds, mesh):
     """
     limit = memory_limit(mesh)
     if limit and kinds["total"] > limit:
-        alone = kinds["parameters"] + kinds.get("moments", 0) > limit
-        raise MemoryError(
-            f"an update needs {kinds['total'] / 2**30:,.4g} GiB on each device, which has "
-            f"{limit / 2**30:,.4g} GiB", *(["parameters and moments alone are too much: more "
-                                            "devices along fsdp or tp"] if alone else []))
+        needs, has = kinds["total"] / 2**30, limit / 2**30
+        words = [f"an update needs {needs:,.4g} GiB on each device, which has {has:,.4g} GiB"]
+        if kinds["parameters"] + kinds.get("moments", 0) > limit:
+            words.append("parameters and moments alone are too much: more devices along fsdp or tp")
+        raise MemoryError(*words)
 
 
 def memory_advice(cfg, mesh, savers):
@@ -489,12 +470,10 @@ def check_host_memory(cfg, device):
 
 
 def choose_dtype(dtype, platform):
-    if dtype != "auto":
-        return dtype
-    if platform != "cpu":
-        return "bfloat16"
-    flags = Path("/proc/cpuinfo")
-    return "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
+    if dtype == "auto" and platform == "cpu":
+        flags = Path("/proc/cpuinfo")
+        return "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
+    return "bfloat16" if dtype == "auto" else dtype
 
 
 def slice_devices(name, slices=1):
@@ -505,12 +484,10 @@ def slice_devices(name, slices=1):
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
                       TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
     jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
     # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
     cores = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
     try:
-        return topologies.get_topology_desc(
-            name, platform="tpu", num_slices=slices, **cores).devices
+        return topologies.get_topology_desc(name, "tpu", num_slices=slices, **cores).devices
     except (RuntimeError, ValueError) as e:
         raise ValueError(f"plan_for {name!r}: no such TPU slice ({str(e).splitlines()[0]}); legal "
                          "are names like v5p:8x8x8, v6e:16x16, v5e:4x4") from None
