@@ -131,8 +131,7 @@ def _windows_at(source, examples, seq_len, vocab_size, end):
 def local_rows(sharding, shape):
     """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
     indices = sharding.addressable_devices_indices_map(shape).values()
-    slices = {i[0].indices(shape[0]) for i in indices}
-    return np.unique(np.concatenate([np.arange(*s) for s in slices]))
+    return np.unique(np.concatenate([np.arange(shape[0])[i[0]] for i in indices]))
 
 
 def to_device(batch, shardings, batch_size):
@@ -140,8 +139,15 @@ def to_device(batch, shardings, batch_size):
 
     shardings: {name: sharding}; local_rows tells which rows each name needs, in order.
     """
-    return {name: jax.make_array_from_process_local_data(
-        shardings[name], x, (batch_size, *x.shape[1:])) for name, x in batch.items()}
+    every_row = np.arange(batch_size)
+
+    def place(x, sharding):
+        shape = (batch_size, *x.shape[1:])
+        rows = local_rows(sharding, shape)
+        return jax.make_array_from_callback(shape, sharding, lambda index: x[
+            np.searchsorted(rows, every_row[index[0]])][:, *index[1:]])
+
+    return {name: place(x, shardings[name]) for name, x in batch.items()}
 
 
 def prefetch(make, start, stop, depth=2):
@@ -239,9 +245,8 @@ def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None)
                              f"{seq_len + 1}; use longer files or a smaller --seq_len")
         if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
             _check_ids(shard[:N_SCANNED], vocab_size, name)
-    n_bytes = None if binary else sum(len(d) + 1 for d in documents)  # each with its end
-    return {"shards": shards, "names": names,
-            "bytes_per_token": None if binary else n_bytes / (len(shards[0]) - 1)}
+    return {"shards": shards, "names": names, "bytes_per_token": None if binary else
+            sum(len(d) + 1 for d in documents) / (len(shards[0]) - 1)}  # + 1: the end
 
 
 def split(source, held_out, seq_len=1):
@@ -394,11 +399,9 @@ def _segments(tokens, end):
 
 def text_metrics(means, source):
     """Perplexity per token, and bits per byte where the source is text."""
-    loss = float(means["loss"])
-    row = {"ppl": exp(min(loss, 700))}
-    if source["bytes_per_token"]:
-        row["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
-    return row
+    loss, bytes_per_token = float(means["loss"]), source["bytes_per_token"]
+    bits = {"bits_per_byte": loss / log(2) / bytes_per_token} if bytes_per_token else {}
+    return {"ppl": exp(min(loss, 700))} | bits
 
 
 def fingerprint(source):

@@ -392,7 +392,7 @@ def test_text_and_globs(tmp_path):
 def test_token_files_and_text(tmp_path):
     """Given both, each token file is a shard of its own beside that of all text.
 
-    Break: data.py: None if binary else n_bytes => None if not texts else n_bytes
+    Break: data.py: None if binary else => None if not texts else
     """
     paths = [write(tmp_path / "a.txt", b"text"), write(tmp_path / "b.bin", TOKENS.astype("uint16"))]
     source = data.open_source(paths, BYTES)
@@ -703,7 +703,7 @@ def test_to_device(axes):
     """The arrays on 8 devices, of rank 1 to 3 with a sharding of their own each, hold the host's
     batch, each device its own part of it.
 
-    Break: data.py: shardings[name], x, ( => next(iter(shardings.values())), x, (
+    Break: data.py: [:, *index[1:]] => [:]
     """
     mesh = jax.make_mesh((4, 2), ("rows", "seq"), axis_types=(AxisType.Auto,) * 2)
     specs = {"label": P(*axes[:1]), "tokens": axes, "image": P(*axes[:2], None if axes else "seq")}
@@ -754,7 +754,8 @@ def test_to_device_from_two_processes():
     """Each of two processes names the rows that its devices hold, in order, and from these alone
     builds its part of the arrays, where the second process holds the first rows.
 
-    Break: data.py: x, (batch_size, *x.shape[1:])) => x, x.shape)
+    Break: data.py: np.searchsorted(rows, every_row[index[0]]) =>
+    every_row[index[0]] % len(x)
     """
     with socket.socket() as s:
         s.bind(("localhost", 0))
