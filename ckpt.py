@@ -40,8 +40,8 @@ def _flatten(tree):
 
 
 def _owned_shards(x):
-    """[(index, copy)] of the shards that this process writes: one replica of each, over all
-    processes.
+    """List (index, copy) of the shards that this process writes: over all processes, one replica
+    of each.
     """
     if not isinstance(x, jax.Array):
         return [((), np.array(x))] if jax.process_index() == 0 else []
@@ -54,8 +54,8 @@ def save(root, step, tree, meta=(), keep=0, tell=print):
 
     Returns when the arrays may be overwritten or donated; a thread does the rest. Every process
     must call it, on a shared folder: each writes the shards that it owns, process 0 commits, and
-    all Futures resolve after that. Then all but the `keep` newest checkpoints are deleted (0: none
-    is); `tell` gets a sentence for each that cannot be.
+    all Futures resolve after that. Then all but the `keep` newest checkpoints are deleted (0: keep
+    all); `tell` gets a sentence for each that cannot be deleted.
 
     Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
     `wait`.
@@ -87,7 +87,7 @@ def _write(final, layouts, parts, body, keep, tell):
             write.result()
         if rank:
             marks[rank].touch()
-            _await(partial, lambda: [0] if marks[rank].exists() else [])  # until it is renamed
+            _await(partial, lambda: [0] if marks[rank].exists() else [])  # renamed with the folder
         else:
             _await(partial, lambda: [peer for peer, mark in marks.items() if not mark.exists()])
             _commit(partial, final, body, tell)
@@ -123,9 +123,7 @@ def _commit(partial, final, body, tell):
 
 
 def wait(future):
-    """Block until a save is committed, and raise the ValueError of one that failed. None is no
-    save.
-    """
+    """Block until a save is committed; raise the ValueError of one that failed. None: no save."""
     return future.result() if future is not None else None
 
 
@@ -186,19 +184,19 @@ def read_meta(root, step):
 
 
 def _zarr_spec(folder, name, shape, dtype, chunk):
+    """Describe an array; opening one whose zarr.json says something else is an error."""
+    metadata = {
+        "shape": shape, "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]}
     path = str((folder / name).resolve())  # TensorStore refuses ".."
-    return {
-        "driver": "zarr3", "kvstore": {"driver": "file", "path": path, "file_io_sync": True},
-        "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True,
-        "metadata": {  # when an array is opened again, zarr.json has to say the same
-            "shape": shape, "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}},
-                       {"name": "crc32c"}]}}
+    return {"driver": "zarr3", "metadata": metadata,
+            "kvstore": {"driver": "file", "path": path, "file_io_sync": True},
+            "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
 
 
 def _message(error):
-    """TensorStore's error message without the spec and source locations at its end."""
+    """Return TensorStore's error message without the spec and source locations at its end."""
     return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(error))[0]
 
 
@@ -263,7 +261,7 @@ def _await(partial, late):
 
 
 def _named(root, suffix):
-    """The paths in root whose names are a step and what the regular expression `suffix` matches."""
+    """List the paths in root named by a step and a suffix that matches the regular expression."""
     return sorted(p for p in Path(root).glob("*") if re.fullmatch(r"\d{9,}" + suffix, p.name))
 
 

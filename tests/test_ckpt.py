@@ -104,7 +104,7 @@ def test_no_flipped_bit_gives_a_wrong_number(tmp_path):
     """Each of 3000 random bits, over all files: restoring is an error, or right where the bit does
     not matter.
 
-    Break: ckpt.py: {"name": "crc32c"}]}} => *()]}}
+    Break: ckpt.py: {"name": "crc32c"}]} => *()]}
     """
     tree = {"a": np.arange(6.0).reshape(2, 3),
             "b": {"c": np.ones(5, np.int32), "zero": np.zeros(4, np.float32)}}
