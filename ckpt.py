@@ -23,7 +23,6 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 CHUNK_BYTES = 2**24  # largest chunk; many chunks in flight keep all cores and the disk busy
-PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
 def _folder(root, step):
@@ -40,38 +39,13 @@ def _flatten(tree):
     return dict(zip(names, arrays, strict=True)), treedef
 
 
-def _message(error):
-    """TensorStore's error message without the spec and source locations at its end."""
-    return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(error))[0]
-
-
-def _zarr_spec(folder, name, shape=None, dtype=None, chunk=None):
-    path = str((folder / name).resolve())  # TensorStore refuses ".."
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path, "file_io_sync": True},
-            "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
-    if shape is not None:
-        spec["metadata"] = {
-            "shape": list(shape), "data_type": str(np.dtype(dtype)),
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}},
-                       {"name": "crc32c"}],
-        }
-    return spec
-
-
 def _owned_shards(x):
-    """[(index, copy)] of the shards that this process writes: one replica of each, over all
-    processes.
+    """List (index, copy) of the shards that this process writes: over all processes, one replica
+    of each.
     """
     if not isinstance(x, jax.Array):
         return [((), np.array(x))] if jax.process_index() == 0 else []
     return [(s.index, _snapshot(s.data)) for s in x.addressable_shards if s.replica_id == 0]
-
-
-def _snapshot(x):
-    """Copy a one-device array to NumPy, so that x may be donated."""
-    host = np.asarray(x)  # in host memory a view of x
-    return host if host.flags.owndata else host.copy()
 
 
 def save(root, step, tree, meta=(), keep=0, tell=print):
@@ -80,8 +54,8 @@ def save(root, step, tree, meta=(), keep=0, tell=print):
 
     Returns when the arrays may be overwritten or donated; a thread does the rest. Every process
     must call it, on a shared folder: each writes the shards that it owns, process 0 commits, and
-    all Futures resolve after that. Then all but the `keep` newest checkpoints are deleted (0: none
-    is); `tell` gets a sentence for each that cannot be.
+    all Futures resolve after that. Then all but the `keep` newest checkpoints are deleted (0: keep
+    all); `tell` gets a sentence for each that cannot be deleted.
 
     Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
     `wait`.
@@ -92,12 +66,8 @@ def save(root, step, tree, meta=(), keep=0, tell=print):
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
-    layouts, parts = {}, {}
-    for name, x in arrays.items():
-        shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-        chunk = _chunk_shape(shard, x.dtype.itemsize)
-        layouts[name] = {"shape": list(x.shape), "dtype": str(x.dtype), "chunk": chunk}
-        parts[name] = _owned_shards(x)
+    layouts = {name: _layout(x) for name, x in arrays.items()}
+    parts = {name: _owned_shards(x) for name, x in arrays.items()}
     body = json.dumps({"step": step, "arrays": layouts} | dict(meta), sort_keys=True)
     return ThreadPoolExecutor(1, "ckpt").submit(
         _write, _folder(root, step), layouts, parts, body, keep, tell)
@@ -105,7 +75,8 @@ def save(root, step, tree, meta=(), keep=0, tell=print):
 
 def _write(final, layouts, parts, body, keep, tell):
     """Write the shards of this process; process 0 commits, the others wait until it has."""
-    partial, rank, peers = final.with_suffix(".partial"), jax.process_index(), jax.process_count()
+    partial, rank = final.with_suffix(".partial"), jax.process_index()
+    marks = {peer: partial / f"peer_{peer}" for peer in range(1, jax.process_count())}
     try:
         partial.mkdir(parents=True, exist_ok=True)
         opened = {name: ts.open(_zarr_spec(partial, name, **layouts[name]), create=True, open=True)
@@ -115,12 +86,10 @@ def _write(final, layouts, parts, body, keep, tell):
         for write in writes:
             write.result()
         if rank:
-            mark = partial / f"peer_{rank}"
-            mark.touch()
-            _await(partial, lambda: [0] if mark.exists() else [])  # gone with the folder's name
+            marks[rank].touch()
+            _await(partial, lambda: [0] if marks[rank].exists() else [])  # renamed with the folder
         else:
-            _await(partial, lambda: [r for r in range(1, peers)
-                                     if not (partial / f"peer_{r}").exists()])
+            _await(partial, lambda: [peer for peer, mark in marks.items() if not mark.exists()])
             _commit(partial, final, body, tell)
             prune(final.parent, keep, tell)
         return final
@@ -128,8 +97,7 @@ def _write(final, layouts, parts, body, keep, tell):
         fault = _message(e)
         with contextlib.suppress(OSError), open(partial / "peer_failed", "x") as f:
             f.write(f"process {rank}: {fault}")  # ends the wait of the others
-        raise ValueError(f"checkpoint {final} could not be written, those before it are whole: "
-                         f"{fault}") from e
+        raise ValueError(f"{final} could not be written, older ones are whole: {fault}") from e
 
 
 def _commit(partial, final, body, tell):
@@ -154,16 +122,8 @@ def _commit(partial, final, body, tell):
     _set_aside(replaced, "deleted", tell)
 
 
-def _sync(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def wait(future):
-    """Block until a save is committed, and raise the ValueError of one that failed. None is no
-    save.
-    """
+    """Block until a save is committed; raise the ValueError of one that failed. None: no save."""
     return future.result() if future is not None else None
 
 
@@ -171,6 +131,36 @@ def steps(root):
     """List the steps of the complete checkpoints, ascending."""
     return sorted(int(p.name) for p in _named(root, "") if (p / "meta.json").exists())
 
+
+def restore(root, step, like):
+    """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
+    ShapeDtypeStructs; NumPy arrays where there is no sharding).
+
+    Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
+    arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
+    data is damaged or missing.
+    """
+    folder, stored = _folder(root, step), read_meta(root, step)["arrays"]
+    wanted, treedef = _flatten(like)
+    if missing := [name for name in wanted if name not in stored]:
+        raise KeyError(f"checkpoint {folder} has no {', '.join(missing)}")
+    if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
+                 for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
+        raise TypeError(f"checkpoint {folder} has other shapes: {'; '.join(other)}")
+    opened = {name: ts.open(_zarr_spec(folder, name, **stored[name]), open=True, read=True)
+              for name in wanted}
+    reads, leaves = {}, []
+    try:
+        for name, x in wanted.items():  # start all reads before waiting for the first
+            reads[name] = _start_reads(opened[name].result(), x)
+        for name, x in wanted.items():
+            leaves.append(_assemble(x, reads[name]))
+    except ValueError as e:
+        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_message(e)}") from None
+    return jax.tree.unflatten(treedef, leaves)
+
+
+# ---- optional
 
 def latest(root):
     """Return the step of the newest complete checkpoint, or None."""
@@ -193,35 +183,21 @@ def read_meta(root, step):
     return body
 
 
-def restore(root, step, like):
-    """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
-    ShapeDtypeStructs; NumPy arrays where there is no sharding).
+def _zarr_spec(folder, name, shape, dtype, chunk):
+    """Describe an array; opening one whose zarr.json says something else is an error."""
+    metadata = {
+        "shape": shape, "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]}
+    path = str((folder / name).resolve())  # TensorStore refuses ".."
+    return {"driver": "zarr3", "metadata": metadata,
+            "kvstore": {"driver": "file", "path": path, "file_io_sync": True},
+            "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
 
-    Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
-    arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
-    data is damaged or missing.
-    """
-    folder, stored = _folder(root, step), read_meta(root, step)["arrays"]
-    wanted, treedef = _flatten(like)
-    if missing := [name for name in wanted if name not in stored]:
-        raise KeyError(f"checkpoint {folder} has no {', '.join(missing)}")
-    if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
-                 for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
-        raise TypeError(f"checkpoint {folder} has other shapes: {'; '.join(other)}")
-    opened = {name: ts.open(_zarr_spec(folder, name), open=True, read=True) for name in wanted}
-    reads, leaves = {}, []
-    try:
-        for name, x in wanted.items():  # start all reads before waiting for the first
-            array = opened[name].result()
-            found = {"shape": list(array.shape), "dtype": str(array.dtype.numpy_dtype)}
-            if found != {k: stored[name][k] for k in found}:
-                raise ValueError(f"zarr.json says {found}, meta.json {stored[name]}")
-            reads[name] = _start_reads(array, x)
-        for name, x in wanted.items():
-            leaves.append(_assemble(x, reads[name]))
-    except ValueError as e:
-        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_message(e)}") from None
-    return jax.tree.unflatten(treedef, leaves)
+
+def _message(error):
+    """Return TensorStore's error message without the spec and source locations at its end."""
+    return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(error))[0]
 
 
 def _start_reads(array, like):
@@ -235,15 +211,29 @@ def _assemble(like, reads):
     parts = {index: np.asarray(read.result(), like.dtype) for index, read in reads.items()}
     if getattr(like, "sharding", None) is None:
         return parts["()"]
-    return jax.make_array_from_callback(
-        tuple(like.shape), like.sharding, lambda index: parts[str(index)])
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: parts[str(index)])
 
 
-# ---- optional
+def _snapshot(x):
+    """Copy a one-device array to NumPy, so that x may be donated."""
+    host = np.asarray(x)  # in host memory a view of x
+    return host if host.flags.owndata else host.copy()
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
 
 def _in_host_memory(x):
-    on_cpu = any(device.platform == "cpu" for device in x.devices())
-    return on_cpu or x.sharding.memory_kind != "device"  # but "pinned_host" or "unpinned_host"
+    return x.sharding.memory_kind != "device" or next(iter(x.devices())).platform == "cpu"
+
+
+def _layout(x):
+    shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    chunk = _chunk_shape(shard, x.dtype.itemsize)
+    return {"shape": list(x.shape), "dtype": str(x.dtype), "chunk": chunk}
 
 
 def _chunk_shape(shard_shape, itemsize):
@@ -253,6 +243,9 @@ def _chunk_shape(shard_shape, itemsize):
            and (even := [i for i, n in enumerate(chunk) if n % 2 == 0])):
         chunk[max(even, key=lambda i: chunk[i])] //= 2
     return [max(n, 1) for n in chunk]
+
+
+PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
 def _await(partial, late):
@@ -268,7 +261,7 @@ def _await(partial, late):
 
 
 def _named(root, suffix):
-    """The paths in root whose names are a step and what the regular expression `suffix` matches."""
+    """List the paths in root named by a step and a suffix that matches the regular expression."""
     return sorted(p for p in Path(root).glob("*") if re.fullmatch(r"\d{9,}" + suffix, p.name))
 
 
@@ -335,17 +328,15 @@ def restore_newest(root, like, tell=print, set_aside=False):
     """
     damaged = []
     for step in reversed(steps(root)):
-        tree, fault = None, ""
         try:
-            tree = restore(root, step, like)
+            tree, fault = restore(root, step, like), ""
         except ValueError as e:
             fault = str(e)
         if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
             fault = fault or f"another process could not read checkpoint {step}"
         if not fault:
-            if set_aside and jax.process_index() == 0:
-                for folder in damaged:
-                    _set_aside(folder, "damaged", tell)
+            for folder in damaged if set_aside and jax.process_index() == 0 else ():
+                _set_aside(folder, "damaged", tell)
             return step, tree
         tell(f"passing over a damaged checkpoint: {fault}")
         damaged.append(_folder(root, step))

@@ -22,85 +22,7 @@ import jax
 import numpy as np
 
 IGNORE = -100  # label ignored by the loss
-SEPARATOR = b"\0"  # between documents, for the byte tokenizer
 BLOCK = 4096  # places of an epoch that are permuted in one call and cached
-N_SCANNED = 2**28  # tokens per shard whose ids are checked before training; the rest per batch
-
-
-# ---- sources
-
-def make_tokenizer(name):
-    """Make {"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": the id
-    between documents} of "bytes", or of a tokenizer.json file.
-    """
-    if name != "bytes":
-        return _library_tokenizer(name)
-    return {
-        "encode": lambda text: np.frombuffer(
-            text if isinstance(text, bytes) else text.encode(), np.uint8),
-        "decode": lambda ids: b"".join(
-            bytes([i]) if i < 256 else b"<%d>" % i
-            for i in np.asarray(ids).tolist()).decode(errors="replace"),
-        "vocab_size": 256, "end": SEPARATOR[0],
-    }
-
-
-def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None):
-    """Open token files and text files given as globs; by default Python's standard library.
-
-    Each token file (.bin, .npy) is a shard. All text becomes one shard, with the tokenizer's end id
-    before, between and after documents.
-    Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
-    tokens, or has an id that is not below vocab_size.
-    """
-    paths = _expand(patterns) if patterns else _standard_library()
-    binary = [p for p in paths if p.suffix in (".bin", ".npy")]
-    texts = [p for p in paths if p not in set(binary)]
-    for path in binary + (texts if patterns else []):
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path}: the file is empty")
-    # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
-    shards, names = [np.asarray(_tokens_in(p, dtype)) for p in binary], [str(p) for p in binary]
-    if texts:
-        documents = [d for p in texts for d in _documents(p)]
-        if tokenizer["end"] == SEPARATOR[0] and tokenizer["vocab_size"] == 256:
-            text = SEPARATOR + SEPARATOR.join(documents) + SEPARATOR
-            shards.append(np.frombuffer(text, np.uint8))
-        else:
-            ends = np.asarray([tokenizer["end"]], np.uint32)
-            pieces = [piece for d in documents for piece in (ends, tokenizer["encode"](d))]
-            shards.append(np.concatenate([*pieces, ends]).astype(np.uint32))
-        names.append(str(texts[0]) + (f" and {len(texts) - 1} more" if len(texts) > 1 else ""))
-    n_bytes = None if binary else sum(map(len, documents)) + len(documents)
-    source = {"shards": shards, "names": names,
-              "bytes_per_token": None if binary else n_bytes / max(len(shards[0]) - 1, 1)}
-    check_source(source, seq_len, vocab_size)
-    return source
-
-
-def split(source, held_out, seq_len=1):
-    """Split into (train, held-out) sources: the last fraction `held_out` of all tokens is held out.
-
-    A shard is never cut into a part shorter than seq_len + 1.
-    Raises: ValueError when one side would have no sequence.
-    """
-    cut = round(sum(map(len, source["shards"])) * (1 - held_out))
-    sides = [], []
-    for name, shard in zip(source["names"], source["shards"]):
-        n_train = min(max(cut, 0), len(shard))
-        if n_train <= seq_len:
-            n_train = 0
-        elif len(shard) - n_train <= seq_len:
-            n_train = len(shard)
-        cut -= len(shard)
-        for side, part in zip(sides, (shard[:n_train], shard[n_train:])):
-            side += [(name, part)] if len(part) else []
-    for what, side in zip(("training", "held-out"), sides):
-        if not side:
-            raise ValueError(f"val_frac {held_out}: leaves no {what} sequence of {seq_len + 1} "
-                             "tokens; give --val_data, more data or a shorter --seq_len")
-    return tuple(source | {"names": [n for n, _ in side], "shards": [s for _, s in side]}
-                 for side in sides)
 
 
 # ---- the shuffle
@@ -164,17 +86,6 @@ def examples_at(step, batch_size, n, seed=0, rows=None):
     return examples
 
 
-def eval_examples_at(index, batch_size, n, rows=None):
-    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
-
-    Each of the n examples counts once, in one fixed order that is shuffled so that the first few
-    batches are a fair sample. Past the last, examples repeat with a mask of False.
-    """
-    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    places = index * batch_size + rows.astype(np.int64)
-    return _permuted(places % n, n, "held out"), places < n
-
-
 # ---- batches
 
 def n_sequences(source, seq_len):
@@ -196,16 +107,6 @@ def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=No
     """
     examples = examples_at(step, batch_size, n_sequences(source, seq_len), seed, rows)
     return _windows_at(source, examples, seq_len, vocab_size, end)
-
-
-def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None, end=None):
-    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order, then
-    rows whose labels are all ignored.
-    """
-    examples, valid = eval_examples_at(index, batch_size, n_sequences(source, seq_len), rows)
-    batch = _windows_at(source, examples, seq_len, vocab_size, end)
-    batch["labels"][~valid] = IGNORE
-    return batch
 
 
 def _windows_at(source, examples, seq_len, vocab_size, end):
@@ -230,8 +131,7 @@ def _windows_at(source, examples, seq_len, vocab_size, end):
 def local_rows(sharding, shape):
     """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
     indices = sharding.addressable_devices_indices_map(shape).values()
-    slices = {i[0].indices(shape[0]) for i in indices}
-    return np.unique(np.concatenate([np.arange(*s) for s in slices]))
+    return np.unique(np.concatenate([np.arange(shape[0])[i[0]] for i in indices]))
 
 
 def to_device(batch, shardings, batch_size):
@@ -239,15 +139,13 @@ def to_device(batch, shardings, batch_size):
 
     shardings: {name: sharding}; local_rows tells which rows each name needs, in order.
     """
+    every_row = np.arange(batch_size)
+
     def place(x, sharding):
         shape = (batch_size, *x.shape[1:])
         rows = local_rows(sharding, shape)
-
-        def part(index):
-            wanted = np.arange(*index[0].indices(batch_size))
-            return x[np.searchsorted(rows, wanted)][:, *index[1:]]
-
-        return jax.make_array_from_callback(shape, sharding, part)
+        return jax.make_array_from_callback(shape, sharding, lambda index: x[
+            np.searchsorted(rows, every_row[index[0]])][:, *index[1:]])
 
     return {name: place(x, shardings[name]) for name, x in batch.items()}
 
@@ -256,17 +154,17 @@ def prefetch(make, start, stop, depth=2):
     """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
     ahead by a thread.
     """
-    with ThreadPoolExecutor(1, "data") as pool:
+    pool = ThreadPoolExecutor(1, "data")
+    try:
         ahead = deque(pool.submit(make, i) for i in range(start, min(start + depth, stop)))
-        try:
-            for i in range(start, stop):
-                began = time.perf_counter()
-                item = ahead.popleft().result()
-                if i + depth < stop:
-                    ahead.append(pool.submit(make, i + depth))
-                yield item, time.perf_counter() - began
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for i in range(start, stop):
+            began = time.perf_counter()
+            item = ahead.popleft().result()
+            if i + depth < stop:
+                ahead.append(pool.submit(make, i + depth))
+            yield item, time.perf_counter() - began
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---- optional
@@ -276,7 +174,7 @@ def open_text(cfg, parts=("train", "val")):
     "bytes_per_token"}; None where nothing is held out or the part is not asked for. cfg: any
     object with the fields under "data" in config.py, and batch_size seq_len vocab_size seed.
     """
-    tokenizer, train, val = make_tokenizer(cfg.tokenizer), None, None
+    tokenizer = make_tokenizer(cfg.tokenizer)
     sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, vocab_size=cfg.vocab_size,
                  end=tokenizer["end"] if cfg.packed else None)
 
@@ -288,17 +186,109 @@ def open_text(cfg, parts=("train", "val")):
                            "fingerprint": fingerprint(source),
                            "bytes_per_token": source["bytes_per_token"]}
 
-    if not cfg.val_data or "train" in parts:
-        train = open_files(cfg.data)
-    if cfg.val_data:
-        val = open_files(cfg.val_data)
-    elif cfg.val_frac:
+    train = open_files(cfg.data) if "train" in parts or not cfg.val_data else None
+    val = open_files(cfg.val_data) if cfg.val_data else None
+    if cfg.val_frac and not cfg.val_data:
         train, val = split(train, cfg.val_frac, cfg.seq_len)
-    return {
-        "train": part(train, lambda step, rows: batch_at(
-            train, step, seed=cfg.seed, rows=rows, **sizes)),
-        "val": part(val, lambda index, rows: eval_batch_at(val, index, rows=rows, **sizes))}
+    return {"train": part(train, lambda step, rows: batch_at(
+                train, step, seed=cfg.seed, rows=rows, **sizes)),
+            "val": part(val, lambda index, rows: eval_batch_at(val, index, rows=rows, **sizes))}
 
+
+def eval_examples_at(index, batch_size, n, rows=None):
+    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
+
+    Each of the n examples counts once, in one fixed order that is shuffled so that the first few
+    batches are a fair sample. Past the last, examples repeat with a mask of False.
+    """
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    places = index * batch_size + rows.astype(np.int64)
+    return _permuted(places % n, n, "held out"), places < n
+
+
+def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None, end=None):
+    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order, then
+    rows whose labels are all ignored.
+    """
+    examples, valid = eval_examples_at(index, batch_size, n_sequences(source, seq_len), rows)
+    batch = _windows_at(source, examples, seq_len, vocab_size, end)
+    batch["labels"][~valid] = IGNORE
+    return batch
+
+
+N_SCANNED = 2**28  # tokens per shard whose ids are checked before training; the rest per batch
+
+
+def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None):
+    """Open token files and text files given as globs; by default Python's standard library.
+
+    Each token file (.bin, .npy) is a shard. All text becomes one shard, with the tokenizer's end id
+    before, between and after documents.
+    Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
+    tokens, or has an id that is not below vocab_size.
+    """
+    paths = _expand(patterns) if patterns else _standard_library()
+    binary = [p for p in paths if p.suffix in (".bin", ".npy")]
+    texts = [p for p in paths if p.suffix not in (".bin", ".npy")]
+    # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
+    shards, names = [np.asarray(_tokens_in(p, dtype)) for p in binary], [str(p) for p in binary]
+    if texts:
+        documents = [d for p in texts for d in _documents(p)]
+        encode = tokenizer["encode"]
+        end = np.full(1, tokenizer["end"], encode(b"").dtype)
+        pieces = [piece for d in documents for piece in (end, encode(d))]
+        shards.append(np.concatenate([*pieces, end]))
+        names.append(str(texts[0]) + (f" and {len(texts) - 1} more" if len(texts) > 1 else ""))
+    for name, shard in zip(names, shards):
+        if len(shard) < seq_len + 1:
+            raise ValueError(f"{name}: has {len(shard)} tokens, fewer than seq_len + 1 = "
+                             f"{seq_len + 1}; use longer files or a smaller --seq_len")
+        if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
+            _check_ids(shard[:N_SCANNED], vocab_size, name)
+    return {"shards": shards, "names": names, "bytes_per_token": None if binary else
+            sum(len(d) + 1 for d in documents) / (len(shards[0]) - 1)}  # + 1: the end
+
+
+def split(source, held_out, seq_len=1):
+    """Split into (train, held-out) sources: the last fraction `held_out` of all tokens is held out.
+
+    A shard is never cut into a part shorter than seq_len + 1.
+    Raises: ValueError when one side would have no sequence.
+    """
+    cut = round(sum(map(len, source["shards"])) * (1 - held_out))
+    sides = [], []
+    for name, shard in zip(source["names"], source["shards"]):
+        n_train = min(max(cut, 0), len(shard))
+        if n_train <= seq_len:
+            n_train = 0
+        elif len(shard) - n_train <= seq_len:
+            n_train = len(shard)
+        cut -= len(shard)
+        for side, part in zip(sides, (shard[:n_train], shard[n_train:])):
+            side += [(name, part)] if len(part) else []
+    for what, side in zip(("training", "held-out"), sides):
+        if not side:
+            raise ValueError(f"val_frac {held_out}: leaves no {what} sequence of {seq_len + 1} "
+                             "tokens; give --val_data, more data or a shorter --seq_len")
+    return tuple(source | {"names": [n for n, _ in side], "shards": [s for _, s in side]}
+                 for side in sides)
+
+
+def make_tokenizer(name):
+    """Make {"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": the id
+    between documents} of "bytes", or of a tokenizer.json file.
+    """
+    if name != "bytes":
+        return _library_tokenizer(name)
+
+    def encode(text):
+        return np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8)
+
+    def decode(ids):
+        pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in np.asarray(ids).tolist()]
+        return b"".join(pieces).decode(errors="replace")
+
+    return {"encode": encode, "decode": decode, "vocab_size": 256, "end": 0}
 
 
 def _library_tokenizer(name):
@@ -306,10 +296,9 @@ def _library_tokenizer(name):
         raise ValueError(f"tokenizer {name!r}: neither 'bytes' nor a tokenizer.json file")
     try:
         import tokenizers
+        tok = tokenizers.Tokenizer.from_file(name)
     except ImportError:
         raise ValueError(f"tokenizer {name!r}: needs `pip install tokenizers`") from None
-    try:
-        tok = tokenizers.Tokenizer.from_file(name)
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
     names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -321,11 +310,10 @@ def _library_tokenizer(name):
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
         return np.asarray(tok.encode(text, add_special_tokens=False).ids, np.uint32)
 
-    return {
-        "encode": encode,
-        "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
-        "vocab_size": tok.get_vocab_size(), "end": end,
-    }
+    def decode(ids):
+        return tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    return {"encode": encode, "decode": decode, "vocab_size": tok.get_vocab_size(), "end": end}
 
 
 def _standard_library():
@@ -341,46 +329,44 @@ def _standard_library():
 def _expand(patterns):
     """List the files that match, sorted within each pattern. Raises: ValueError if none does."""
     paths = []
-    for pattern in patterns:
-        found = sorted(p for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
+    for pattern in map(str, patterns):
+        found = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
+        if os.path.isdir(pattern):
+            raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'")
         if not found:
-            raise ValueError(f"data {str(pattern)!r}: " + (
-                "is a folder; name its files, as in 'folder/*.txt'" if Path(pattern).is_dir() else
-                "no such file, and no file matches it as a glob"))
+            raise ValueError(f"data {pattern!r}: no such file, and no file matches it as a glob")
+        if empty := [p for p in found if not os.path.getsize(p)]:
+            raise ValueError(f"{empty[0]}: the file is empty")
         paths += map(Path, found)
     return paths
 
 
-# {magic: (version, token dtype)} of the header (256 int32) of llm.c's token files.
-LLMC_HEADERS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+# {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
+LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint32")}
 
 
 def _tokens_in(path, dtype):
     """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
-    size = path.stat().st_size
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as e:
             raise ValueError(f"{path}: not a .npy file: {e}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}; "
-                             "one dim of integers is wanted")
+            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
         return tokens
-    head = np.fromfile(path, np.int32, 256)
+    size, dtype, head = path.stat().st_size, np.dtype(dtype), np.fromfile(path, np.int32, 256)
     if len(head) == 256 and not head[3:].any():  # 253 zeros: a header, not tokens
-        magic, version, count = head[:3].tolist()
-        if magic not in LLMC_HEADERS or version != LLMC_HEADERS[magic][0]:
-            raise ValueError(f"{path}: header has magic {magic} version {version}; known: "
-                             + ", ".join(f"{m} version {v}" for m, (v, _) in LLMC_HEADERS.items()))
-        dtype = np.dtype(LLMC_HEADERS[magic][1])
+        kind, count = tuple(head[:2].tolist()), int(head[2])
+        if kind not in LLMC_HEADERS:
+            raise ValueError(f"{path}: header (magic, version) is {kind}; known: {[*LLMC_HEADERS]}")
+        dtype = LLMC_HEADERS[kind]
         if size != 1024 + count * dtype.itemsize:
             raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
                              f"{1024 + count * dtype.itemsize} bytes; the file has {size}")
         return np.memmap(path, dtype, "r", 1024, (count,))
-    if size % np.dtype(dtype).itemsize:
-        raise ValueError(f"{path}: {size} bytes is no whole number of {np.dtype(dtype)} tokens; "
-                         "is --data_dtype right?")
+    if size % dtype.itemsize:
+        raise ValueError(f"{path}: {size} bytes is not a whole number of {dtype}; set --data_dtype")
     return np.memmap(path, dtype, "r")
 
 
@@ -395,16 +381,6 @@ def _documents(path):
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} line {number}: not an object with a string 'text'") from None
     return documents
-
-
-def check_source(source, seq_len, vocab_size=None):
-    """Raise ValueError naming the shard with too few tokens, or with an id not below vocab_size."""
-    for name, shard in zip(source["names"], source["shards"]):
-        if len(shard) < seq_len + 1:
-            raise ValueError(f"{name}: has {len(shard)} tokens, fewer than seq_len + 1 = "
-                             f"{seq_len + 1}; use longer files or a smaller --seq_len")
-        if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
-            _check_ids(shard[:N_SCANNED], vocab_size, name)
 
 
 def _check_ids(tokens, vocab_size, name):
@@ -423,20 +399,17 @@ def _segments(tokens, end):
 
 def text_metrics(means, source):
     """Perplexity per token, and bits per byte where the source is text."""
-    loss = float(means["loss"])
-    row = {"ppl": exp(min(loss, 700))}
-    if source["bytes_per_token"]:
-        row["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
-    return row
+    loss, bytes_per_token = float(means["loss"]), source["bytes_per_token"]
+    bits = {"bits_per_byte": loss / log(2) / bytes_per_token} if bytes_per_token else {}
+    return {"ppl": exp(min(loss, 700))} | bits
 
 
 def fingerprint(source):
     """Describe the data in a line that differs when it does: token counts and a checksum of the
     first and last 2^20 tokens of each shard.
     """
-    crc = 0
-    for shard in source["shards"]:
+    shards, crc = source["shards"], 0
+    for shard in shards:
         crc = zlib.crc32(np.ascontiguousarray(shard[:2**20]), crc)
         crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc)
-    n_tokens = sum(map(len, source["shards"]))
-    return f"{n_tokens} tokens in {len(source['shards'])} shards, crc32 {crc:08x}"
+    return f"{sum(map(len, shards))} tokens in {len(shards)} shards, crc32 {crc:08x}"

@@ -104,7 +104,7 @@ def test_no_flipped_bit_gives_a_wrong_number(tmp_path):
     """Each of 3000 random bits, over all files: restoring is an error, or right where the bit does
     not matter.
 
-    Break: ckpt.py: {"name": "crc32c"}], => *()],
+    Break: ckpt.py: {"name": "crc32c"}]} => *()]}
     """
     tree = {"a": np.arange(6.0).reshape(2, 3),
             "b": {"c": np.ones(5, np.int32), "zero": np.zeros(4, np.float32)}}
@@ -531,7 +531,7 @@ assert ckpt.steps(root) == [1]
 def test_with_two_processes_a_save_ends_when_process_0_has_committed(tmp_path):
     """Process 0 late; process 0 failing; process 1 failing; either not saving at all.
 
-    Break: ckpt.py: _await(partial, lambda: [0] if mark.exists() else []) => pass
+    Break: ckpt.py: _await(partial, lambda: [0] if marks[rank].exists() else []) => pass
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -373,8 +373,7 @@ def test_text_and_globs(tmp_path):
     """Text files and the texts of .jsonl lines become one shard of documents, each between two
     ends; globs are sorted.
 
-    Break: data.py: text = SEPARATOR + SEPARATOR.join(documents) =>
-    text = SEPARATOR + b"".join(documents)
+    Break: data.py: np.concatenate([*pieces, end]) => np.concatenate(pieces)
     """
     for name, text in (("b.txt", "zwei"), ("a.txt", "één"), ("deep/c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -393,7 +392,7 @@ def test_text_and_globs(tmp_path):
 def test_token_files_and_text(tmp_path):
     """Given both, each token file is a shard of its own beside that of all text.
 
-    Break: data.py: None if binary else n_bytes => None if not texts else n_bytes
+    Break: data.py: None if binary else => None if not texts else
     """
     paths = [write(tmp_path / "a.txt", b"text"), write(tmp_path / "b.bin", TOKENS.astype("uint16"))]
     source = data.open_source(paths, BYTES)
@@ -431,15 +430,15 @@ def npy(array):
     ("empty.bin", b"", "the file is empty"),
     ("short.txt", b"abcde", "has 7 tokens, fewer than seq_len + 1 = 9"),
     ("short.bin", bytes(range(16)), "has 8 tokens, fewer than seq_len + 1 = 9"),
-    ("odd.bin", b"a" * 2001, "2001 bytes is no whole number of uint16 tokens"),
+    ("odd.bin", b"a" * 2001, "2001 bytes is not a whole number of uint16; set --data_dtype"),
     ("magic.bin", header(50, magic=20230101).tobytes() + b"ab" * 50,
-     "header has magic 20230101 version 1; known: 20240520"),
+     "header (magic, version) is (20230101, 1); known: [(20240520, 1), (20240801, 7)]"),
     ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
-     "header has magic 20240520 version 2"),
+     "header (magic, version) is (20240520, 2)"),
     ("more.bin", header(51).tobytes() + b"ab" * 50,
      "header says 51 tokens of uint16, which is 1126 bytes; the file has 1124"),
     ("fewer.bin", header(49).tobytes() + b"ab" * 50, "header says 49 tokens"),
-    ("float.npy", npy(np.ones(99)), "has 1 dims of float64; one dim of integers is wanted"),
+    ("float.npy", npy(np.ones(99)), "has 1 dims of float64, not 1 of integers"),
     ("flat.npy", npy(np.ones((9, 99), int)), "has 2 dims of int64"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("line.jsonl", b'{"text": "fine, and long enough"}\n{"text": \n',
@@ -552,8 +551,8 @@ def test_tokenizer_json(tmp_path):
     """A tokenizer.json encodes as its own library does; text becomes documents between its
     end-of-document ids.
 
-    Break: data.py: pieces = [piece for d in documents for piece in (ends, tokenizer["encode"](d))]
-    => pieces = [tokenizer["encode"](d) for d in documents]
+    Break: data.py: pieces = [piece for d in documents for piece in (end, encode(d))] =>
+    pieces = [encode(d) for d in documents]
     """
     pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<pad>", "<|endoftext|>")
@@ -755,7 +754,8 @@ def test_to_device_from_two_processes():
     """Each of two processes names the rows that its devices hold, in order, and from these alone
     builds its part of the arrays, where the second process holds the first rows.
 
-    Break: data.py: x[np.searchsorted(rows, wanted)] => x[wanted % len(x)]
+    Break: data.py: np.searchsorted(rows, every_row[index[0]]) =>
+    every_row[index[0]] % len(x)
     """
     with socket.socket() as s:
         s.bind(("localhost", 0))

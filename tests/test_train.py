@@ -923,7 +923,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys
     """A flipped byte in the newest: the one before is used, it is said, and the end is equal to the
     bit.
 
-    Break: ckpt.py: if set_aside and jax.process_index() == 0: => if False:
+    Break: ckpt.py: if set_aside and jax.process_index() == 0 else (): => if False else ():
     """
     train.main(tiny(steps=12))
     whole, expected = arrays(tiny().out_dir), losses(tiny().out_dir)
