@@ -344,7 +344,7 @@ def test_modes_and_sweeps_that_mean_nothing_are_refused(tiny):
 def test_the_command_line_has_the_trainer_s_flags():
     """A preset, the trainer's flags and --plan_sweep make one config.
 
-    Break: tests/plan.py: plan_sweep: int = 0 => plan_sweep: str = ""
+    Break: tests/plan.py: plan_sweep: config.Whole = 0 => plan_sweep: str = ""
     """
     cfg = config.parse("--config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --plan_sweep 6"
                        .split(), kind=plan.PlanConfig)

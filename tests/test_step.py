@@ -844,7 +844,7 @@ def test_slices_are_what_the_devices_say():
     """Devices that say which slice they are of make a mesh of so many slices alone, each slice one
     part of it, in whatever order they come.
 
-    Break: step.py: sorted(devices, key=slice_of) => devices
+    Break: step.py: np.argsort(slices, kind="stable") => np.arange(len(slices))
     """
     def device(platform, i):  # a module, since a mesh needs what can be hashed
         made = types.ModuleType(f"device {i}")

@@ -534,7 +534,7 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
     """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
     in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
 
-    Break: train.py: if first <= step <= last and not tracing: => if step == last and not tracing:
+    Break: train.py: if first <= step <= last and not running: => if step == last and not running:
     """
     train.main(tiny(steps=8, profile="3:5", eval_every=0, save_every=0))
     folder = Path(tiny().out_dir) / "profile"
