@@ -299,7 +299,8 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     """Raise ValueError when a run under config dict `old` cannot go on as config `new`, listing
     each difference. A field that `old` lacks is taken to have had its default.
     """
-    faults, old_sp, sp = [], dict(old_mesh).get("sp"), dict(mesh).get("sp")
+    faults, sp = [], dict(mesh).get("sp")
+    old_sp = dict(old_mesh).get("sp", sp)
     # Expert capacity is counted over each sp device's part of a sequence.
     if new.n_experts and new.capacity_factor and old_sp != sp and "sp" not in new.allow_change:
         faults.append(f"sp was {old_sp}, is {sp}: other tokens would be dropped "

@@ -444,7 +444,8 @@ def check_fits(kinds, mesh):
         needs, has = kinds["total"] / 2**30, limit / 2**30
         words = [f"an update needs {needs:,.4g} GiB on each device, which has {has:,.4g} GiB"]
         if kinds["parameters"] + kinds.get("moments", 0) > limit:
-            words.append("parameters and moments alone are too much: more devices along fsdp or tp")
+            words.append("more devices along fsdp or tp, or --moments_on host: parameters and "
+                         "moments alone are too much")
         raise MemoryError(*words)
 
 
