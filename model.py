@@ -43,7 +43,7 @@ def param_table(cfg):
         return "normal", (2 * L * width) ** -0.5
 
     in_spec, out_spec = P(None, WEIGHT_AXES, "tp"), P(None, "tp", WEIGHT_AXES)
-    each, over, rest = ((E,), ("ep",), ("fsdp", "sp")) if E else ((), (), WEIGHT_AXES)
+    experts, over, rest = ((E,), ("ep",), ("fsdp", "sp")) if E else ((), (), WEIGHT_AXES)
     mlp_in, mlp_out = P(None, *over, rest, "tp"), P(None, *over, "tp", rest)
     table = {
         "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=fan_in),
@@ -53,9 +53,9 @@ def param_table(cfg):
         "layers.wv": dict(shape=(L, D, K * H), spec=in_spec, init=fan_in),
         "layers.wo": dict(shape=(L, N * H, D), spec=out_spec, init=residual_out(N * H)),
         "layers.mlp_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.w_gate": dict(shape=(L, *each, D, F), spec=mlp_in, init=fan_in),
-        "layers.w_up": dict(shape=(L, *each, D, F), spec=mlp_in, init=fan_in),
-        "layers.w_down": dict(shape=(L, *each, F, D), spec=mlp_out, init=residual_out(F)),
+        "layers.w_gate": dict(shape=(L, *experts, D, F), spec=mlp_in, init=fan_in),
+        "layers.w_up": dict(shape=(L, *experts, D, F), spec=mlp_in, init=fan_in),
+        "layers.w_down": dict(shape=(L, *experts, F, D), spec=mlp_out, init=residual_out(F)),
         "final_norm": dict(shape=(D,), spec=P(), init=ones),
     }
     if E:
@@ -76,8 +76,8 @@ def param_table(cfg):
 
 
 def init(key, cfg, table=None):
-    """Draw the parameters of a table (default: param_table(cfg)) in cfg.param_dtype, all that is
-    read of cfg then. A parameter's values depend on key, its name and its shape alone.
+    """Draw the parameters of a table (default: param_table(cfg)) in cfg.param_dtype. A parameter's
+    values depend on key, its name and its shape alone; with a table, cfg needs no other field.
     """
     params = {}
     for name, row in (param_table(cfg) if table is None else table).items():
@@ -735,22 +735,21 @@ def _lora_rows(table, cfg):
     for name in sorted(matching("lora_targets", cfg.lora_targets, weights)):
         *stack, n_in, n_out = table[name]["shape"]
         *over, in_axes, out_axes = table[name]["spec"]
-        rows[f"{name}.lora_a"] = dict(
-            shape=(*stack, n_in, r), spec=P(*over, in_axes, None), init=("normal", n_in**-0.5))
-        rows[f"{name}.lora_b"] = dict(
-            shape=(*stack, r, n_out), spec=P(*over, None, out_axes), init=("normal", 0.0))
+        a = dict(shape=(*stack, n_in, r), spec=P(*over, in_axes, None), init=("normal", n_in**-0.5))
+        b = dict(shape=(*stack, r, n_out), spec=P(*over, None, out_axes), init=("normal", 0.0))
+        rows |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
     return rows
 
 
-def _route(y_BTD, router_DE, cfg, capacity_factor):
+def _route(y_BTD, router_DE, cfg, drop):
     """Choose the experts of each token: (weights [B, T, k] of its choices, 0 where dropped; slots
     [B, parts, T/parts * k] of its choices among those of all experts; tokens [B, parts, E C] in
     those slots; statistics [B, T]). In float32.
 
-    An expert's capacity is capacity_factor (0: unlimited) times an even share of one sequence's
-    tokens; the earliest tokens are kept, so that none depends on a later one. Over sp capacity is
-    counted within each part of the sequence, to move no tokens between parts: the size of sp
-    changes which choices are dropped, unless capacity_factor is 0.
+    If drop, an expert's capacity is cfg.capacity_factor (0: unlimited) times an even share of one
+    sequence's tokens; the earliest tokens are kept, so that none depends on a later one. Over sp
+    capacity is counted within each part of the sequence, to move no tokens between parts: the size
+    of sp changes which choices are dropped, unless capacity_factor is 0.
 
     Statistics: "balance", 1 where a sequence's tokens spread evenly, E where one expert gets all;
     "router_z", the squared log-partition; "dropped", the fraction of choices over capacity.
@@ -760,12 +759,12 @@ def _route(y_BTD, router_DE, cfg, capacity_factor):
     B, T, _ = y_BTD.shape
     E, k, parts = cfg.n_experts, cfg.experts_per_token, gcd(T, _axis_size("sp"))
     t = T // parts
-    C = min(ceil(t * k / E * capacity_factor), t) or t
+    C = min(ceil(t * k / E * cfg.capacity_factor), t) if drop and cfg.capacity_factor else t
     logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), router_DE, precision="highest")
     p_BTE = jax.nn.softmax(logits_BTE)
     weights, chosen = jax.lax.top_k(p_BTE, k)
     hits_BTE = (chosen[..., None] == jnp.arange(E)[None, None, None]).sum(axis=2)
-    ahead_BTE = (jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2).reshape(B, T, E) - hits_BTE)
+    ahead_BTE = jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2).reshape(B, T, E) - hits_BTE
     rank = jnp.take_along_axis(ahead_BTE, chosen, axis=2)
     kept = rank < C
     # A dropped choice goes to a slot after the last, which no expert reads.
@@ -785,8 +784,7 @@ def _experts(y_BTD, w, cfg, drop):
     over capacity are dropped, which generation does not.
     """
     B, T, D = y_BTD.shape
-    weights, slots, tokens, stats = _route(
-        y_BTD, w["w_router"], cfg, cfg.capacity_factor if drop else 0)
+    weights, slots, tokens, stats = _route(y_BTD, w["w_router"], cfg, drop)
     x = jnp.take_along_axis(y_BTD.reshape(B, slots.shape[1], -1, D), tokens[..., None], axis=2)
     # Over ep an all-to-all: from all experts of some rows to some experts of all rows; and back.
     by_row, by_expert = (BATCH_AXES, "sp"), (BATCH_AXES[:2], "sp", "ep")
@@ -794,6 +792,7 @@ def _experts(y_BTD, w, cfg, drop):
     x_BPECD = _shard(_shard(x_BPECD, *by_row), *by_expert)
     h_BPECD = jax.vmap(partial(_mlp, cfg=cfg), (2, 0), 2)(x_BPECD, _mlp_weights(w))
     h_BPECD = _shard(_shard(h_BPECD, *by_expert), *by_row)
-    out = jnp.take_along_axis(h_BPECD.reshape(*x.shape), slots[..., None], axis=2, mode="clip")
+    slots = jnp.minimum(slots, tokens.shape[2] - 1)
+    out = jnp.take_along_axis(h_BPECD.reshape(*x.shape), slots[..., None], axis=2)
     weights = weights[..., None].astype(y_BTD.dtype)
     return (out.reshape(B, T, -1, D) * weights).sum(axis=2), stats
