@@ -93,13 +93,13 @@ def moments(cfg):
 
 
 def batch_shape(cfg):
-    return train.batch_structs(train.prepare(cfg))["tokens"].shape
+    return train.prepare(cfg)["batch"]["tokens"].shape
 
 
 def parts(cfg):
     """What one device has of a batch, of an expert weight, and of that weight's moment."""
     state = states(cfg)
-    arrays = [train.batch_structs(train.prepare(cfg))["tokens"],
+    arrays = [train.prepare(cfg)["batch"]["tokens"],
               *(tree["layers.w_gate"] for tree in (state["params"], state["opt"][0].mu))]
     return [x.sharding.shard_shape(x.shape) for x in arrays]
 
@@ -180,13 +180,15 @@ def letters(part):
 
 def batch_names(cfg):
     batch = data.open_text(cfg)["train"]["batch"](0, np.arange(4))
-    assert batch.keys() == train.batch_structs(train.prepare(cfg)).keys()
+    assert batch.keys() == train.prepare(cfg)["batch"].keys()
     return sorted(batch)
 
 
 def randomness(cfg):
     """The keys of the initialization and of a sample, and where the first batch's rows begin."""
-    key, _ = train.first_state(cfg, {"state": None, "init": jax.random.key_data}, *[None] * 3, {})
+    run = train.prepare(cfg)
+    _, first_state = train.choose_start(run, None, None, None, {})
+    key = first_state({"init": jax.random.key_data})
     first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
     sample = jax.random.key_data(train.sample_key(cfg, 3))
     return [key.tolist(), sample.tolist(), first.tolist()]
