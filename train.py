@@ -25,26 +25,15 @@ import resource
 import runpy
 import shutil
 import signal
-import socket
 import threading
 import time
-import uuid
 from functools import partial
 from pathlib import Path
-
-# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
-# at each step took from a third to two thirds of its time.
-M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -8, -4, -1, -2  # of malloc.h
-with contextlib.suppress(OSError, AttributeError):  # another C library
-    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1),
-                          (M_TOP_PAD, 2**28)):
-        ctypes.CDLL(None).mallopt(option, value)
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import ckpt
@@ -54,7 +43,6 @@ import model
 import step as steplib
 
 ALL_DONE = "all {} steps are done"  # the reason of a stop after which nothing is left to do
-
 
 # ---- what is trained
 
@@ -86,12 +74,6 @@ TEXT = {
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
 }
-OPTIONAL = {
-    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
-    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
-    "metrics": lambda means, source: {}, "preview": None,
-    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
-    "about": lambda cfg: ""}
 
 
 def prepare(cfg, task=TEXT, devices=None):
@@ -101,9 +83,8 @@ def prepare(cfg, task=TEXT, devices=None):
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
     task = OPTIONAL | task
-    if devices is None and cfg.plan_for:
-        devices = steplib.slice_devices(cfg.plan_for, cfg.slices)
-    devices = devices or jax.devices()
+    if not devices:
+        devices = steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for else jax.devices()
     keep_programs(cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
@@ -114,30 +95,12 @@ def prepare(cfg, task=TEXT, devices=None):
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](cfg, platform)
     table, mesh = task["table"](cfg), steplib.make_mesh(cfg, devices)
-    cfg = dataclasses.replace(
-        cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
-    if faults := steplib.check_shapes(table, mesh):
-        raise ValueError("mesh and model do not fit: " + "; ".join(faults))
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
+    config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
+    on = partial(jax.sharding.NamedSharding, mesh)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=on(spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
     return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch}
-
-
-def program_parts(run):
-    """The arguments of lower_steps and compile_steps."""
-    task = run["task"]
-    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
-
-
-def make_batch_at(run, source):
-    """index -> batch of global arrays, of which each process builds its own rows."""
-    cfg, structs = run["cfg"], run["batch"]
-    pinned = cfg.overfit_batch and source is run["train"]
-    first = next(iter(structs.values()))
-    rows = data.local_rows(first.sharding, first.shape)
-    shardings = {name: x.sharding for name, x in structs.items()}
-    return lambda index: data.to_device(
-        source["batch"](0 if pinned else index, rows), shardings, cfg.batch_size)
 
 
 # ---- a run
@@ -167,8 +130,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
                 run, state, done = start_run(run, hooks, observers, state, params)
                 return train(run, state, done, signals, began) if run else done
             except BaseException as e:
-                for observer in observers:
-                    observer("error", {"error": f"{type(e).__name__}: {e}"})
+                call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
 
 
@@ -181,8 +143,8 @@ def start_run(run, hooks, observers, state, params):
     if cfg.epochs:
         steps = math.ceil(cfg.epochs * sources["train"]["n"] / cfg.batch_size)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
-    out, run = Path(cfg.out_dir), run | {"cfg": cfg, "hooks": hooks, **sources}
-    saved, meta = (None, {}) if cfg.resume == "overwrite" else ckpt.newest_meta(out / "ckpt")
+    run = run | {"cfg": cfg, "hooks": hooks, **sources}
+    saved, meta = find_start(cfg)
     origin, first_state = choose_start(run, state, params, saved, meta)
     if meta and is_finished(cfg, saved):
         return None, None, {"step": saved, "reason": "finished before", "exit_code": 0}
@@ -193,28 +155,19 @@ def start_run(run, hooks, observers, state, params):
         steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = time.perf_counter() - began
     state = call(hooks, "load", first_state(programs))
-    if is_main():
-        if cfg.resume == "overwrite":  # only now that nothing else can go wrong
-            shutil.rmtree(out / "ckpt")
-            for name in ("metrics.jsonl", "plot.png"):
-                (out / name).unlink(missing_ok=True)
-        (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
     step = int(state["step"])
-    done = {row["event"]: step for row in read_log(out) if row["step"] == step}
+    begin_out_dir(cfg)
+    done = {row["event"]: step for row in read_log(cfg.out_dir) if row["step"] == step}
 
     def emit(event, row):
         row = call(hooks, event, row)
         call(observers, event, row)
         return row
 
-    packages = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
-    meta = {"config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
-            "run_id": meta.get("run_id", uuid.uuid4().hex[:8]),
-            "versions": {"python": sys.version.split()[0]} | {
-                name: importlib.metadata.version(name) for name in packages}}
-    run |= {"programs": programs, "emit": emit, "meta": meta}
-    emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | describe(run) | meta)
-    return run, state, done | ({} if saved is None else {"save": step})
+    run |= {"programs": programs, "emit": emit}
+    run["meta"] = describe(run, meta)
+    emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
+    return run, state, done | ({"save": step} if meta else {})
 
 
 def train(run, state, done, signals, began):
@@ -224,11 +177,11 @@ def train(run, state, done, signals, began):
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous, saving = int(state["step"]), {}, None, None
-    report, restart_clock = make_report(run, began)
+    clock = {"from": began, "at": time.perf_counter(), "n": 0, "step_s": 0, "wait_s": 0, "all_s": 0}
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps)
     while True:
         if due := due_events(cfg, step, done):
-            latest |= report(previous)
+            latest |= report(run, previous, clock)
             previous = None
         if "save" in due:  # first, so that nothing after it can lose the state
             saving = save_state(run, state, step, saving)
@@ -239,7 +192,7 @@ def train(run, state, done, signals, began):
             preview(run, state["params"], step)
         if due:
             done = done | dict.fromkeys(due, step)
-            restart_clock()
+            clock["at"] = time.perf_counter()
         signal_name = agreed_signal(cfg, step, signals)
         if why_stop(cfg, step, signal_name, latest):
             break
@@ -250,11 +203,11 @@ def train(run, state, done, signals, began):
             state, metrics = programs["train_step"](state, batch)
         step += 1
         state = call(run["hooks"], "state", state)
-        latest |= report(previous)  # of the step before, while this one runs
+        latest |= report(run, previous, clock)  # of the step before, while this one runs
         previous = step, metrics, waited_s
         if saving and saving.done():
             ckpt.wait(saving)  # raises what went wrong with it
-    latest |= report(previous)
+    latest |= report(run, previous, clock)
     batches.close()
     if done.get("save") != step:
         saving = save_state(run, state, step, saving)
@@ -279,8 +232,7 @@ def why_stop(cfg, step, signal_name, latest):
     None to go on. latest: values of rows; a hook asks for a stop by a "stop" in one.
     """
     if not latest.get("finite", True) and cfg.nan == "stop":
-        return (f"a loss or gradient is not finite near step {step}; the last good parameters are "
-                "saved"), 1
+        return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if signal_name:
         return signal_name, 0
     if step >= cfg.steps:
@@ -290,49 +242,31 @@ def why_stop(cfg, step, signal_name, latest):
     return None
 
 
-def make_report(run, began):
-    """(report(previous) -> values that the end repeats, restart_clock()).
-
-    report waits for a step's metrics, gives them to hooks and observers, and at a log point adds
-    the rates since the last. Step time excludes saves, evaluations and samples.
+def report(run, previous, clock):
+    """Wait for a step's metrics and emit them, at a log point with `rates`; what why_stop and end
+    need. clock: seconds since the last log, without saves, evaluations and samples.
     """
-    cfg, train, emit = run["cfg"], run["train"], run["emit"]
-    unit, size = run["task"]["unit"][0], run["task"]["unit"][1](cfg)
-    mark, n, step_s, wait_s, all_s = time.perf_counter(), 0, 0.0, 0.0, 0.0
-
-    def report(previous):
-        nonlocal mark, n, step_s, wait_s, all_s
-        if previous is None:
-            return {}
-        step, metrics, waited_s = previous
-        watched = metrics.pop("watch", {})  # stays on the device until it is logged
-        means = jax.device_get(metrics)
-        elapsed_s, mark = time.perf_counter() - mark, time.perf_counter()
-        n, step_s, wait_s, all_s = n + 1, step_s + elapsed_s, wait_s + waited_s, all_s + elapsed_s
-        finite = bool(means.pop("finite"))
-        row = emit("step", {"step": step} | scalars(means))
-        latest = {k: row[k] for k in ("stop",) if k in row} | ({} if finite else {"finite": False})
-        if not finite and cfg.nan == "raise":
-            raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
-        if not finite or (cfg.log_every and step % cfg.log_every == 0):
-            row = row | run["task"]["metrics"](means, train) | {
-                f"{unit}s": step * size, "epoch": step * cfg.batch_size / train["n"],
-                f"{unit}s_per_s": n * size / step_s, "step_s": step_s / n,
-                "data_wait_s": wait_s / n, "goodput": all_s / (mark - began),
-                "memory_peak_bytes": memory_peak_bytes()}
-            row |= flops_report(run, n * size / step_s)
-            if watched:
-                row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
-            row = emit("log", row)
-            latest |= {k: row[k] for k in ("loss", "objective", "stop") if k in row}
-            n, step_s, wait_s = 0, 0.0, 0.0
-        return latest
-
-    def restart_clock():
-        nonlocal mark
-        mark = time.perf_counter()
-
-    return report, restart_clock
+    if previous is None:
+        return {}
+    (step, metrics, waited_s), cfg, emit = previous, run["cfg"], run["emit"]
+    watched = metrics.pop("watch", {})  # stays on the device until it is logged
+    means, now = jax.device_get(metrics), time.perf_counter()
+    elapsed_s = now - clock["at"]
+    clock |= {"at": now, "n": clock["n"] + 1, "step_s": clock["step_s"] + elapsed_s,
+              "wait_s": clock["wait_s"] + waited_s, "all_s": clock["all_s"] + elapsed_s}
+    finite = bool(means.pop("finite"))
+    row = emit("step", {"step": step} | scalars(means))
+    latest = {k: row[k] for k in ("stop",) if k in row} | ({} if finite else {"finite": False})
+    if not finite and cfg.nan == "raise":
+        raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
+    if not finite or (cfg.log_every and step % cfg.log_every == 0):
+        row = row | run["task"]["metrics"](means, run["train"]) | rates(run, step, clock)
+        if watched:
+            row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
+        row = emit("log", row)
+        latest |= {k: row[k] for k in ("loss", "objective", "stop") if k in row}
+        clock |= {"n": 0, "step_s": 0, "wait_s": 0}
+    return latest
 
 
 def save_state(run, state, step, saving):
@@ -350,11 +284,6 @@ def save_state(run, state, step, saving):
     return saving
 
 
-def interrupted(signals):
-    """Whether to save and leave out what else is due. Several processes must first agree on it."""
-    return jax.process_count() == 1 and bool(signals)
-
-
 def evaluate(run, eval_step, params, signals=()):
     """{"val_…"}: the mean over the held-out set of each sum that the loss gives, and the task's own
     metrics; {} when interrupted.
@@ -366,8 +295,7 @@ def evaluate(run, eval_step, params, signals=()):
         eval_step, params, (batch for batch, _ in batches), partial(interrupted, signals))
     if totals is None:
         return {}
-    means = {name: total / np.where(count == 0, 1, count)
-             for name, (total, count) in totals.items()}
+    means = {name: total / np.where(count, count, 1) for name, (total, count) in totals.items()}
     row = scalars(means) | run["task"]["metrics"](means, val)
     row["n_labels"] = int(totals.get("loss", totals["objective"])[1])
     row = {f"val_{name}": value for name, value in row.items()}
@@ -376,22 +304,46 @@ def evaluate(run, eval_step, params, signals=()):
 
 def preview(run, params, step):
     """Print what the task's preview makes. What goes wrong in it is told, and training goes on."""
-    cfg, fault = run["cfg"], {}
+    row = {"step": step, "texts": []}
     try:
-        with jax.set_mesh(run["mesh"]):
-            texts = run["task"]["preview"](params, cfg, sample_key(cfg, step))
+        row["texts"] = sample_texts(run, params, step)
     except Exception as e:  # a preview is never worth a run
-        texts, fault = [], {"fault": f"{type(e).__name__}: {e}"}
-    if texts or fault:
-        run["emit"]("sample", {"step": step, "texts": texts} | fault)
+        row["fault"] = f"{type(e).__name__}: {e}"
+    if row["texts"] or "fault" in row:
+        run["emit"]("sample", row)
 
 
-def sample_key(cfg, step):
-    return jax.random.fold_in(jax.random.key(cfg.seed), step)
+# ---- optional
+
+# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
+# at each step took from a third to two thirds of its time.
+with contextlib.suppress(OSError, AttributeError):  # another C library
+    # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
+    for option, value in ((-8, 1), (-4, 0), (-1, -1), (-2, 2**28)):
+        ctypes.CDLL(None).mallopt(option, value)
+
+OPTIONAL = {
+    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
+    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
+    "metrics": lambda means, source: {}, "preview": None,
+    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
+    "about": lambda cfg: ""}
 
 
-def scalars(means):
-    return {name: float(x) for name, x in means.items() if np.ndim(x) == 0}
+def program_parts(run):
+    """The arguments of lower_steps and compile_steps."""
+    task = run["task"]
+    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
+
+
+def make_batch_at(run, source):
+    """index -> batch of global arrays, of which each process builds its own rows."""
+    pinned = run["cfg"].overfit_batch and source is run["train"]
+    shardings = {name: x.sharding for name, x in run["batch"].items()}
+    first = next(iter(run["batch"].values()))
+    rows = data.local_rows(first.sharding, first.shape)
+    return lambda index: data.to_device(
+        source["batch"](0 if pinned else index, rows), shardings, run["cfg"].batch_size)
 
 
 def call(hooks, event, value):
@@ -402,7 +354,15 @@ def call(hooks, event, value):
     return value
 
 
-# ---- optional
+def sample_texts(run, params, step):
+    key = jax.random.fold_in(jax.random.key(run["cfg"].seed), step)
+    with jax.set_mesh(run["mesh"]):
+        return run["task"]["preview"](params, run["cfg"], key)
+
+
+def scalars(means):
+    return {name: float(x) for name, x in means.items() if np.ndim(x) == 0}
+
 
 def say(*words):
     """Print on process 0, above the progress bar if there is one."""
@@ -428,9 +388,8 @@ def jsonl(cfg):
         if event == "start":
             kept = [old for old in read_log(path.parent)
                     if old["step"] <= row["step"] and old["event"] not in ("stop", "end")]
-            fresh = path.with_suffix(".tmp")
-            fresh.write_text("".join(json.dumps(old) + "\n" for old in kept))
-            fresh.replace(path)
+            path.with_suffix(".tmp").write_text("".join(json.dumps(old) + "\n" for old in kept))
+            path.with_suffix(".tmp").replace(path)
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             file.write(json.dumps({"event": event} | row) + "\n")
@@ -443,9 +402,8 @@ def read_log(out_dir):
     path, rows = Path(out_dir) / "metrics.jsonl", []
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            rows += [row] if isinstance(row, dict) and {"event", "step"} <= set(row) else []
-    return rows
+            rows.append(json.loads(line))
+    return [row for row in rows if "step" in row]  # "error" has none
 
 
 # How the screen shows a value, where a row has it.
@@ -465,10 +423,9 @@ def screen(cfg):
         nonlocal bar, unit
         at = f"step {row.get('step', 0):>6}"
         if event == "start":
-            unit = row["unit"]
+            unit, total = row["unit"], row["memory_bytes_per_device"]["total"] / 2**20
             if not steplib.peaks(jax.devices()[0].device_kind)[0]:
                 say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
-            total = row["memory_bytes_per_device"]["total"] / 2**20
             say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
                 f"{row['origin']}, at step {row['step']}")
             bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
@@ -511,21 +468,19 @@ def tracing(cfg):
     (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; memory once more on a failure.
     """
     (first, last), folder = config.profile_span(cfg), Path(cfg.out_dir) / "profile"
-    running, step = False, 0
+    traced = 0  # the newest update in the trace that runs
 
     def observe(event, row):
-        nonlocal running, step
-        if event == "dispatch":
-            step = row["step"]
-            if first <= step <= last and not running:
-                running = True
+        nonlocal traced
+        if event == "dispatch" and first <= row["step"] <= last:
+            if not traced:
                 jax.profiler.start_trace(folder)
-        ends = event in ("stop", "error") or (event == "step" and row["step"] >= last)
-        if running and ends:
-            running = False
+            traced = row["step"]
+        if traced and (event in ("stop", "error") or (event == "step" and row["step"] >= last)):
             jax.profiler.stop_trace()
-            jax.profiler.save_device_memory_profile(folder / f"memory_{min(step, last)}.prof")
-            say(f"traced updates {first} to {min(step, last)} into {folder}")
+            jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
+            say(f"traced updates {first} to {traced} into {folder}")
+            traced = 0
         if event == "error":
             folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
@@ -540,23 +495,19 @@ def plot(cfg):
     def observe(event, row):
         if event != "end" or not importlib.util.find_spec("matplotlib"):
             return
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        rows = read_log(cfg.out_dir)
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        from matplotlib.figure import Figure
+        figure, rows = Figure(figsize=(8, 4.5), layout="constrained"), read_log(cfg.out_dir)
+        axes = figure.subplots()
         for event, key, label, style in (("log", "loss", "training", "-"),
                                          ("eval", "val_loss", "held-out", "o-")):
             points = [(r["step"], r[key]) for r in rows if r["event"] == event and key in r]
             if points:
-                axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1,
-                          markersize=4)
+                axes.plot(*zip(*points), style, label=label, linewidth=1, markersize=4)
         axes.set(xlabel="step (optimizer updates)", ylabel="loss (nats)", title=str(cfg.out_dir))
         axes.grid(alpha=0.3)
         if axes.has_data():
             axes.legend()
             figure.savefig(Path(cfg.out_dir) / "plot.png", dpi=120)
-        plt.close(figure)
 
     return observe
 
@@ -568,50 +519,57 @@ OBSERVERS = (jsonl, tracing, plot, screen)
 
 def headline(run):
     """What would run, and on what."""
-    cfg, mesh, task = run["cfg"], run["mesh"], run["task"]
+    cfg, mesh, task, (unit, size) = run["cfg"], run["mesh"], run["task"], run["task"]["unit"]
     sizes = [(math.prod(row["shape"]), row.get("trained", True)) for row in run["table"].values()]
     n_params, n_trained = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
     trained = f" ({n_trained / 1e6:,.2f}M trained)" if n_trained < n_params else ""
+    axes = " ".join(f"{a}={n}" for a, n in mesh.shape.items())
+    about = [cfg.dtype, task["about"](cfg), f"{size(cfg):,} {unit}s an update"]
     return (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x "
-            f"{mesh.devices.flat[0].device_kind}, mesh "
-            + " ".join(f"{a}={n}" for a, n in mesh.shape.items()) + "\n"
-            + ", ".join(filter(None, [
-                cfg.dtype, task["about"](cfg),
-                f"{task['unit'][1](cfg):,} {task['unit'][0]}s an update"])))
+            f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
 
 
-def describe(run):
-    """The start event, less step and identity: what runs, and on what."""
+def describe(run, meta):
+    """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint it
+    goes on from, or {}.
+    """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
+    packages = "jax jaxlib numpy optax tensorstore".split()
+    versions = {name: importlib.metadata.version(name) for name in packages}
     row = {"devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
            "processes": jax.process_count(), "dtype": cfg.dtype, "attention": cfg.attention,
            "n_params": sum(math.prod(row["shape"]) for row in run["table"].values()),
            "unit": unit, f"{unit}s_per_step": size(cfg),
-           "memory_bytes_per_device": run["programs"]["memory"]}
+           "memory_bytes_per_device": run["programs"]["memory"],
+           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
+           "run_id": meta.get("run_id", os.urandom(4).hex()),
+           "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
         flops, _, formula = run["task"]["flops"](cfg)
         row |= {f"flops_per_{unit}": flops, "flops_formula": formula}
     return row
 
 
-def flops_report(run, per_s):
-    """{"model_tflops_per_device", "mfu", "hfu"} at this many units per second: shares of the peak
-    in [0, 1], None where it is not known; hfu counts what remat recomputes.
+def rates(run, step, clock):
+    """What a log row says of progress, speed and memory. mfu and hfu are shares of the peak in
+    [0, 1], None where it is not known; hfu counts what remat recomputes.
     """
-    if not run["task"]["flops"]:
-        return {}
-    peak = steplib.peaks(jax.devices()[0].device_kind)[0]
-    flops, recomputed, _ = run["task"]["flops"](run["cfg"])
-    scale = per_s / jax.device_count() / 1e12
-    return {"model_tflops_per_device": flops * scale, "mfu": peak and flops * scale / peak,
-            "hfu": peak and (flops + recomputed) * scale / peak}
-
-
-def memory_peak_bytes():
-    """The most that a device of this process held, or on a CPU the process itself."""
-    stats = jax.local_devices()[0].memory_stats()
-    return (stats["peak_bytes_in_use"] if stats
-            else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    cfg, train, (unit, size), n = run["cfg"], run["train"], run["task"]["unit"], clock["n"]
+    per_s = n * size(cfg) / clock["step_s"]
+    memory = jax.local_devices()[0].memory_stats()  # None on a CPU: then what the process held
+    row = {f"{unit}s": step * size(cfg), f"{unit}s_per_s": per_s,
+           "epoch": step * cfg.batch_size / train["n"], "step_s": clock["step_s"] / n,
+           "data_wait_s": clock["wait_s"] / n,
+           "goodput": clock["all_s"] / (clock["at"] - clock["from"]),
+           "memory_peak_bytes": memory["peak_bytes_in_use"] if memory else
+           1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    if run["task"]["flops"]:
+        peak = steplib.peaks(jax.devices()[0].device_kind)[0]
+        flops, recomputed, _ = run["task"]["flops"](cfg)
+        scale = per_s / jax.device_count() / 1e12
+        row |= {"model_tflops_per_device": flops * scale, "mfu": peak and flops * scale / peak,
+                "hfu": peak and (flops + recomputed) * scale / peak}
+    return row
 
 
 # Before the first step.
@@ -640,42 +598,56 @@ def keep_programs(cfg):
             raise ValueError(f"{fault}; choose another, or '' for none") from None
         say(f"{fault}; compiled programs are not kept between runs")
         folder = ""
-    if folder != (jax.config.jax_compilation_cache_dir or ""):
-        compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
+    compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-@contextlib.contextmanager
 def lock_out_dir(cfg):
-    """out_dir for this run alone, fit to write to. Raises ValueError when it is not, or when
-    cfg.resume says that its run must not be touched.
+    """Make out_dir fit to write to; what to hold open so that no other run writes to it."""
+    where, out, lock = f"out_dir {cfg.out_dir!r}", Path(cfg.out_dir), contextlib.nullcontext()
+    if not is_main():
+        return lock
+    try:
+        (out / "ckpt").mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")  # noqa: SIM115 closed by the caller
+        # The system releases it when the process ends, however that is.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{where}: another run is writing to it; choose another") from None
+    except OSError as e:
+        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another") from None
+        say(f"{where}: its file system has no locks ({e.strerror}); no other run may write to it")
+    ckpt.clean(out / "ckpt", say)
+    return lock
+
+
+def find_start(cfg):
+    """(step, meta) of the checkpoint in out_dir that the run goes on from; (None, {}) for none.
+
+    Raises ValueError when cfg.resume says that there must be one, or must not.
     """
+    root = Path(cfg.out_dir) / "ckpt"
+    saved, meta = (None, {}) if cfg.resume == "overwrite" else ckpt.newest_meta(root)
+    if cfg.resume == "never" and meta:
+        raise ValueError(f"resume never: {cfg.out_dir} holds a run at step {saved}; choose another "
+                         "--out_dir, or delete it with --resume overwrite")
+    if cfg.resume == "must" and not meta:
+        raise ValueError(f"resume must: {cfg.out_dir} holds no checkpoint; is --out_dir right?")
+    return saved, meta
+
+
+def begin_out_dir(cfg):
+    """Delete the run to overwrite, now that nothing else can go wrong; write config.json."""
+    if not is_main():
+        return
     out = Path(cfg.out_dir)
-    with contextlib.ExitStack() as held:
-        if is_main():
-            try:
-                (out / "ckpt").mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context(open(out / ".lock", "w"))
-                # The system releases it when the process ends, however that is.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"out_dir {cfg.out_dir!r}: another run is writing to it; choose "
-                                 "another, or end that one") from None
-            except OSError as e:
-                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise ValueError(f"out_dir {cfg.out_dir!r}: cannot be written: {e.strerror}; "
-                                     "choose another") from None
-                say(f"out_dir {cfg.out_dir!r}: its file system has no locks ({e.strerror}); make "
-                    "sure that no other run writes to it")
-            ckpt.clean(out / "ckpt", say)
-        found = ckpt.steps(out / "ckpt")
-        if cfg.resume == "never" and found:
-            raise ValueError(f"resume never: {out} holds a run at step {found[-1]}; choose another "
-                             "--out_dir, or delete it with --resume overwrite")
-        if cfg.resume == "must" and not found:
-            raise ValueError(f"resume must: {out} holds no checkpoint; is --out_dir right?")
-        yield
+    if cfg.resume == "overwrite":
+        shutil.rmtree(out / "ckpt")
+        for name in ("metrics.jsonl", "plot.png"):
+            (out / name).unlink(missing_ok=True)
+    (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
 
 
 def choose_start(run, state, params, saved, meta):
@@ -694,7 +666,11 @@ def choose_start(run, state, params, saved, meta):
     if params is not None:
         return "the given parameters", lambda programs: programs["from_params"](key, params)
     if meta:
-        check_same_run(run, meta)
+        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
+        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
+        if then != now and "data" not in cfg.allow_change:
+            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
+                             "now; bring it back, or go on with --allow_change data")
         return "its own checkpoint", lambda programs: load_checkpoint(
             cfg.out_dir, programs["state"], set_aside=True)[1]
     names = names_of_init_from(run)
@@ -708,32 +684,22 @@ def choose_start(run, state, params, saved, meta):
     return f"the parameters of {cfg.init_from}", from_other
 
 
-def check_same_run(run, meta):
-    """Raise ValueError when the checkpoint of `meta` is of another config or other data."""
-    cfg, then, now = run["cfg"], meta["data"]["fingerprint"], run["train"]["fingerprint"]
-    config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
-    if then != now and "data" not in cfg.allow_change:
-        raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} now; "
-                         "bring it back, or go on with --allow_change data")
-
-
 def names_of_init_from(run):
     """Names of the parameters to load from cfg.init_from.
 
     Raises ValueError when it holds no checkpoint, or its model is another one.
     """
-    cfg, root = run["cfg"], Path(run["cfg"].init_from) / "ckpt"
-    if cfg.init_from and not ckpt.steps(root):
-        raise ValueError(f"init_from {cfg.init_from!r}: holds no checkpoint; name another run's "
-                         "--out_dir")
-    meta = ckpt.newest_meta(root)[1] if cfg.init_from else {"arrays": {}, "config": {}}
-    saved = {name.removeprefix("params/") for name in meta["arrays"] if name.startswith("params/")}
+    cfg = run["cfg"]
+    meta = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")[1] if cfg.init_from else {}
+    if cfg.init_from and not meta:
+        raise ValueError(f"init_from {cfg.init_from!r}: holds no checkpoint; is it an --out_dir?")
+    then, arrays = meta.get("config", {}), meta.get("arrays", ())
+    saved = {name.removeprefix("params/") for name in arrays if name.startswith("params/")}
     names = run["task"]["init_names"](cfg, run["table"], saved)
     faults = [f"{name} there is no parameter of this model" for name in sorted(saved - names)]
-    faults += [f"{name} is {meta['config'][name]!r} there, {getattr(cfg, name)!r} here (on purpose:"
-               f" --allow_change {name})" for name in config.FORWARD
-               if meta["config"].get(name, getattr(cfg, name)) != getattr(cfg, name)
-               and name not in cfg.allow_change]
+    faults += [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
+               f"--allow_change {name})" for name in config.FORWARD if name not in cfg.allow_change
+               and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]
     config.raise_all(faults, f"init_from {cfg.init_from!r} is another model")
     return names
 
@@ -743,8 +709,7 @@ def load_checkpoint(out_dir, like, set_aside=False):
     try:
         return ckpt.restore_newest(Path(out_dir) / "ckpt", like, say, set_aside)
     except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json, or name another "
-                         "folder") from None
+        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
 
 
 def is_finished(cfg, step):
@@ -775,7 +740,7 @@ def estimate(run):
     """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
     device by kind, "compiled", "compile_s"}, or "fault" in words.
     """
-    cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "fits": False, "memory": {}}
+    cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}}
     if run["task"]["flops"]:
         flops, recomputed, formula = run["task"]["flops"](cfg)
         n = run["task"]["unit"][1](cfg) / mesh.size
@@ -789,8 +754,8 @@ def estimate(run):
             cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
             steplib.check_fits(cost["memory"], mesh)
     except ValueError as e:
-        return cost | {"fault": str(e)}
-    return cost | {"fits": True}
+        cost["fault"] = str(e)
+    return cost | {"fits": "fault" not in cost}
 
 
 def show_estimate(run, cost):
@@ -822,16 +787,14 @@ def run_saved(cfg, task=TEXT):
     """Evaluate or sample the newest checkpoint of cfg.out_dir, as cfg.mode says; the summary."""
     root = Path(cfg.out_dir) / "ckpt"
     if not ckpt.steps(root):
-        raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; train first, or set "
-                         "--out_dir")
+        raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; is --out_dir right?")
     run = prepare(cfg, task)
     cfg, task = run["cfg"], run["task"]
     like, lowered, _ = steplib.lower_steps(*program_parts(run))
     if cfg.mode == "eval":
         run |= {"train": None} | task["open"](cfg, ("val",))
         if not run["val"]:
-            raise ValueError(f"mode eval: val_frac {cfg.val_frac} holds nothing out; give "
-                             "--val_data")
+            raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
         eval_step = lowered["eval_step"]().compile()
     elif not task["preview"]:
         raise ValueError("mode sample: this task has no preview")
@@ -841,8 +804,7 @@ def run_saved(cfg, task=TEXT):
         summary |= evaluate(run, eval_step, loaded["params"])
         say(json.dumps(summary))
     else:
-        with jax.set_mesh(run["mesh"]):
-            summary["texts"] = task["preview"](loaded["params"], cfg, sample_key(cfg, 0))
+        summary["texts"] = sample_texts(run, loaded["params"], 0)
         show_texts(summary["texts"])
     return summary
 
@@ -859,11 +821,11 @@ def catch_signals(names=("SIGINT", "SIGTERM")):
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def watch():
-        while number := ours.recv(1):
+        while number := os.read(reader, 1):
             name = signal.Signals(number[0]).name
             if name not in names:
                 continue
@@ -871,10 +833,10 @@ def catch_signals(names=("SIGINT", "SIGTERM")):
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
             caught.append(name)
-            os.write(2, f"\n{name}: finishing the step and saving; once more ends at once\n"
-                     .encode())
+            os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n".encode())
+        os.close(reader)
 
-    old_fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     old = {n: signal.signal(getattr(signal, n), lambda *_: None) for n in names}
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -883,7 +845,12 @@ def catch_signals(names=("SIGINT", "SIGTERM")):
         signal.set_wakeup_fd(old_fd)
         for n, handler in old.items():
             signal.signal(getattr(signal, n), handler)
-        theirs.close()
+        os.close(writer)
+
+
+def interrupted(signals):
+    """Whether to save and leave out what else is due. Several processes must first agree on it."""
+    return jax.process_count() == 1 and bool(signals)
 
 
 def agreed_signal(cfg, step, signals):
@@ -922,9 +889,8 @@ def raised_by_us(error):
     trace = error.__traceback__
     while trace.tb_next:
         trace = trace.tb_next
-    code, here = trace.tb_frame.f_code, Path(__file__).resolve().parent
-    ours = {here / f"{name}.py" for name in "train config model step data ckpt".split()}
-    return (Path(code.co_filename).resolve() in ours
+    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
+    return (module in (__name__, *"config model step data ckpt".split())
             and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS")
 
 

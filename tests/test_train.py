@@ -487,7 +487,8 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
     """Between save points exactly one step is in flight when metrics are read, and nothing is
     transferred unasked.
 
-    Break: train.py: previous = step, metrics, waited_s => report((step, metrics, waited_s))
+    Break: train.py: previous = step, metrics, waited_s =>
+    report(run, (step, metrics, waited_s), clock)
     """
     dispatched, lags = [0], []
 
@@ -534,7 +535,7 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
     """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
     in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
 
-    Break: train.py: if first <= step <= last and not running: => if step == last and not running:
+    Break: train.py: and first <= row["step"] <= last: => and row["step"] == last:
     """
     train.main(tiny(steps=8, profile="3:5", eval_every=0, save_every=0))
     folder = Path(tiny().out_dir) / "profile"
@@ -622,7 +623,7 @@ def test_resume_never_and_must_and_overwrite(tiny):
     """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
     afresh.
 
-    Break: train.py: if cfg.resume == "never" and found => if cfg.resume == "never" and not found
+    Break: train.py: if cfg.resume == "never" and meta => if cfg.resume == "never" and not meta
     """
     with pytest.raises(ValueError, match="resume must: .* holds no checkpoint"):
         train.main(tiny(resume="must"))
@@ -640,7 +641,7 @@ def test_overwrite_deletes_nothing_before_it_can_start(tiny):
     overwritten.
 
     Break: train.py: state = call(hooks, "load", first_state(programs)) =>
-    shutil.rmtree(out / "ckpt"); state = call(hooks, "load", first_state(programs))
+    shutil.rmtree(cfg.out_dir + "/ckpt"); state = call(hooks, "load", first_state(programs))
     """
     def fail(event, value):
         if event == "load":
