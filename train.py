@@ -30,6 +30,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
+# at each step took from a third to two thirds of its time.
+with contextlib.suppress(OSError, AttributeError):  # another C library
+    # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
+    for option, value in ((-8, 1), (-4, 0), (-1, -1), (-2, 2**28)):
+        ctypes.CDLL(None).mallopt(option, value)
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -314,13 +321,6 @@ def preview(run, params, step):
 
 
 # ---- optional
-
-# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
-# at each step took from a third to two thirds of its time.
-with contextlib.suppress(OSError, AttributeError):  # another C library
-    # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
-    for option, value in ((-8, 1), (-4, 0), (-1, -1), (-2, 2**28)):
-        ctypes.CDLL(None).mallopt(option, value)
 
 OPTIONAL = {
     "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
