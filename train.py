@@ -56,7 +56,7 @@ def resolve_text(cfg, platform):
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
     "init": model.init,  # (key, cfg) -> {name: array}
-    "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}) of "objective" ...
+    "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}): "objective" ...
     "batch": model.batch_shapes,  # cfg -> {name: (shape, dtype, partition spec)} of a batch
     # (cfg, parts) -> {"train", "val": {"n" examples, "batch": (index, rows) -> {name: rows},
     # "fingerprint" text}}
