@@ -63,7 +63,7 @@ def resolve_text(cfg, platform):
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
     "init": model.init,  # (key, cfg) -> {name: array}
-    "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}) of "objective", …
+    "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}): "objective" ...
     "batch": model.batch_shapes,  # cfg -> {name: (shape, dtype, partition spec)} of a batch
     # (cfg, parts) -> {"train", "val": {"n" examples, "batch": (index, rows) -> {name: rows},
     # "fingerprint" text}}
@@ -292,7 +292,7 @@ def save_state(run, state, step, saving):
 
 
 def evaluate(run, eval_step, params, signals=()):
-    """{"val_…"}: the mean over the held-out set of each sum that the loss gives, and the task's own
+    """{"val_*"}: the mean over the held-out set of each sum that the loss gives and the task's own
     metrics; {} when interrupted.
     """
     cfg, val, began = run["cfg"], run["val"], time.perf_counter()
