@@ -589,7 +589,7 @@ def keep_programs(cfg):
     """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
     a notice.
     """
-    folder = os.path.expanduser(cfg.cache_dir)
+    folder = cfg.cache_dir and os.path.abspath(os.path.expanduser(cfg.cache_dir))
     try:
         folder and os.makedirs(folder, exist_ok=True)
     except OSError as e:

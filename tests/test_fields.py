@@ -190,7 +190,8 @@ def randomness(cfg):
     _, first_state = train.choose_start(run, None, None, None, {})
     key = first_state({"init": jax.random.key_data})
     first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
-    sample = jax.random.key_data(train.sample_key(cfg, 3))
+    preview = {"preview": lambda params, cfg, key: jax.random.key_data(key)}
+    sample = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": preview}, None, 3)
     return [key.tolist(), sample.tolist(), first.tolist()]
 
 

@@ -393,7 +393,8 @@ def test_patterns_without_a_match_are_errors(change, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
+@pytest.mark.parametrize("change", [
+    {}, pytest.param(dict(sliding_window=3, logit_tiles=3), marks=pytest.mark.slow)])
 def test_packed_rows_equal_documents_alone(change):
     """Loss sums and gradients of documents packed into rows are the sums over each alone: to 1e-5
     of the largest (float32), and not those of rows without segments.
@@ -551,6 +552,7 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
     np.testing.assert_array_equal(got, text[:, 4:])
 
 
+@pytest.mark.slow
 def test_ragged_prompts_generate_as_alone():
     """Prompts of 1, 4 and 6 tokens continue in a batch, over any padding, exactly as each does
     alone.

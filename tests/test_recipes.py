@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import ckpt
 import train
@@ -33,6 +34,7 @@ def kill_at(step):
     return hook
 
 
+@pytest.mark.slow
 def test_digits(tmp_path, cache_dir):
     """An image classifier over 8 devices learns to above 95% held-out accuracy; killed in the
     middle and started again, it ends equal to the bit to one that never was.

@@ -447,8 +447,9 @@ def test_every_mesh_gives_the_same_gradients(sizes):
                                    atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("sizes", [dict(dp=8, fsdp=1),
-                                   dict(fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4)])
+@pytest.mark.parametrize("sizes", [
+    pytest.param(dict(dp=8, fsdp=1), marks=pytest.mark.slow),
+    dict(fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4)])
 def test_a_mesh_gives_the_same_updates(sizes, one_device):
     """Two updates over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
 
@@ -460,6 +461,7 @@ def test_a_mesh_gives_the_same_updates(sizes, one_device):
         assert got == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(fsdp=1, tp=2, sp=4)])
 def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
     """2 kv heads for 8 query heads, spread over tp 2 x sp 4: the metrics of one device, to 1e-5

@@ -720,10 +720,12 @@ def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
 @pytest.mark.parametrize("before, after, words", [
     ({}, dict(n_heads=8, n_kv_heads=2, head_dim=4, qk_norm=False), ["n_heads is 4 there, 8 here",
      "head_dim is 8 there, 4 here", "layers.q_norm there is no parameter", "qk_norm is True"]),
-    (dict(tie_embeddings=False), {}, ["unembed there is no parameter", "tie_embeddings is False"]),
-    (dict(qkv_bias=True), {}, ["layers.bq there is no parameter"]),
-    (dict(rope_theta=5e5, norm_eps=1e-5), {}, ["rope_theta is 500000.0 there, 10000.0 here",
-                                               "norm_eps is 1e-05 there"]),
+    pytest.param(dict(tie_embeddings=False, qkv_bias=True), {}, [
+        "unembed there is no parameter", "tie_embeddings is False", "layers.bq there is no"],
+                 marks=pytest.mark.slow),
+    pytest.param(dict(rope_theta=5e5, norm_eps=1e-5), {}, [
+        "rope_theta is 500000.0 there, 10000.0 here", "norm_eps is 1e-05 there"],
+                 marks=pytest.mark.slow),
 ])
 def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, words):
     """init_from with fitting shapes but another architecture lists what differs; a difference of
@@ -742,6 +744,7 @@ def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, 
         train.main(dataclasses.replace(cfg, allow_change=("rope_theta", "norm_eps")))
 
 
+@pytest.mark.slow
 def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
     """The mesh that a checkpoint was saved on is in its meta.json.
 
