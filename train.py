@@ -89,7 +89,7 @@ def prepare(cfg, task=TEXT, devices=None):
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
-    task = OPTIONAL | task
+    task = TASK_DEFAULTS | task
     if not devices:
         devices = steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for else jax.devices()
     keep_programs(cfg)
@@ -322,7 +322,7 @@ def preview(run, params, step):
 
 # ---- optional
 
-OPTIONAL = {
+TASK_DEFAULTS = {
     "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
     "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
     "metrics": lambda means, source: {}, "preview": None,
@@ -447,9 +447,11 @@ def screen(cfg):
         elif event in ("end", "error"):
             bar.close()
         if event == "end":
-            say(f"done: {row['reason']}; step {row['step']}, "
-                f"{in_words(row, 'val_loss val_bits_per_byte')}, training "
-                f"{in_words(row, 'loss')}, {row['wall_s']:.0f} s, saved in {cfg.out_dir}/ckpt")
+            words = [in_words(row, name) for name in ("val_loss", "val_bits_per_byte")]
+            words += [f"training {in_words(row, 'loss')}"] if "loss" in row else []
+            words = ", ".join([f"step {row['step']}", *filter(None, words)])
+            say(f"done: {row['reason']}; {words}, {row['wall_s']:.0f} s, saved in "
+                f"{cfg.out_dir}/ckpt")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
                 say("the same command goes on from here")
 

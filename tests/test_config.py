@@ -94,6 +94,8 @@ def test_load_unknown_preset():
         config.load("gpt2-124")
     with pytest.raises(ValueError, match="legal: debug, gpt2-124m, llama-8b, llama-70b"):
         config.load("zzzzzz")
+    with pytest.raises(ValueError, match="config 'a=b'"):
+        config.parse(["--config=a=b"])
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -349,6 +351,25 @@ def test_presets(name):
                 "qwen3-30b-a3b": (30.53e9, 0.01), "mixtral-8x7b": (46.7e9, 0.01)}
     wanted, within = promised.get(name, (n, 0))
     assert abs(n - wanted) <= within * wanted
+
+
+@pytest.mark.parametrize("name, theta, eps, vocab, tied, qk_norm, length", [
+    ("llama-8b", 5e5, 1e-5, 128256, False, False, 8192),
+    ("llama-405b", 5e5, 1e-5, 128256, False, False, 8192),
+    ("mixtral-8x7b", 1e6, 1e-5, 32000, False, False, 4096),
+    ("qwen3-0.6b", 1e6, 1e-6, 151936, True, True, 4096),
+    ("qwen3-30b-a3b", 1e6, 1e-6, 151936, False, True, 4096),
+    ("gpt2-124m", 1e4, 1e-6, 50304, True, True, 1024),
+])
+def test_presets_are_as_published(name, theta, eps, vocab, tied, qk_norm, length):
+    """Rotary base, epsilon of the norms, vocabulary, tied or not, norms of heads, and a length; of
+    Llama, Mixtral and Qwen3 as their config.json on the hub has them, of GPT-2 our own choices.
+
+    Break: config.py: rope_theta=500000.0 => rope_theta=10000.0
+    """
+    cfg = config.load(name)
+    assert (cfg.rope_theta, cfg.norm_eps, cfg.vocab_size) == (theta, eps, vocab)
+    assert (cfg.tie_embeddings, cfg.qk_norm, cfg.seq_len) == (tied, qk_norm, length)
 
 
 def test_resuming_under_another_config():
