@@ -65,8 +65,9 @@ TEXT = {
     "init": model.init,  # (key, cfg) -> {name: array}
     "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}): "objective" ...
     "batch": model.batch_shapes,  # cfg -> {name: (shape, dtype, partition spec)} of a batch
-    # (cfg, parts) -> {"train", "val": {"n" examples, "batch": (index, rows) -> {name: rows},
-    # "fingerprint" text}}
+    # (cfg, parts) -> {"train": source, "val": source or None}; a source is {"n": examples, "batch":
+    # (step, rows) -> {name: array of these rows of the batch}, "fingerprint": text that must not
+    # change when a run resumes}
     "open": data.open_text,
     # From here on a task may leave out what it has not.
     "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
@@ -81,6 +82,12 @@ TEXT = {
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
 }
+TASK_DEFAULTS = {
+    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
+    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
+    "metrics": lambda means, source: {}, "preview": None,
+    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
+    "about": lambda cfg: ""}
 
 
 def prepare(cfg, task=TEXT, devices=None):
@@ -89,6 +96,9 @@ def prepare(cfg, task=TEXT, devices=None):
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
+    faults = [f"unknown key {key!r}" for key in task if key not in TEXT]
+    faults += [f"no {key!r}" for key in TEXT if key not in TASK_DEFAULTS | task]
+    config.raise_all(faults, "task")
     task = TASK_DEFAULTS | task
     if not devices:
         devices = steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for else jax.devices()
@@ -134,8 +144,11 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         with lock_out_dir(run["cfg"]):
             observers = [make(run["cfg"]) for make in OBSERVERS] if is_main() else []
             try:
-                run, state, done = start_run(run, hooks, observers, state, params)
-                return train(run, state, done, signals, began) if run else done
+                started = start_run(run, hooks, observers, state, params)
+                if not started:
+                    return {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), "exit_code": 0,
+                            "reason": "finished before"}
+                return train(*started, signals, began)
             except BaseException as e:
                 call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
@@ -143,7 +156,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
 
 def start_run(run, hooks, observers, state, params):
     """Data, compilation, first state, log: (run with all that is fixed while it lasts, state,
-    {event: step} of what was done at its step). Nothing left to do: (None, None, the summary).
+    {event: step} of what was done at its step), or None when nothing is left to do.
     """
     cfg, task = run["cfg"], run["task"]
     sources = task["open"](cfg, ("train", "val"))
@@ -154,7 +167,7 @@ def start_run(run, hooks, observers, state, params):
     saved, meta = find_start(cfg)
     origin, first_state = choose_start(run, state, params, saved, meta)
     if meta and is_finished(cfg, saved):
-        return None, None, {"step": saved, "reason": "finished before", "exit_code": 0}
+        return None
     say(f"{headline(run)}\ncompiling the update for {cfg.steps} steps ...")
     began = time.perf_counter()
     with explain_memory(run):
@@ -175,6 +188,40 @@ def start_run(run, hooks, observers, state, params):
     run["meta"] = describe(run, meta)
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
     return run, state, done | ({"save": step} if meta else {})
+
+
+def choose_start(run, state, params, saved, meta):
+    """(origin in words, programs -> first state): given state, given parameters, own checkpoint
+    `saved` of `meta`, init_from, fresh; the first that there is.
+
+    Raises ValueError when a checkpoint is of another config, other data or another model.
+    """
+    cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
+    if meta and (state is not None or params is not None):
+        raise ValueError(f"out_dir {cfg.out_dir!r}: holds a run at step {saved}, and a state or "
+                         "parameters to start from were given; choose another, or resume overwrite")
+    if state is not None:
+        return "the given state", lambda programs: jax.device_put(
+            state, jax.tree.map(lambda x: x.sharding, programs["state"]))
+    if params is not None:
+        return "the given parameters", lambda programs: programs["from_params"](key, params)
+    if meta:
+        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
+        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
+        if then != now and "data" not in cfg.allow_change:
+            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
+                             "now; bring it back, or go on with --allow_change data")
+        return "its own checkpoint", lambda programs: load_checkpoint(
+            cfg.out_dir, programs["state"], set_aside=True)[1]
+    names = names_of_init_from(run)
+    if not cfg.init_from:
+        return "a fresh initialization", lambda programs: programs["init"](key)
+
+    def from_other(programs):
+        like = {"params": {name: programs["state"]["params"][name] for name in names}}
+        return programs["from_params"](key, load_checkpoint(cfg.init_from, like)[1]["params"])
+
+    return f"the parameters of {cfg.init_from}", from_other
 
 
 def train(run, state, done, signals, began):
@@ -206,7 +253,7 @@ def train(run, state, done, signals, began):
         batch, waited_s = next(batches)
         batch = call(run["hooks"], "data", batch)
         emit("dispatch", {"step": step + 1})
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
             state, metrics = programs["train_step"](state, batch)
         step += 1
         state = call(run["hooks"], "state", state)
@@ -250,8 +297,9 @@ def why_stop(cfg, step, signal_name, latest):
 
 
 def report(run, previous, clock):
-    """Wait for a step's metrics and emit them, at a log point with `rates`; what why_stop and end
-    need. clock: seconds since the last log, without saves, evaluations and samples.
+    """Wait for the metrics of the step before and emit "step", at a log point also "log". Returns
+    what why_stop and the summary read: loss, finite, stop. clock: running sums of seconds, without
+    saves, evaluations and samples.
     """
     if previous is None:
         return {}
@@ -320,22 +368,6 @@ def preview(run, params, step):
         run["emit"]("sample", row)
 
 
-# ---- optional
-
-TASK_DEFAULTS = {
-    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
-    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
-    "metrics": lambda means, source: {}, "preview": None,
-    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
-    "about": lambda cfg: ""}
-
-
-def program_parts(run):
-    """The arguments of lower_steps and compile_steps."""
-    task = run["task"]
-    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
-
-
 def make_batch_at(run, source):
     """index -> batch of global arrays, of which each process builds its own rows."""
     pinned = run["cfg"].overfit_batch and source is run["train"]
@@ -352,6 +384,14 @@ def call(hooks, event, value):
         new = hook(event, value)
         value = value if new is None else new
     return value
+
+
+# ---- optional
+
+def program_parts(run):
+    """The arguments of lower_steps and compile_steps."""
+    task = run["task"]
+    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
 
 
 def sample_texts(run, params, step):
@@ -424,7 +464,8 @@ def screen(cfg):
         at = f"step {row.get('step', 0):>6}"
         if event == "start":
             unit, total = row["unit"], row["memory_bytes_per_device"]["total"] / 2**20
-            if not steplib.peaks(jax.devices()[0].device_kind)[0]:
+            known = steplib.peaks(jax.devices()[0].device_kind)[0]
+            if "flops_formula" in row and not known and jax.devices()[0].platform != "cpu":
                 say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
             say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
                 f"{row['origin']}, at step {row['step']}")
@@ -453,7 +494,8 @@ def screen(cfg):
             say(f"done: {row['reason']}; {words}, {row['wall_s']:.0f} s, saved in "
                 f"{cfg.out_dir}/ckpt")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
-                say("the same command goes on from here")
+                flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
+                say(f"the same command{flag} goes on from here")
 
     return observe
 
@@ -652,40 +694,6 @@ def begin_out_dir(cfg):
     (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
 
 
-def choose_start(run, state, params, saved, meta):
-    """(origin in words, programs -> first state): given state, given parameters, own checkpoint
-    `saved` of `meta`, init_from, fresh; the first that there is.
-
-    Raises ValueError when a checkpoint is of another config, other data or another model.
-    """
-    cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
-    if meta and (state is not None or params is not None):
-        raise ValueError(f"out_dir {cfg.out_dir!r}: holds a run at step {saved}, and a state or "
-                         "parameters to start from were given; choose another, or resume overwrite")
-    if state is not None:
-        return "the given state", lambda programs: jax.device_put(
-            state, jax.tree.map(lambda x: x.sharding, programs["state"]))
-    if params is not None:
-        return "the given parameters", lambda programs: programs["from_params"](key, params)
-    if meta:
-        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
-        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
-        if then != now and "data" not in cfg.allow_change:
-            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
-                             "now; bring it back, or go on with --allow_change data")
-        return "its own checkpoint", lambda programs: load_checkpoint(
-            cfg.out_dir, programs["state"], set_aside=True)[1]
-    names = names_of_init_from(run)
-    if not cfg.init_from:
-        return "a fresh initialization", lambda programs: programs["init"](key)
-
-    def from_other(programs):
-        like = {"params": {name: programs["state"]["params"][name] for name in names}}
-        return programs["from_params"](key, load_checkpoint(cfg.init_from, like)[1]["params"])
-
-    return f"the parameters of {cfg.init_from}", from_other
-
-
 def names_of_init_from(run):
     """Names of the parameters to load from cfg.init_from.
 
@@ -723,8 +731,9 @@ def is_finished(cfg, step):
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    say(f"{cfg.out_dir} is finished, at step {step} of {cfg.steps}. To go further: {further}. To "
-        "start afresh: --resume overwrite, or another --out_dir.")
+    past = f"past --steps {cfg.steps}" if step > cfg.steps else "the last"
+    say(f"{cfg.out_dir} is finished, at step {step}, {past}. To go further: {further}. To start "
+        "afresh: --resume overwrite, or another --out_dir.")
     return True
 
 
