@@ -5,6 +5,8 @@ Owns the layout root/000000100/{array names, meta.json}, the commit, pruning and
 returns a value that was not saved: chunks and meta.json carry checksums, a missing chunk is an
 error. Invariant: a checkpoint exists if and only if its meta.json does; arrays are on disk before
 meta.json is, and the folder gets its name last.
+
+    ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
 import contextlib
 import itertools
@@ -87,7 +89,7 @@ def _write(final, layouts, parts, body, keep, tell):
             write.result()
         if rank:
             marks[rank].touch()
-            _await(partial, lambda: [0] if marks[rank].exists() else [])  # renamed with the folder
+            _await(partial, lambda: [0] if marks[rank].exists() else [])  # gone with the rename
         else:
             _await(partial, lambda: [peer for peer, mark in marks.items() if not mark.exists()])
             _commit(partial, final, body, tell)

@@ -36,13 +36,13 @@ class Config:
     mode: Literal["train", "eval", "sample", "plan"] = "train"  # eval, sample: newest checkpoint
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
-    seed: int = 0  # of initialization, data order and sampling
+    seed: int = 0  # random seed of initialization, data order and sampling
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # out_dir's run, or overwrite it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
     init_from: str = ""  # out_dir of another run whose newest parameters to start from
     plan_for: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: the devices at hand
     hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:log_norms
-    cache_dir: str = "~/.cache/sixfile"  # of compiled programs, kept between runs; empty: none
+    cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
     # ---- data
     data: tuple[str, ...] = ()  # text, .jsonl, .bin or .npy files or globs; none: Python's sources
     val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
@@ -109,7 +109,7 @@ class Config:
     router_z: Amount = 0.001  # weight of the router's z-loss
     loss_norm: LossNorm = "tokens"  # what the loss is averaged over; constant: loss_divisor
     loss_divisor: Amount = 0.0  # divisor of a batch's summed loss, with loss_norm constant
-    nan: Literal["skip", "stop", "raise"] = "stop"  # on a non-finite loss or gradient; no update
+    nan: Literal["skip", "stop", "raise"] = "stop"  # after a non-finite loss; it makes no update
     # ---- mesh
     dp: Axis = 1  # devices that split the batch and the moments (ZeRO-2); -1: all that are left
     fsdp: Axis = -1  # devices that split the batch, the moments and the parameters (ZeRO-3)
@@ -150,7 +150,7 @@ FREE = (*MESH, *"mode config out_dir resume allow_change plan_for hooks cache_di
 # With equal shapes, parameters are still of another model when one of these differs.
 FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
            "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
-# How this process was started: no part of the run that config.json repeats.
+# Fields of this process, not of the run: config.json holds their defaults.
 START = "mode config resume allow_change plan_for coordinator n_processes process_id".split()
 
 
@@ -182,7 +182,7 @@ def parse(argv, kind=Config):
         chosen = str(saved) if saved.is_file() else ""
     default = load(chosen, kind) if chosen else kind()
     return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
-                    prog="train.py", description="Train, evaluate or sample a language model.")
+                    description="Train, evaluate, sample or plan.")
 
 
 def load(name, kind=Config):

@@ -112,16 +112,16 @@ def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=No
 def _windows_at(source, examples, seq_len, vocab_size, end):
     lengths, n_windows = np.array([(len(s), _n_windows(s, seq_len)) for s in source["shards"]]).T
     shard_of = np.searchsorted(np.cumsum(n_windows), examples, side="right")
-    first_labels = (examples - (np.cumsum(n_windows) - n_windows)[shard_of]) * seq_len
-    starts = np.minimum(first_labels, lengths[shard_of] - 1 - seq_len)
+    wanted = (examples - (np.cumsum(n_windows) - n_windows)[shard_of]) * seq_len
+    starts = np.minimum(wanted, lengths[shard_of] - 1 - seq_len)
     windows = np.empty((len(examples), seq_len + 1), np.int32)
     for row, i, start in zip(windows, shard_of.tolist(), starts.tolist()):
         row[:] = source["shards"][i][start : start + seq_len + 1]
     for i in np.unique(shard_of) if vocab_size else ():
         _check_ids(windows[shard_of == i], vocab_size, source["names"][i])
     labels = windows[:, 1:].copy()
-    for row in np.flatnonzero(first_labels - starts):  # labels of the window before
-        labels[row, : first_labels[row] - starts[row]] = IGNORE
+    for row in np.flatnonzero(wanted - starts):  # moved back to fit: the window before has these
+        labels[row, : wanted[row] - starts[row]] = IGNORE
     batch = {"tokens": windows[:, :-1], "labels": labels}
     return batch if end is None else batch | _segments(batch["tokens"], end)
 

@@ -43,8 +43,8 @@ def param_table(cfg):
         return "normal", (2 * L * width) ** -0.5
 
     in_spec, out_spec = P(None, WEIGHT_AXES, "tp"), P(None, "tp", WEIGHT_AXES)
-    experts, over, rest = ((E,), ("ep",), ("fsdp", "sp")) if E else ((), (), WEIGHT_AXES)
-    mlp_in, mlp_out = P(None, *over, rest, "tp"), P(None, *over, "tp", rest)
+    experts, over_ep, others = ((E,), ("ep",), ("fsdp", "sp")) if E else ((), (), WEIGHT_AXES)
+    mlp_in, mlp_out = P(None, *over_ep, others, "tp"), P(None, *over_ep, "tp", others)
     table = {
         "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=fan_in),
         "layers.attn_norm": dict(shape=(L, D), spec=P(), init=ones),
@@ -221,8 +221,7 @@ def _trunk(params, batch, cfg, cache=None):
     params = {k: v if k == "layers.w_router" else v.astype(_dtype(cfg)) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
-    # After the embedding: gathers the table's width over fsdp, so that the look-up moves no
-    # activations but the sum over tp.
+    # Gather the table's width over fsdp before the look-up: only the sum over tp moves activations.
     x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], BATCH_AXES, "sp")
 
     def layer(x_BTD, w_and_cache):
@@ -258,7 +257,8 @@ def forward(params, batch, cfg, cache=None):
 def loss_fn(params, batch, cfg):
     """({name: sum}, {name: count}) over the labelled positions of batch "tokens", "labels" [B, T].
 
-    "objective" is minimized, divided as cfg.loss_norm says, and any other sum may be added to it;
+    "objective" is minimized, divided as cfg.loss_norm says, and other sums may be added to it (a
+    term per token belongs in _loss_sums, where its weights apply);
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie; with experts "balance", "router_z" and
     "dropped".

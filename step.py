@@ -249,8 +249,9 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
 
 
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
-    """Everything that runs on the mesh, from shapes alone: (state: shapes with shardings,
-    {"train_step", "eval_step", "init"}: functions that lower it, from_params: jitted).
+    """Trace everything that runs on the mesh, allocating nothing: (the state as shapes with
+    shardings; {"train_step", "eval_step", "init"}: functions that lower that program; from_params,
+    a jitted (key, params) -> state).
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is given "loss_fn",
     the "optimizer" (optax), and "train_step" (state, batch) -> (state, metrics), and returns what

@@ -154,7 +154,7 @@ def test_every_label_once_an_epoch(seq_len):
     """Over an epoch every token that has one before it in its shard is a label exactly once, by a
     count of our own.
 
-    Break: data.py: labels[row, : first_labels[row] - starts[row]] = IGNORE => pass
+    Break: data.py: labels[row, : wanted[row] - starts[row]] = IGNORE => pass
     """
     source, seen = count_up(), np.zeros(sum(LENGTHS), int)
     for step in range(n := data.n_sequences(source, seq_len)):

@@ -591,7 +591,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     """4 steps, then 8: the second goes on at 4 and the file has each step once; a third says that
     it is finished.
 
-    Break: train.py: {"step": saved, "reason": "finished => {"step": 0, "reason": "finished
+    Break: train.py: {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => {"step": 0,
     """
     train.main(tiny(steps=4, schedule="constant"))
     assert train.main(tiny(steps=8, schedule="constant"))["step"] == 8
@@ -602,7 +602,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     assert train.main(tiny(steps=8, schedule="constant")) == {
         "step": 8, "reason": "finished before", "exit_code": 0}
     said = capsys.readouterr().out
-    assert "is finished, at step 8 of 8. To go further: --steps 16." in said
+    assert "is finished, at step 8, the last. To go further: --steps 16." in said
 
 
 def test_an_epochs_run_goes_further_by_epochs(tiny, capsys):
@@ -704,6 +704,16 @@ def test_a_given_state_never_joins_another_run(tiny):
             train.main(tiny(), **given)
     assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
     assert train.main(tiny(steps=2, resume="overwrite"), params=state["params"])["step"] == 2
+
+
+def test_a_task_with_a_wrong_key_is_told_so(tiny):
+    """A key that no task has, and one that every task needs, before anything runs.
+
+    Break: train.py: config.raise_all(faults, "task") => pass
+    """
+    task = {k: v for k, v in train.TEXT.items() if k != "init"} | {"units": ("word", len)}
+    with pytest.raises(ValueError, match="unknown key 'units'\n  no 'init'"):
+        train.main(tiny(), task=task)
 
 
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
