@@ -401,6 +401,27 @@ def test_accumulation_equals_one_batch(one_device):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+def test_a_microbatch_has_its_share_of_the_rows():
+    """16 rows in 2 microbatches are 8 at a time, and not 2.
+
+    Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
+    x.reshape(-1, A, *x.shape[1:])
+    """
+    rows_at_once = set()
+
+    def loss(params, batch, cfg):
+        rows_at_once.add(batch["x"].shape[0])
+        return {"objective": (params["w"][0] * batch["x"]).sum()}, {"objective": jnp.float32(16)}
+
+    cfg = dataclasses.replace(BASE, micro_batches=2, dp=1, fsdp=1)
+    mesh = step.make_mesh(cfg, jax.devices()[:1])
+    table = {"w": dict(shape=(1,), spec=P(), init=("constant", 1.0))}
+    x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    step.lower_steps(cfg, mesh, table, loss, lambda key, cfg: {"w": jnp.ones(1)}, {"x": x})[1][
+        "train_step"]()
+    assert rows_at_once == {8}
+
+
 SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=0.0)
 FACTORS = [sizes for sizes in product((1, 2, 4, 8), repeat=5) if np.prod(sizes) == 8]
 FAST = [(1, 8, 1, 1, 1), (1, 1, 8, 1, 1), (1, 1, 1, 8, 1), (1, 1, 1, 1, 8), (2, 1, 2, 1, 2)]
@@ -890,7 +911,8 @@ def test_check_shapes_names_the_parameter():
     """
     mesh = step.make_mesh(dataclasses.replace(BASE, dp=1, fsdp=2, tp=4))
     table = {"good": dict(shape=(4, 8), spec=P("fsdp", "tp")),
-             "odd": dict(shape=(4, 6), spec=P("fsdp", "tp")), "low": dict(shape=(3,), spec=P("tp"))}
+             "odd": dict(shape=(4, 6), spec=P("fsdp", "tp")), "low": dict(shape=(3,), spec=P("tp")),
+             "whole": dict(shape=(5, 7), spec=P())}
     faults = step.check_shapes(table, mesh)
     assert len(faults) == 2 and faults[0].startswith("odd") and faults[1].startswith("low")
     assert "dim 6" in faults[0] and "4 or 8" in faults[0]
@@ -1113,6 +1135,9 @@ def test_memory_of_a_device():
     assert limit_of("TPU v5", lambda: {"bytes_limit": 7}) == 7
     assert limit_of("TPU v1") is None
     assert step.peaks("NVIDIA H100 80GB HBM3") == (989, 80) and step.peaks("cpu") == (None, None)
+    assert step.peaks("NVIDIA A100-SXM4-80GB") == (312, 80) and step.peaks("TPU v4") == (275, 30.75)
+    assert step.peaks("NVIDIA H200") == (989, 141) and step.peaks("TPU v6 lite") == (918, 31.25)
+    assert step.peaks("TPU v5 lite") == (197, 15.75) and step.peaks("TPU v5p") == (459, 95)
 
 
 def test_what_does_not_fit_is_told_in_gib():
