@@ -528,6 +528,7 @@ assert ckpt.steps(root) == [1]
 """
 
 
+@pytest.mark.slow
 def test_with_two_processes_a_save_ends_when_process_0_has_committed(tmp_path):
     """Process 0 late; process 0 failing; process 1 failing; either not saving at all.
 

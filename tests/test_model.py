@@ -922,6 +922,7 @@ def test_tiles_keep_all_logits_from_existing():
     assert temporaries(0, T=512) < 3 * model.LOGIT_BYTES < 4 * 8 * 512 * 50304
 
 
+@pytest.mark.slow
 def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
     """The MLP in 2 and in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and
     each needs less memory in the compiled program than the one before, 8 less than half of one.

@@ -213,6 +213,7 @@ def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
     assert others - found["all-to-all", "sp"][1] < 4 * 4 * n_params + 1000, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2), dict(dp=2, fsdp=1, ep=2, sp=2)])
 def test_experts_move_by_all_to_all_alone(sizes):
     """Over ep a step's all-to-alls are two a layer forward, to the experts and back, and two
@@ -227,6 +228,7 @@ def test_experts_move_by_all_to_all_alone(sizes):
     assert seen(cfg)["all-to-all", "ep"] == [4 * cfg.n_layers, 4 * cfg.n_layers * moved]
 
 
+@pytest.mark.slow
 def test_tiles_gather_their_weights_once():
     """Over fsdp and sp, a step of four tiles of MLP and logits sends no more than a tenth above one
     of two.
@@ -241,6 +243,7 @@ def test_tiles_gather_their_weights_once():
     assert sent[1] < 1.1 * sent[0], sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
 def test_what_crosses_slices_is_told(sizes):
     """Of two groups of four devices: what goes along dp, or fsdp where dp is 1, crosses between

@@ -62,6 +62,7 @@ def test_digits(tmp_path, cache_dir):
     assert w1.addressable_shards[0].data.shape == (16, 64) and len(jax.devices()) == 8
 
 
+@pytest.mark.slow
 def test_digits_by_its_command_line(tmp_path):
     """The line of the README, shortened; its own field is a flag, with a bound.
 

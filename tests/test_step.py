@@ -805,6 +805,7 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
     assert moments == set(state["params"]) - still
 
 
+@pytest.mark.slow
 def test_what_is_watched_equals_numpy():
     """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, with
     gradient norms that make up the whole, at updates that are logged; zeros at others.

@@ -325,6 +325,7 @@ def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
     assert all(row["mine"] == 1 for row in rows(tiny().out_dir, "eval"))
 
 
+@pytest.mark.slow
 def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
     """Here it holds the first parameters for three steps: they are the saved ones at step 3.
 
@@ -347,7 +348,9 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
                 {f"params/{k}": np.asarray(v) for k, v in first[0].items()})
 
 
-@pytest.mark.parametrize("event, step", [("step", 3), ("log", 4), ("eval", 4)])
+@pytest.mark.parametrize("event, step", [
+    ("step", 3), pytest.param("log", 4, marks=pytest.mark.slow),
+    pytest.param("eval", 4, marks=pytest.mark.slow)])
 def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, step, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
     words, and exit code 0; the same command goes on.
@@ -605,6 +608,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     assert "is finished, at step 8, the last. To go further: --steps 16." in said
 
 
+@pytest.mark.slow
 def test_an_epochs_run_goes_further_by_epochs(tiny, capsys):
     """What is printed at the end of a finished run works when typed, and so does its config.json.
 
@@ -636,6 +640,7 @@ def test_resume_never_and_must_and_overwrite(tiny):
     assert len(rows(tiny().out_dir, "start")) == 1
 
 
+@pytest.mark.slow
 def test_overwrite_deletes_nothing_before_it_can_start(tiny):
     """A start that fails, here in a hook that is given the state, leaves the run that was to be
     overwritten.
@@ -667,6 +672,7 @@ def test_two_runs_never_write_to_one_folder(tiny):
     assert train.main(tiny(steps=4))["reason"] == "finished before"
 
 
+@pytest.mark.slow
 def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
     """Stopped between the last save and the last evaluation: the same command evaluates and ends,
     and only then is the run finished.
@@ -681,6 +687,7 @@ def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
     assert train.main(tiny())["reason"] == "finished before"
 
 
+@pytest.mark.slow
 def test_config_json_does_not_say_how_to_start(tiny):
     """A run that was started with overwrite is continued, not deleted, by its own config.json.
 
@@ -692,6 +699,7 @@ def test_config_json_does_not_say_how_to_start(tiny):
     assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 4]
 
 
+@pytest.mark.slow
 def test_a_given_state_never_joins_another_run(tiny):
     """State or parameters to start from are refused where a run is, which stays whole; with
     overwrite they start a run of their own.
@@ -716,6 +724,7 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
         train.main(tiny(), task=task)
 
 
+@pytest.mark.slow
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     """Of the last step, as saved.
 
@@ -972,6 +981,7 @@ def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
     assert ckpt.steps(root) == [4, 8]
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_not_lost(tiny, tmp_path):
     """A file where the checkpoint must go: the run ends with that error, at the next step or save.
 
