@@ -133,7 +133,8 @@ def test_one_class():
     assert [node for node in calls if getattr(node.func, "id", "") in class_makers] == []
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "model")) for name in USES])
 def test_copied_alone(name, tmp_path):
     """Each of the five, alone in an empty folder that nothing of ours is near, does its work there.
 

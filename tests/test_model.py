@@ -817,7 +817,8 @@ def test_full_remat_needs_less_memory():
     assert temporaries(dataclasses.replace(cfg, remat="full")) < temporaries(cfg) / 2
 
 
-@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("n", [
+    3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))])
 def test_tiles_change_nothing_but_rounding(n):
     """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
     form's largest entry; counts exactly.
@@ -861,8 +862,9 @@ def grads_in_tiles(cfg, n_tiles, transform):
     return jax.jit(grads)(params)
 
 
-@pytest.mark.parametrize("transform, mesh", [("jit", None), ("checkpoint", None),
-                                             ("scan", (1, 2, 1, 2, 2))])
+@pytest.mark.parametrize("transform, mesh", [
+    ("jit", None), pytest.param("checkpoint", None, marks=pytest.mark.slow),
+    pytest.param("scan", (1, 2, 1, 2, 2), marks=pytest.mark.slow)])
 def test_terms_of_other_sums_keep_their_gradient_in_tiles(transform, mesh):
     """The gradient of objective + 0.1 z + 0.3 loss in 4 tiles is the one without tiles: to 1e-5 of
     its largest entry, on one device and on a mesh, through jit, scan and checkpoint.

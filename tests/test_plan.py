@@ -195,7 +195,7 @@ def test_traffic_is_what_was_written():
     assert 10 * size < written < 30 * size
 
 
-@pytest.mark.parametrize("layers", [2, 14])
+@pytest.mark.parametrize("layers", [2, pytest.param(14, marks=pytest.mark.slow)])
 def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
     """Over sp 4 a step's all-to-alls are two a layer forward (q, k and v together, and back) and
     two backward, of (sp - 1) / sp of each array's part; what else crosses sp is weights and

@@ -191,6 +191,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
     assert seen[-1] < seen[0] - 0.3
 
 
+@pytest.mark.slow
 def test_epochs_set_the_steps(tiny):
     """1.5 epochs is that many sequences, rounded up to a batch; step k has seen k batches.
 
@@ -455,6 +456,7 @@ def test_pruning_holds_its_sparsity(tiny, tmp_path):
     assert seen[-1] < seen[0] - 0.1
 
 
+@pytest.mark.slow
 def test_what_is_watched_is_logged(tiny):
     """Histograms and gradient norms of parameters that match stand in the rows of metrics.jsonl, at
     log points alone.
@@ -534,6 +536,7 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
         assert sum(f"Finished XLA compilation of jit({name})" in line for line in said) == 1
 
 
+@pytest.mark.slow
 def test_a_profile_holds_the_updates_asked_for(tiny):
     """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
     in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
@@ -565,7 +568,8 @@ def poison(event, value):
         return value | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
 
 
-@pytest.mark.parametrize("policy", ["skip", "stop", "raise"])
+@pytest.mark.parametrize("policy", [
+    pytest.param("skip", marks=pytest.mark.slow), "stop", "raise"])
 def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
     """skip counts and goes on; stop saves and exits with 1; raise raises. No update happens in any
     of them.
@@ -1162,6 +1166,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
     assert step == rows(out, "stop")[-1]["step"] and (step == 0) == (moment == "compile")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tiny):
     """Even while the first is waiting for a long step, save or evaluation.
 
@@ -1282,6 +1287,7 @@ def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
 
 # ---- memory
 
+@pytest.mark.slow
 def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
     """Bytes of parameters and moments are those counted by hand from shapes and specs, bytes in all
     those that a run of the config logs, FLOPs a device's share; no array is made, and no folder,
