@@ -41,7 +41,7 @@ class Config:
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
     init_from: str = ""  # out_dir of another run whose newest parameters to start from
     plan_for: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: the devices at hand
-    hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:log_norms
+    hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:in_bits
     cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
     # ---- data
     data: tuple[str, ...] = ()  # text, .jsonl, .bin or .npy files or globs; none: Python's sources
@@ -80,7 +80,7 @@ class Config:
     lora_alpha: Positive = 16.0  # LoRA updates are scaled by alpha / rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights that get LoRA updates
     scale: Positive = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
-    # ---- numerics and memory
+    # ---- numerics
     dtype: Dtype = "auto"  # of activations; mixed: float32 with bfloat16 matmul operands
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"  # kernel; auto: the device's own

@@ -3,7 +3,7 @@
 
 Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the forward pass, the
 loss and generation; refuses kernels that the device lacks. Invariant: each parameter is declared
-once, in `param_table`. `cfg`: any object with the fields under "model" and "numbers" in config.py,
+once, in `param_table`. `cfg`: any object with the fields under "model" and "numerics" in config.py,
 and freeze loss_norm loss_divisor batch_size label_smoothing z_loss router_balance router_z;
 `generate` also reads temperature top_k top_p, `choose_attention` packed seq_len.
 """
