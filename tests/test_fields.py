@@ -257,6 +257,8 @@ def _process(cfg, path):
         train.main(cfg)
     joined = "joined" if jax.distributed.is_initialized() else "alone"
     path.write_text(f"{joined}, {jax.process_index()} of {jax.process_count()}")
+    if joined == "joined":  # waits for the other: a multiprocessing child runs no atexit
+        jax.distributed.shutdown()
 
 
 @cache
