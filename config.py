@@ -23,17 +23,20 @@ Positive = Annotated[float, ("above 0", lambda x: x > 0)]
 Below1 = Annotated[float, ("in [0, 1)", lambda x: 0 <= x < 1)]
 UpTo1 = Annotated[float, ("in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, ("in (0, 1]", lambda x: 0 < x <= 1)]
+Id = Annotated[int, ("at least 0, or -1 for none", lambda x: x >= -1)]
 Axis = Annotated[int, ("at least 1, or -1 for what is left", lambda x: x >= 1 or x == -1)]
 
 Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "named", "offload"]
+Fill = Literal["stream", "best_fit", "one"]
+TooLong = Literal["keep_start", "keep_end", "drop", "error"]
 LossNorm = Literal["tokens", "positions", "sequences", "constant"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
-    mode: Literal["train", "eval", "sample", "plan"] = "train"  # eval, sample: newest checkpoint
+    mode: Literal["train", "eval", "sample", "plan", "data"] = "train"  # data: prepare it alone
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     seed: int = 0  # random seed of initialization, data order and sampling
@@ -44,12 +47,22 @@ class Config:
     hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:in_bits
     cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
     # ---- data
-    data: tuple[str, ...] = ()  # text, .jsonl, .bin or .npy files or globs; none: Python's sources
+    data: tuple[str, ...] = ()  # files, globs or folders of datasets; none: Python's sources
+    mix: tuple[str, ...] = ()  # sources at proportions, as web.bin=0.7 code.bin=0.3, not data
     val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
     val_frac: Below1 = 0.1  # share of data held out when val_data is empty
     data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
-    tokenizer: str = "bytes"  # bytes, or the path of a Hugging Face tokenizer.json
-    packed: bool = False  # attention and positions stay within a document
+    end_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
+    tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
+    prepared: str = ""  # folder of tokenized text; empty: data in cache_dir
+    fill: Fill = "stream"  # sequences of one stream of documents, or whole ones: best fit, or one
+    packed: bool = False  # attention and positions stay within a document of the stream
+    too_long: TooLong = "keep_start"  # of a document longer than a sequence, with fill best_fit, one
+    pad: Literal["right", "left"] = "right"  # side of padding, with fill best_fit or one
+    order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
+    windows_per_epoch: Whole = 0  # files that an epoch reads, in order windows; 0: all
+    window_repeats: Count = 1  # times that a file is read before the next, in order windows
+    wait_s: Amount = 0.0  # seconds to wait for a new file after the last, in order windows
     overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
     # ---- length and batch
     steps: Count = 600  # optimizer updates in all: the horizon of the schedule
@@ -143,7 +156,8 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *"mode config out_dir resume allow_change plan_for hooks cache_dir steps epochs "
+FREE = (*MESH, *"mode config out_dir resume allow_change plan_for hooks cache_dir prepared "
+        "wait_s steps epochs "
         "micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices coordinator "
         "n_processes process_id log_every eval_every eval_batches save_every keep sample_every "
         "watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
@@ -274,7 +288,7 @@ def nearest(name, known):
 def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     """Raise one ValueError with every fault: name, value, rule, nearest legal value.
 
-    choices: {field: legal values} of what other files offer. task_faults(cfg, {axis: size}): faults
+    n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer. task_faults(cfg, {axis: size}): faults
     of what is trained, such as text_faults.
     """
     raise_all(_type_faults(cfg))
@@ -286,7 +300,7 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     faults += out_of_bounds + _idle_faults(cfg)
     raise_all(faults if out_of_bounds else [])  # the rules below divide by numbers
     faults += [fault(cfg, name, rule.format(**names)) for name, wrong, rule in RULES if wrong(cfg)]
-    sizes, mesh_faults = mesh_sizes(cfg, n_devices)
+    sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
     faults += mesh_faults
     if sizes:
         faults += multiples(cfg, sizes, [("batch_size", "micro_batches x dp x fsdp x ep")])
@@ -355,6 +369,11 @@ RULES = (
      "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
     ("loss_divisor", lambda c: c.loss_norm == "constant" and not c.loss_divisor,
      "must be above 0 with loss_norm constant"),
+    ("data", lambda c: c.mix and c.data, "must be empty with mix, which names its own"),
+    ("mix", lambda c: not all(re.fullmatch(r".+=\d*\.?\d+", each) for each in c.mix),
+     "must be FILES=WEIGHT, as in web.bin=0.7 code.bin=0.3"),
+    ("order", lambda c: c.order == "windows" and (c.mix or (c.val_frac and not c.val_data)),
+     "windows need --val_data or --val_frac 0, and no mix"),
     ("lora_targets", lambda c: c.lora_rank and not c.lora_targets, "name some, as in 'layers.w*'"),
     ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1,
      "must be 1 with n_experts {n_experts}, whose capacity is counted over a whole sequence"),
@@ -367,6 +386,9 @@ IDLE = (
     ("n_experts", lambda n: n == 0, "experts_per_token capacity_factor router_balance router_z"),
     ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets"),
     ("epochs", lambda n: n > 0, "steps"),
+    ("fill", lambda x: x == "stream", "too_long pad"),
+    ("fill", lambda x: x != "stream", "packed end_id"),
+    ("order", lambda x: x != "windows", "windows_per_epoch window_repeats wait_s"),
     ("log_every", lambda n: n == 0, "watch"),
     ("temperature", lambda x: x == 0, "top_k top_p"),
     ("rope_factor", lambda x: x == 1, "rope_original_len"),

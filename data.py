@@ -1,25 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns token files and text, tokenizers, the shuffle, and placement on devices. Refuses files that are
-malformed or hold ids beyond the vocabulary. Invariant: `batch_at(source, step, ...)` depends on its
-arguments alone; there is no iterator state. A source is a dict: "shards" (1-D integer arrays, left
-on disk where possible), "names", "bytes_per_token".
+Owns token files and documents, tokenizers, preparation, packing, the order of training, and
+placement on devices. Refuses files that are malformed or hold ids beyond the vocabulary. Invariant:
+`batch_at(source, step, ...)` depends on its arguments alone; there is no iterator state. A source
+is what `make_source` makes of shards; a shard is a dict: "name", "tokens" (1-D integers, left on
+disk), and of text "documents", "pieces", "masked" (see `prepare`).
 """
+import contextlib
+import fcntl
 import glob
+import gzip
+import hashlib
+import importlib.util
 import json
 import os
+import re
+import shutil
 import sysconfig
+import threading
 import time
 import zlib
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from array import array
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from fractions import Fraction
 from functools import lru_cache
-from math import exp, isqrt, log
+from itertools import islice
+from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 IGNORE = -100  # label ignored by the loss
 BLOCK = 4096  # places of an epoch that are permuted in one call and cached
@@ -58,7 +71,7 @@ def permute(index, n, seed):
     return out.astype(np.int64)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _permuted_block(block, n, seed):
     return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
 
@@ -71,59 +84,119 @@ def _permuted(places, n, seed):
     return np.array([_permuted_block(int(b), n, seed)[w] for b, w in zip(blocks, within)])
 
 
+def _shuffled(places, n, seed):
+    """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end."""
+    epochs, within = np.divmod(places, n)
+    if epochs.min() == epochs.max():
+        return _permuted(within, n, (seed, int(epochs[0])))
+    examples = np.empty(len(places), np.int64)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        examples[here] = _permuted(within[here], n, (seed, epoch))
+    return examples
+
+
 def examples_at(step, batch_size, n, seed=0, rows=None):
     """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
 
     Each of the n examples comes once an epoch, in another order each epoch; the last batch of an
     epoch is filled from the next.
     """
+    return _shuffled(_places(step, batch_size, rows), n, seed)
+
+
+def _places(step, batch_size, rows):
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    epochs, places = np.divmod(step * batch_size + rows.astype(np.int64), n)
-    examples = np.empty(len(rows), np.int64)
-    for epoch in range(epochs.min(), epochs.max() + 1):
-        here = epochs == epoch
-        examples[here] = _permuted(places[here], n, (seed, epoch))
-    return examples
+    return step * batch_size + rows.astype(np.int64)
 
 
 # ---- batches
 
-def n_sequences(source, seq_len):
-    """Count windows of seq_len tokens. Every token but a shard's first is a label in exactly one:
-    the last window of a shard overlaps the one before, with those labels ignored.
+FORM = {"seq_len": 1, "vocab_size": 0, "fill": "stream", "packed": False, "too_long": "keep_start",
+        "pad": "right"}
+
+
+def make_source(shards, form=()):
+    """Cut shards into sequences: {"shards", "form", "n": sequences, "ends": their running count by
+    shard, "lengths": tokens of each shard}.
+
+    form: of FORM, as the fields of these names in config.py; vocab_size 0: do not check ids. With
+    fill "stream" sequences are windows of seq_len tokens, and every token but a shard's first is a
+    label in exactly one: the last window of a shard overlaps the one before, with those labels
+    ignored. With any other, a sequence is what `pack` puts into it.
     """
-    return sum(_n_windows(shard, seq_len) for shard in source["shards"])
+    form = FORM | dict(form)
+    if form["fill"] != "stream":
+        shards = [shard | {"rows": pack(_lengths(shard, form), form["seq_len"],
+                                        form["fill"] == "one")} for shard in shards]
+    T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
+    counts = [len(shard["rows"][0]) - 1 if "rows" in shard else -(-(len(shard["tokens"]) - 1) // T)
+              for shard in shards]
+    return {"shards": shards, "form": form, "n": sum(counts), "ends": np.cumsum(counts),
+            "lengths": lengths}
 
 
-def _n_windows(shard, seq_len):
-    return -(-(len(shard) - 1) // seq_len)
-
-
-def batch_at(source, step, batch_size, seq_len, seed=0, rows=None, vocab_size=None, end=None):
+def batch_at(source, step, batch_size, seed=0, rows=None):
     """Build `rows` (default: all) of training batch `step`: int32 "tokens" and "labels"
-    [rows, seq_len]; given the `end` id that starts a document, also "segments" and "positions".
+    [rows, seq_len]; where documents are kept apart also "segments" (0: padding) and "positions".
 
-    Raises: ValueError for an id that is not below vocab_size.
+    Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
     """
-    examples = examples_at(step, batch_size, n_sequences(source, seq_len), seed, rows)
-    return _windows_at(source, examples, seq_len, vocab_size, end)
+    places = _places(step, batch_size, rows)
+    if "parts" not in source:
+        return _sequences(source, _shuffled(places, source["n"], seed))
+    part_of, places = mixed_places(source, places)
+
+    def rows_of(i, at):
+        part = source["parts"][i]
+        return _sequences(part, _shuffled(places[at], part["n"], seed))
+
+    return _by_group(part_of, rows_of)
 
 
-def _windows_at(source, examples, seq_len, vocab_size, end):
-    lengths, n_windows = np.array([(len(s), _n_windows(s, seq_len)) for s in source["shards"]]).T
-    shard_of = np.searchsorted(np.cumsum(n_windows), examples, side="right")
-    wanted = (examples - (np.cumsum(n_windows) - n_windows)[shard_of]) * seq_len
-    starts = np.minimum(wanted, lengths[shard_of] - 1 - seq_len)
-    windows = np.empty((len(examples), seq_len + 1), np.int32)
-    for row, i, start in zip(windows, shard_of.tolist(), starts.tolist()):
-        row[:] = source["shards"][i][start : start + seq_len + 1]
-    for i in np.unique(shard_of) if vocab_size else ():
-        _check_ids(windows[shard_of == i], vocab_size, source["names"][i])
-    labels = windows[:, 1:].copy()
-    for row in np.flatnonzero(wanted - starts):  # moved back to fit: the window before has these
-        labels[row, : wanted[row] - starts[row]] = IGNORE
-    batch = {"tokens": windows[:, :-1], "labels": labels}
-    return batch if end is None else batch | _segments(batch["tokens"], end)
+def _by_group(groups, rows_of):
+    """The batch whose rows of group i are rows_of(i, mask of these rows)."""
+    batch = {}
+    for i in np.unique(groups).tolist():
+        at = groups == i
+        for name, x in rows_of(i, at).items():
+            batch.setdefault(name, np.empty((len(groups), x.shape[1]), np.int32))[at] = x
+    return batch
+
+
+def _sequences(source, examples):
+    ends, whole = source["ends"], source["form"]["fill"] != "stream"
+    shard_of = np.searchsorted(ends, examples, side="right")
+    within = examples - np.where(shard_of, ends[shard_of - 1], 0)
+    for i in set(shard_of.tolist()):
+        _check_unchanged(source["shards"][i])
+    return (_whole_documents if whole else _windows)(source, shard_of.tolist(), within)
+
+
+def _windows(source, shard_of, within):
+    """Windows of seq_len tokens; a shard's last is moved back to fit."""
+    form, T = source["form"], source["form"]["seq_len"]
+    shards = [source["shards"][i] for i in shard_of]
+    starts = np.minimum(within * T, source["lengths"][shard_of] - 1 - T)
+    windows = np.empty((len(shards), T + 1), np.int32)
+    for row, shard, start in zip(windows, shards, starts.tolist()):
+        row[:] = shard["tokens"][start : start + T + 1]
+    if form["vocab_size"] and (windows.min() < 0 or windows.max() >= form["vocab_size"]):
+        for row, shard in zip(windows, shards):
+            _check_ids(row, form["vocab_size"], shard["name"])
+    tokens, labels = windows[:, :-1], windows[:, 1:].copy()
+    for row in np.flatnonzero(within * T - starts):  # the window before has these
+        labels[row, : within[row] * T - starts[row]] = IGNORE
+    for row, shard, start in zip(labels, shards, starts.tolist()):
+        if "masked" in shard:
+            row[shard["masked"][start + 1 : start + T + 1] == 1] = IGNORE
+    if not form["packed"]:
+        return {"tokens": tokens, "labels": labels}
+    begins = np.stack([_begins(*each) for each in zip(shards, starts.tolist(), tokens, labels)])
+    places = np.arange(T, dtype=np.int32)[None]
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return {"tokens": tokens, "labels": labels, "positions": places - first,
+            "segments": 1 + begins.cumsum(axis=1, dtype=np.int32)}
 
 
 # ---- to the devices
@@ -150,49 +223,72 @@ def to_device(batch, shardings, batch_size):
     return {name: place(x, shardings[name]) for name, x in batch.items()}
 
 
-def prefetch(make, start, stop, depth=2):
+def prefetch(make, start, stop, depth=2, stopped=lambda: False):
     """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
-    ahead by a thread.
+    ahead by a thread. While make(i) is None it is asked again; ends early once stopped().
     """
-    pool = ThreadPoolExecutor(1, "data")
+    pool, closed = ThreadPoolExecutor(1, "data"), threading.Event()
+
+    def made(i):
+        while (item := make(i)) is None and not closed.wait(0.2):
+            pass
+        return item
+
     try:
-        ahead = deque(pool.submit(make, i) for i in range(start, min(start + depth, stop)))
+        ahead = deque(pool.submit(made, i) for i in range(start, min(start + depth, stop)))
         for i in range(start, stop):
             began = time.perf_counter()
-            item = ahead.popleft().result()
+            item = ahead.popleft()
+            while not item.done() and not wait([item], 0.1).done:
+                if stopped():
+                    return
             if i + depth < stop:
-                ahead.append(pool.submit(make, i + depth))
-            yield item, time.perf_counter() - began
+                ahead.append(pool.submit(made, i + depth))
+            yield item.result(), time.perf_counter() - began
     finally:
+        closed.set()
         pool.shutdown(cancel_futures=True)
 
 
 # ---- optional
 
 def open_text(cfg, parts=("train", "val")):
-    """{"train", "val"}: {"n": sequences, "batch": (index, rows) -> batch, "fingerprint",
-    "bytes_per_token"}; None where nothing is held out or the part is not asked for. cfg: any
-    object with the fields under "data" in config.py, and batch_size seq_len vocab_size seed.
+    """{"train", "val"}: None where nothing is held out or the part is not asked for, else {"n":
+    sequences, "batch": (index, rows) -> batch, "fingerprint", "bytes_per_token", "about": words}.
+    The "val" of a mixture has "parts", {name: one like it}; "train" in windows has more, see
+    _in_windows. cfg: any object with the fields under "data" in config.py, and batch_size seq_len
+    vocab_size seed cache_dir out_dir.
     """
     tokenizer = make_tokenizer(cfg.tokenizer)
-    sizes = dict(batch_size=cfg.batch_size, seq_len=cfg.seq_len, vocab_size=cfg.vocab_size,
-                 end=tokenizer["end"] if cfg.packed else None)
+    form = {name: getattr(cfg, name) for name in FORM}
+    form["vocab_size"] = form["vocab_size"] or tokenizer["vocab_size"]
+    folder = cfg.prepared or os.path.join(os.path.expanduser(cfg.cache_dir or cfg.out_dir), "data")
 
-    def open_files(patterns):
-        return open_source(patterns, tokenizer, cfg.data_dtype, cfg.seq_len, cfg.vocab_size)
+    def opened(patterns):
+        return open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
 
-    def part(source, batch):
-        return source and {"n": n_sequences(source, cfg.seq_len), "batch": batch,
-                           "fingerprint": fingerprint(source),
-                           "bytes_per_token": source["bytes_per_token"]}
+    def part(source, at, **more):
+        return source and {
+            "n": source["n"], "fingerprint": fingerprint(source), "about": describe(source),
+            "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows, **more),
+            "bytes_per_token": bytes_per_token(source, tokenizer)}
 
-    train = open_files(cfg.data) if "train" in parts or not cfg.val_data else None
-    val = open_files(cfg.val_data) if cfg.val_data else None
-    if cfg.val_frac and not cfg.val_data:
-        train, val = split(train, cfg.val_frac, cfg.seq_len)
-    return {"train": part(train, lambda step, rows: batch_at(
-                train, step, seed=cfg.seed, rows=rows, **sizes)),
-            "val": part(val, lambda index, rows: eval_batch_at(val, index, rows=rows, **sizes))}
+    names, weights = zip(*(each.rpartition("=")[::2] for each in cfg.mix)) if cfg.mix else ((), ())
+    files = {*map(os.path.realpath, _expand([*names, *cfg.data], lenient=True))}
+    if both := files & {*map(os.path.realpath, _expand(cfg.val_data, lenient=True))}:
+        raise ValueError(f"{min(both)}: is in both data and val_data; take it out of one")
+    val = part(cfg.val_data and opened(cfg.val_data), eval_batch_at) or None
+    if cfg.order == "windows":
+        return {"train": _in_windows(cfg, opened) if "train" in parts else None, "val": val}
+    if "train" not in parts and val:
+        return {"train": None, "val": val}
+    sources = {name: opened([name]) for name in names} or {"": opened(cfg.data)}
+    if cfg.val_frac and not val:
+        pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
+        sources = {name: train for name, (train, _) in pairs.items()}
+        vals = {name: part(held_out, eval_batch_at) for name, (_, held_out) in pairs.items()}
+        val = vals.get("") or {"parts": vals}
+    return {"train": part(mix([*sources.values()], weights), batch_at, seed=cfg.seed), "val": val}
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
@@ -201,119 +297,588 @@ def eval_examples_at(index, batch_size, n, rows=None):
     Each of the n examples counts once, in one fixed order that is shuffled so that the first few
     batches are a fair sample. Past the last, examples repeat with a mask of False.
     """
-    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    places = index * batch_size + rows.astype(np.int64)
+    places = _places(index, batch_size, rows)
     return _permuted(places % n, n, "held out"), places < n
 
 
-def eval_batch_at(source, index, batch_size, seq_len, rows=None, vocab_size=None, end=None):
+def eval_batch_at(source, index, batch_size, rows=None):
     """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order, then
     rows whose labels are all ignored.
     """
-    examples, valid = eval_examples_at(index, batch_size, n_sequences(source, seq_len), rows)
-    batch = _windows_at(source, examples, seq_len, vocab_size, end)
+    examples, valid = eval_examples_at(index, batch_size, source["n"], rows)
+    batch = _sequences(source, examples)
     batch["labels"][~valid] = IGNORE
     return batch
 
 
-N_SCANNED = 2**28  # tokens per shard whose ids are checked before training; the rest per batch
+def mix(sources, weights):
+    """A source whose sequences come from several in proportion to these weights (texts or numbers),
+    each in epochs of its own: after any number of sequences the counts are within 1 of exact, so
+    exact in every batch that can be divided so.
+
+    Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
+    """
+    if len(sources) == 1:
+        return sources[0]
+    weights = [Fraction(w) for w in weights]
+    shares = [w / sum(weights) for w in weights]
+    cycle = lcm(*(share.denominator for share in shares))
+    if min(weights) <= 0 or cycle > 10**4:
+        raise ValueError(f"mix {' '.join(map(str, map(float, weights)))}: weights must be above 0 "
+                         "and repeat within 10,000 sequences; round them, as in 0.7 and 0.3")
+    counts, part_of, ranks = [0] * len(shares), [], []
+    for place in range(cycle):  # of the sources not ahead of their share, the next to fall behind
+        due = [(ceil((n + 1) / share), i) for i, (n, share) in enumerate(zip(counts, shares))
+               if n <= share * place]
+        part_of.append(min(due)[1])
+        ranks.append(counts[part_of[-1]])
+        counts[part_of[-1]] += 1
+    return {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
+            "counts": np.array(counts), "shards": [x for each in sources for x in each["shards"]],
+            "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
 
 
-def open_source(patterns, tokenizer, dtype="uint16", seq_len=1, vocab_size=None):
-    """Open token files and text files given as globs; by default Python's standard library.
+def mixed_places(source, places):
+    """(which part each place of a mixture is of, its place within that part)."""
+    cycles, within = np.divmod(places, len(source["part_of"]))
+    part_of = source["part_of"][within]
+    return part_of, cycles * source["counts"][part_of] + source["rank"][within]
 
-    Each token file (.bin, .npy) is a shard. All text becomes one shard, with the tokenizer's end id
-    before, between and after documents.
+
+def _in_windows(cfg, opened):
+    """Training data in windows: one file after the other, each shuffled inside, in order of the
+    numbers and letters in their names. Files without a sequence are skipped; those that appear
+    later are found when the last window ends.
+
+    Process 0 writes each window to out_dir/windows.jsonl before it is used; there the others, and
+    the run when it resumes, find it. Beside what open_text says: "windows": step -> those begun
+    before it; "finished": step -> how many are used up; "resume": takes those of a checkpoint.
+    """
+    log, order, sources, since = Path(cfg.out_dir) / "windows.jsonl", [], {}, []
+    B = cfg.batch_size
+
+    def found(epoch, seen):  # a file is opened when its turn comes
+        names = map(str, _expand(cfg.data, lenient=True))
+        for name in sorted({*names} - {*seen}, key=lambda name: [
+                int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
+            sources[name] = sources.get(name) or opened([name])
+            if n := sources[name]["n"]:
+                yield {"epoch": epoch, "name": name, "n": n}
+
+    def reaches(place):
+        while sum(each["n"] for each in order) <= place:
+            lines = log.read_text().splitlines() if log.exists() else []
+            if len(lines) <= len(order) and jax.process_index() == 0:
+                window = _next_window(cfg, order, found, since)
+                lines += [json.dumps(window)] if window else []
+                resume(map(json.loads, lines))
+            if len(lines) <= len(order):
+                return False
+            order.append(json.loads(lines[len(order)]))
+        return True
+
+    def resume(windows):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.with_suffix(".tmp").write_text("".join(json.dumps(each) + "\n" for each in windows))
+        log.with_suffix(".tmp").replace(log)
+
+    def finished(step):
+        return int(np.searchsorted(np.cumsum([w["n"] for w in order]), step * B, side="right"))
+
+    def batch(step, rows):
+        if not reaches(step * B + B - 1):
+            return None
+        ends, places = np.cumsum([w["n"] for w in order]), _places(step, B, rows)
+
+        def rows_of(i, at):
+            name, n = order[i]["name"], order[i]["n"]
+            sources[name] = sources.get(name) or opened([name])
+            if sources[name]["n"] != n:
+                raise ValueError(f"{name}: had {n} sequences when the run first read it, now "
+                                 f"{sources[name]['n']}; bring it back")
+            return _sequences(sources[name], _permuted(places[at] - ends[i] + n, n, (cfg.seed, i)))
+
+        return _by_group(np.searchsorted(ends, places, side="right"), rows_of)
+
+    first = list(islice(found(0, ()), cfg.windows_per_epoch or None))
+    if not first:
+        raise ValueError(f"data {' '.join(cfg.data)}: no file here has a sequence")
+    return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
+            "fingerprint": "windows", "bytes_per_token": None, "about": f"{len(first)} windows",
+            "finished": finished, "windows": lambda step: order[: finished(step) + 1],
+            "resume": resume}
+
+
+def _next_window(cfg, order, found, since):
+    """The window after those of `order`: the same again, the next one found, or, once none came for
+    wait_s or the epoch has its windows, the first of the next epoch; None to wait. since: times at
+    which there was none.
+    """
+    epoch = order[-1]["epoch"] if order else 0
+    seen = [each["name"] for each in order if each["epoch"] == epoch]
+    if seen and seen.count(seen[-1]) < cfg.window_repeats:
+        return order[-1]
+    full = len({*seen}) == cfg.windows_per_epoch
+    window = None if full else next(found(epoch, seen), None)
+    if window or full:
+        since.clear()
+        return window or next(found(epoch + 1, ()), None)
+    if not since and cfg.wait_s:
+        tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
+    since.append(time.monotonic())
+    if since[-1] < since[0] + cfg.wait_s:
+        return None
+    since.clear()
+    return next(found(epoch + 1, ()), None)
+
+
+# Whole documents in rows.
+
+def pack(lengths, room, one_each=False):
+    """Put items of these lengths (0: nowhere) into rows of `room`: (bounds, items), row i having
+    items[bounds[i]:bounds[i + 1]]. Best fit: longest first, each into the fullest row with room.
+    """
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    if one_each:
+        return np.arange(len(order) + 1), np.sort(order)
+    row_of, n_rows, free, left = [], 0, [[] for _ in range(room + 1)], 0  # left: bit r, rows with r
+    for size in lengths[order].tolist():
+        fits = left >> size
+        if fits:
+            r = size + (fits & -fits).bit_length() - 1
+            row = free[r].pop()
+            left ^= (not free[r]) << r
+        else:
+            r, row, n_rows = room, n_rows, n_rows + 1
+        free[r - size].append(row)
+        left |= 1 << (r - size)
+        row_of.append(row)
+    items = order[np.lexsort((order, row_of))]
+    return np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows))), items
+
+
+def _lengths(shard, form):
+    """Positions that each document takes in a row; 0: left out."""
+    if "documents" not in shard:
+        raise ValueError(f"{shard['name']}: fill {form['fill']} needs documents, and a token file "
+                         "has none; use text or .jsonl")
+    lengths, T = np.diff(shard["documents"])[:, 0] - 1, form["seq_len"]
+    if form["too_long"] == "error" and (lengths > T).any():
+        i = int(np.argmax(lengths > T))
+        raise ValueError(f"{shard['name']}: document {i + 1} has {lengths[i] + 1} tokens, more than "
+                         f"seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
+    return np.where(lengths > T, 0 if form["too_long"] == "drop" else T, np.maximum(lengths, 0))
+
+
+def _whole_documents(source, shard_of, within):
+    form, T = source["form"], source["form"]["seq_len"]
+    batch = {name: np.zeros((len(within), T), np.int32)
+             for name in ("tokens", "labels", "segments", "positions")}
+    batch["labels"][:] = IGNORE
+    for row, (i, at) in enumerate(zip(shard_of, within.tolist())):
+        shard = source["shards"][i]
+        bounds, items = shard["rows"]
+        spans = [shard["documents"][d].tolist() for d in items[bounds[at] : bounds[at + 1]]]
+        spans = [(max(a, b - T - 1), b) if form["too_long"] == "keep_end" else
+                 (a, min(b, a + T + 1)) for a, b in spans]
+        place = T - sum(b - a - 1 for a, b in spans) if form["pad"] == "left" else 0
+        for number, (a, b) in enumerate(spans, 1):
+            here, tokens = slice(place, place + b - a - 1), shard["tokens"][a:b].astype(np.int32)
+            masked = shard["masked"][a + 1 : b] if "masked" in shard else 0
+            batch["tokens"][row, here] = tokens[:-1]
+            batch["labels"][row, here] = np.where(masked, IGNORE, tokens[1:])
+            batch["segments"][row, here] = number
+            batch["positions"][row, here] = np.arange(b - a - 1)
+            place += b - a - 1
+    return batch
+
+
+def _begins(shard, start, tokens, labels):
+    """Where documents begin in a window of a shard; a label across a border is ignored."""
+    if "documents" not in shard:
+        return tokens == shard["end"]
+    begins, (starts, stops) = np.zeros(len(tokens) + 1, bool), shard["documents"].T
+    first, last = np.searchsorted(starts, shard["at"] + start + np.array([0, len(begins)]))
+    places = starts[first:last] - shard["at"] - start
+    begins[places] = True
+    apart = stops[max(first - 1, 0) : last - 1] <= starts[max(first, 1) : last]
+    borders = places[len(places) - len(apart):][apart]
+    labels[borders[borders > 0] - 1] = IGNORE
+    return begins[:-1]
+
+
+# Files.
+
+N_SCANNED = 2**22  # tokens of a source whose ids are checked before training; the rest per batch
+
+
+def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared", end=-1):
+    """Open token files and documents given as files, globs and folders of Hugging Face datasets; by
+    default Python's standard library.
+
+    Each token file (.bin, .npy) is a shard; all documents are one shard, prepared in `folder`. end:
+    the id that begins a document in token files, for packed rows; -1: unknown.
     Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
     tokens, or has an id that is not below vocab_size.
     """
-    paths = _expand(patterns) if patterns else _standard_library()
+    form, paths = FORM | dict(form), _expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in (".bin", ".npy")]
     texts = [p for p in paths if p.suffix not in (".bin", ".npy")]
+    if binary and form["packed"] and end < 0:
+        raise ValueError(f"{binary[0]}: packed rows need the id that begins a document in token "
+                         "files; set --end_id (50256 in GPT-2's)")
     # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
-    shards, names = [np.asarray(_tokens_in(p, dtype)) for p in binary], [str(p) for p in binary]
-    if texts:
-        documents = [d for p in texts for d in _documents(p)]
-        encode = tokenizer["encode"]
-        end = np.full(1, tokenizer["end"], encode(b"").dtype)
-        pieces = [piece for d in documents for piece in (end, encode(d))]
-        shards.append(np.concatenate([*pieces, end]))
-        names.append(str(texts[0]) + (f" and {len(texts) - 1} more" if len(texts) > 1 else ""))
-    for name, shard in zip(names, shards):
-        if len(shard) < seq_len + 1:
-            raise ValueError(f"{name}: has {len(shard)} tokens, fewer than seq_len + 1 = "
-                             f"{seq_len + 1}; use longer files or a smaller --seq_len")
-        if vocab_size and np.iinfo(shard.dtype).max >= vocab_size:
-            _check_ids(shard[:N_SCANNED], vocab_size, name)
-    return {"shards": shards, "names": names, "bytes_per_token": None if binary else
-            sum(len(d) + 1 for d in documents) / (len(shards[0]) - 1)}  # + 1: the end
+    shards = [{"name": str(p), "tokens": np.asarray(_tokens_in(p, dtype)), "at": 0, "end": end,
+               "path": p, "size": p.stat().st_size} for p in binary]
+    kinds = {str(shard["tokens"].dtype): shard["name"] for shard in shards}
+    if len(kinds) > 1:
+        raise ValueError(f"token files of one source differ in type: {kinds}; use one")
+    shards += [prepare(texts, tokenizer, folder)] if texts else []
+    for shard in shards:
+        name, tokens = shard["name"], shard["tokens"]
+        if form["fill"] == "stream" and len(tokens) < form["seq_len"] + 1:
+            raise ValueError(f"{name}: has {len(tokens)} tokens, fewer than seq_len + 1 = "
+                             f"{form['seq_len'] + 1}; use longer files or a smaller --seq_len")
+        if form["vocab_size"] and np.iinfo(tokens.dtype).max >= form["vocab_size"]:
+            _check_ids(tokens[: N_SCANNED // len(shards)], form["vocab_size"], name)
+    return make_source(shards, form)
 
 
-def split(source, held_out, seq_len=1):
-    """Split into (train, held-out) sources: the last fraction `held_out` of all tokens is held out.
+def prepare(paths, tokenizer, folder):
+    """The shard of the documents in these files, tokenized into `folder` unless it has them: one
+    folder for the content of the files and the tokenizer. Of several processes one does the work,
+    the others wait.
 
-    A shard is never cut into a part shorter than seq_len + 1.
+    "documents", int64 [n, 2]: first token of each and the one after its last; "masked", uint8: 1
+    for tokens that are no labels; "counts" of what was read and left out.
+    """
+    name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    key = json.dumps([1, tokenizer["key"], *map(_content, paths)]).encode()
+    final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
+    partial = final.with_suffix(".partial")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with open(final.with_suffix(".lock"), "w") as lock:
+            with contextlib.suppress(OSError):  # no locks here: at worst the work is done twice
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _sizes(final):
+                for leftover in (final, partial):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                partial.mkdir()
+                _write_prepared(paths, tokenizer, partial)
+                partial.rename(final)
+    except BaseException as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(e, OSError):
+            raise
+        raise ValueError(f"{name}: cannot be prepared in {folder}: {e}; make room there, or choose "
+                         "another folder with --prepared") from None
+    counts, sizes = json.loads((final / "index.json").read_text())["counts"], _sizes(final)
+    kinds = {"tokens": tokenizer["dtype"], "documents": np.int64, "masked": np.uint8}
+    arrays = {kind: np.asarray(np.memmap(final / kind, kinds[kind], "r")) for kind in sizes}
+    return {"name": name, "at": 0, "counts": counts, "path": final / "tokens",
+            "size": sizes["tokens"], **arrays, "documents": arrays["documents"].reshape(-1, 2)}
+
+
+def _content(path):
+    """What tells the content of a file from another's: its name's end, size, checksum of its first
+    MiB, and of a longer one the time of its last change."""
+    if path.is_dir():
+        return [*map(_content, sorted(p for p in path.iterdir() if p.is_file()))]
+    with open(path, "rb") as file:
+        stat, crc = path.stat(), zlib.crc32(file.read(2**20))
+    return [path.suffixes[-2:], stat.st_size, crc, stat.st_size > 2**20 and stat.st_mtime_ns]
+
+
+def _sizes(folder):
+    """{file: bytes} of prepared data; None when it is not there, or not whole."""
+    with contextlib.suppress(OSError, ValueError):
+        sizes = json.loads((folder / "index.json").read_text())["sizes"]
+        return sizes if all((folder / k).stat().st_size == n for k, n in sizes.items()) else None
+
+
+def _write_prepared(paths, tokenizer, folder):
+    """Lay documents end to end: text between end ids that neighbours share, or, if the tokenizer
+    has a begin id, between its own two; chats as their template writes them.
+    """
+    begin, end = tokenizer["begin"], tokenizer["end"]
+    shared, after_chat, n, documents, counts = begin is None, False, 0, array("q"), Counter()
+    with open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks:
+        def put(ids, masked=None):
+            nonlocal n
+            if masked is not None:
+                masks.seek(n)  # what is skipped reads as zeros
+                masks.write(np.uint8(masked))
+            tokens.write(np.asarray(ids, tokenizer["dtype"]))
+            n += len(ids)
+
+        for ids, masked, is_chat, first, last in _encoded(paths, tokenizer):
+            if first and last and not len(ids):
+                counts["empty documents left out"] += 1
+                continue
+            if first:
+                documents.append(n + (shared and is_chat))
+                if shared or not is_chat:
+                    put([end if shared else begin], [1] if after_chat else None)
+            put(ids, masked)
+            if last:
+                documents.append(n + (not is_chat))
+                if not shared and not is_chat:
+                    put([end])
+                counts["documents"] += 1
+                after_chat = is_chat
+        if shared:
+            put([end], [1] if after_chat else None)
+        masks.truncate(n if masks.tell() else 0)
+    if not documents:
+        raise ValueError(f"{paths[0]}: has no text")
+    (folder / "documents").write_bytes(documents)
+    if not (folder / "masked").stat().st_size:
+        (folder / "masked").unlink()
+    index = {"counts": counts, "sizes": {p.name: p.stat().st_size for p in folder.iterdir()}}
+    for name in index["sizes"]:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def _encoded(paths, tokenizer):
+    """Yield (ids, mask or None, is_chat, first, last) of the documents, long texts in pieces; a
+    tokenizer's library uses all cores for a batch.
+    """
+    total = sum(p.stat().st_size for path in paths for p in ([*path.iterdir()] if path.is_dir()
+                                                             else [path]))
+    records = (record for path in paths for record in _records(path, tokenizer["cuts"]))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
+              leave=False) as bar:
+        while batch := list(islice(records, 1024)):
+            texts = [text for _, record, *_ in batch for text in record.get("texts", ())]
+            encoded = iter(tokenizer["encode_batch"](texts))
+            bar.update(sum(map(len, texts)))
+            for where, record, first, last in batch:
+                ids = [next(encoded) for _ in record.get("texts", ())]
+                masked = np.repeat([1, 0], [*map(len, ids)]) if len(ids) == 2 else None
+                if "messages" in record:
+                    ids, masked = _chat(record, tokenizer, where)
+                yield np.concatenate(ids), masked, "messages" in record, first, last
+
+
+def _chat(record, tokenizer, where):
+    """([ids], mask) of a conversation in the tokenizer's template. Labels are each of the
+    assistant's turns and the id that ends it: what the template adds to its rendering of the
+    messages before.
+    """
+    messages, library = record["messages"], tokenizer["chat"]
+    if not library:
+        raise ValueError(f"{where}: messages need a tokenizer with a chat template; set --tokenizer "
+                         "to a folder that transformers saved, and pip install transformers")
+
+    def render(n, prompt=False):
+        try:
+            return library.apply_chat_template(messages[:n], tools=record["tools"], tokenize=False,
+                                               add_generation_prompt=prompt)
+        except Exception as e:  # a template raises what it likes
+            raise ValueError(f"{where}: the chat template refuses it: {e}") from None
+
+    text = render(len(messages))
+    out = library(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = np.array([start for start, _ in out["offset_mapping"]])
+    masked = np.ones(len(starts), np.uint8)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, turn = render(i, prompt=True) if i else text, render(i + 1).rstrip()
+            if not text.startswith(before) or not i:
+                raise ValueError(f"{where}: message {i + 1}: the chat template does not put it "
+                                 "after its text of the messages before; use another template")
+            if not text.startswith(turn):  # it leaves out the thinking of earlier turns
+                turn = text[: text.index(library.eos_token, len(before)) + len(library.eos_token)]
+            masked[(starts >= len(before)) & (starts < len(turn))] = 0
+    return [np.array(out["input_ids"])], masked
+
+
+def _record(row, where):
+    """{"texts"} (one, or prompt and completion) or {"messages", "tools"} of a row of a file."""
+    row = row if isinstance(row, dict) else {}
+    for names in (["text"], ["prompt", "completion"]):
+        if all(isinstance(row.get(name), str) for name in names):
+            return {"texts": [row[name] for name in names]}
+    if not isinstance(row.get("messages"), list):
+        raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
+                         "'completion', or a list 'messages'")
+    roles = "system", "developer", "user", "assistant", "tool"
+    for i, message in enumerate(row["messages"], 1):
+        if not isinstance(message, dict) or message.get("role") not in roles:
+            raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
+                             f"{str(message)[:80]}")
+    return {"messages": row["messages"], "tools": row.get("tools")}
+
+
+def _records(path, cuts):
+    """Yield (where, record, first, last) of the rows of a file or folder, or the pieces of a text.
+    """
+    kind = path.name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    if path.is_dir() or kind == "parquet":
+        for number, row in enumerate(_arrow_rows(path), 1):
+            yield (where := f"{path} row {number}"), _record(row, where), True, True
+        return
+    form = dict(mode="rt", encoding="utf-8", newline="\n")
+    with (gzip.open(path, **form) if path.suffix == ".gz" else
+          _need("zstandard", path).open(path, **form) if path.suffix == ".zst" else
+          open(path, **form)) as file:
+        number = 0
+        try:
+            rows = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
+            for number, (text, last) in enumerate(rows, 1):
+                if kind != "jsonl":
+                    yield str(path), {"texts": [text]}, number == 1, last
+                elif text.strip():
+                    where = f"{path} line {number}"
+                    yield where, _record(json.loads(text), where), True, True
+        except UnicodeDecodeError as e:
+            place = file.buffer.tell() - len(e.object) + e.start
+            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl, .bin, .npy, "
+                             ".parquet, or a folder of datasets") from None
+        except (json.JSONDecodeError, OSError, EOFError, zlib.error) as e:
+            raise ValueError(f"{path} line {number}: damaged, or not JSON: {e}") from None
+
+
+def _pieces(file, cuts, size=2**16):
+    """Yield (text, whether it is the last) in pieces of some `size` characters, cut where tokenizers
+    split text into words anyway: after the one end of a line, before a line that is not indented.
+    """
+    text = file.read(size if cuts else -1)
+    while line := file.readline():
+        if text.endswith("\n") and text[-2:-1].strip() and line[0].strip():
+            yield text, False
+            text = line + file.read(size)
+        else:
+            text += line
+    yield text, True
+
+
+def _arrow_rows(path):
+    """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
+    arrow, state = _need("pyarrow.parquet", path), path / "state.json"
+    try:
+        if path.is_file():
+            batches = arrow.ParquetFile(path).iter_batches()
+        else:
+            state = json.loads(state.read_text())
+            if state["_indices_files"]:
+                raise ValueError("its rows are chosen by an index; flatten_indices() first")
+            ipc = _need("pyarrow.ipc", path)
+            batches = (batch for part in state["_data_files"]
+                       for batch in ipc.open_stream(str(path / part["filename"])))
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (OSError, KeyError, ValueError) as e:  # ArrowInvalid is a ValueError
+        raise ValueError(f"{path}: not a .parquet file or a folder of datasets: {e}") from None
+
+
+def _need(module, what):
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ValueError(f"{what}: needs `pip install {module.partition('.')[0]}`") from None
+
+
+def _check_unchanged(shard):
+    """Raise ValueError when a file has another size: reading beyond its end ends the process."""
+    try:
+        size = os.stat(shard["path"]).st_size if "path" in shard else None
+    except OSError:
+        size = "no"
+    if size != shard.get("size"):
+        raise ValueError(f"{shard['path']}: had {shard['size']} bytes when it was opened and has "
+                         f"{size} now; data must not change while a run reads it")
+
+
+def split(source, held_out):
+    """Split into (train, held-out) sources: the last fraction `held_out` of all tokens is held out,
+    of whole documents where rows are made of these. A shard is never cut into a part shorter than
+    seq_len + 1.
+
     Raises: ValueError when one side would have no sequence.
     """
-    cut = round(sum(map(len, source["shards"])) * (1 - held_out))
+    form = source["form"]
+    cut, seq_len = round(sum(source["lengths"].tolist()) * (1 - held_out)), form["seq_len"]
     sides = [], []
-    for name, shard in zip(source["names"], source["shards"]):
-        n_train = min(max(cut, 0), len(shard))
+    for shard in source["shards"]:
+        tokens, documents = shard["tokens"], shard.get("documents")
+        n_train = min(max(cut, 0), len(tokens))
+        cut -= len(tokens)
+        if form["fill"] != "stream":
+            at = int(np.searchsorted(documents[:, 0], n_train))
+            for side, some in zip(sides, (documents[:at], documents[at:])):
+                side += [shard | {"documents": some}] if len(some) else []
+            continue
         if n_train <= seq_len:
             n_train = 0
-        elif len(shard) - n_train <= seq_len:
-            n_train = len(shard)
-        cut -= len(shard)
-        for side, part in zip(sides, (shard[:n_train], shard[n_train:])):
-            side += [(name, part)] if len(part) else []
-    for what, side in zip(("training", "held-out"), sides):
-        if not side:
+        elif len(tokens) - n_train <= seq_len:
+            n_train = len(tokens)
+        for side, cut_at in zip(sides, (slice(0, n_train), slice(n_train, None))):
+            part = {name: shard[name][cut_at] for name in ("tokens", "masked") if name in shard}
+            at = shard["at"] + cut_at.start
+            side += [shard | part | {"at": at}] if len(part["tokens"]) else []
+    sources = [make_source(side, form) for side in sides]
+    for what, side in zip(("training", "held-out"), sources):
+        if not side["n"]:
             raise ValueError(f"val_frac {held_out}: leaves no {what} sequence of {seq_len + 1} "
                              "tokens; give --val_data, more data or a shorter --seq_len")
-    return tuple(source | {"names": [n for n, _ in side], "shards": [s for _, s in side]}
-                 for side in sides)
+    return tuple(sources)
 
 
-def make_tokenizer(name):
-    """Make {"encode": str or bytes -> 1-D array, "decode": ids -> str, "vocab_size", "end": the id
-    between documents} of "bytes", or of a tokenizer.json file.
+def bytes_per_token(source, tokenizer):
+    """Bytes of text per token of a source that is all text, counted in the first MiB of tokens of
+    each shard; None for others.
     """
-    if name != "bytes":
-        return _library_tokenizer(name)
+    n_bytes = n_tokens = 0
+    for shard in source["shards"]:
+        if "documents" not in shard or "masked" in shard:
+            return None
+        first = shard["documents"][0, 0] if source["form"]["fill"] != "stream" else 0
+        ids = shard["tokens"][first : first + 2**20]
+        marks = np.isin(ids, [tokenizer["begin"] or tokenizer["end"], tokenizer["end"]])
+        n_bytes += tokenizer["n_bytes"](ids[~marks]) + int(marks.sum())  # an end counts as one
+        n_tokens += len(ids)
+    return n_bytes / n_tokens
 
-    def encode(text):
-        return np.frombuffer(text if isinstance(text, bytes) else text.encode(), np.uint8)
 
-    def decode(ids):
-        pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in np.asarray(ids).tolist()]
-        return b"".join(pieces).decode(errors="replace")
+def describe(source):
+    """What was read, and what of it was left out, in words."""
+    if "parts" in source:
+        return "; ".join(f"{n / source['counts'].sum():.3g} of {each['shards'][0]['name']}: "
+                         f"{describe(each)}" for n, each in zip(source["counts"], source["parts"]))
+    form, shards = source["form"], source["shards"]
+    words = [f"{sum(source['lengths'].tolist()):,} tokens, {source['n']:,} sequences"]
+    words += [f"{n:,} {what}" for shard in shards if not shard["at"]
+              for what, n in shard.get("counts", {}).items()]
+    if form["fill"] != "stream":
+        n_long = sum((np.diff(shard["documents"]) - 1 > form["seq_len"]).sum() for shard in shards)
+        used = sum(_lengths(shard, form).sum() for shard in shards)
+        words += [f"{n_long:,} longer than seq_len ({form['too_long']})",
+                  f"{1 - used / (source['n'] * form['seq_len']):.1%} padding"]
+    return ", ".join(words)
 
-    return {"encode": encode, "decode": decode, "vocab_size": 256, "end": 0}
+
+def fingerprint(source):
+    """Describe the data in a line that differs when it does: token counts and a checksum of the
+    first and last 2^20 tokens of each shard, less of each where there are many.
+    """
+    shards, crc = source["shards"], 0
+    n = max(2**20 // len(shards), 2**10)
+    for shard in shards:
+        crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][:n]), crc)
+        crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][-n:]), crc)
+    n_tokens = sum(len(shard["tokens"]) for shard in shards)
+    return f"{n_tokens} tokens in {len(shards)} shards, crc32 {crc:08x}"
 
 
-def _library_tokenizer(name):
-    if not Path(name).is_file():
-        raise ValueError(f"tokenizer {name!r}: neither 'bytes' nor a tokenizer.json file")
-    try:
-        import tokenizers
-        tok = tokenizers.Tokenizer.from_file(name)
-    except ImportError:
-        raise ValueError(f"tokenizer {name!r}: needs `pip install tokenizers`") from None
-    except Exception as e:  # the library raises Exception itself
-        raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
-    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-    end = next((i for i in map(tok.token_to_id, names) if i is not None), None)
-    if end is None:
-        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
-
-    def encode(text):
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return np.asarray(tok.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def decode(ids):
-        return tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-
-    return {"encode": encode, "decode": decode, "vocab_size": tok.get_vocab_size(), "end": end}
+def text_metrics(means, source):
+    """Perplexity per token, and bits per byte where the source is text."""
+    loss, bytes_per_token = float(means["loss"]), source["bytes_per_token"]
+    bits = {"bits_per_byte": loss / log(2) / bytes_per_token} if bytes_per_token else {}
+    return {"ppl": exp(min(loss, 700))} | bits
 
 
 def _standard_library():
@@ -326,18 +891,22 @@ def _standard_library():
     return sorted(paths, key=lambda p: p.relative_to(root).as_posix())
 
 
-def _expand(patterns):
-    """List the files that match, sorted within each pattern. Raises: ValueError if none does."""
+def _expand(patterns, lenient=False):
+    """List the files that match, sorted within each pattern. Raises: ValueError if none does, or
+    one is empty; lenient: leave these out.
+    """
     paths = []
     for pattern in map(str, patterns):
-        found = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
-        if os.path.isdir(pattern):
-            raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'")
-        if not found:
-            raise ValueError(f"data {pattern!r}: no such file, and no file matches it as a glob")
-        if empty := [p for p in found if not os.path.getsize(p)]:
+        found = [Path(p) for p in sorted(glob.glob(pattern, recursive=True))
+                 if os.path.isfile(p) or os.path.isfile(os.path.join(p, "state.json"))]
+        if not lenient and not found:
+            raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'"
+                             if os.path.isdir(pattern) else
+                             f"data {pattern!r}: no such file, and no file matches it as a glob")
+        empty = [path for path in found if not path.stat().st_size]
+        if not lenient and empty:
             raise ValueError(f"{empty[0]}: the file is empty")
-        paths += map(Path, found)
+        paths += [path for path in found if path not in empty]
     return paths
 
 
@@ -367,20 +936,10 @@ def _tokens_in(path, dtype):
         return np.memmap(path, dtype, "r", 1024, (count,))
     if size % dtype.itemsize:
         raise ValueError(f"{path}: {size} bytes is not a whole number of {dtype}; set --data_dtype")
-    return np.memmap(path, dtype, "r")
-
-
-def _documents(path):
-    """Read the documents, as bytes, of a text file (one) or a .jsonl file ("text" of each line)."""
-    if path.suffix != ".jsonl":
-        return [path.read_bytes()]
-    documents = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            documents += [json.loads(line)["text"].encode()] if line.strip() else []
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{path} line {number}: not an object with a string 'text'") from None
-    return documents
+    tokens = np.memmap(path, dtype, "r")
+    if size >= 64 and dtype == np.uint16 and not tokens[1:2**16:2].any() and tokens[:2**16:2].any():
+        raise ValueError(f"{path}: every second uint16 is 0; set --data_dtype uint32")
+    return tokens
 
 
 def _check_ids(tokens, vocab_size, name):
@@ -390,26 +949,73 @@ def _check_ids(tokens, vocab_size, name):
                          " set --vocab_size, or use the tokenizer that wrote the file")
 
 
-def _segments(tokens, end):
-    """Number the documents in each row, and the positions within each document."""
-    starts, places = tokens == end, np.arange(tokens.shape[1], dtype=np.int32)[None]
-    first = np.maximum.accumulate(np.where(starts, places, 0), axis=1)
-    return {"segments": starts.cumsum(axis=1, dtype=np.int32), "positions": places - first}
+# Tokenizers.
 
+def make_tokenizer(name):
+    """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
+    "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "begin", "end": ids around a document
+    (begin None: an end also stands before it), "chat": None or transformers' tokenizer with a chat
+    template, "cuts": whether a text may be encoded in pieces, "key": text that names it}.
 
-def text_metrics(means, source):
-    """Perplexity per token, and bits per byte where the source is text."""
-    loss, bytes_per_token = float(means["loss"]), source["bytes_per_token"]
-    bits = {"bits_per_byte": loss / log(2) / bytes_per_token} if bytes_per_token else {}
-    return {"ppl": exp(min(loss, 700))} | bits
-
-
-def fingerprint(source):
-    """Describe the data in a line that differs when it does: token counts and a checksum of the
-    first and last 2^20 tokens of each shard.
+    name: "bytes", a tokenizer.json, a folder that transformers saved, or tiktoken:ENCODING.
     """
-    shards, crc = source["shards"], 0
-    for shard in shards:
-        crc = zlib.crc32(np.ascontiguousarray(shard[:2**20]), crc)
-        crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc)
-    return f"{sum(map(len, shards))} tokens in {len(shards)} shards, crc32 {crc:08x}"
+    own = {"begin": None, "end": 0, "chat": None, "key": name}
+    if name == "bytes":
+        own |= {"encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8)
+                                               for text in texts],
+                "decode": _decode_bytes, "n_bytes": len, "vocab_size": 256}
+    elif name.startswith("tiktoken:"):
+        own |= _tiktoken(name)
+    else:
+        own |= _library_tokenizer(name)
+    small = own["vocab_size"] <= 2**8, own["vocab_size"] <= 2**16
+    dtype = np.uint8 if small[0] else np.uint16 if small[1] else np.uint32
+    def encode_batch(texts): return [np.asarray(ids, dtype) for ids in own["encode_batch"](texts)]
+    def encode(text): return encode_batch([text])[0]
+    probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight"
+    cuts = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
+    return {"n_bytes": lambda ids: len(own["decode"](ids).encode()), **own, "dtype": dtype,
+            "encode_batch": encode_batch, "encode": encode, "cuts": cuts}
+
+
+def _decode_bytes(ids):
+    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in np.asarray(ids).tolist()]
+    return b"".join(pieces).decode(errors="replace")
+
+
+def _tiktoken(name):
+    try:
+        tok = _need("tiktoken", f"tokenizer {name!r}").get_encoding(name.partition(":")[2])
+    except Exception as e:  # an unknown name, or its files are not here and not to be had
+        raise ValueError(f"tokenizer {name!r}: {e}") from None
+    return {"encode_batch": tok.encode_ordinary_batch, "vocab_size": tok.n_vocab,
+            "decode": lambda ids: tok.decode(np.asarray(ids).tolist()), "end": tok.eot_token}
+
+
+def _library_tokenizer(name):
+    """Those of Hugging Face: tokenizers, and for chats transformers."""
+    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
+    if not path.is_file():
+        raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder that "
+                         "has one, nor tiktoken:NAME")
+    try:
+        tok = _need("tokenizers", f"tokenizer {name!r}").Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises Exception itself
+        raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
+    files = [path] + [f for f in sorted(path.parent.glob("*")) if os.path.isdir(name) and f.is_file()]
+    chat = None
+    if len(files) > 1 and importlib.util.find_spec("transformers"):
+        from transformers import AutoTokenizer
+        chat = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]",
+             getattr(chat, "eos_token", None) or "")
+    end = next((i for i in map(tok.token_to_id, names) if i is not None), None)
+    if end is None:
+        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
+    framed = [i for i in tok.encode("").ids if i != end]  # what it puts before a text by itself
+    return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch(
+                texts, add_special_tokens=False)],
+            "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
+            "vocab_size": tok.get_vocab_size(), "begin": framed[0] if framed else None, "end": end,
+            "chat": chat if getattr(chat, "chat_template", None) else None,
+            "key": [zlib.crc32(file.read_bytes()) for file in files]}

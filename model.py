@@ -261,7 +261,8 @@ def loss_fn(params, batch, cfg):
     term per token belongs in _loss_sums, where its weights apply);
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie; with experts "balance", "router_z" and
-    "dropped".
+    "dropped"; where documents are kept apart "padding", the share of positions without a token, and
+    "keys", how many a query sees.
 
     Source: label smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed
     target, so that the best value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
@@ -277,8 +278,14 @@ def loss_fn(params, batch, cfg):
                     + cfg.router_z * router_stats["router_z"])
         sums |= {k: jnp.where(labels_BT != IGNORE, x, 0).sum() for k, x in router_stats.items()}
         sums["objective"] += (weights_BT * extra_BT).sum()
-    n_labels = (labels_BT != IGNORE).sum(dtype=jnp.float32)
-    return sums, dict.fromkeys(sums, n_labels) | {"objective": divisor}
+    counts = dict.fromkeys(sums, (labels_BT != IGNORE).sum(dtype=jnp.float32))
+    if "segments" in batch:
+        used_BT = batch["segments"] > 0
+        keys_BT = jnp.minimum(batch["positions"] + 1, cfg.sliding_window or cfg.seq_len)
+        sums |= {"padding": (~used_BT).sum(dtype=jnp.float32),
+                 "keys": jnp.where(used_BT, keys_BT, 0).sum(dtype=jnp.float32)}
+        counts |= dict.fromkeys(("padding", "keys"), jnp.float32(labels_BT.size))
+    return sums, counts | {"objective": divisor}
 
 
 def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
@@ -401,7 +408,8 @@ RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots
 
 def batch_shapes(cfg):
     """{name: (shape, dtype, partition spec)} of a batch."""
-    names = ("tokens", "labels", *(("segments", "positions") if cfg.packed else ()))
+    apart = cfg.packed or cfg.fill != "stream"
+    names = ("tokens", "labels", *(("segments", "positions") if apart else ()))
     return dict.fromkeys(names, ((cfg.batch_size, cfg.seq_len), jnp.int32, P(BATCH_AXES, "sp")))
 
 
@@ -428,11 +436,11 @@ def memory_savers(cfg, sp):
     return [flag for flag, helps in useful.items() if helps]
 
 
-def flops_per_token(cfg, seq_len):
+def flops_per_token(cfg, seq_len, keys=None):
     """(FLOPs of training on one token, FLOPs that remat adds, formula of the first).
 
-    Counts matmuls forward and backward, attention over the mean number of keys that a query sees
-    (half the sequence, or less under a sliding window), only the experts that a token goes to, and
+    Counts matmuls forward and backward, attention over `keys`, the mean number that a query sees
+    (by default half the sequence, or less under a sliding window), only the experts that a token goes to, and
     no gradient of frozen weights.
     """
     def used(shape):  # of experts, [layers, experts, in, out], those that a token goes to
@@ -442,7 +450,7 @@ def flops_per_token(cfg, seq_len):
     weights = {name.removeprefix("layers."): (used(row["shape"]), row["trained"])
                for name, row in param_table(cfg).items() if name.startswith((logits, "layers.w"))}
     window = min(cfg.sliding_window or seq_len, seq_len)
-    keys = window * (1 - window / (2 * seq_len))
+    keys = window * (1 - window / (2 * seq_len)) if keys is None else keys
     attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
     names, attention_frac = RECOMPUTED[cfg.remat]
     if cfg.remat == "named" and cfg.attention in ("cudnn", "pallas"):
@@ -666,7 +674,7 @@ def choose_attention(cfg, platform):
         "cudnn": {"an NVIDIA GPU": platform == "cuda",
                   f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
                   f"head_dim a multiple of 8 up to 128 (it is {H})": H % 8 == 0 and H <= 128,
-                  "rows that are not packed": not cfg.packed},
+                  "rows of one document": not cfg.packed and cfg.fill == "stream"},
         "pallas": {"a TPU": platform == "tpu",
                    f"head_dim a multiple of 128 (it is {H})": H % 128 == 0,
                    f"seq_len a multiple of 128 (it is {T})": T % 128 == 0}}

@@ -66,14 +66,16 @@ TEXT = {
     "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}): "objective" ...
     "batch": model.batch_shapes,  # cfg -> {name: (shape, dtype, partition spec)} of a batch
     # (cfg, parts) -> {"train": source, "val": source or None}; a source is {"n": examples, "batch":
-    # (step, rows) -> {name: array of these rows of the batch}, "fingerprint": text that must not
-    # change when a run resumes}
+    # (step, rows) -> {name: array of these rows of the batch}, or None to be asked again later,
+    # "fingerprint": text that must not change when a run resumes}; also, if it has them, "about":
+    # words for the screen, and what data.open_text says of mixtures and windows
     "open": data.open_text,
     # From here on a task may leave out what it has not.
     "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
     "faults": config.text_faults,  # (cfg, {axis: size}) -> why it cannot run, in words
     "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
-    "flops": lambda cfg: model.flops_per_token(cfg, cfg.seq_len),  # (per unit, remat's, formula)
+    # (cfg, means of a batch or {}) -> (FLOPs per unit, those that remat adds, formula)
+    "flops": lambda cfg, means: model.flops_per_token(cfg, cfg.seq_len, means.get("keys")),
     "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
     # (params, cfg, key) -> texts to print
     "preview": lambda params, cfg, key: model.sample_text(
@@ -138,6 +140,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         return plan(cfg, task)
     if cfg.mode in ("eval", "sample"):
         return run_saved(cfg, task)
+    if cfg.mode == "data":
+        return prepare_data(cfg, task)
     hooks = (*hooks, *map(load_hook, cfg.hooks))
     with catch_signals() as signals:
         run = prepare(cfg, task)
@@ -165,9 +169,12 @@ def start_run(run, hooks, observers, state, params):
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     run = run | {"cfg": cfg, "hooks": hooks, **sources}
     saved, meta = find_start(cfg)
+    if meta and "windows" in meta["data"]:
+        run["train"]["resume"](meta["data"]["windows"])
     origin, first_state = choose_start(run, state, params, saved, meta)
     if meta and is_finished(cfg, saved):
         return None
+    tell_data(sources, say)
     say(f"{headline(run)}\ncompiling the update for {cfg.steps} steps ...")
     began = time.perf_counter()
     with explain_memory(run):
@@ -232,9 +239,10 @@ def train(run, state, done, signals, began):
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous, saving = int(state["step"]), {}, None, None
     clock = {"from": began, "at": time.perf_counter(), "n": 0, "step_s": 0, "wait_s": 0, "all_s": 0}
-    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps)
+    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps,
+                            stopped=partial(interrupted, signals))
     while True:
-        if due := due_events(cfg, step, done):
+        if due := due_events(cfg, step, done, run["train"]):
             latest |= report(run, previous, clock)
             previous = None
         if "save" in due:  # first, so that nothing after it can lose the state
@@ -250,7 +258,9 @@ def train(run, state, done, signals, began):
         signal_name = agreed_signal(cfg, step, signals)
         if why_stop(cfg, step, signal_name, latest):
             break
-        batch, waited_s = next(batches)
+        batch, waited_s = next_batch(run, batches, state, step, saving)
+        if batch is None:  # a signal came while there was no data
+            continue
         batch = call(run["hooks"], "data", batch)
         emit("dispatch", {"step": step + 1})
         with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
@@ -274,11 +284,26 @@ def train(run, state, done, signals, began):
     return summary | {"state": state, "mesh": run["mesh"], "checkpoint": str(path)}
 
 
-def due_events(cfg, step, done):
-    """What is to be done at this step, and was not done at it already."""
+def due_events(cfg, step, done, train):
+    """What is to be done at this step, and was not done at it already. After each window of the
+    training data, if it has such, there is an evaluation.
+    """
     every = {"save": cfg.save_every, "eval": cfg.eval_every, "sample": cfg.sample_every}
+    finished = train.get("finished", lambda step: 0)
+    window_ended = step and finished(step) > finished(step - 1)
     return [event for event, n in every.items() if step and done.get(event) != step
-            and (step >= cfg.steps or (n and step % n == 0))]
+            and (step >= cfg.steps or (n and step % n == 0) or (event == "eval" and window_ended))]
+
+
+def next_batch(run, batches, state, step, saving):
+    """(batch, seconds waited); (None, 0) when a signal ended the wait. When the data has a fault
+    the state is saved before it is raised.
+    """
+    try:
+        return next(batches, (None, 0))
+    except (ValueError, OSError):
+        ckpt.wait(save_state(run, state, step, saving))
+        raise
 
 
 def why_stop(cfg, step, signal_name, latest):
@@ -315,7 +340,7 @@ def report(run, previous, clock):
     if not finite and cfg.nan == "raise":
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
     if not finite or (cfg.log_every and step % cfg.log_every == 0):
-        row = row | run["task"]["metrics"](means, run["train"]) | rates(run, step, clock)
+        row = row | run["task"]["metrics"](means, run["train"]) | rates(run, step, clock, row)
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
         row = emit("log", row)
@@ -333,6 +358,8 @@ def save_state(run, state, step, saving):
     epoch, place = divmod(step * cfg.batch_size, train["n"])
     meta = run["meta"] | {"data": {
         "fingerprint": train["fingerprint"], "epoch": epoch, "sequence": place}}
+    if "windows" in train:
+        meta["data"]["windows"] = train["windows"](step)
     began = time.perf_counter()
     saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep, say)
     run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
@@ -341,19 +368,25 @@ def save_state(run, state, step, saving):
 
 def evaluate(run, eval_step, params, signals=()):
     """{"val_*"}: the mean over the held-out set of each sum that the loss gives and the task's own
-    metrics; {} when interrupted.
+    metrics; of a mixture also the loss of each source; {} when interrupted.
     """
     cfg, val, began = run["cfg"], run["val"], time.perf_counter()
-    n = -(-val["n"] // cfg.batch_size)
-    batches = data.prefetch(make_batch_at(run, val), 0, min(cfg.eval_batches or n, n))
-    totals = steplib.evaluate(
-        eval_step, params, (batch for batch, _ in batches), partial(interrupted, signals))
-    if totals is None:
-        return {}
-    means = {name: total / np.where(count, count, 1) for name, (total, count) in totals.items()}
-    row = scalars(means) | run["task"]["metrics"](means, val)
-    row["n_labels"] = int(totals.get("loss", totals["objective"])[1])
-    row = {f"val_{name}": value for name, value in row.items()}
+    parts, sums, row = val.get("parts", {"": val}), {}, {}
+    for name, part in parts.items():
+        n = -(-part["n"] // cfg.batch_size)
+        batches = data.prefetch(make_batch_at(run, part), 0, min(cfg.eval_batches or n, n))
+        totals = steplib.evaluate(
+            eval_step, params, (batch for batch, _ in batches), partial(interrupted, signals))
+        if totals is None:
+            return {}
+        sums = jax.tree.map(np.add, sums, totals) if sums else totals
+        if name:
+            total, count = totals["loss"]
+            row[f"val_loss/{name}"] = float(total / count)
+    means = {name: total / np.where(count, count, 1) for name, (total, count) in sums.items()}
+    found = scalars(means) | run["task"]["metrics"](means, val)
+    found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
+    row |= {f"val_{name}": value for name, value in found.items()}
     return row | {"eval_s": time.perf_counter() - began}
 
 
@@ -392,6 +425,12 @@ def program_parts(run):
     """The arguments of lower_steps and compile_steps."""
     task = run["task"]
     return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
+
+
+def tell_data(sources, tell):
+    for part, source in sources.items():
+        if source and "about" in source:
+            tell(f"{part} data: {source['about']}")
 
 
 def sample_texts(run, params, step):
@@ -589,12 +628,12 @@ def describe(run, meta):
            "run_id": meta.get("run_id", os.urandom(4).hex()),
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
-        flops, _, formula = run["task"]["flops"](cfg)
+        flops, _, formula = run["task"]["flops"](cfg, {})
         row |= {f"flops_per_{unit}": flops, "flops_formula": formula}
     return row
 
 
-def rates(run, step, clock):
+def rates(run, step, clock, means):
     """What a log row says of progress, speed and memory. mfu and hfu are shares of the peak in
     [0, 1], None where it is not known; hfu counts what remat recomputes.
     """
@@ -609,7 +648,7 @@ def rates(run, step, clock):
            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if run["task"]["flops"]:
         peak = steplib.peaks(jax.devices()[0].device_kind)[0]
-        flops, recomputed, _ = run["task"]["flops"](cfg)
+        flops, recomputed, _ = run["task"]["flops"](cfg, means)
         scale = per_s / jax.device_count() / 1e12
         row |= {"model_tflops_per_device": flops * scale, "mfu": peak and flops * scale / peak,
                 "hfu": peak and (flops + recomputed) * scale / peak}
@@ -689,7 +728,7 @@ def begin_out_dir(cfg):
     out = Path(cfg.out_dir)
     if cfg.resume == "overwrite":
         shutil.rmtree(out / "ckpt")
-        for name in ("metrics.jsonl", "plot.png"):
+        for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
             (out / name).unlink(missing_ok=True)
     (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
 
@@ -737,6 +776,13 @@ def is_finished(cfg, step):
     return True
 
 
+def prepare_data(cfg, task):
+    """Tokenize what is not and say what there is, touching no device; the summary."""
+    config.validate(cfg, None)
+    tell_data(task["open"](cfg, ("train", "val")), print)
+    return {"step": 0, "reason": "data", "exit_code": 0}
+
+
 # Would it fit?
 
 def plan(cfg, task=TEXT):
@@ -753,7 +799,7 @@ def estimate(run):
     """
     cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}}
     if run["task"]["flops"]:
-        flops, recomputed, formula = run["task"]["flops"](cfg)
+        flops, recomputed, formula = run["task"]["flops"](cfg, {})
         n = run["task"]["unit"][1](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     state, lowered, _ = steplib.lower_steps(*program_parts(run))

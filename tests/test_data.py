@@ -22,12 +22,16 @@ BYTES = data.make_tokenizer("bytes")
 LENGTHS = (23, 9, 41, 17, 10)  # of shards; with sequences of 8 most end in a window that overlaps
 
 
-def count_up(lengths=LENGTHS):
+def shard(tokens, name="up", **more):
+    return {"name": name, "tokens": tokens, "at": 0} | more
+
+
+def count_up(lengths=LENGTHS, **form):
     """Make a source in which every token is its own place: a batch then tells where it is from."""
     ends = np.cumsum(lengths)
-    shards = [np.arange(end - n, end, dtype=np.uint16) for n, end in zip(lengths, ends)]
-    names = [f"shard {i}" for i in range(len(lengths))]
-    return {"shards": shards, "names": names, "bytes_per_token": None}
+    shards = [shard(np.arange(end - n, end, dtype=np.uint16), f"shard {i}")
+              for i, (n, end) in enumerate(zip(lengths, ends))]
+    return data.make_source(shards, form)
 
 
 def counted_labels(batch):
@@ -102,13 +106,12 @@ def test_orders_are_pinned():
     assert data.examples_at(0, 4, n).tolist() == [77952, 808311, 160936, 587360]
     assert data.examples_at(300_000, 4, n, seed=3).tolist() == [40816, 797734, 988420, 555836]
     assert data.eval_examples_at(2, 4, n)[0].tolist() == [564938, 723192, 45015, 119072]
-    source = {"shards": [np.arange(n + 1, dtype=np.uint32)], "names": ["up"],
-              "bytes_per_token": None}
-    assert data.batch_at(source, 0, 4, 1)["tokens"].tolist() == [[77952], [808311], [160936],
-                                                                 [587360]]
+    source = data.make_source([shard(np.arange(n + 1, dtype=np.uint32))])
+    assert data.batch_at(source, 0, 4)["tokens"].tolist() == [[77952], [808311], [160936],
+                                                              [587360]]
     long = np.arange(2**21 + 99, dtype=np.uint32)
-    wanted = "2097256 tokens in 2 shards, crc32 6fccc9e5"
-    assert data.fingerprint({"shards": [long, long[:5]]}) == wanted
+    source = data.make_source([shard(long)])
+    assert data.fingerprint(source) == "2097251 tokens in 1 shards, crc32 82a3beb6"
     assert data.IGNORE == -100  # as in Hugging Face's and PyTorch's losses
 
 
@@ -156,9 +159,9 @@ def test_every_label_once_an_epoch(seq_len):
 
     Break: data.py: labels[row, : wanted[row] - starts[row]] = IGNORE => pass
     """
-    source, seen = count_up(), np.zeros(sum(LENGTHS), int)
-    for step in range(n := data.n_sequences(source, seq_len)):
-        batch = data.batch_at(source, step, 1, seq_len, seed=3)
+    source, seen = count_up(seq_len=seq_len), np.zeros(sum(LENGTHS), int)
+    for step in range(n := source["n"]):
+        batch = data.batch_at(source, step, 1, seed=3)
         assert batch["tokens"].shape == (1, seq_len)
         assert batch["tokens"].dtype == batch["labels"].dtype == np.int32
         np.add.at(seen, counted_labels(batch), 1)
@@ -174,12 +177,11 @@ def test_order_does_not_depend_on_the_batch():
     Break: data.py: if (blocks == blocks[0]).all(): => if len(blocks):
     """
     n = 2 * data.BLOCK + 100
-    source = {"shards": [np.arange(n + 1, dtype=np.uint32)], "names": ["up"],
-              "bytes_per_token": None}
+    source = data.make_source([shard(np.arange(n + 1, dtype=np.uint32))])
     order = np.concatenate([data.permute(np.arange(n), n, (7, epoch)) for epoch in (0, 1)])
     for size in (3, 1000, n):
         for step in {0, data.BLOCK // size, (n - 1) // size}:
-            got = data.batch_at(source, step, size, 1, seed=7)["tokens"][:, 0]
+            got = data.batch_at(source, step, size, seed=7)["tokens"][:, 0]
             np.testing.assert_array_equal(got, order[step * size : (step + 1) * size])
 
 
@@ -189,9 +191,10 @@ def test_last_batch_wraps():
 
     Break: data.py: (seed, epoch)) => (seed, int(epochs[0])))
     """
-    source, n = count_up(), data.n_sequences(count_up(), 8)
+    source = count_up(seq_len=8)
+    n = source["n"]
     assert n % 5
-    first = np.concatenate([data.batch_at(source, step, 5, 8)["tokens"][:, 0] for step in range(n)])
+    first = np.concatenate([data.batch_at(source, step, 5)["tokens"][:, 0] for step in range(n)])
     epochs = first.reshape(5, n)
     for epoch in epochs:
         np.testing.assert_array_equal(np.sort(epoch), np.sort(epochs[0]))
@@ -207,14 +210,14 @@ def test_batches_from_the_step_alone(tmp_path):
     _permuted(places[here], n, (time.time_ns(),
     """
     path = write(tmp_path / "a.bin", np.arange(500, dtype=np.uint16))
-    sizes = dict(batch_size=4, seq_len=8, seed=1)
-    def opened(): return data.open_source([path], BYTES)
+    sizes = dict(batch_size=4, seed=1)
+    def opened(): return data.open_source([path], BYTES, {"seq_len": 8})
     onward = [data.batch_at(opened(), step, **sizes) for step in range(40)]
     source = opened()
     for step in reversed(range(40)):
         again = data.batch_at(source, step, **sizes)
         assert all((again[k] == onward[step][k]).all() for k in again)
-    assert (data.batch_at(source, 0, 4, 8, seed=2)["tokens"] != onward[0]["tokens"]).any()
+    assert (data.batch_at(source, 0, 4, seed=2)["tokens"] != onward[0]["tokens"]).any()
 
 
 @pytest.mark.parametrize("n_hosts", [1, 2, 4])
@@ -225,14 +228,14 @@ def test_rows_of_hosts(n_hosts, at):
     Break: data.py: index * batch_size + rows.astype =>
     index * batch_size + np.arange(len(rows)).astype
     """
-    source = count_up()
+    source = count_up(seq_len=8)
     for step in (0, 2, 3):
-        whole = at(source, step, 8, 8)
+        whole = at(source, step, 8)
         blocks = np.array_split(np.arange(8), n_hosts)
         backwards = [b[::-1] for b in blocks]
         interleaved = [np.arange(h, 8, n_hosts) for h in range(n_hosts)]
         for rows in blocks + backwards + interleaved:
-            part = at(source, step, 8, 8, rows=rows)
+            part = at(source, step, 8, rows=rows)
             assert all((part[k] == whole[k][rows]).all() for k in whole)
 
 
@@ -283,9 +286,9 @@ def test_eval_covers_each_token_once(batch_size):
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
-    source = count_up()
-    n_batches = -(-data.n_sequences(source, 8) // batch_size)
-    batches = [data.eval_batch_at(source, i, batch_size, 8) for i in range(n_batches + 1)]
+    source = count_up(seq_len=8)
+    n_batches = -(-source["n"] // batch_size)
+    batches = [data.eval_batch_at(source, i, batch_size) for i in range(n_batches + 1)]
     assert all(b["labels"].shape == (batch_size, 8) for b in batches)
     assert (batches[-1]["labels"] == data.IGNORE).all()
     labels = np.concatenate([counted_labels(b) for b in batches])
@@ -298,19 +301,17 @@ def test_split(share):
     """The last share of the tokens is held out: both sides laid end to end are the data, each piece
     long enough to use.
 
-    Break: data.py: zip(sides, (shard[:n_train], shard[n_train:])) =>
-    zip(sides, (shard[:n_train], shard[max(n_train - 1, 0):]))
+    Break: data.py: (slice(0, n_train), slice(n_train, None)) =>
+    (slice(0, n_train), slice(max(n_train - 1, 0), None))
     """
     seq_len, lengths = 8, (400, 90, 300, 210)
-    source = count_up(lengths)
-    train, held_out = data.split(source, share, seq_len)
-    both = np.concatenate(train["shards"] + held_out["shards"])
-    np.testing.assert_array_equal(both, np.arange(1000))
-    assert abs(sum(map(len, held_out["shards"])) - 1000 * share) <= seq_len
-    for side in (train, held_out):
-        assert all(len(s) > seq_len for s in side["shards"])
-        assert len(side["names"]) == len(side["shards"])
-    assert source["names"] == count_up(lengths)["names"]  # as it was
+    source = count_up(lengths, seq_len=seq_len)
+    train, held_out = data.split(source, share)
+    both = [s["tokens"] for s in train["shards"] + held_out["shards"]]
+    np.testing.assert_array_equal(np.concatenate(both), np.arange(1000))
+    assert abs(sum(held_out["lengths"]) - 1000 * share) <= seq_len
+    assert all(n > seq_len for side in (train, held_out) for n in side["lengths"])
+    assert source["lengths"].tolist() == list(lengths)  # as it was
 
 
 @pytest.mark.parametrize("n_held_out, train, held_out", [
@@ -320,25 +321,25 @@ def test_split(share):
 def test_split_leaves_no_short_part(n_held_out, train, held_out):
     """A cut that would leave fewer than seq_len + 1 tokens of a shard moves to the shard's end.
 
-    Break: data.py: elif len(shard) - n_train <= seq_len: => elif len(shard) - n_train < seq_len:
+    Break: data.py: elif len(tokens) - n_train <= seq_len: => elif len(tokens) - n_train < seq_len:
     """
     if train is None or held_out is None:
         with pytest.raises(ValueError, match="leaves no"):
-            data.split(count_up((100, 200)), n_held_out / 300, 8)
+            data.split(count_up((100, 200), seq_len=8), n_held_out / 300)
         return
-    sides = data.split(count_up((100, 200)), n_held_out / 300, 8)
-    assert [tuple(map(len, side["shards"])) for side in sides] == [train, held_out]
+    sides = data.split(count_up((100, 200), seq_len=8), n_held_out / 300)
+    assert [tuple(side["lengths"].tolist()) for side in sides] == [train, held_out]
 
 
 def test_split_too_far():
     """A split that leaves a side without a sequence is refused with what to do.
 
-    Break: data.py: if not side: => if False:
+    Break: data.py: if not side["n"]: => if False:
     """
     for share, side in ((0.001, "held-out"), (0.999, "training")):
         words = f"leaves no {side} sequence of 9 tokens; give --val_data"
         with pytest.raises(ValueError, match=words):
-            data.split(count_up((100,)), share, 8)
+            data.split(count_up((100,), seq_len=8), share)
 
 
 # ---- readers
@@ -363,60 +364,60 @@ def test_token_files(kind, tmp_path):
         write(path, header(3000, 20240801, 7), TOKENS.astype("uint32"))
     else:
         write(path, TOKENS.astype(dtype := kind))
-    source = data.open_source([str(path)], BYTES, dtype, 8, 60000)
-    np.testing.assert_array_equal(source["shards"][0], TOKENS)
-    assert isinstance(source["shards"][0].base, np.memmap)
-    assert source["names"] == [str(path)] and source["bytes_per_token"] is None
+    source = data.open_source([str(path)], BYTES, {"seq_len": 8, "vocab_size": 60000}, dtype)
+    opened = source["shards"][0]
+    np.testing.assert_array_equal(opened["tokens"], TOKENS)
+    assert isinstance(opened["tokens"].base, np.memmap)
+    assert opened["name"] == str(path) and data.bytes_per_token(source, BYTES) is None
 
 
 def test_text_and_globs(tmp_path):
     """Text files and the texts of .jsonl lines become one shard of documents, each between two
     ends; globs are sorted.
 
-    Break: data.py: np.concatenate([*pieces, end]) => np.concatenate(pieces)
+    Break: data.py: if shared:
+            put([end], => if False:
+            put([end],
     """
     for name, text in (("b.txt", "zwei"), ("a.txt", "één"), ("deep/c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "d.jsonl").write_text('{"text": "vier\\n"}\n\n{"id": 7, "text": "fünf"}\n')
     patterns = [tmp_path / name for name in ("*.txt", "**/c.txt", "d.jsonl")]
-    source = data.open_source(patterns, BYTES)
+    source = data.open_source(patterns, BYTES, folder=tmp_path / "prepared")
     text = "\0één\0zwei\0three\0vier\n\0fünf\0".encode()
-    assert [bytes(s) for s in source["shards"]] == [text]
-    assert source["bytes_per_token"] == 1
-    assert source["names"] == [f"{tmp_path}/a.txt and 3 more"]
-    empty = write(tmp_path / "e.jsonl", b'{"text": ""}')
-    assert data.open_source([empty], BYTES)["bytes_per_token"] == 1  # only a separator
+    assert [bytes(s["tokens"]) for s in source["shards"]] == [text]
+    assert data.bytes_per_token(source, BYTES) == 1
+    assert [s["name"] for s in source["shards"]] == [f"{tmp_path}/a.txt and 3 more"]
 
 
 def test_token_files_and_text(tmp_path):
     """Given both, each token file is a shard of its own beside that of all text.
 
-    Break: data.py: None if binary else => None if not texts else
+    Break: data.py: if "documents" not in shard or "masked" in shard: => if "masked" in shard:
     """
     paths = [write(tmp_path / "a.txt", b"text"), write(tmp_path / "b.bin", TOKENS.astype("uint16"))]
-    source = data.open_source(paths, BYTES)
-    assert [len(s) for s in source["shards"]] == [3000, 6]
-    assert source["names"] == [str(paths[1]), str(paths[0])]
-    assert source["bytes_per_token"] is None
+    source = data.open_source(paths, BYTES, folder=tmp_path)
+    assert source["lengths"].tolist() == [3000, 6]
+    assert [s["name"] for s in source["shards"]] == [str(paths[1]), str(paths[0])]
+    assert data.bytes_per_token(source, BYTES) is None
 
 
 def test_shortest_files(tmp_path):
     """A shard of seq_len + 1 tokens is long enough: by default 2. A file whose start looks like a
     header but for one number is tokens.
 
-    Break: data.py: if len(shard) < seq_len + 1: => if len(shard) <= seq_len + 1:
+    Break: data.py: len(tokens) < form["seq_len"] + 1: => len(tokens) <= form["seq_len"] + 1:
     """
     for n, sizes in ((2, {}), (9, {"seq_len": 8})):
         path = write(tmp_path / "a.bin", np.arange(n, dtype=np.uint16))
-        assert len(data.open_source([path], BYTES, **sizes)["shards"][0]) == n
-    parts = data.split(count_up((4,)), 0.5)
-    assert [[len(s) for s in part["shards"]] for part in parts] == [[2], [2]]
+        assert data.open_source([path], BYTES, sizes)["lengths"] == [n]
+    assert [part["lengths"].tolist() for part in data.split(count_up((4,)), 0.5)] == [[2], [2]]
     for place in (3, 255):
         ints = header(50)
         ints[place] = 1
         path = write(tmp_path / "b.bin", ints)
-        assert len(data.open_source([path], BYTES)["shards"][0]) == 512
+        assert data.open_source([path], BYTES)["lengths"] == [512]
 
 
 def npy(array):
@@ -442,7 +443,7 @@ def npy(array):
     ("flat.npy", npy(np.ones((9, 99), int)), "has 2 dims of int64"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("line.jsonl", b'{"text": "fine, and long enough"}\n{"text": \n',
-     "line 2: not an object with a string"),
+     "line 2: damaged, or not JSON"),
     ("key.jsonl", b'{"txt": "a"}\n', "line 1: not an object"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: not an object"),
     ("list.jsonl", b'["text"]\n', "line 1: not an object"),
@@ -460,7 +461,7 @@ def test_faults_name_the_file(name, content, words, tmp_path):
     content(path) if callable(content) else content is not None and path.write_bytes(content)
     paths = [str(path)] if "short" in name else [str(good), str(path)]
     with pytest.raises(ValueError) as e:
-        data.open_source(paths, BYTES, "uint16", 8, 2**16)
+        data.open_source(paths, BYTES, {"seq_len": 8, "vocab_size": 2**16}, folder=tmp_path / "x")
     assert str(path) in str(e.value) and words in str(e.value), str(e.value)
 
 
@@ -471,19 +472,19 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     Break: data.py: if low < 0 or high >= vocab_size: => if low < 0 or high > vocab_size:
     """
     good, bad = (write(tmp_path / f"{n}.bin", np.full(50, n, np.uint16)) for n in (99, 100))
-    data.open_source([good], BYTES, vocab_size=100)
+    data.open_source([good], BYTES, {"vocab_size": 100})
     words = r"100.bin: token id 100 is not in \[0, 100\); set --vocab_size"
     with pytest.raises(ValueError, match=words):
-        data.open_source([good, bad], BYTES, vocab_size=100)
+        data.open_source([good, bad], BYTES, {"vocab_size": 100})
     # At the largest id of the type, and far from the start.
     for ids, size in ((np.full(50, 255, np.uint8), 255), (np.arange(5000), 4999)):
         np.save(tmp_path / "far.npy", ids)
         with pytest.raises(ValueError, match=f"far.npy: token id {size} is not"):
-            data.open_source([tmp_path / "far.npy"], BYTES, vocab_size=size)
-        data.open_source([tmp_path / "far.npy"], BYTES, vocab_size=size + 1)
+            data.open_source([tmp_path / "far.npy"], BYTES, {"vocab_size": size})
+        data.open_source([tmp_path / "far.npy"], BYTES, {"vocab_size": size + 1})
     np.save(tmp_path / "minus.npy", np.arange(-1, 50))
     with pytest.raises(ValueError, match=r"minus.npy: token id -1 is not"):
-        data.open_source([tmp_path / "minus.npy"], BYTES, vocab_size=100)
+        data.open_source([tmp_path / "minus.npy"], BYTES, {"vocab_size": 100})
 
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
@@ -491,24 +492,29 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
     """A batch with an id that the model does not have is refused with the file that holds it,
     whichever row it is in.
 
-    Break: data.py: _check_ids(windows => (lambda *_: None)(windows
+    Break: data.py: _check_ids(row, => (lambda *_: None)(row,
     """
-    at(count_up((90, 90, 90)), 0, 36, 8, vocab_size=270)
+    form = dict(seq_len=8, vocab_size=270)
+    at(count_up((90, 90, 90), **form), 0, 36)
     for number in range(3):
-        source = count_up((90, 90, 90))
-        source["shards"][number][40] = 999
+        source = count_up((90, 90, 90), **form)
+        source["shards"][number]["tokens"][40] = 999
         with pytest.raises(ValueError, match=f"shard {number}: token id 999"):
-            at(source, 0, 36, 8, vocab_size=270)
+            at(source, 0, 36)
 
 
-def test_standard_library():
+def test_standard_library(tmp_path):
     """The default data is Python's standard library without its tests: its files, in a fixed order.
 
     Break: data.py: "site-packages", "dist-packages", "test", => "site-packages", "dist-packages",
     """
-    source, paths = data.open_source((), BYTES, seq_len=1024), data._standard_library()
+    source = data.open_source((), BYTES, {"seq_len": 1024}, folder=tmp_path)
+    paths = data._standard_library()
     assert paths == sorted(set(paths)) == data._standard_library()
-    assert bytes(source["shards"][0]) == b"\0" + b"".join(p.read_bytes() + b"\0" for p in paths)
+    texts = [text for p in paths if (text := p.read_bytes())]
+    assert bytes(source["shards"][0]["tokens"]) == b"\0" + b"".join(t + b"\0" for t in texts)
+    counts = {"documents": len(texts), "empty documents left out": len(paths) - len(texts)}
+    assert source["shards"][0]["counts"] == counts
     parts = {part for p in paths for part in p.parts}
     assert {"site-packages", "test", "tests", "idle_test"}.isdisjoint(parts)
     assert "dataclasses.py" in parts
@@ -525,7 +531,7 @@ def test_bytes_tokenizer():
     """
     for text in ("", "plain", "één 三 \0\n"):
         assert BYTES["decode"](BYTES["encode"](text)) == text
-        assert BYTES["encode"](text.encode()).tolist() == list(text.encode())
+        assert BYTES["encode"](text).tolist() == list(text.encode())
     assert BYTES["decode"]([104, 105, 256, 300, 195, 169]) == "hi<256><300>é"
     assert BYTES["decode"]([255]) == "\ufffd"
     assert (BYTES["vocab_size"], BYTES["end"]) == (256, 0)
@@ -551,8 +557,7 @@ def test_tokenizer_json(tmp_path):
     """A tokenizer.json encodes as its own library does; text becomes documents between its
     end-of-document ids.
 
-    Break: data.py: pieces = [piece for d in documents for piece in (end, encode(d))] =>
-    pieces = [encode(d) for d in documents]
+    Break: data.py: put([end if shared else begin], => put([],
     """
     pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<pad>", "<|endoftext|>")
@@ -560,16 +565,16 @@ def test_tokenizer_json(tmp_path):
     assert ours["decode"](ours["encode"](text)) == text
     assert ours["decode"]([1]) == "<|endoftext|>"
     def encode(text): return tok.encode(text, add_special_tokens=False).ids
-    for each in (text, text.encode()):
-        assert ours["encode"](each).tolist() == encode(text)
+    assert ours["encode"](text).tolist() == encode(text)
     assert (ours["end"], ours["vocab_size"]) == (1, tok.get_vocab_size())
     lines = [json.dumps({"text": t}) + "\n" for t in ("lowest", text)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    source = data.open_source([tmp_path / "a.jsonl"], ours, vocab_size=ours["vocab_size"])
+    form = {"vocab_size": ours["vocab_size"]}
+    source = data.open_source([tmp_path / "a.jsonl"], ours, form, folder=tmp_path)
     wanted = [1, *encode("lowest"), 1, *encode(text), 1]
-    assert source["shards"][0].tolist() == wanted
-    n_bytes = len("lowest" + text) + 2 + len("éé三".encode()) - 3
-    assert source["bytes_per_token"] == n_bytes / (len(wanted) - 1)
+    assert source["shards"][0]["tokens"].tolist() == wanted
+    n_bytes = len(("lowest" + text).encode()) + 3  # an end counts as one
+    assert data.bytes_per_token(source, ours) == n_bytes / len(wanted)
 
 
 def test_tokenizer_faults(tmp_path):
@@ -581,7 +586,7 @@ def test_tokenizer_faults(tmp_path):
     pytest.importorskip("tokenizers")
     small_bpe(tmp_path / "endless.json", "<pad>")
     write(tmp_path / "other.json", b'{"a": 1}')
-    for name, words in (("absent.json", "neither 'bytes' nor a tokenizer.json"),
+    for name, words in (("absent.json", "neither 'bytes', a tokenizer.json file"),
                         ("other.json", "not a tokenizer.json"),
                         ("endless.json", "has no end-of-document token")):
         with pytest.raises(ValueError, match=words) as e:
@@ -594,14 +599,14 @@ def test_segments(at):
     """Given the end id, rows have the count of documents begun so far and the places within each,
     as a plain loop counts them; else neither.
 
-    Break: data.py: np.where(starts, places, 0) => np.where(starts, places, 1)
+    Break: data.py: np.where(begins, places, 0) => np.where(begins, places, 1)
     """
     tokens = np.random.default_rng(0).integers(0, 4, 500).astype(np.uint8)
-    source = {"shards": [tokens], "names": ["a"], "bytes_per_token": None}
-    assert at(source, 0, 8, 20).keys() == {"tokens", "labels"}
-    batch = at(source, 0, 8, 20, end=2)
+    source = data.make_source([shard(tokens, end=2)], {"seq_len": 20})
+    assert at(source, 0, 8).keys() == {"tokens", "labels"}
+    batch = at(data.make_source([shard(tokens, end=2)], {"seq_len": 20, "packed": True}), 0, 8)
     for row, segments, positions in zip(batch["tokens"], batch["segments"], batch["positions"]):
-        segment, position = 0, -1
+        segment, position = 1, -1  # 0 is padding
         for i, token in enumerate(row):
             begins = token == 2
             segment, position = segment + begins, 0 if begins else position + 1
@@ -613,16 +618,17 @@ def test_fingerprint():
     """The fingerprint is the same for the same data, and another for another token, length, order
     or shard.
 
-    Break: data.py: crc = zlib.crc32(np.ascontiguousarray(shard[-2**20:]), crc) => pass
+    Break: data.py: crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][-n:]), crc) => pass
     """
     long = np.zeros(2**20 + 99, np.uint8)
     last = long.copy()
     last[-1] = 1
     a, b = np.arange(50, dtype=np.uint16), np.arange(50, dtype=np.uint16)[::-1]
     sources = [[long], [last], [long[1:]], [a], [b], [a, b], [b, a], [a[:-1]], [a[:20], a[20:]]]
-    prints = [data.fingerprint({"shards": s}) for s in sources]
+    def printed(arrays): return data.fingerprint(data.make_source([*map(shard, arrays)]))
+    prints = [printed(s) for s in sources]
     assert len(set(prints)) == len(prints)
-    assert prints == [data.fingerprint({"shards": [x.copy() for x in s]}) for s in sources]
+    assert prints == [printed([x.copy() for x in s]) for s in sources]
 
 
 # ---- to the devices
@@ -670,7 +676,7 @@ def test_prefetch():
 def test_prefetch_raises():
     """An exception in making an item is raised where that item is consumed, after those before it.
 
-    Break: data.py: item = ahead.popleft().result() => item = ahead.popleft().exception()
+    Break: data.py: yield item.result(), => yield item.exception(),
     """
     items = data.prefetch(lambda i: 12 // (3 - i), 0, 9)
     assert [next(items)[0] for _ in range(3)] == [4, 6, 12]
@@ -688,6 +694,7 @@ def test_prefetch_closes():
     def make(i):
         gate.wait(0.2 if i else 0)
         made.append(i)
+        return i
 
     items = data.prefetch(make, 0, 99, depth=5)
     next(items)
