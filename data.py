@@ -668,8 +668,8 @@ def _chat(record, tokenizer, where):
     assistant's turns and the id that ends it: what the template adds to its rendering of the
     messages before.
     """
-    messages, library = record["messages"], tokenizer["chat"]
-    if not library:
+    messages, library = record["messages"], tokenizer["chat"] and tokenizer["chat"]()
+    if not getattr(library, "chat_template", None):
         raise ValueError(f"{where}: messages need a tokenizer with a chat template; set --tokenizer "
                          "to a folder that transformers saved, and pip install transformers")
 
@@ -729,6 +729,8 @@ def _records(path, cuts):
         try:
             rows = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
             for number, (text, last) in enumerate(rows, 1):
+                if "\0" in text:
+                    raise ValueError(f"{path} line {number}: has a zero byte, which no text has")
                 if kind != "jsonl":
                     yield str(path), {"texts": [text]}, number == 1, last
                 elif text.strip():
@@ -764,8 +766,6 @@ def _arrow_rows(path):
             batches = arrow.ParquetFile(path).iter_batches()
         else:
             state = json.loads(state.read_text())
-            if state["_indices_files"]:
-                raise ValueError("its rows are chosen by an index; flatten_indices() first")
             ipc = _need("pyarrow.ipc", path)
             batches = (batch for part in state["_data_files"]
                        for batch in ipc.open_stream(str(path / part["filename"])))
@@ -925,7 +925,7 @@ def _tokens_in(path, dtype):
             raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
         return tokens
     size, dtype, head = path.stat().st_size, np.dtype(dtype), np.fromfile(path, np.int32, 256)
-    if len(head) == 256 and not head[3:].any():  # 253 zeros: a header, not tokens
+    if len(head) == 256 and head[0] and not head[3:].any():  # 253 zeros: a header
         kind, count = tuple(head[:2].tolist()), int(head[2])
         if kind not in LLMC_HEADERS:
             raise ValueError(f"{path}: header (magic, version) is {kind}; known: {[*LLMC_HEADERS]}")
@@ -954,8 +954,8 @@ def _check_ids(tokens, vocab_size, name):
 def make_tokenizer(name):
     """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
     "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "begin", "end": ids around a document
-    (begin None: an end also stands before it), "chat": None or transformers' tokenizer with a chat
-    template, "cuts": whether a text may be encoded in pieces, "key": text that names it}.
+    (begin None: an end also stands before it), "chat": None or a function that loads transformers'
+    tokenizer, "cuts": whether a text may be encoded in pieces, "key": text that names it}.
 
     name: "bytes", a tokenizer.json, a folder that transformers saved, or tiktoken:ENCODING.
     """
@@ -1003,13 +1003,15 @@ def _library_tokenizer(name):
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
     files = [path] + [f for f in sorted(path.parent.glob("*")) if os.path.isdir(name) and f.is_file()]
-    chat = None
-    if len(files) > 1 and importlib.util.find_spec("transformers"):
-        from transformers import AutoTokenizer
-        chat = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]",
-             getattr(chat, "eos_token", None) or "")
+
+    @lru_cache
+    def chat():
+        library = _need("transformers", f"tokenizer {name!r}: a chat")
+        return library.AutoTokenizer.from_pretrained(name, local_files_only=True)
+
+    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
     end = next((i for i in map(tok.token_to_id, names) if i is not None), None)
+    end = chat().eos_token_id if end is None and len(files) > 1 else end
     if end is None:
         raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
     framed = [i for i in tok.encode("").ids if i != end]  # what it puts before a text by itself
@@ -1017,5 +1019,5 @@ def _library_tokenizer(name):
                 texts, add_special_tokens=False)],
             "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
             "vocab_size": tok.get_vocab_size(), "begin": framed[0] if framed else None, "end": end,
-            "chat": chat if getattr(chat, "chat_template", None) else None,
+            "chat": chat if len(files) > 1 else None,
             "key": [zlib.crc32(file.read_bytes()) for file in files]}
