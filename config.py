@@ -48,17 +48,17 @@ class Config:
     cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
     # ---- data
     data: tuple[str, ...] = ()  # files, globs or folders of datasets; none: Python's sources
-    mix: tuple[str, ...] = ()  # sources at proportions, as web.bin=0.7 code.bin=0.3, not data
+    mix: tuple[str, ...] = ()  # instead of data: files=weight, as in web.bin=0.7 code.bin=0.3
     val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
     val_frac: Below1 = 0.1  # share of data held out when val_data is empty
     data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
     end_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
     prepared: str = ""  # folder of tokenized text; empty: data in cache_dir
-    fill: Fill = "stream"  # sequences of one stream of documents, or whole ones: best fit, or one
+    fill: Fill = "stream"  # sequences of a stream of documents, of whole ones by best fit, of one
     packed: bool = False  # attention and positions stay within a document of the stream
-    too_long: TooLong = "keep_start"  # of a document longer than a sequence, with fill best_fit, one
-    pad: Literal["right", "left"] = "right"  # side of padding, with fill best_fit or one
+    too_long: TooLong = "keep_start"  # of a whole document that does not fit into a sequence
+    pad: Literal["right", "left"] = "right"  # side of the padding of whole documents
     order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
     windows_per_epoch: Whole = 0  # files that an epoch reads, in order windows; 0: all
     window_repeats: Count = 1  # times that a file is read before the next, in order windows
@@ -288,8 +288,8 @@ def nearest(name, known):
 def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     """Raise one ValueError with every fault: name, value, rule, nearest legal value.
 
-    n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer. task_faults(cfg, {axis: size}): faults
-    of what is trained, such as text_faults.
+    n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer.
+    task_faults(cfg, {axis: size}): faults of what is trained, such as text_faults.
     """
     raise_all(_type_faults(cfg))
     out_of_bounds, names = _bound_faults(cfg), vars(cfg)

@@ -465,8 +465,8 @@ def _lengths(shard, form):
     lengths, T = np.diff(shard["documents"])[:, 0] - 1, form["seq_len"]
     if form["too_long"] == "error" and (lengths > T).any():
         i = int(np.argmax(lengths > T))
-        raise ValueError(f"{shard['name']}: document {i + 1} has {lengths[i] + 1} tokens, more than "
-                         f"seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
+        raise ValueError(f"{shard['name']}: document {i + 1} has {lengths[i] + 1} tokens, more "
+                         f"than seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
     return np.where(lengths > T, 0 if form["too_long"] == "drop" else T, np.maximum(lengths, 0))
 
 
@@ -670,8 +670,8 @@ def _chat(record, tokenizer, where):
     """
     messages, library = record["messages"], tokenizer["chat"] and tokenizer["chat"]()
     if not getattr(library, "chat_template", None):
-        raise ValueError(f"{where}: messages need a tokenizer with a chat template; set --tokenizer "
-                         "to a folder that transformers saved, and pip install transformers")
+        raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
+                         "that transformers saved with one")
 
     def render(n, prompt=False):
         try:
@@ -738,15 +738,15 @@ def _records(path, cuts):
                     yield where, _record(json.loads(text), where), True, True
         except UnicodeDecodeError as e:
             place = file.buffer.tell() - len(e.object) + e.start
-            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl, .bin, .npy, "
-                             ".parquet, or a folder of datasets") from None
+            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl, .bin, "
+                             ".npy, .parquet, or a folder of datasets") from None
         except (json.JSONDecodeError, OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{path} line {number}: damaged, or not JSON: {e}") from None
 
 
 def _pieces(file, cuts, size=2**16):
-    """Yield (text, whether it is the last) in pieces of some `size` characters, cut where tokenizers
-    split text into words anyway: after the one end of a line, before a line that is not indented.
+    """Yield (text, whether it is the last) in pieces of some `size` characters, cut where a
+    tokenizer splits words anyway: after a line that is not empty, before one that is not indented.
     """
     text = file.read(size if cuts else -1)
     while line := file.readline():
@@ -836,7 +836,7 @@ def bytes_per_token(source, tokenizer):
     for shard in source["shards"]:
         if "documents" not in shard or "masked" in shard:
             return None
-        first = shard["documents"][0, 0] if source["form"]["fill"] != "stream" else 0
+        first = shard["documents"][0, 0] if "rows" in shard else 0
         ids = shard["tokens"][first : first + 2**20]
         marks = np.isin(ids, [tokenizer["begin"] or tokenizer["end"], tokenizer["end"]])
         n_bytes += tokenizer["n_bytes"](ids[~marks]) + int(marks.sum())  # an end counts as one
@@ -996,13 +996,13 @@ def _library_tokenizer(name):
     """Those of Hugging Face: tokenizers, and for chats transformers."""
     path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
     if not path.is_file():
-        raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder that "
-                         "has one, nor tiktoken:NAME")
+        raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
+                         "with one, nor tiktoken:NAME")
     try:
         tok = _need("tokenizers", f"tokenizer {name!r}").Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
-    files = [path] + [f for f in sorted(path.parent.glob("*")) if os.path.isdir(name) and f.is_file()]
+    files = sorted(p for p in Path(name).glob("*") if p.is_file()) or [path]
 
     @lru_cache
     def chat():

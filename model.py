@@ -5,7 +5,8 @@ Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the f
 loss and generation; refuses kernels that the device lacks. Invariant: each parameter is declared
 once, in `param_table`. `cfg`: any object with the fields under "model" and "numerics" in config.py,
 and freeze loss_norm loss_divisor batch_size label_smoothing z_loss router_balance router_z;
-`generate` also reads temperature top_k top_p, `choose_attention` packed seq_len.
+`generate` also reads temperature top_k top_p, `batch_shapes` and `choose_attention` packed fill
+seq_len.
 """
 from fnmatch import fnmatchcase
 from functools import partial
@@ -261,7 +262,7 @@ def loss_fn(params, batch, cfg):
     term per token belongs in _loss_sums, where its weights apply);
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie; with experts "balance", "router_z" and
-    "dropped"; where documents are kept apart "padding", the share of positions without a token, and
+    "dropped"; where documents are kept apart "padding", 1 for a position without a token, and
     "keys", how many a query sees.
 
     Source: label smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed
@@ -440,8 +441,8 @@ def flops_per_token(cfg, seq_len, keys=None):
     """(FLOPs of training on one token, FLOPs that remat adds, formula of the first).
 
     Counts matmuls forward and backward, attention over `keys`, the mean number that a query sees
-    (by default half the sequence, or less under a sliding window), only the experts that a token goes to, and
-    no gradient of frozen weights.
+    (by default half the sequence, or less under a sliding window), only the experts that a token
+    goes to, and no gradient of frozen weights.
     """
     def used(shape):  # of experts, [layers, experts, in, out], those that a token goes to
         return prod(shape) if len(shape) < 4 else prod(shape) * cfg.experts_per_token // shape[1]

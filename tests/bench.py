@@ -367,8 +367,8 @@ def loader_rate(batch, seconds=4.0):
 
 def loader_ours():
     import data
-    source = data.open_source([token_file()], data.make_tokenizer("bytes"), seq_len=1024)
-    return loader_rate(lambda i: data.batch_at(source, i, 12, 1024))
+    source = data.open_source([token_file()], data.make_tokenizer("bytes"), {"seq_len": 1024})
+    return loader_rate(lambda i: data.batch_at(source, i, 12))
 
 
 def loader_nanogpt():

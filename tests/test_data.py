@@ -2,6 +2,7 @@
 """data.py: every token is a label once an epoch, a batch depends on its number alone, and malformed
 files are refused.
 """
+import dataclasses
 import gzip
 import io
 import json
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import config
 import data
 from conftest import ROOT
 
@@ -674,6 +676,20 @@ def prepare_in_process(path, folder, go, results):
     results.put((os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens)))
 
 
+def test_a_file_in_both(tmp_path):
+    """A file that is trained on and held out too is refused, whatever it is called.
+
+    Break: data.py: if both := files & => if both := set() &
+    """
+    path = write(tmp_path / "a.txt", b"a text that is long enough")
+    cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
+                        seq_len=4, out_dir=str(tmp_path), prepared=str(tmp_path / "p"))
+    (tmp_path / "x").mkdir()
+    for change in ({}, {"data": (), "mix": (f"{path}=1",)}):
+        with pytest.raises(ValueError, match="a.txt: is in both data and val_data"):
+            data.open_text(dataclasses.replace(cfg, **change))
+
+
 def test_two_runs_prepare_the_same_data(tmp_path):
     """Of two processes that open the same text at once one prepares it, and both read that.
 
@@ -732,7 +748,8 @@ def rows_as(kind, path, rows):
         return path / "a.jsonl.zst"
     if kind == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path / "a.parquet")
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        parquet.write_table(table, path / "a.parquet")
         return path / "a.parquet"
     arrow = pytest.importorskip("pyarrow")  # as datasets.save_to_disk does, in two files
     (path / "folder").mkdir()
@@ -813,7 +830,7 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     ("x.jsonl", b'{"text": "a"}\n{"messages": [{"role": "robot", "content": "a"}]}\n',
      "line 2: message 1 must have a role of system, developer, user, assistant, tool"),
     ("x.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n',
-     "line 1: messages need a tokenizer with a chat template"),
+     "line 1: messages need a chat template"),
     ("x.jsonl", b'\n{"text": ""}\n', "has no text"),
     ("x.bin", np.arange(1, 99, dtype=np.uint32).tobytes(), "set --data_dtype uint32"),
 ])
@@ -1011,8 +1028,7 @@ def test_begin_and_end_ids(tmp_path):
     path = rows_as("jsonl", tmp_path, [{"text": text} for text in texts])
     source = prepared(path, tokenizer=ours, folder=tmp_path / "p", packed=True, seq_len=5)
     framed = [[1, *tok.encode(text, add_special_tokens=False).ids, 0] for text in texts]
-    tokens = sum(framed, [])
-    assert source["shards"][0]["tokens"].tolist() == tokens
+    assert source["shards"][0]["tokens"].tolist() == [id for ids in framed for id in ids]
     counted = []
     for i in range(source["n"]):
         batch = {name: x[0].tolist() for name, x in data.eval_batch_at(source, i, 1).items()}
@@ -1027,10 +1043,11 @@ def test_begin_and_end_ids(tmp_path):
 
 ENDS = {"chatml": ("<|im_end|>", None), "llama": ("<|eot_id|>", "<|begin_of_text|>"),
         "mistral": ("</s>", "<s>")}
-# In the form of Qwen's, Llama 3's and Mistral's; `generation` marks what is learnt for transformers.
+# In the form of Qwen's, Llama 3's and Mistral's; `generation` tells transformers what is learnt.
 TEMPLATES = {
-    "chatml": """{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}{{ ' ' + t.name }}\
-{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}\
+    "chatml": """{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}\
+{{ ' ' + t.name }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}\
+{{ '<|im_start|>' + m.role + '\n' }}\
 {% if m.role == 'assistant' %}{% generation %}{% if loop.last and think %}\
 {{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\
 {% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}\
@@ -1045,11 +1062,12 @@ TEMPLATES = {
 {{ '[INST] ' + ns.system + m.content + ' [/INST]' }}{% set ns.system = '' %}\
 {% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + ' [/TOOL_RESULTS]' }}{% else %}\
 {% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""}
-TEMPLATES["thinking"], ENDS["thinking"] = "{% set think = true %}" + TEMPLATES["chatml"], ENDS["chatml"]
+TEMPLATES["thinking"] = "{% set think = true %}" + TEMPLATES["chatml"]
+ENDS["thinking"] = ENDS["chatml"]
 
 
 def chat_folder(path, family):
-    """A folder as transformers saves it, with a template of this family; transformers' tokenizer."""
+    """Save a tokenizer with a template of this family as transformers does; the tokenizer."""
     transformers = pytest.importorskip("transformers")
     (end, begin), template = ENDS[family], TEMPLATES[family]
     marks = ("<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]")
@@ -1071,8 +1089,8 @@ CHATS = {
     "system and turns": said(("system", "be low"), ("user", "hi"), ("assistant", "lowest"),
                              ("user", "so?"), ("assistant", "low. ")),
     "repeated": said(("user", "low"), ("assistant", "low"), ("user", "low"), ("assistant", "low")),
-    "tool": said(("user", "low?"), ("assistant", "call"), ("tool", "lower"), ("assistant", "is low")),
-    "looks like a mark": said(("user", "assistant\nlow"), ("assistant", "user\nlow"), ("user", "a")),
+    "tool": said(("user", "low?"), ("assistant", "call"), ("tool", "low"), ("assistant", "is low")),
+    "like a mark": said(("user", "assistant\nlow"), ("assistant", "user\nlow"), ("user", "a")),
 }
 
 
@@ -1206,6 +1224,134 @@ def test_weights_of_a_mixture():
     for weights in (("0", "1"), ("0.123456789", "0.5")):
         with pytest.raises(ValueError, match="must be above 0 and repeat within 10,000"):
             data.mix(parts, weights)
+
+
+# ---- windows
+
+@pytest.fixture
+def windows(tmp_path):
+    """windows(**fields): training data in windows of a folder of small texts, as a task opens it;
+    and a function that adds a file of n letters to it.
+    """
+    (tmp_path / "days").mkdir()
+
+    def add(name, letter, n):
+        (tmp_path / "days" / name).write_text(letter * n)
+
+    def make(**fields):
+        fields = dict(batch_size=4, seq_len=5, val_frac=0.0, order="windows") | fields
+        cfg = config.Config(data=(str(tmp_path / "days" / "*.txt"),), out_dir=str(tmp_path / "out"),
+                            prepared=str(tmp_path / "p"), **fields)
+        return data.open_text(cfg)["train"]
+
+    return make, add
+
+
+def letters(train, steps):
+    """The first letter of each row of these batches, a text for each batch."""
+    batches = [train["batch"](step, np.arange(4))["tokens"] for step in steps]
+    return ["".join(chr(max(row)) for row in batch) for batch in batches]
+
+
+def test_windows_come_one_after_the_other(windows):
+    """Files are read in order of the numbers in their names, each to its end before the next, an
+    empty one left out, and again in the next epoch in another order.
+
+    Break: data.py: int(word) if word.isdigit() else word => word
+    """
+    make, add = windows
+    for name, letter, n in (("day10.txt", "c", 29), ("day2.txt", "b", 39), ("day1.txt", "a", 19),
+                            ("day3.txt", "x", 0)):
+        add(name, letter, n)
+    train = make()
+    assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
+    assert (train["n"], train["about"]) == (18, "3 windows")
+    assert [train["finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
+    assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
+
+
+@pytest.mark.parametrize("fields, wanted", [
+    (dict(windows_per_epoch=2), "aaaa bbbb aaaa bbbb aaaa"),
+    (dict(window_repeats=2), "aaaa aaaa bbbb bbbb cccc cccc aaaa"),
+    (dict(window_repeats=2, windows_per_epoch=1), "aaaa aaaa aaaa"),
+])
+def test_caps_and_repeats(fields, wanted, windows):
+    """An epoch reads so many windows, each so often, as asked.
+
+    Break: data.py: if seen and seen.count(seen[-1]) < cfg.window_repeats: => if False:
+    """
+    make, add = windows
+    for i, letter in enumerate("abc"):
+        add(f"{i}.txt", letter, 19)
+    train = make(**fields)
+    assert " ".join(letters(train, range(len(wanted.split())))) == wanted
+
+
+def test_a_growing_folder(windows, tmp_path):
+    """A file that appears while an earlier one is read comes next. Opened again, a run has the same
+    batches, although the folder has grown, also from what a checkpoint says alone; a file that was
+    changed since is refused.
+
+    Break: data.py: lines = log.read_text().splitlines() if log.exists() else [] => lines = []
+    """
+    make, add = windows
+    add("1.txt", "a", 39)
+    add("3.txt", "c", 19)
+    train = make()
+    assert letters(train, [0, 1]) == ["aaaa", "aaaa"]
+    add("4.txt", "d", 19)
+    assert letters(train, [2, 3]) == ["cccc", "dddd"]
+    whole = [train["batch"](step, np.arange(4)) for step in range(5)]
+    seen = train["windows"](4)
+    add("2.txt", "b", 19)  # between those that were read
+    for forget in (False, True):
+        again = make()
+        if forget:
+            (tmp_path / "out" / "windows.jsonl").unlink()
+            again["resume"](seen)
+        for step in (4, 0, 3, 1, 2):
+            batch = again["batch"](step, np.arange(4))
+            assert all((batch[k] == whole[step][k]).all() for k in batch)
+    assert letters(again, [4, 5, 6])[1:] == ["aaaa", "bbbb"]
+    add("3.txt", "c", 50)
+    with pytest.raises(ValueError, match="3.txt: had 4 sequences when the run first read it, now"):
+        letters(make(), [2])
+
+
+def test_waiting_for_a_window(windows, tmp_path, capsys):
+    """With wait_s there is no batch until a file appears, and then its own; nothing waits longer
+    than that.
+
+    Break: data.py: if since[-1] < since[0] + cfg.wait_s: => if False:
+    """
+    make, add = windows
+    add("1.txt", "a", 19)
+    train = make(wait_s=1e6)
+    assert letters(train, [0]) == ["aaaa"]
+    assert [train["batch"](1, np.arange(4)) for _ in range(3)] == [None] * 3
+    assert capsys.readouterr().out.count("1.txt yet: waiting for 1e+06 s") == 1
+    add("2.txt", "b", 19)
+    assert letters(train, [1]) == ["bbbb"]
+    (tmp_path / "out" / "windows.jsonl").unlink()
+    train = make(wait_s=0.05)
+    letters(train, [0, 1])
+    assert train["batch"](2, np.arange(4)) is None
+    time.sleep(0.1)
+    assert letters(train, [2]) == ["aaaa"]
+
+
+def test_prefetch_asks_again():
+    """An item that is None is asked for again, until it is there or the wait is stopped.
+
+    Break: data.py: while (item := make(i)) is None and not closed.wait(0.2): =>
+    while (item := make(i)) is None and False:
+    """
+    answers = iter([None, None, "a", "b"])
+    assert [item for item, _ in data.prefetch(lambda i: next(answers), 0, 2)] == ["a", "b"]
+    stop = threading.Event()
+    items = data.prefetch(lambda i: None, 0, 2, stopped=stop.is_set)
+    threading.Timer(0.3, stop.set).start()
+    assert list(items) == []
 
 
 # ---- scale

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import socket
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,9 @@ RUN = dict(
     data=("numbers.txt",), log_every=1, eval_every=2, eval_batches=2, save_every=2, sample_every=0,
     sample_tokens=0, temperature=0.0)
 FINISHED = RUN | dict(mode="train")  # the first of the two, once more
+LINES = dict(data=("lines.jsonl",), val_frac=0.0)
+WHOLE = LINES | dict(fill="one")
+WINDOWS = dict(data=("[ab].txt",), val_frac=0.0, order="windows", batch_size=128)
 PLAIN = dict(optimizer="sgd", lr=0.5, b1=0.0, weight_decay=0.0, clip_norm=0.0)
 LINEAR = PLAIN | dict(schedule="linear")
 RMS = dict(optimizer="rmsprop", lr=0.5, b2=0.75, weight_decay=0.0, clip_norm=0.0)
@@ -178,6 +182,45 @@ def letters(part):
     return see
 
 
+def first_batch(cfg):
+    return data.open_text(cfg)["train"]["batch"](0, np.arange(cfg.batch_size))
+
+
+def share_of_b(cfg):
+    return float((first_batch(cfg)["tokens"].max(axis=1) == ord("b")).mean())
+
+
+def outcome_of_opening(cfg):
+    try:
+        first_batch(cfg)
+    except ValueError as e:
+        return re.search("need the id|has 22 tokens", str(e))[0]
+    return ""
+
+
+def n_segments(cfg):
+    """The most documents in a row of the first batch; 0 where they are not kept apart."""
+    return outcome_of_opening(cfg) or int(first_batch(cfg).get("segments", np.zeros(1)).max())
+
+
+def padded_sides(cfg):
+    segments = first_batch(cfg)["segments"]
+    return [bool((segments[:, edge] == 0).any()) for edge in (0, -1)]
+
+
+def n_windows(cfg):
+    """How many different files the first 4 batches are from."""
+    train = in_windows(cfg)
+    for i in range(4):
+        train["batch"](i, np.arange(cfg.batch_size))
+    return len({w["name"] for w in train["windows"](4)}) if "windows" in train else 0
+
+
+def in_windows(cfg):
+    Path(cfg.out_dir, "windows.jsonl").unlink(missing_ok=True)
+    return data.open_text(cfg)["train"]
+
+
 def batch_names(cfg):
     batch = data.open_text(cfg)["train"]["batch"](0, np.arange(4))
     assert batch.keys() == train.prepare(cfg)["batch"].keys()
@@ -310,7 +353,20 @@ FIELDS = {
     "val_data": row(dict(val_data=("b.txt",)), letters("val"), ["a"], ["b"]),
     "val_frac": row(dict(val_frac=0.5), sequences, [113, 13], [63, 63]),
     "data_dtype": row(dict(data_dtype="uint32"), sequences, [63, None], [32, None],
-                      dict(data=("ids.bin",), val_frac=0.0)),
+                      dict(data=("ids.bin",), val_frac=0.0, vocab_size=2**18)),
+    "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), share_of_b, 0.0, 0.75),
+    "end_id": row(dict(end_id=3), n_segments, "need the id", 5, dict(
+        data=("ids.bin",), packed=True, val_frac=0.0)),
+    "prepared": row(dict(prepared="mine"), lambda cfg: bool(data.open_text(cfg)) and [
+        str(p.parent.parent) for p in Path().glob("mine/*/tokens")], [], ["mine"]),
+    "fill": row(dict(fill="one"), n_segments, 0, 1, LINES),
+    "too_long": row(dict(too_long="error"), outcome_of_opening, "", "has 22 tokens", WHOLE),
+    "pad": row(dict(pad="left"), padded_sides, [False, True], [True, False], WHOLE),
+    "order": row(dict(order="windows"), n_windows, 0, 2, WINDOWS | dict(order="shuffled")),
+    "windows_per_epoch": row(dict(windows_per_epoch=1), n_windows, 2, 1, WINDOWS),
+    "window_repeats": row(dict(window_repeats=5), n_windows, 2, 1, WINDOWS),
+    "wait_s": row(dict(wait_s=1e6), lambda cfg: in_windows(cfg)["batch"](9, np.arange(8)) is None,
+                  False, True, WINDOWS),
     "tokenizer": row(dict(tokenizer="words.json"), shape("embed"), (256, 16), (2, 16)),
     "packed": row(dict(packed=True), batch_names, ["labels", "tokens"],
                   ["labels", "positions", "segments", "tokens"]),
@@ -443,7 +499,9 @@ def folder(tmp_path_factory):
     for letter in "ab":
         Path(f"{letter}.txt").write_text(2000 * letter)
     Path("numbers.txt").write_text(" ".join(map(str, range(400))))
-    np.array([1, 0] * 500, np.uint16).tofile("ids.bin")
+    np.array([3, 1, 1, 1] * 250, np.uint16).tofile("ids.bin")
+    texts = ["a long text of words", *["short"] * 10]
+    Path("lines.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
     np.save("count.npy", np.arange(193, dtype=np.uint8))
     Path("words.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [], "model": {

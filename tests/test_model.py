@@ -341,7 +341,7 @@ def test_attention_is_chosen_by_what_there_is(change, platform, chosen):
 @pytest.mark.parametrize("change, platform, message", [
     (dict(attention="cudnn", dtype="float32", packed=True), "cpu",
      "attention cudnn: needs an NVIDIA GPU and dtype bfloat16 or float16 (it is float32) and "
-     "rows that are not packed; choose xla or auto"),
+     "rows of one document; choose xla or auto"),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda",
      "attention cudnn: needs head_dim a multiple of 8 up to 128 (it is 136); choose xla or auto"),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=12), "cuda",
@@ -406,9 +406,10 @@ def test_packed_rows_equal_documents_alone(change):
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(5)
     documents = [rng.integers(1, cfg.vocab_size, n) for n in (4, 7, 1, 6, 2, 10)]
     stream = np.concatenate([[0, *d] for d in documents] + [[0]]).astype(np.int32)
-    source = {"shards": [stream], "names": ["stream"], "bytes_per_token": None}
+    shard = {"name": "stream", "tokens": stream, "at": 0, "end": 0}
+    source = data.make_source([shard], {"seq_len": 12, "packed": True})
     assert len(stream) == 37
-    packed = data.eval_batch_at(source, 0, 3, 12, end=0)
+    packed = data.eval_batch_at(source, 0, 3)
     grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
     want, want_grads = 0.0, jax.tree.map(jnp.zeros_like, params)
     for row in zip(*packed.values(), strict=True):

@@ -198,9 +198,8 @@ def test_epochs_set_the_steps(tiny):
     Break: train.py: cfg.epochs * sources["train"]["n"] / => sources["train"]["n"] /
     """
     summary = train.main(tiny(epochs=1.5, steps=600, eval_every=0, save_every=0, batch_size=64))
-    source = data.open_source(tiny().data, data.make_tokenizer("bytes"))
-    train_source, _ = data.split(source, 0.1, 16)
-    assert summary["step"] == int(np.ceil(1.5 * data.n_sequences(train_source, 16) / 64))
+    n = round(0.9 * (len(Path(tiny().data[0]).read_bytes()) + 2))  # tokens to train on
+    assert summary["step"] == int(np.ceil(1.5 * -(-(n - 1) // 16) / 64))
     assert rows(tiny().out_dir, "log")[-1]["epoch"] >= 1.5
 
 
@@ -1190,7 +1189,7 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
     1e-4, and not those of rows that are not packed.
 
-    Break: data.py: if cfg.packed else None) => if False else None)
+    Break: data.py: if not form["packed"]: => if True:
     """
     (tmp_path / "docs.jsonl").write_text("".join(
         json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
@@ -1251,15 +1250,26 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         assert "compil" not in said.out
 
 
-def test_data_mode_is_refused_for_now(capsys):
-    """A mode that is not built is an error that lists those that are.
+def test_data_mode_prepares_and_touches_no_device(tiny):
+    """--mode data tokenizes, says how many documents and tokens there are, and ends, where JAX has
+    no device at all; training then tokenizes nothing again.
 
-    Break: config.py: "sample", "plan"] = "train" => "sample", "plan", "data"] = "train"
+    Break: train.py: tell_data(task["open"](cfg, ("train", "val")), print) =>
+    tell_data(task["open"](cfg, ("train", "val")), say)
     """
-    with pytest.raises(SystemExit) as e:
-        config.parse(["--mode", "data"])
-    said = "".join(capsys.readouterr())
-    assert e.value.code == 2 and re.search("train.*eval.*sample.*plan", said, re.S)
+    cfg = tiny(prepared=str(Path(tiny().out_dir).parent / "prepared"))
+    flags = f"--mode data --data {cfg.data[0]} --seq_len 16 --batch_size 8 --fsdp 64 --dp 1"
+    run = subprocess.run(
+        [sys.executable, ROOT / "train.py", *flags.split(), "--prepared", cfg.prepared],
+        env=os.environ | {"JAX_PLATFORMS": "no_such_device"}, capture_output=True, text=True)
+    n = len(Path(cfg.data[0]).read_bytes()) + 2
+    n_train = round(0.9 * n)
+    assert run.stdout.splitlines() == [
+        f"train data: {n_train:,} tokens, {-(-(n_train - 1) // 16):,} sequences, 1 documents",
+        f"val data: {n - n_train:,} tokens, {-(-(n - n_train - 1) // 16):,} sequences"], run.stderr
+    made = {p: p.stat().st_mtime_ns for p in Path(cfg.prepared).rglob("*") if p.suffix != ".lock"}
+    data.open_text(cfg)
+    assert made == {p: p.stat().st_mtime_ns for p in made}
 
 
 @pytest.mark.slow
