@@ -876,7 +876,7 @@ def fingerprint(source):
 
 def text_metrics(means, source):
     """Perplexity per token, and bits per byte where the source is text."""
-    loss, bytes_per_token = float(means["loss"]), source["bytes_per_token"]
+    loss, bytes_per_token = float(means["loss"]), source.get("bytes_per_token")
     bits = {"bits_per_byte": loss / log(2) / bytes_per_token} if bytes_per_token else {}
     return {"ppl": exp(min(loss, 700))} | bits
 

@@ -407,8 +407,12 @@ def make_batch_at(run, source):
     shardings = {name: x.sharding for name, x in run["batch"].items()}
     first = next(iter(run["batch"].values()))
     rows = data.local_rows(first.sharding, first.shape)
-    return lambda index: data.to_device(
-        source["batch"](0 if pinned else index, rows), shardings, run["cfg"].batch_size)
+
+    def batch_at(index):
+        batch = source["batch"](0 if pinned else index, rows)
+        return batch and data.to_device(batch, shardings, run["cfg"].batch_size)
+
+    return batch_at
 
 
 def call(hooks, event, value):

@@ -1204,6 +1204,134 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     assert np.abs(seen["other"] - seen["dp"]).max() > 1e-3
 
 
+# ---- windows, mixtures, whole documents
+
+@pytest.fixture
+def days(tiny, tmp_path):
+    """days(**fields): a run in windows of 3 batches, 2 and 2, one file a day, another held out."""
+    (tmp_path / "days").mkdir()
+    for day, letter, n in ((1, "a", 24), (2, "b", 16), (9, "c", 16)):
+        (tmp_path / "days" / f"day{day}.txt").write_text(letter * (16 * n - 1))
+    (tmp_path / "next.txt").write_text("abc " * 99)
+
+    def make(**fields):
+        return tiny(**dict(data=(str(tmp_path / "days" / "*.txt"),), order="windows", val_frac=0.0,
+                           val_data=(str(tmp_path / "next.txt"),), eval_every=0, save_every=0,
+                           dtype="float32") | fields)
+
+    return make
+
+
+def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
+    """There is an evaluation after each window. A run that is stopped in a window and resumed when
+    there are more files, of which one sorts before those it has read, reads on as if nothing had
+    come, then the new ones; meta.json says which windows it has seen.
+
+    Break: train.py: finished(step) > finished(step - 1) => False
+    """
+    cfg = days(steps=9)
+    train.main(cfg, hooks=[lambda event, row: row | {"stop": "enough"}
+                           if event == "step" and row["step"] == 4 else None])
+    meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]
+    seen = [Path(window["name"]).name for window in meta["data"]["windows"]]
+    assert meta["step"] == 5 and seen[:2] == ["day1.txt", "day2.txt"]
+    assert seen[2:] in ([], ["day9.txt"])  # as far ahead as batches were made
+    for day in ("day0.txt", "day3.txt"):
+        (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
+    letters = []
+    train.main(cfg, hooks=[lambda event, batch: letters.append(
+        chr(int(batch["tokens"].max()))) if event == "data" else None])
+    assert letters == (["c", "c", "d", "d"] if seen[2:] else ["d", "d", "d", "d"])
+    assert [r["step"] for r in rows(cfg.out_dir, "eval")] == [3, 5, 7, 9]
+    whole = days(steps=9, out_dir=str(tmp_path / "whole"))
+    Path(whole.out_dir).mkdir()
+    shutil.copy(Path(cfg.out_dir) / "windows.jsonl", whole.out_dir)
+    train.main(whole)
+    assert losses(whole.out_dir) == losses(cfg.out_dir)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_a_window(days):
+    """A run that waits for a file says so, and at SIGTERM saves and exits with 0.
+
+    Break: train.py: stopped=partial(interrupted, signals)) => stopped=lambda: False)
+    """
+    cfg = days(steps=99, wait_s=1e6)
+    run, log = command(cfg)
+    while run.is_alive() and not (
+            Path(log).exists() and "waiting for 1e+06 s" in Path(log).read_text()):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(run.pid, signal.SIGTERM)
+    code, said = ended(run, log)
+    assert code == 0 and "done: SIGTERM" in said, said
+    assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == 7
+
+
+def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
+    """When a file changes under a run it ends with an error, and the state is saved before.
+
+    Break: train.py: ckpt.wait(save_state(run, state, step, saving))\n        raise => raise
+    """
+    (path := tmp_path / "ids.bin").write_bytes(np.arange(3000, dtype=np.uint16).tobytes())
+    cfg = tiny(data=(str(path),), vocab_size=3000, steps=99, eval_every=0, save_every=0)
+
+    def cut(event, row):
+        if event == "step" and row["step"] == 3:
+            os.truncate(path, 1000)
+
+    with pytest.raises(ValueError, match=r"ids.bin: had 6000 bytes when it was opened and has 1000"):
+        train.main(cfg, hooks=[cut])
+    assert 3 <= ckpt.latest(Path(cfg.out_dir) / "ckpt") <= 7
+
+
+def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
+    """Evaluation of a mixture has the loss of each source, as one run on that alone has it, and
+    their mean by labels.
+
+    Break: train.py: row[f"val_loss/{name}"] = float(total / count) => row[f"val_loss/{name}"] = 1.0
+    """
+    (other := tmp_path / "other.txt").write_text("12 34 " * 300)
+    sources = tiny().data[0], str(other)
+    cfg = tiny(data=(), mix=(f"{sources[0]}=0.75", f"{other}=0.25"), eval_batches=0,
+               dtype="float32")
+    train.main(cfg)
+    row = rows(cfg.out_dir, "eval")[-1]
+    alone = []
+    for name in sources:
+        part = train.prepare(dataclasses.replace(cfg, data=(name,), mix=()))
+        part |= part["task"]["open"](part["cfg"], ("train", "val"))
+        like, lower, _ = steplib.lower_steps(*train.program_parts(part))
+        loaded = ckpt.restore(Path(cfg.out_dir) / "ckpt", 8, {"params": like["params"]})
+        alone.append(train.evaluate(part, lower["eval_step"]().compile(), loaded["params"]))
+        assert row[f"val_loss/{name}"] == pytest.approx(alone[-1]["val_loss"], rel=1e-6)
+    sizes = [each["val_n_labels"] for each in alone]
+    mean = np.average([each["val_loss"] for each in alone], weights=sizes)
+    assert row["val_loss"] == pytest.approx(mean, rel=1e-6) and row["val_n_labels"] == sum(sizes)
+
+
+def test_whole_documents_count_what_they_use(tiny, tmp_path):
+    """With whole documents in rows, a log row has the share of padding, and the model's FLOPs are
+    those of the keys that queries see, by a count of our own.
+
+    Break: model.py: keys if keys is None else keys => keys if True else keys
+    """
+    texts = ["a" * n for n in (3, 9, 5, 15, 7, 11, 2, 14) * 4]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    cfg = tiny(data=(str(tmp_path / "a.jsonl"),), fill="one", val_frac=0.0, steps=1,
+               batch_size=32, eval_every=0, save_every=0)
+    train.main(cfg)
+    row = rows(cfg.out_dir, "log")[-1]
+    lengths = np.array([len(text) + 1 for text in texts])
+    assert row["padding"] == pytest.approx(1 - lengths.sum() / (32 * 16))
+    keys = (lengths * (lengths + 1) / 2).sum() / (32 * 16)
+    assert row["keys"] == pytest.approx(keys)
+    start = rows(cfg.out_dir, "start")[0]
+    spent = row["model_tflops_per_device"] * 1e12 * 8 / row["tokens_per_s"]
+    per_key = 12 * cfg.n_layers * cfg.d_model
+    assert spent == pytest.approx(start["flops_per_token"] + per_key * (keys - 8))
+
+
 # ---- faults of the user's
 
 def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
