@@ -87,7 +87,7 @@ def _permuted(places, n, seed):
 def _shuffled(places, n, seed):
     """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end."""
     epochs, within = np.divmod(places, n)
-    if epochs.min() == epochs.max():
+    if (epochs == epochs[:1]).all() and len(epochs):
         return _permuted(within, n, (seed, int(epochs[0])))
     examples = np.empty(len(places), np.int64)
     for epoch in np.unique(epochs).tolist():
@@ -127,8 +127,8 @@ def make_source(shards, form=()):
     """
     form = FORM | dict(form)
     if form["fill"] != "stream":
-        shards = [shard | {"rows": pack(_lengths(shard, form), form["seq_len"],
-                                        form["fill"] == "one")} for shard in shards]
+        shards = [shard if "rows" in shard else shard | {"rows": pack(
+            _lengths(shard, form), form["seq_len"], form["fill"] == "one")} for shard in shards]
     T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
     counts = [len(shard["rows"][0]) - 1 if "rows" in shard else -(-(len(shard["tokens"]) - 1) // T)
               for shard in shards]
@@ -146,29 +146,19 @@ def batch_at(source, step, batch_size, seed=0, rows=None):
     if "parts" not in source:
         return _sequences(source, _shuffled(places, source["n"], seed))
     part_of, places = mixed_places(source, places)
-
-    def rows_of(i, at):
-        part = source["parts"][i]
-        return _sequences(part, _shuffled(places[at], part["n"], seed))
-
-    return _by_group(part_of, rows_of)
-
-
-def _by_group(groups, rows_of):
-    """The batch whose rows of group i are rows_of(i, mask of these rows)."""
-    batch = {}
-    for i in np.unique(groups).tolist():
-        at = groups == i
-        for name, x in rows_of(i, at).items():
-            batch.setdefault(name, np.empty((len(groups), x.shape[1]), np.int32))[at] = x
-    return batch
+    examples, first = np.empty(len(places), np.int64), 0
+    for i, part in enumerate(source["parts"]):
+        at = part_of == i
+        examples[at] = first + _shuffled(places[at], part["n"], seed)
+        first += part["n"]
+    return _sequences(source, examples)
 
 
 def _sequences(source, examples):
     ends, whole = source["ends"], source["form"]["fill"] != "stream"
     shard_of = np.searchsorted(ends, examples, side="right")
     within = examples - np.where(shard_of, ends[shard_of - 1], 0)
-    for i in set(shard_of.tolist()):
+    for i in shard_of[:2]:  # not of every row: it takes as long as to copy one
         _check_unchanged(source["shards"][i])
     return (_whole_documents if whole else _windows)(source, shard_of.tolist(), within)
 
@@ -333,9 +323,10 @@ def mix(sources, weights):
         part_of.append(min(due)[1])
         ranks.append(counts[part_of[-1]])
         counts[part_of[-1]] += 1
-    return {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
-            "counts": np.array(counts), "shards": [x for each in sources for x in each["shards"]],
-            "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
+    whole = make_source([x for each in sources for x in each["shards"]], sources[0]["form"])
+    return whole | {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
+                    "counts": np.array(counts),
+                    "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
 
 
 def mixed_places(source, places):
@@ -398,7 +389,12 @@ def _in_windows(cfg, opened):
                                  f"{sources[name]['n']}; bring it back")
             return _sequences(sources[name], _permuted(places[at] - ends[i] + n, n, (cfg.seed, i)))
 
-        return _by_group(np.searchsorted(ends, places, side="right"), rows_of)
+        window_of, out = np.searchsorted(ends, places, side="right"), {}
+        for i in np.unique(window_of).tolist():
+            at = window_of == i
+            for name, x in rows_of(i, at).items():
+                out.setdefault(name, np.empty((len(places), cfg.seq_len), np.int32))[at] = x
+        return out
 
     first = list(islice(found(0, ()), cfg.windows_per_epoch or None))
     if not first:
@@ -810,7 +806,8 @@ def split(source, held_out):
         if form["fill"] != "stream":
             at = int(np.searchsorted(documents[:, 0], n_train))
             for side, some in zip(sides, (documents[:at], documents[at:])):
-                side += [shard | {"documents": some}] if len(some) else []
+                rest = {name: x for name, x in shard.items() if name != "rows"}
+                side += [rest | {"documents": some}] if len(some) else []
             continue
         if n_train <= seq_len:
             n_train = 0
