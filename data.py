@@ -804,7 +804,8 @@ def split(source, held_out):
         n_train = min(max(cut, 0), len(tokens))
         cut -= len(tokens)
         if form["fill"] != "stream":
-            at = int(np.searchsorted(documents[:, 0], n_train))
+            at = min(int(np.searchsorted(documents[:, 0], n_train)), len(documents) - 1)
+            at = len(documents) if n_train == len(tokens) else at
             for side, some in zip(sides, (documents[:at], documents[at:])):
                 rest = {name: x for name, x in shard.items() if name != "rows"}
                 side += [rest | {"documents": some}] if len(some) else []
@@ -848,9 +849,12 @@ def describe(source):
                          f"{describe(each)}" for n, each in zip(source["counts"], source["parts"]))
     form, shards = source["form"], source["shards"]
     words = [f"{sum(source['lengths'].tolist()):,} tokens, {source['n']:,} sequences"]
-    words += [f"{n:,} {what}" for shard in shards if not shard["at"]
-              for what, n in shard.get("counts", {}).items()]
-    if form["fill"] != "stream":
+    if form["fill"] == "stream":
+        words += [f"{n:,} {what}" for shard in shards if not shard["at"]
+                  for what, n in shard.get("counts", {}).items()]
+    else:
+        words = [f"{sum(len(shard['documents']) for shard in shards):,} documents in "
+                 f"{source['n']:,} sequences"]
         n_long = sum((np.diff(shard["documents"]) - 1 > form["seq_len"]).sum() for shard in shards)
         used = sum(_lengths(shard, form).sum() for shard in shards)
         words += [f"{n_long:,} longer than seq_len ({form['too_long']})",

@@ -524,6 +524,8 @@ def screen(cfg):
                     f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
             say(f"{at}  {in_words(row, 'val_loss val_acc val_bits_per_byte')}")
+            for source in (name for name in row if name.startswith("val_loss/")):
+                say(f"{' ' * len(at)}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
             show_texts(row["texts"])
             if "fault" in row:
