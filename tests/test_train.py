@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole: runs that end, stop, are killed, go on, and leave what they promise."""
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import fcntl
+import io
+import itertools
 import json
 import multiprocessing
 import os
+import platform
 import pty
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -17,6 +22,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import types
 from functools import partial
@@ -28,6 +34,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from matplotlib.figure import Figure
 
 import ckpt
 import config
@@ -43,6 +50,12 @@ def rows(out, event):
     """Rows of one event in out/metrics.jsonl."""
     every = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
     return [row for row in every if row["event"] == event]
+
+
+def rows_of(out, events):
+    """(event, step) of these events, in the order of metrics.jsonl."""
+    every = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+    return [(row["event"], row["step"]) for row in every if row["event"] in events.split()]
 
 
 def losses(out):
@@ -71,6 +84,7 @@ def stop_at(step):
     def hook(event, value):
         if event == "save" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # until the thread that reads signals has it
     return hook
 
 
@@ -110,13 +124,21 @@ def ended(run, log, timeout_s=120):
 
 # ---- a run
 
-def test_a_run_leaves_what_it_promises(tiny, capsys):
-    """Events and their fields, config.json, checkpoints, the plot, and the closing line.
+def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
+    """Events and their fields, config.json, checkpoints, the plot, what the screen says, and a
+    process as it was before.
 
     Break: train.py: "epoch": step * cfg.batch_size / train["n"], => "epoch_": 0,
     """
-    summary = train.main(tiny(steps=10, keep=2, sample_tokens=5, sample_every=5))
-    out = Path(tiny().out_dir)
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, savefig=Figure.savefig, **kwargs: (
+        drawn.append(figure), savefig(figure, *args, **kwargs)))
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    cfg = tiny(steps=10, keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
+    summary = train.main(cfg)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    out, said = Path(cfg.out_dir), capsys.readouterr()
     assert {"start", "log", "eval", "save", "sample", "stop", "end"} == {
         json.loads(line)["event"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     for event, fields in {
@@ -133,48 +155,85 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
     assert [r["step"] for r in rows(out, "sample")] == [5, 10]
     assert ckpt.steps(out / "ckpt") == [8, 10]
     assert config.from_json((out / "config.json").read_text()).steps == 10
-    assert (out / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert summary["exit_code"] == 0 and summary["val_loss"] == rows(out, "eval")[-1]["val_loss"]
-    assert "done: all 10 steps are done; step 10, held-out loss" in capsys.readouterr().out
+    start, log, held = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
+    assert (start["devices"], start["processes"], start["unit"]) == ("8 x cpu", 1, "token")
+    assert start["n_params"] == 256 * 32 + 32 * (2 * 32 + 2 * 16 + 3 * 96) + 3 * 32 + 2 * 8
+    assert start["tokens_per_step"] == 8 * 16 and re.fullmatch("[0-9a-f]{8}", start["run_id"])
+    assert start["versions"]["python"] == platform.python_version()
+    assert log[0]["mfu"] is None and 0 < start["compile_s"] < summary["wall_s"] < 600
+    assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
+    assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
+    assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == held[-1]["val_loss"]
+    assert not {"finite", "stop", "eval_s"} & set(summary)
+    lines = said.out.splitlines()
+    assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
+    assert lines[1:3] == [f"{start['dtype']}, attention xla, 128 tokens an update",
+                          "compiling the update for 10 steps ..."]
+    assert "a device; from a fresh initialization, at step 0" in lines[3]
+    for row in log:
+        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said.out
+    assert said.out.count(" sample -") == len(rows(out, "sample")) == 2 and said.err == ""
+    assert "done: all 10 steps are done; step 10, held-out loss" in lines[-1]
+    png = (out / "plot.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", png[16:24]) == (960, 540)
+    axes, = drawn[0].axes
+    (training, of_log), (held_out, of_eval) = (
+        (line, [(r["step"], r[key]) for r in seen])
+        for line, seen, key in zip(axes.lines, (log, held), ("loss", "val_loss")))
+    for line, points, form in ((training, of_log, ("training", "-", "None", 1, 4)),
+                               (held_out, of_eval, ("held-out", "-", "o", 1, 4))):
+        assert list(zip(*line.get_data())) == points
+        assert form == (line.get_label(), line.get_linestyle(), line.get_marker(),
+                        line.get_linewidth(), line.get_markersize())
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
+        "step (optimizer updates)", "loss (nats)", str(out))
+    assert axes.get_legend() and axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
 
 
-def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch):
-    """Tokens, epochs, rates, MFU and goodput, worked out from the other figures of the rows, from
-    the config, and from the clock of this test; on 8 devices of 2 TFLOP/s.
+def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
+    """Tokens, epochs, seconds, rates, MFU, goodput and memory, worked out from the config and from
+    a clock that this test moves; on 8 devices of 2 TFLOP/s. Two epochs and a bit set the steps; the
+    same command again says how to go further by epochs.
 
     Break: train.py: scale = per_s / jax.device_count() / 1e12 => scale = per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
-    spent = []
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
+    now, waits = [100.0], itertools.count(0, 0.125)  # each look for data takes an eighth of a second
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
+    seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100, "stop": 1000}
 
-    def rest(event, value):
-        if event in ("save", "data"):  # saves are no part of a step, waiting for data is
-            time.sleep(0.05)
-            spent.append(event)
+    def spend(event, value):
+        now[0] += seconds.get(event, 0)
 
-    began = time.perf_counter()
-    cfg = tiny(steps=8, log_every=4, remat="full", seq_len=16, batch_size=8)
-    train.main(cfg, hooks=[rest])
-    wall_s = time.perf_counter() - began
+    cfg = tiny(steps=600, epochs=2.1, log_every=4, remat="full")
+    text = Path(cfg.data[0])
+    text.write_text(text.read_text()[:530])  # 477 tokens to train on, in 30 rows
+    train.main(cfg, hooks=[spend])
     start, (four, eight) = rows(cfg.out_dir, "start")[0], rows(cfg.out_dir, "log")
-    n = -(-(9 * len(Path(cfg.data[0]).read_bytes()) // 10) // 16)
     flops, recomputed, _ = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
-    assert recomputed > 0 and flops == start["flops_per_token"]
-    for row in (four, eight):
-        assert row["tokens"] == row["step"] * 8 * 16
-        assert abs(row["epoch"] / (row["step"] * 8 / n) - 1) < 0.01
-        np.testing.assert_allclose(row["tokens_per_s"], 8 * 16 / row["step_s"])
-        np.testing.assert_allclose(row["model_tflops_per_device"],
-                                   row["tokens_per_s"] * start["flops_per_token"] / 8 / 1e12)
-        np.testing.assert_allclose(row["mfu"], row["model_tflops_per_device"] / 2)
-        np.testing.assert_allclose(row["hfu"] / row["mfu"], (flops + recomputed) / flops)
-        assert row["step_s"] > 0.05 and row["memory_peak_bytes"] > 2**26
+    assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
+    # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
+    # the save and the evaluation after step 4 took 110.
+    for row, goodput in ((four, 4 / 19), (eight, 8 / 133)):
+        assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
+        assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
+        assert row["goodput"] == goodput and row["memory_peak_bytes"] == 70_000 * 1024
+        np.testing.assert_allclose(row["model_tflops_per_device"], 128 * flops / 8 / 1e12)
+        np.testing.assert_allclose(row["mfu"], 128 * flops / 8 / 1e12 / 2)
+        np.testing.assert_allclose(row["hfu"], 128 * (flops + recomputed) / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-6)
         assert row["n_labels"] == 8 * 16
-    in_steps = 4 * four["step_s"] + 4 * eight["step_s"]
-    logged_s = in_steps / eight["goodput"]  # from the start to the last log
-    assert in_steps < logged_s < wall_s and logged_s > 0.8 * (wall_s - 5 * 0.05) - 2
+    assert [r["blocked_s"] for r in rows(cfg.out_dir, "save")] == [0, 0]
+    assert [r["eval_s"] for r in rows(cfg.out_dir, "eval")] == [0, 0]
+    assert rows(cfg.out_dir, "end")[0]["wall_s"] == 1243 and not rows(cfg.out_dir, "sample")
+    assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", 4)["data"] | {"fingerprint": ""} == {
+        "fingerprint": "", "epoch": 1, "sequence": 2}
     assert set(start["versions"]) == {"python", "jax", "jaxlib", "numpy", "optax", "tensorstore"}
+    capsys.readouterr()
+    assert train.main(cfg)["reason"] == "finished before"
+    assert "is finished, at step 8, the last. To go further: --epochs 4.2." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -213,6 +272,26 @@ def test_overfit_batch_learns_one_batch(tiny):
     train.main(tiny(overfit_batch=True, steps=60, lr=1e-2, eval_every=0, save_every=0, batch_size=8,
                     vocab_size=128, data=(str(ROOT / "train.py"),)))
     assert rows(tiny().out_dir, "log")[-1]["loss"] < 1.0
+
+
+def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
+    """overfit_batch pins training, and no evaluation.
+
+    Break: train.py: pinned = run["cfg"].overfit_batch and source is run["train"] =>
+    pinned = run["cfg"].overfit_batch
+    """
+    for overfit_batch in (False, True):
+        run = train.prepare(tiny(overfit_batch=overfit_batch))
+        shapes = run["batch"]
+
+        def batch(index, rows, shapes=shapes):
+            return {name: np.full(x.shape, index, x.dtype)[rows] for name, x in shapes.items()}
+
+        run |= {name: {"batch": batch} for name in ("train", "val")}
+        for name, seen in (("train", 0 if overfit_batch else 5), ("val", 5)):
+            made = train.make_batch_at(run, run[name])(5)
+            assert made.keys() == shapes.keys()
+            assert all((np.asarray(x) == seen).all() for x in made.values())
 
 
 @pytest.mark.slow
@@ -277,6 +356,16 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
         texts.append(capsys.readouterr().out)
     assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
 
+    def its_key(params, cfg, key):
+        return [str(jax.random.key_data(key))]
+
+    cfg = tiny(mode="sample", seed=3)
+    key = jax.random.fold_in(jax.random.key(3), 0)
+    assert train.main(cfg, (), train.TEXT | {"preview": its_key}) == {
+        "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, None, key)}
+    with pytest.raises(ValueError, match="mode sample: this task has no preview"):
+        train.main(cfg, (), train.TEXT | {"preview": None})
+
 
 def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
     """Also one that equals the default of Config, here over a run that was trained otherwise; and
@@ -289,13 +378,17 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
     jax.config.update("jax_log_compiles", True)
     caplog.clear()
     try:
-        assert train.main(config.parse([*flags, "--eval_batches", "40"]))["val_n_labels"] > 8 * 16
+        summary = train.main(config.parse([*flags, "--eval_batches", "0"]))
     finally:
         jax.config.update("jax_log_compiles", False)
     said = " ".join(r.getMessage() for r in caplog.records)
     compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", said))
     assert "eval_step" in compiled and not {"train_step", "init_state"} & compiled
+    n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
+    assert summary["val_n_labels"] == n_labels and n_labels % (8 * 16)
     assert train.main(config.parse(flags))["val_n_labels"] == 8 * 16
+    with pytest.raises(ValueError, match="mode eval: val_frac 0.0 leaves nothing; set --val_data"):
+        train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
 def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
@@ -309,17 +402,23 @@ def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
 
 
 def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
-    """Rows carry what a hook adds; an event that returns None changes nothing.
+    """Rows carry what a hook adds; an event that returns None changes nothing. Each update has its
+    own batch, and is announced under its number.
 
     Break: train.py: value = value if new is None else new => pass
     """
-    seen = []
+    seen, batches, updates = [], set(), []
 
     def hook(event, value):
         seen.append(event)
+        if event == "data":
+            batches.add(np.asarray(value["tokens"]).tobytes())
+        if event == "dispatch":
+            updates.append(value["step"])
         return value | {"mine": 1} if event == "eval" else None
 
     train.main(tiny(sample_tokens=2), hooks=[hook])
+    assert len(batches) == 8 and updates == list(range(1, 9))
     assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "dispatch",
                          "state", "step", "log", "save", "eval", "sample", "stop", "end"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
@@ -349,30 +448,39 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
                 {f"params/{k}": np.asarray(v) for k, v in first[0].items()})
 
 
-@pytest.mark.parametrize("event, step", [
-    ("step", 3), pytest.param("log", 4, marks=pytest.mark.slow),
-    pytest.param("eval", 4, marks=pytest.mark.slow)])
-def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, step, capsys):
+@pytest.mark.parametrize("event", [
+    "step", pytest.param("log", marks=pytest.mark.slow),
+    pytest.param("eval", marks=pytest.mark.slow)])
+def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
-    words, and exit code 0; the same command goes on.
+    words, and exit code 0; the metrics of every step are read. The same command goes on, and sets
+    a damaged last save aside for the one before.
 
     Break: train.py: if "stop" in latest: => if False:
     """
-    def enough(seen, row):
-        return row | {"stop": "enough of it"} if seen == event and row["step"] >= 3 else None
+    steps, cfg = [], tiny(log_every=2, save_every=3, eval_every=4 if event == "eval" else 0)
 
-    summary = train.main(tiny(log_every=2), hooks=[enough])
-    lag = 1 if event in ("step", "log") else 0  # read while the next step runs
+    def enough(seen, row):
+        if seen == "step":
+            steps.append(row["step"])
+        return row | {"stop": "enough of it"} if seen == event and row["step"] >= 4 else None
+
+    summary = train.main(cfg, hooks=[enough])
     assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
-    assert step <= summary["step"] <= step + lag
-    assert ckpt.latest(Path(tiny().out_dir) / "ckpt") == summary["step"]
+    assert summary["step"] == (4 if event == "eval" else 5)  # read while the next step runs
+    assert steps == list(range(1, summary["step"] + 1))
     assert "done: enough of it" in capsys.readouterr().out
-    assert train.main(tiny(log_every=2))["reason"] == "all 8 steps are done"
+    last = Path(summary["checkpoint"])
+    assert ckpt.steps(last.parent) == [3, summary["step"]]
+    flip(last)
+    assert train.main(cfg)["reason"] == "all 8 steps are done"
+    assert "from its own checkpoint, at step 3" in capsys.readouterr().out
+    assert last.with_suffix(".damaged").is_dir()
 
 
 def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
     """--hooks file.py:function; what is not there is one clear sentence, and a fault inside the
-    file keeps its traceback.
+    file keeps its traceback, as does every ValueError that no `raise` of the six files made.
 
     Break: train.py: hooks = (*hooks, *map(load_hook, cfg.hooks)) => pass
     """
@@ -390,6 +498,21 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
         assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match="too many values to unpack"):
         train.cli([*argv, f"{mine}:fault", "--steps", "4"])
+
+    def in_words(*_):  # a ValueError of a function called by one of ours
+        train.in_words({"loss": "high"}, "loss")
+
+    def of_another(*_):  # a `raise` of another module
+        shutil.make_archive("none", "no such format")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for fault, words in ((in_words, "Unknown format code"), (of_another, "unknown archive format")):
+        with pytest.raises(ValueError, match=words):
+            train.cli([], main=fault)
+    assert train.cli([], main=interrupted) == 130
+    assert capsys.readouterr().err.endswith("SIGINT: ended; nothing was changed\n")
 
 
 @pytest.mark.slow
@@ -473,17 +596,65 @@ def test_what_is_watched_is_logged(tiny):
 
 
 def test_host_memory_that_is_not_there_is_an_error(tiny):
-    """Of devices that have no memory of the host, asking for it is an error that says so.
+    """Of devices that have no memory of the host, asking for it is an error that says so, also when
+    a run is prepared.
 
     Break: step.py: and "pinned_host" not in kinds => and "pinned_host" in kinds
     """
     kinds = [types.SimpleNamespace(kind="device")]
     poor = types.SimpleNamespace(addressable_memories=lambda: kinds, device_kind="abacus")
+    with pytest.raises(ValueError, match="abacus has no pinned_host memory"):
+        train.prepare(tiny(moments_on="host"), devices=8 * [poor])
     steplib.check_host_memory(tiny(), poor)
     for change in (dict(remat="offload"), dict(moments_on="host")):
         steplib.check_host_memory(tiny(**change), jax.devices()[0])
         with pytest.raises(ValueError, match="abacus has no pinned_host memory, only device; set"):
             steplib.check_host_memory(tiny(**change), poor)
+
+
+@pytest.mark.parametrize("platform, version, told", [
+    ("gpu", "PJRT\ncuda 13000", "cuda"), ("gpu", "PJRT\nrocm 70000", "gpu"), ("cpu", "cuda", "cpu"),
+    ("tpu", "PJRT", "tpu")])
+def test_a_task_is_told_its_platform_and_the_devices_of_a_plan(
+        tiny, monkeypatch, platform, version, told):
+    """As "cuda" where it is, from a plan for slices that are not here too, before anything is made.
+
+    Break: train.py: if platform == "gpu" and "cuda" in devices => if "cuda" in devices
+    """
+    device = types.SimpleNamespace(
+        platform=platform, client=types.SimpleNamespace(platform_version=version),
+        device_kind="abacus", addressable_memories=list)
+    monkeypatch.setattr(steplib, "slice_devices", lambda *args: seen.append(args) or 16 * [device])
+    monkeypatch.setattr(jax, "devices", lambda: 8 * [device])
+    seen = []
+
+    def resolve(cfg, platform):
+        seen.append((cfg.dtype, platform))
+        raise StopIteration
+
+    for cfg in (tiny(dtype="mixed"), tiny(dtype="mixed", plan_for="v5p:2x2x2", slices=2, batch_size=16)):
+        with pytest.raises(StopIteration):
+            train.prepare(cfg, train.TEXT | {"resolve": resolve})
+    assert seen == [("mixed", told), ("v5p:2x2x2", 2), ("mixed", told)]
+
+
+def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
+    """By the address and the numbers given, or by what jax.distributed finds out itself.
+
+    Break: train.py: if cfg.coordinator == "auto" else where => if False else where
+    """
+    asked = []
+
+    def initialize(*args):
+        asked.append(args)
+        raise StopIteration
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    for change in (dict(coordinator="host:1234", n_processes=3, process_id=2),
+                   dict(coordinator="auto")):
+        with pytest.raises(StopIteration):
+            train.main(tiny(**change))
+    assert asked == [("host:1234", 3, 2), ()]
 
 
 # ---- the loop
@@ -572,18 +743,21 @@ def poison(event, value):
     pytest.param("skip", marks=pytest.mark.slow), "stop", "raise"])
 def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
     """skip counts and goes on; stop saves and exits with 1; raise raises. No update happens in any
-    of them.
+    of them, and the row of such a step is in the log, or the error.
 
     Break: train.py: True) and cfg.nan == "stop" => True) and cfg.nan == "skip"
     """
-    cfg = tiny(nan=policy, steps=6, eval_every=0)
+    cfg = tiny(nan=policy, steps=6, eval_every=0, log_every=0)
     if policy == "raise":
         words = "step 1: the loss or a gradient is not finite"
         with pytest.raises(FloatingPointError, match=words):
             train.main(cfg, hooks=[poison])
+        last = (Path(cfg.out_dir) / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["error"].startswith(f"FloatingPointError: {words}")
         return
     summary = train.main(cfg, hooks=[poison])
     assert (summary["exit_code"], summary["step"]) == ((0, 6) if policy == "skip" else (1, 2))
+    assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
     if policy == "stop":  # at the last step as well
         last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
         assert train.main(last, hooks=[poison])["exit_code"] == 1
@@ -595,21 +769,43 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
 # ---- going on
 
 def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
-    """4 steps, then 8: the second goes on at 4 and the file has each step once; a third says that
-    it is finished.
+    """4 steps, stopped at the last before its evaluation, then 8: the second makes up for that,
+    goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
+    once. From then on it is finished, and what would start over is refused.
 
     Break: train.py: {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => {"step": 0,
     """
-    train.main(tiny(steps=4, schedule="constant"))
-    assert train.main(tiny(steps=8, schedule="constant"))["step"] == 8
-    assert [r["step"] for r in rows(tiny().out_dir, "log")] == list(range(1, 9))
-    first, second = rows(tiny().out_dir, "start")
-    assert (first["step"], second["step"], first["run_id"]) == (0, 4, second["run_id"])
+    make = partial(tiny, schedule="constant")
+    out = Path(tiny().out_dir)
+    summary = train.main(make(steps=4), hooks=[stop_at(4)])
+    assert (summary["reason"], summary["exit_code"]) == ("SIGTERM", 0)
+    assert rows_of(out, "save eval") == [("save", 4)]
+    (out / "ckpt/000000099.partial").mkdir()  # as of a process that was killed in a save
+    assert train.main(make(steps=8), hooks=[stop_at(8)])["step"] == 8
+    assert not list(out.glob("ckpt/*99*"))
+    summary = train.main(make(steps=8))
+    assert (summary["reason"], summary["step"]) == ("all 8 steps are done", 8)
+    assert "val_loss" in summary and summary["checkpoint"] == str(out / "ckpt/000000008")
+    assert rows_of(out, "log") == [("log", i) for i in range(1, 9)]
+    assert rows_of(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
+    first, second, third = rows(out, "start")
+    assert [r["step"] for r in (first, second, third)] == [0, 4, 8]
+    assert first["run_id"] == second["run_id"] == third["run_id"]
     capsys.readouterr()
-    assert train.main(tiny(steps=8, schedule="constant")) == {
-        "step": 8, "reason": "finished before", "exit_code": 0}
-    said = capsys.readouterr().out
-    assert "is finished, at step 8, the last. To go further: --steps 16." in said
+    for steps, words in ((8, "the last"), (6, "past --steps 6")):
+        assert train.main(make(steps=steps)) == {
+            "step": 8, "reason": "finished before", "exit_code": 0}
+        said = capsys.readouterr().out
+        assert f"is finished, at step 8, {words}. To go further: --steps 16." in said
+    for change, given, words in (
+            (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
+            ({}, dict(state={}), "holds a run at step 8, and a state or parameters"),
+            ({}, dict(params={}), "holds a run at step 8, and a state or parameters"),
+            (dict(lr=1e-2), {}, "lr was 0.002, is 0.01"),
+            (dict(resume="must", out_dir=str(out / "new")), {}, "resume must: .* no checkpoint")):
+        with pytest.raises(ValueError, match=words):
+            train.main(make(**dict(steps=8) | change), **given)
+    assert ckpt.steps(out / "ckpt") == [4, 8] and rows(out, "end")
 
 
 @pytest.mark.slow
@@ -782,7 +978,8 @@ def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
 
 
 def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
-    """Some network file systems have no flock: that is said, and the run goes on.
+    """Some network file systems have no flock: that is said, and the run goes on, in a folder of
+    folders that are made; however few the epochs, for one step.
 
     Break: train.py: if e.errno not in (errno.ENOLCK, => if e.errno not in (errno.EPERM,
     """
@@ -790,15 +987,27 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert train.main(tiny(steps=1))["step"] == 1
+    cfg = tiny(steps=600, epochs=1e-6, out_dir=tiny().out_dir + "/of/it")
+    assert train.main(cfg)["step"] == 1
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
 def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, capsys):
-    """Only a cache_dir asked for by name must be had.
+    """Only a cache_dir asked for by name must be had. Every program is kept there; JAX, which stays
+    with its first folder, is told to let go of that one.
 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
+    resets = []
+    monkeypatch.setattr(train.compilation_cache, "reset_cache", lambda: resets.append(1))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in 2 * ["~/some/cache"]:
+        train.keep_programs(tiny(cache_dir=folder))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "some/cache")
+        assert (tmp_path / "some/cache").is_dir()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0 and len(resets) == 2
+    train.keep_programs(tiny(cache_dir=""))
+    assert jax.config.jax_compilation_cache_dir is None
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     train.keep_programs(tiny(cache_dir=config.Config.cache_dir))
@@ -832,16 +1041,25 @@ def train_files():
     return [f"{name}.py" for name in "train config model step data ckpt".split()]
 
 
-@pytest.mark.slow
-def test_an_old_python_is_told_so():
-    """By a sentence, before anything that needs a newer one is imported.
+def test_what_comes_before_jax(monkeypatch):
+    """An old Python is told so by a sentence, before anything that needs a newer one is imported;
+    and malloc is asked to keep freed memory, in one arena, by the numbers of glibc's malloc.h.
 
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
-    code = ("import sys; sys.version_info = (3, 10, 9); sys.argv = ['train.py']\n"
-            f"exec(compile(open({str(ROOT / 'train.py')!r}).read(), 'train.py', 'exec'))")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.startswith("Sixfile needs Python 3.11 or later")
+    head, asked = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(
+        mallopt=lambda *pair: asked.append(pair)))
+    for version in ((3, 10, 9), (2, 12)):
+        monkeypatch.setattr(sys, "version_info", version)
+        with pytest.raises(SystemExit, match="Sixfile needs Python 3.11 or later, as JAX does"):
+            exec(head, {})
+    assert not asked
+    for version in ((3, 11, 0), (3, 11)):
+        monkeypatch.setattr(sys, "version_info", version)
+        exec(head, {})
+    arena_max, mmap_max, trim_threshold, top_pad = -8, -4, -1, -2
+    assert asked == 2 * [(arena_max, 1), (mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * 2**20)]
 
 
 @pytest.mark.slow
@@ -899,6 +1117,7 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
     text.write_text(text.read_text().replace("beer", "wine"))
     with pytest.raises(ValueError, match="the data changed since"):
         train.main(tiny())
+    assert train.main(tiny(steps=4, allow_change=("data",)))["reason"] == "finished before"
 
 
 @pytest.mark.slow
@@ -985,21 +1204,30 @@ def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
     assert ckpt.steps(root) == [4, 8]
 
 
-@pytest.mark.slow
-def test_a_failed_save_is_not_lost(tiny, tmp_path):
-    """A file where the checkpoint must go: the run ends with that error, at the next step or save.
+def test_a_failed_save_is_not_lost(tiny, monkeypatch):
+    """A file where the checkpoint must go: the run ends with that error, at the next step, and were
+    that the last, at the next save.
 
     Break: train.py: if saving and saving.done(): => if False:
     """
+    saves = []
+
+    def save(*args, save=ckpt.save):
+        saves.append(save(*args))
+        return saves[-1]
+
     def block(event, value):
         if event == "start":
             (Path(tiny().out_dir) / "ckpt/000000004.partial").write_text("in the way")
-        elif event == "data":
-            time.sleep(0.3)
+        elif event == "data" and saves:
+            saves[0].exception()  # wait for it
 
+    monkeypatch.setattr(ckpt, "save", save)
     with pytest.raises(ValueError, match="000000004 could not be written.*partial"):
-        train.main(tiny(steps=6, save_every=4, eval_every=0), hooks=[block])
-    assert rows(tiny().out_dir, "log")[-1]["step"] < 6
+        train.main(tiny(eval_every=0), hooks=[block])
+    assert rows(tiny().out_dir, "log")[-1]["step"] == 4
+    with pytest.raises(ValueError, match="000000004 could not be written.*partial"):
+        train.save_state({}, {}, 8, saves[0])
 
 
 # ---- kill
@@ -1323,7 +1551,18 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     Break: train.py: steplib.check_fits(programs["memory"], run["mesh"]) => pass
     """
     cfg = tiny(batch_size=64, remat="full")
-    needed = train.main(dataclasses.replace(cfg, mode="plan"))["memory"]["total"]
+    cost = train.main(dataclasses.replace(cfg, mode="plan"))
+    needed, said = cost["memory"]["total"], capsys.readouterr().out.splitlines()
+    assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
+    flops, recomputed, formula = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
+    assert list(cost["flop"].items()) == [  # of 64 x 16 tokens, on each of 8 devices
+        (f"the model's: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
+    assert said[0].startswith("0.02M parameters on 8 x cpu") and said[1].endswith("; for each device:")
+    assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
+    assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in cost["memory"].items()]
+    limit = steplib.memory_limit(train.prepare(cfg)["mesh"]) / 2**30
+    assert said[-1] == f"compiled in {cost['compile_s']:.0f} s; fits in {limit:,.4g} GiB"
+    assert 0 < cost["compile_s"] < 600
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
                                          "first to change: --micro_batches 2"):
