@@ -199,10 +199,11 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
-    now, waits = [100.0], itertools.count(0, 0.125)  # each look for data takes an eighth of a second
+    now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data is an eighth of a second
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
-    seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100, "stop": 1000}
+    seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100,
+               "stop": 1000}
 
     def spend(event, value):
         now[0] += seconds.get(event, 0)
@@ -233,7 +234,8 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     assert set(start["versions"]) == {"python", "jax", "jaxlib", "numpy", "optax", "tensorstore"}
     capsys.readouterr()
     assert train.main(cfg)["reason"] == "finished before"
-    assert "is finished, at step 8, the last. To go further: --epochs 4.2." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "is finished, at step 8, the last. To go further: --epochs 4.2." in said
 
 
 @pytest.mark.slow
@@ -458,7 +460,8 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
 
     Break: train.py: if "stop" in latest: => if False:
     """
-    steps, cfg = [], tiny(log_every=2, save_every=3, eval_every=4 if event == "eval" else 0)
+    steps, eval_every = [], 4 if event == "eval" else 0
+    cfg = tiny(log_every=2, save_every=3, eval_every=eval_every, keep=0)
 
     def enough(seen, row):
         if seen == "step":
@@ -488,7 +491,7 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
     mine.write_text("def double(event, row):\n"
                     "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
                     "def fault(event, value):\n    a, b = 1, 2, 3\n")
-    Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(steps=2)))
+    Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(eval_every=0)))
     argv = ["--config", tiny().out_dir + ".json", "--hooks"]
     assert train.cli([*argv, f"{mine}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
@@ -497,7 +500,7 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match="too many values to unpack"):
-        train.cli([*argv, f"{mine}:fault", "--steps", "4"])
+        train.cli([*argv, f"{mine}:fault", "--steps", "9"])
 
     def in_words(*_):  # a ValueError of a function called by one of ours
         train.in_words({"loss": "high"}, "loss")
@@ -632,9 +635,9 @@ def test_a_task_is_told_its_platform_and_the_devices_of_a_plan(
         seen.append((cfg.dtype, platform))
         raise StopIteration
 
-    for cfg in (tiny(dtype="mixed"), tiny(dtype="mixed", plan_for="v5p:2x2x2", slices=2, batch_size=16)):
+    for change in ({}, dict(plan_for="v5p:2x2x2", slices=2, batch_size=16)):
         with pytest.raises(StopIteration):
-            train.prepare(cfg, train.TEXT | {"resolve": resolve})
+            train.prepare(tiny(dtype="mixed", **change), train.TEXT | {"resolve": resolve})
     assert seen == [("mixed", told), ("v5p:2x2x2", 2), ("mixed", told)]
 
 
@@ -674,8 +677,8 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
         if event == "step":
             lags.append(dispatched[0] - value["step"])
 
-    train.main(tiny(steps=10, eval_every=0, save_every=5), hooks=[hook])
-    assert lags == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    train.main(tiny(eval_every=0), hooks=[hook])
+    assert lags == [1, 1, 1, 0, 1, 1, 1, 0]
 
 
 def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
@@ -730,6 +733,162 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
     assert (Path(tiny().out_dir + "2") / "profile/memory_at_failure.prof").stat().st_size > 0
 
 
+# ---- observers
+
+def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, capsys):
+    """It starts as the first is dispatched and stops once the last is done, or the run; memory is
+    written then, and after a failure whether or not it was running.
+
+    Break: train.py: if not traced: => if True:
+    """
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    monkeypatch.setattr(jax.profiler, "save_device_memory_profile",
+                        lambda path: calls.append(str(path.relative_to(tmp_path))))
+
+    def feed(profile, *events):
+        observe = train.tracing(types.SimpleNamespace(profile=profile, out_dir=tmp_path))
+        seen = []
+        for event, step in events:
+            observe(event, {"step": step})
+            seen += [f"{event} {step}: {call}" for call in calls]
+            calls.clear()
+        return seen
+
+    loop = [(event, i + ahead) for i in range(8) for event, ahead in (("dispatch", 1), ("step", 0))]
+    whole = ["dispatch 3: start", "step 5: stop", "step 5: profile/memory_5.prof"]
+    assert feed("3:5", *loop, ("stop", 7)) == whole
+    assert capsys.readouterr().out == f"traced updates 3 to 5 into {tmp_path}/profile\n"
+    assert feed("3:5", *loop[:8], ("log", 4), ("stop", 4)) == [
+        whole[0], "stop 4: stop", "stop 4: profile/memory_4.prof"]
+    failure = "error 4: profile/memory_at_failure.prof"
+    assert not (tmp_path / "profile").exists()
+    assert feed("3:5", *loop[:8], ("error", 4)) == [
+        whole[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
+    assert (tmp_path / "profile").is_dir()
+    assert feed("9:9", *loop, ("error", 4)) == [failure]
+    assert feed("", *loop, ("error", 4)) == []
+
+
+def test_a_log_goes_on_where_the_run_does(tmp_path):
+    """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
+    2; each new line is there as soon as it is written, but those of "step" and "dispatch".
+
+    Break: train.py: if old["step"] <= row["step"] and => if old["step"] < row["step"] and
+    """
+    def line(event, **row):
+        return json.dumps({"event": event, **row}) + "\n"
+
+    path, kept = tmp_path / "metrics.jsonl", line("start", step=0) + line("log", step=2, loss=0.1)
+    cut = line("stop", step=2) + line("end", step=2) + line("log", step=3)
+    path.write_text(kept + cut + line("error", error="of it") + '{"event": "lo')
+    assert [row["event"] for row in train.read_log(tmp_path)] == "start log stop end log".split()
+    observe = train.jsonl(types.SimpleNamespace(out_dir=tmp_path))
+    observe("error", {"error": "before the start"})
+    assert path.read_text().startswith(kept + cut)
+    for event in ("start", "dispatch", "step", "log"):
+        observe(event, {"step": 2, "loss": 0.1 + 0.2})
+    more = line("start", step=2, loss=0.1 + 0.2) + line("log", step=2, loss=0.1 + 0.2)
+    assert path.read_text() == kept + more and os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert train.read_log(tmp_path / "none") == []
+
+
+def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
+    """A line for each event, to the letter; on a terminal the log is a bar. A device without a
+    known peak is told so. A run that stopped says how to go on.
+
+    Break: train.py: if bar.disable: => if not bar.disable:
+    """
+    class Bar:
+        def __init__(self, **options):
+            self.disable = options["disable"]
+            calls.append(("bar", options.get("total"), options.get("initial"), self.disable))
+
+        def __getattr__(self, name):
+            return lambda *args, **options: calls.append((name, *args, *options.items()))
+
+    Bar.write = staticmethod(train.tqdm.write)
+    start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
+             "compile_s": 1.25, "origin": "nothing", "devices": "8 x abacus",
+             "flops_formula": "6 N"}
+    row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
+    held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
+    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6}
+    events = [("start", start), ("step", row), ("log", row), ("eval", held),
+              ("sample", {"step": 4, "texts": ["one", "two"]}),
+              ("sample", {"step": 4, "texts": [], "fault": "none left"}), ("save", {"step": 4})]
+    compiled = "compiled in 1.2 s, 5,245 MiB a device; from nothing, at step 3\n"
+    log = "step      4  loss 2.3457  lr 1.50e-03  12,346 pixels/s  data wait 12.3 ms\n"
+    rest = ("step      4  held-out loss 2.5000  accuracy 0.250  1.500 bits/byte\n"
+            "-------- sample --------\none\n-------- sample --------\ntwo\n"
+            "------------------------\nstep      4  no sample: none left\n")
+    done = ("done: {}; step 4, held-out loss 2.5000, 1.500 bits/byte, training loss 2.3457, 62 s, "
+            "saved in out/ckpt\n")
+    cfg, calls = types.SimpleNamespace(steps=9, out_dir="out", resume="auto"), []
+    monkeypatch.setattr(train, "tqdm", Bar)
+
+    def say(observe, *events):
+        calls.clear()
+        for event in events:
+            observe(*event)
+        said = capsys.readouterr()
+        assert said.err == ""
+        return said.out
+
+    assert say(train.screen(cfg), *events) == compiled + log + rest
+    assert calls == [("bar", 9, 3, True), ("update",), (
+        "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    observe = train.screen(cfg)
+    assert say(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
+    assert say(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
+    go_on = "the same command{} goes on from here\n"
+    for resume, change, words in (
+            ("auto", {}, done.format("SIGTERM") + go_on.format("")),
+            ("must", {}, done.format("SIGTERM") + go_on.format("")),
+            ("never", {}, done.format("SIGTERM") + go_on.format(" with --resume auto")),
+            ("auto", {"exit_code": 1}, done.format("SIGTERM")),
+            ("auto", {"reason": "all 4 steps are done"}, done.format("all 4 steps are done"))):
+        cfg.resume = resume
+        assert say(observe, ("end", end | change)) == words and calls == [("close",)]
+    alone = {k: end[k] for k in ("step", "reason", "exit_code", "wall_s")} | {"exit_code": 1}
+    assert say(observe, ("end", alone)) == "done: SIGTERM; step 4, 62 s, saved in out/ckpt\n"
+    for kind, known in (("abacus", False), ("TPU v4", True)):
+        device = types.SimpleNamespace(platform="tpu", device_kind=kind)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        said = say(observe, ("start", start)).removesuffix(compiled)
+        assert said == ("" if known else "no peak rate is known for 8 x abacus: metrics have "
+                        "TFLOP/s, and no MFU\n")
+    assert say(observe, ("start", {k: v for k, v in start.items() if "flops" not in k})) == compiled
+
+
+def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
+    """Also into a pipe; the other processes neither speak nor write.
+
+    Break: train.py: sys.stdout.flush() => pass
+    """
+    pipe = io.TextIOWrapper(raw := io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", pipe)
+    train.say("two", 2)
+    assert raw.getvalue() == b"two 2\n"
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    train.say("more")
+    with train.lock_out_dir(tiny()):
+        train.begin_out_dir(tiny())
+    pipe.flush()
+    assert raw.getvalue() == b"two 2\n" and not Path(tiny().out_dir).exists()
+
+
+def test_the_headline_tells_how_many_parameters_are_trained(tiny):
+    """Without the embedding, 8,192 fewer than the 20,592 that there are.
+
+    Break: train.py: if n_trained < n_params else "" => if False else ""
+    """
+    said = train.headline(train.prepare(tiny(freeze=("embed",))))
+    assert said.startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+
+
 # ---- bad numbers
 
 def poison(event, value):
@@ -747,7 +906,7 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
 
     Break: train.py: True) and cfg.nan == "stop" => True) and cfg.nan == "skip"
     """
-    cfg = tiny(nan=policy, steps=6, eval_every=0, log_every=0)
+    cfg = tiny(nan=policy, eval_every=0, log_every=0)
     if policy == "raise":
         words = "step 1: the loss or a gradient is not finite"
         with pytest.raises(FloatingPointError, match=words):
@@ -756,7 +915,7 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
         assert json.loads(last)["error"].startswith(f"FloatingPointError: {words}")
         return
     summary = train.main(cfg, hooks=[poison])
-    assert (summary["exit_code"], summary["step"]) == ((0, 6) if policy == "skip" else (1, 2))
+    assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 2))
     assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
     if policy == "stop":  # at the last step as well
         last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
@@ -868,8 +1027,8 @@ def test_two_runs_never_write_to_one_folder(tiny):
             with pytest.raises(ValueError, match="another run is writing to it"):
                 train.main(tiny())
 
-    train.main(tiny(steps=4), hooks=[second])
-    assert train.main(tiny(steps=4))["reason"] == "finished before"
+    train.main(tiny(), hooks=[second])
+    assert train.main(tiny())["reason"] == "finished before"
 
 
 @pytest.mark.slow
@@ -1058,8 +1217,8 @@ def test_what_comes_before_jax(monkeypatch):
     for version in ((3, 11, 0), (3, 11)):
         monkeypatch.setattr(sys, "version_info", version)
         exec(head, {})
-    arena_max, mmap_max, trim_threshold, top_pad = -8, -4, -1, -2
-    assert asked == 2 * [(arena_max, 1), (mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * 2**20)]
+    arena_max, mmap_max, trim_threshold, top_pad, mib = -8, -4, -1, -2, 2**20
+    assert asked == 2 * [(arena_max, 1), (mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
 
 
 @pytest.mark.slow
@@ -1112,15 +1271,14 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
 
     Break: train.py: if then != now and => if False and
     """
-    train.main(tiny(steps=4))
+    train.main(tiny(eval_every=0))
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("beer", "wine"))
     with pytest.raises(ValueError, match="the data changed since"):
         train.main(tiny())
-    assert train.main(tiny(steps=4, allow_change=("data",)))["reason"] == "finished before"
+    assert train.main(tiny(allow_change=("data",)))["reason"] == "finished before"
 
 
-@pytest.mark.slow
 def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_then_fresh(
         tiny, tmp_path):
     """The first that there is, by the origin in the start event and by the parameters themselves.
@@ -1130,29 +1288,28 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
     def origin(cfg):
         return rows(cfg.out_dir, "start")[-1]["origin"]
 
-    train.main(tiny())
-    assert origin(tiny()) == "a fresh initialization"
-    saved = arrays(tiny().out_dir)
-    other = tiny(out_dir=str(tmp_path / "other"), init_from=tiny().out_dir, steps=4)
-    train.main(other)
-    assert origin(other) == f"the parameters of {tiny().out_dir}"
-    assert rows(other.out_dir, "start")[-1]["step"] == 0
-    more = dataclasses.replace(other, steps=8)
-    train.main(more)
-    assert origin(more) == "its own checkpoint"
-    params = {k.removeprefix("params/"): v for k, v in saved.items() if k.startswith("params/")}
-    began = {}
-
     def given(event, value):
         if event == "load":
             began.update(jax.device_get(value))
+        return value | {"stop": "enough"} if event == "step" else None
 
-    fresh = dict(steps=2, resume="overwrite")
-    train.main(dataclasses.replace(other, **fresh), hooks=[given], params=params)
-    assert origin(other) == "the given parameters"
+    began, start, few = {}, partial(train.main, hooks=[given]), dict(eval_every=0, save_every=0)
+    start(tiny(**few))
+    assert origin(tiny()) == "a fresh initialization"
+    saved = arrays(tiny().out_dir)
+    params = {k.removeprefix("params/"): v for k, v in saved.items() if k.startswith("params/")}
+    other = tiny(**few, out_dir=str(tmp_path / "other"), init_from=tiny().out_dir)
+    start(other)
+    assert origin(other) == f"the parameters of {tiny().out_dir}"
     assert same(began["params"], params) and began["step"] == 0
-    state = began | {"step": np.int32(1)}
-    train.main(dataclasses.replace(other, **fresh), hooks=[given], state=state, params=params)
+    start(other)
+    assert origin(other) == "its own checkpoint" and began["step"] == 2
+    other = dataclasses.replace(other, resume="overwrite", init_from="")
+    start(other, params=params)
+    assert origin(other) == "the given parameters" and len(rows(other.out_dir, "start")) == 1
+    assert same(began["params"], params) and began["step"] == 0
+    assert ckpt.steps(Path(other.out_dir) / "ckpt") == [2]
+    start(other, state=began | {"step": np.int32(1)}, params=params)
     assert origin(other) == "the given state" and began["step"] == 1
 
 
@@ -1367,6 +1524,76 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
 
 # ---- signals
 
+def wait_for(ready):
+    deadline = time.monotonic() + 30
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ready()
+
+
+def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
+    """Of those two signals alone; after it, handlers and open files are as they were. A thread
+    other than the main one, which has no handlers, catches none.
+
+    Break: train.py: os._exit(128 + number[0]) => os._exit(number[0])
+    """
+    codes, names = [], (signal.SIGINT, signal.SIGTERM)
+    handlers, n_files = [signal.getsignal(n) for n in names], len(os.listdir("/proc/self/fd"))
+    old = signal.signal(signal.SIGUSR1, lambda *_: None)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    try:
+        with train.catch_signals() as caught:
+            for n in (signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), n)
+            wait_for(lambda: caught)
+            assert caught == ["SIGTERM"] and not codes
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(lambda: codes)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert codes == [130] and signal.set_wakeup_fd(-1) == -1
+    assert capfd.readouterr().err.startswith(
+        "\nSIGTERM: finishing the step and saving; again to end at once\n"
+        "\nSIGINT again: ending at once\n")
+    assert [signal.getsignal(n) for n in names] == handlers
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) == n_files)
+
+    def elsewhere():
+        with train.catch_signals() as seen:
+            codes.append((seen, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert codes[1:] == [([], handlers[1])]
+
+
+def test_processes_agree_on_a_signal_at_multiples_of_log_every(tiny, monkeypatch):
+    """Of two with different ones all take the same; one alone needs to ask no one.
+
+    Break: train.py: int(codes.max()) => int(codes[0])
+    """
+    asked, others = [], []
+
+    def allgather(code):
+        asked.append(int(code))
+        return np.array([code, *others])
+
+    monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
+    assert train.agreed_signal(tiny(), 3, []) is None and not train.interrupted([])
+    assert train.agreed_signal(tiny(), 3, ["SIGINT"]) == "SIGINT" and train.interrupted(["SIGINT"])
+    assert not asked
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not train.interrupted(["SIGINT"])
+    for log_every, step, mine, other, seen in (
+            (7, 8, ["SIGINT"], 0, None), (7, 14, ["SIGINT"], 0, "SIGINT"),
+            (7, 14, [], 15, "SIGTERM"), (7, 14, ["SIGINT"], 15, "SIGTERM"), (7, 14, [], 0, None),
+            (0, 14, [], 15, None), (0, 20, [], 15, "SIGTERM")):
+        others[:] = [other]
+        assert train.agreed_signal(tiny(log_every=log_every), step, mine) == seen
+    assert asked == [2, 0, 2, 0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
     ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGTERM", "compile"), ("SIGINT", "eval"),
@@ -1557,7 +1784,8 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     flops, recomputed, formula = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
     assert list(cost["flop"].items()) == [  # of 64 x 16 tokens, on each of 8 devices
         (f"the model's: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
-    assert said[0].startswith("0.02M parameters on 8 x cpu") and said[1].endswith("; for each device:")
+    assert said[0].startswith("0.02M parameters on 8 x cpu")
+    assert said[1].endswith(", 1,024 tokens an update; for each device:")
     assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
     assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in cost["memory"].items()]
     limit = steplib.memory_limit(train.prepare(cfg)["mesh"]) / 2**30
