@@ -455,13 +455,12 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
     pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
-    words, and exit code 0; the metrics of every step are read. The same command goes on, and sets
-    a damaged last save aside for the one before.
+    words, and exit code 0; the metrics of every step are read. The same command goes on.
 
     Break: train.py: if "stop" in latest: => if False:
     """
     steps, eval_every = [], 4 if event == "eval" else 0
-    cfg = tiny(log_every=2, save_every=3, eval_every=eval_every, keep=0)
+    cfg = tiny(log_every=2, save_every=3, eval_every=eval_every)
 
     def enough(seen, row):
         if seen == "step":
@@ -473,12 +472,9 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     assert summary["step"] == (4 if event == "eval" else 5)  # read while the next step runs
     assert steps == list(range(1, summary["step"] + 1))
     assert "done: enough of it" in capsys.readouterr().out
-    last = Path(summary["checkpoint"])
-    assert ckpt.steps(last.parent) == [3, summary["step"]]
-    flip(last)
+    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [3, summary["step"]]
     assert train.main(cfg)["reason"] == "all 8 steps are done"
-    assert "from its own checkpoint, at step 3" in capsys.readouterr().out
-    assert last.with_suffix(".damaged").is_dir()
+    assert f"from its own checkpoint, at step {summary['step']}" in capsys.readouterr().out
 
 
 def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
@@ -1279,6 +1275,7 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
     assert train.main(tiny(allow_change=("data",)))["reason"] == "finished before"
 
 
+@pytest.mark.slow
 def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_then_fresh(
         tiny, tmp_path):
     """The first that there is, by the origin in the start event and by the parameters themselves.
@@ -1288,28 +1285,29 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
     def origin(cfg):
         return rows(cfg.out_dir, "start")[-1]["origin"]
 
+    train.main(tiny())
+    assert origin(tiny()) == "a fresh initialization"
+    saved = arrays(tiny().out_dir)
+    other = tiny(out_dir=str(tmp_path / "other"), init_from=tiny().out_dir, steps=4)
+    train.main(other)
+    assert origin(other) == f"the parameters of {tiny().out_dir}"
+    assert rows(other.out_dir, "start")[-1]["step"] == 0
+    more = dataclasses.replace(other, steps=8)
+    train.main(more)
+    assert origin(more) == "its own checkpoint"
+    params = {k.removeprefix("params/"): v for k, v in saved.items() if k.startswith("params/")}
+    began = {}
+
     def given(event, value):
         if event == "load":
             began.update(jax.device_get(value))
-        return value | {"stop": "enough"} if event == "step" else None
 
-    began, start, few = {}, partial(train.main, hooks=[given]), dict(eval_every=0, save_every=0)
-    start(tiny(**few))
-    assert origin(tiny()) == "a fresh initialization"
-    saved = arrays(tiny().out_dir)
-    params = {k.removeprefix("params/"): v for k, v in saved.items() if k.startswith("params/")}
-    other = tiny(**few, out_dir=str(tmp_path / "other"), init_from=tiny().out_dir)
-    start(other)
-    assert origin(other) == f"the parameters of {tiny().out_dir}"
+    fresh = dict(steps=2, resume="overwrite")
+    train.main(dataclasses.replace(other, **fresh), hooks=[given], params=params)
+    assert origin(other) == "the given parameters"
     assert same(began["params"], params) and began["step"] == 0
-    start(other)
-    assert origin(other) == "its own checkpoint" and began["step"] == 2
-    other = dataclasses.replace(other, resume="overwrite", init_from="")
-    start(other, params=params)
-    assert origin(other) == "the given parameters" and len(rows(other.out_dir, "start")) == 1
-    assert same(began["params"], params) and began["step"] == 0
-    assert ckpt.steps(Path(other.out_dir) / "ckpt") == [2]
-    start(other, state=began | {"step": np.int32(1)}, params=params)
+    state = began | {"step": np.int32(1)}
+    train.main(dataclasses.replace(other, **fresh), hooks=[given], state=state, params=params)
     assert origin(other) == "the given state" and began["step"] == 1
 
 
@@ -1319,6 +1317,68 @@ def flip(folder):
     damaged = bytearray(chunk.read_bytes())
     damaged[7] ^= 1
     chunk.write_bytes(damaged)
+
+
+def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, capsys):
+    """Of state, parameters, own checkpoint, init_from and none, each as it was given or saved. A
+    damaged checkpoint is passed over by all, and set aside by the run that it belongs to alone; one
+    of other shapes says where its config is. overwrite leaves config.json, which does not say so.
+
+    Break: train.py: set_aside=True)[1] => set_aside=False)[1]
+    """
+    cfg = tiny(seed=3, init_from=str(tmp_path / "other"))
+    run = train.prepare(cfg) | {"train": {"fingerprint": "of it"}}
+    whole = NamedSharding(run["mesh"], jax.P())
+    like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=whole), "params": {
+        name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=whole)
+        for name, row in run["table"].items()}}
+    programs = {"state": like, "from_params": lambda key, params: ("from", key, params),
+                "init": lambda key: ("init", key)}
+    meta = {"config": dataclasses.asdict(run["cfg"]), "data": {"fingerprint": "of it"}}
+
+    def filled(step):
+        return jax.tree.map(lambda x: np.full(x.shape, step, x.dtype), like)
+
+    def start(change, given, saved=None, meta=()):
+        a_run = run | {"cfg": dataclasses.replace(run["cfg"], **change)}
+        origin, first_state = train.choose_start(
+            a_run, given.get("state"), given.get("params"), saved, dict(meta))
+        return origin, first_state(programs)
+
+    def values(tree):
+        assert all(x.sharding == whole for x in jax.tree.leaves(tree))
+        return {float(np.asarray(x).mean()) for x in jax.tree.leaves(tree)}
+
+    for folder, steps in (("out", (4, 8)), ("other", (5, 6))):
+        for step in steps:
+            root = tmp_path / folder / "ckpt"
+            ckpt.wait(ckpt.save(root, step, filled(step), meta))
+        flip(root / f"{steps[1]:09d}")
+    origin, state = start({}, {"state": filled(1), "params": filled(2)["params"]})
+    assert origin == "the given state" and values(state) == {1}
+    given = filled(2)["params"]
+    origin, (how, key, params) = start({}, {"params": given})
+    assert (origin, how) == ("the given parameters", "from") and params is given
+    assert key == jax.random.key(3)
+    origin, (how, key, params) = start({}, {})
+    assert (origin, how) == (f"the parameters of {cfg.init_from}", "from")
+    assert key == jax.random.key(3) and values(params) == {5} and params.keys() == given.keys()
+    origin, (how, key) = start({"init_from": ""}, {})
+    assert (origin, how) == ("a fresh initialization", "init") and key == jax.random.key(3)
+    saved, found = train.find_start(cfg)
+    assert saved == 8 and found["data"] == meta["data"]
+    origin, state = start({}, {}, saved, found)
+    assert origin == "its own checkpoint" and values(state) == {4}
+    assert ckpt.steps(tmp_path / "out/ckpt") == [4] and ckpt.steps(root) == [5, 6]
+    assert capsys.readouterr().out.count("passing over a damaged checkpoint: ") == 2
+    with pytest.raises(ValueError, match=f"start from --config {tmp_path}/out/config.json"):
+        train.load_checkpoint(cfg.out_dir, {"step": jax.ShapeDtypeStruct((2,), np.int32)})
+    over = dataclasses.replace(cfg, resume="overwrite")
+    assert train.find_start(over) == (None, {})
+    (tmp_path / "out/metrics.jsonl").write_text("{}")
+    train.begin_out_dir(over)
+    assert os.listdir(cfg.out_dir) == ["config.json"]
+    assert config.from_json((tmp_path / "out/config.json").read_text()) == config.repeatable(cfg)
 
 
 @pytest.mark.slow
