@@ -124,21 +124,18 @@ def ended(run, log, timeout_s=120):
 
 # ---- a run
 
-def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
-    """Events and their fields, config.json, checkpoints, the plot, what the screen says, and a
-    process as it was before.
+def test_a_run_leaves_what_it_promises(tiny, capsys):
+    """Events and their fields, config.json, checkpoints, the plot, what the screen says, and the
+    signal handlers that there were.
 
     Break: train.py: "epoch": step * cfg.batch_size / train["n"], => "epoch_": 0,
     """
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, savefig=Figure.savefig, **kwargs: (
-        drawn.append(figure), savefig(figure, *args, **kwargs)))
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     cfg = tiny(steps=10, keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
-    out, said = Path(cfg.out_dir), capsys.readouterr()
+    out, said = Path(cfg.out_dir), capsys.readouterr().out
     assert {"start", "log", "eval", "save", "sample", "stop", "end"} == {
         json.loads(line)["event"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     for event, fields in {
@@ -155,39 +152,26 @@ def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
     assert [r["step"] for r in rows(out, "sample")] == [5, 10]
     assert ckpt.steps(out / "ckpt") == [8, 10]
     assert config.from_json((out / "config.json").read_text()).steps == 10
+    assert (out / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     start, log, held = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
     assert (start["devices"], start["processes"], start["unit"]) == ("8 x cpu", 1, "token")
     assert start["n_params"] == 256 * 32 + 32 * (2 * 32 + 2 * 16 + 3 * 96) + 3 * 32 + 2 * 8
     assert start["tokens_per_step"] == 8 * 16 and re.fullmatch("[0-9a-f]{8}", start["run_id"])
     assert start["versions"]["python"] == platform.python_version()
-    assert log[0]["mfu"] is None and 0 < start["compile_s"] < summary["wall_s"] < 600
+    assert log[0]["mfu"] is None
     assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
     assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == held[-1]["val_loss"]
     assert not {"finite", "stop", "eval_s"} & set(summary)
-    lines = said.out.splitlines()
+    lines = said.splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1:3] == [f"{start['dtype']}, attention xla, 128 tokens an update",
                           "compiling the update for 10 steps ..."]
     assert "a device; from a fresh initialization, at step 0" in lines[3]
     for row in log:
-        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said.out
-    assert said.out.count(" sample -") == len(rows(out, "sample")) == 2 and said.err == ""
+        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said
+    assert said.count(" sample -") == len(rows(out, "sample")) == 2
     assert "done: all 10 steps are done; step 10, held-out loss" in lines[-1]
-    png = (out / "plot.png").read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", png[16:24]) == (960, 540)
-    axes, = drawn[0].axes
-    (training, of_log), (held_out, of_eval) = (
-        (line, [(r["step"], r[key]) for r in seen])
-        for line, seen, key in zip(axes.lines, (log, held), ("loss", "val_loss")))
-    for line, points, form in ((training, of_log, ("training", "-", "None", 1, 4)),
-                               (held_out, of_eval, ("held-out", "-", "o", 1, 4))):
-        assert list(zip(*line.get_data())) == points
-        assert form == (line.get_label(), line.get_linestyle(), line.get_marker(),
-                        line.get_linewidth(), line.get_markersize())
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
-        "step (optimizer updates)", "loss (nats)", str(out))
-    assert axes.get_legend() and axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
 
 
 def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
@@ -790,6 +774,36 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
     assert train.read_log(tmp_path / "none") == []
 
 
+def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
+    """Training and held-out loss over steps, drawn at the end; nothing where nothing was logged.
+
+    Break: train.py: r["event"] == event and key in r] => key in r]
+    """
+    drawn, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (
+        drawn.append(figure), savefig(figure, *args, **options)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
+        {"event": "log", "step": 1, "loss": 3.0}, {"event": "log", "step": 2, "loss": 2.0},
+        {"event": "log", "step": 3}, {"event": "eval", "step": 2, "val_loss": 2.5},
+        {"event": "end", "step": 3, "loss": 9.0, "val_loss": 9.0})))
+    observe = train.plot(types.SimpleNamespace(out_dir=tmp_path))
+    observe("eval", {})
+    assert not drawn
+    observe("end", {})
+    axes, = drawn[0].axes
+    assert [(line.get_label(), line.get_xydata().tolist(), line.get_linestyle(), line.get_marker(),
+             line.get_linewidth(), line.get_markersize()) for line in axes.lines] == [
+        ("training", [[1, 3], [2, 2]], "-", "None", 1, 4), ("held-out", [[2, 2.5]], "-", "o", 1, 4)]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
+        "step (optimizer updates)", "loss (nats)", str(tmp_path))
+    assert axes.get_legend() and axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
+    png = (tmp_path / "plot.png").read_bytes()
+    assert struct.unpack(">II", png[16:24]) == (8 * 120, 4.5 * 120)
+    (tmp_path / "none").mkdir()
+    train.plot(types.SimpleNamespace(out_dir=tmp_path / "none"))("end", {})
+    assert not os.listdir(tmp_path / "none")
+
+
 def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
     """A line for each event, to the letter; on a terminal the log is a bar. A device without a
     known peak is told so. A run that stopped says how to go on.
@@ -832,7 +846,9 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
         assert said.err == ""
         return said.out
 
-    assert say(train.screen(cfg), *events) == compiled + log + rest
+    observe = train.screen(cfg)
+    assert calls == [("bar", None, None, True)]  # no bar before the start
+    assert say(observe, *events) == compiled + log + rest
     assert calls == [("bar", 9, 3, True), ("update",), (
         "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -1838,6 +1854,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     Break: train.py: steplib.check_fits(programs["memory"], run["mesh"]) => pass
     """
     cfg = tiny(batch_size=64, remat="full")
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     needed, said = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
@@ -1849,8 +1866,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
     assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in cost["memory"].items()]
     limit = steplib.memory_limit(train.prepare(cfg)["mesh"]) / 2**30
-    assert said[-1] == f"compiled in {cost['compile_s']:.0f} s; fits in {limit:,.4g} GiB"
-    assert 0 < cost["compile_s"] < 600
+    assert said[-1] == f"compiled in 0 s; fits in {limit:,.4g} GiB" and cost["compile_s"] == 0
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
                                          "first to change: --micro_batches 2"):
