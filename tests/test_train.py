@@ -596,7 +596,7 @@ def test_host_memory_that_is_not_there_is_an_error(tiny):
 
 
 @pytest.mark.parametrize("platform, version, told", [
-    ("gpu", "PJRT\ncuda 13000", "cuda"), ("gpu", "PJRT\nrocm 70000", "gpu"), ("cpu", "cuda", "cpu"),
+    ("gpu", "PJRT cuda 13000", "cuda"), ("gpu", "PJRT rocm 70000", "gpu"), ("cpu", "cuda", "cpu"),
     ("tpu", "PJRT", "tpu")])
 def test_a_task_is_told_its_platform_and_the_devices_of_a_plan(
         tiny, monkeypatch, platform, version, told):
