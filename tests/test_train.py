@@ -15,6 +15,7 @@ import pty
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -893,12 +894,15 @@ def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
 
 
 def test_the_headline_tells_how_many_parameters_are_trained(tiny):
-    """Without the embedding, 8,192 fewer than the 20,592 that there are.
+    """Without the embedding, 8,192 fewer than the 20,592 that there are; all of them where a task's
+    table does not say.
 
     Break: train.py: if n_trained < n_params else "" => if False else ""
     """
-    said = train.headline(train.prepare(tiny(freeze=("embed",))))
-    assert said.startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+    run = train.prepare(tiny(freeze=("embed",)))
+    assert train.headline(run).startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+    table = {name: {"shape": row["shape"]} for name, row in run["table"].items()}
+    assert train.headline(run | {"table": table}).startswith("0.02M parameters on 8 x cpu")
 
 
 # ---- bad numbers
@@ -1608,13 +1612,26 @@ def wait_for(ready):
 
 
 def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
-    """Of those two signals alone; after it, handlers and open files are as they were. A thread
-    other than the main one, which has no handlers, catches none.
+    """Of those two signals alone; after it, handlers are as they were and the pipe is closed. A
+    thread other than the main one, which has no handlers, catches none.
 
     Break: train.py: os._exit(128 + number[0]) => os._exit(number[0])
     """
-    codes, names = [], (signal.SIGINT, signal.SIGTERM)
-    handlers, n_files = [signal.getsignal(n) for n in names], len(os.listdir("/proc/self/fd"))
+    codes, ends, names = [], {}, (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(n) for n in names]
+
+    def pipe(make=os.pipe):
+        pair = make()
+        ends.update((end, os.fstat(end).st_ino) for end in pair)
+        return pair
+
+    def closed(end):
+        try:
+            return os.fstat(end).st_ino != ends[end]
+        except OSError:
+            return True
+
+    monkeypatch.setattr(os, "pipe", pipe)
     old = signal.signal(signal.SIGUSR1, lambda *_: None)
     monkeypatch.setattr(os, "_exit", codes.append)
     try:
@@ -1632,7 +1649,8 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
         "\nSIGTERM: finishing the step and saving; again to end at once\n"
         "\nSIGINT again: ending at once\n")
     assert [signal.getsignal(n) for n in names] == handlers
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) == n_files)
+    assert len(ends) == 2
+    wait_for(lambda: all(map(closed, ends)))
 
     def elsewhere():
         with train.catch_signals() as seen:
@@ -1738,7 +1756,7 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
 
 # ---- faults of the user's
 
-def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
+def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
     """By the command line: exit code 2, a sentence with the name and the rule, no traceback, before
     compilation.
 
@@ -1780,6 +1798,11 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         said = capsys.readouterr()
         assert code == 2 and said.err.startswith("error: ") and words in said.err, (flags, said)
         assert "compil" not in said.out
+    monkeypatch.setattr(sys, "argv", ["train.py", "--n_layers", "0"])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert e.value.code == 2
+    assert capsys.readouterr().err == "error: config: n_layers 0: must be at least 1\n"
 
 
 def test_data_mode_is_refused_for_now(capsys):
