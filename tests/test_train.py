@@ -85,8 +85,18 @@ def stop_at(step):
     def hook(event, value):
         if event == "save" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)  # until the thread that reads signals has it
+            frame = sys._getframe()
+            while "signals" not in frame.f_locals:  # those of the run that calls this
+                frame = frame.f_back
+            wait_for(lambda: frame.f_locals["signals"])  # a thread reads them
     return hook
+
+
+def wait_for(ready):
+    deadline = time.monotonic() + 60
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ready()
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -1603,13 +1613,6 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
 
 
 # ---- signals
-
-def wait_for(ready):
-    deadline = time.monotonic() + 30
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert ready()
-
 
 def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
     """Of those two signals alone; after it, handlers are as they were and the pipe is closed. A
