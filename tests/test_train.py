@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole: runs that end, stop, are killed, go on, and leave what they promise."""
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import fcntl
+import io
+import itertools
 import json
 import multiprocessing
 import os
+import platform
 import pty
 import random
 import re
+import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -17,6 +23,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import types
 from functools import partial
@@ -28,6 +35,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
+from matplotlib.figure import Figure
 
 import ckpt
 import config
@@ -43,6 +51,12 @@ def rows(out, event):
     """Rows of one event in out/metrics.jsonl."""
     every = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
     return [row for row in every if row["event"] == event]
+
+
+def rows_of(out, events):
+    """(event, step) of these events, in the order of metrics.jsonl."""
+    every = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+    return [(row["event"], row["step"]) for row in every if row["event"] in events.split()]
 
 
 def losses(out):
@@ -71,7 +85,18 @@ def stop_at(step):
     def hook(event, value):
         if event == "save" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
+            frame = sys._getframe()
+            while "signals" not in frame.f_locals:  # those of the run that calls this
+                frame = frame.f_back
+            wait_for(lambda: frame.f_locals["signals"])  # a thread reads them
     return hook
+
+
+def wait_for(ready):
+    deadline = time.monotonic() + 60
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ready()
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -111,12 +136,17 @@ def ended(run, log, timeout_s=120):
 # ---- a run
 
 def test_a_run_leaves_what_it_promises(tiny, capsys):
-    """Events and their fields, config.json, checkpoints, the plot, and the closing line.
+    """Events and their fields, config.json, checkpoints, the plot, what the screen says, and the
+    signal handlers that there were.
 
     Break: train.py: "epoch": step * cfg.batch_size / train["n"], => "epoch_": 0,
     """
-    summary = train.main(tiny(steps=10, keep=2, sample_tokens=5, sample_every=5))
-    out = Path(tiny().out_dir)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    cfg = tiny(steps=10, keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
+    summary = train.main(cfg)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    out, said = Path(cfg.out_dir), capsys.readouterr().out
     assert {"start", "log", "eval", "save", "sample", "stop", "end"} == {
         json.loads(line)["event"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     for event, fields in {
@@ -134,47 +164,73 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
     assert ckpt.steps(out / "ckpt") == [8, 10]
     assert config.from_json((out / "config.json").read_text()).steps == 10
     assert (out / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert summary["exit_code"] == 0 and summary["val_loss"] == rows(out, "eval")[-1]["val_loss"]
-    assert "done: all 10 steps are done; step 10, held-out loss" in capsys.readouterr().out
+    start, log, held = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
+    assert (start["devices"], start["processes"], start["unit"]) == ("8 x cpu", 1, "token")
+    assert start["n_params"] == 256 * 32 + 32 * (2 * 32 + 2 * 16 + 3 * 96) + 3 * 32 + 2 * 8
+    assert start["tokens_per_step"] == 8 * 16 and re.fullmatch("[0-9a-f]{8}", start["run_id"])
+    assert start["versions"]["python"] == platform.python_version()
+    assert log[0]["mfu"] is None
+    assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
+    assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
+    assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == held[-1]["val_loss"]
+    assert not {"finite", "stop", "eval_s"} & set(summary)
+    lines = said.splitlines()
+    assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
+    assert lines[1:3] == [f"{start['dtype']}, attention xla, 128 tokens an update",
+                          "compiling the update for 10 steps ..."]
+    assert "a device; from a fresh initialization, at step 0" in lines[3]
+    for row in log:
+        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said
+    assert said.count(" sample -") == len(rows(out, "sample")) == 2
+    assert "done: all 10 steps are done; step 10, held-out loss" in lines[-1]
 
 
-def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch):
-    """Tokens, epochs, rates, MFU and goodput, worked out from the other figures of the rows, from
-    the config, and from the clock of this test; on 8 devices of 2 TFLOP/s.
+def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
+    """Tokens, epochs, seconds, rates, MFU, goodput and memory, worked out from the config and from
+    a clock that this test moves; on 8 devices of 2 TFLOP/s. Two epochs and a bit set the steps; the
+    same command again says how to go further by epochs.
 
     Break: train.py: scale = per_s / jax.device_count() / 1e12 => scale = per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
-    spent = []
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
+    now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data is an eighth of a second
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
+    seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100,
+               "stop": 1000}
 
-    def rest(event, value):
-        if event in ("save", "data"):  # saves are no part of a step, waiting for data is
-            time.sleep(0.05)
-            spent.append(event)
+    def spend(event, value):
+        now[0] += seconds.get(event, 0)
 
-    began = time.perf_counter()
-    cfg = tiny(steps=8, log_every=4, remat="full", seq_len=16, batch_size=8)
-    train.main(cfg, hooks=[rest])
-    wall_s = time.perf_counter() - began
+    cfg = tiny(steps=600, epochs=2.1, log_every=4, remat="full")
+    text = Path(cfg.data[0])
+    text.write_text(text.read_text()[:530])  # 477 tokens to train on, in 30 rows
+    train.main(cfg, hooks=[spend])
     start, (four, eight) = rows(cfg.out_dir, "start")[0], rows(cfg.out_dir, "log")
-    n = -(-(9 * len(Path(cfg.data[0]).read_bytes()) // 10) // 16)
     flops, recomputed, _ = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
-    assert recomputed > 0 and flops == start["flops_per_token"]
-    for row in (four, eight):
-        assert row["tokens"] == row["step"] * 8 * 16
-        assert abs(row["epoch"] / (row["step"] * 8 / n) - 1) < 0.01
-        np.testing.assert_allclose(row["tokens_per_s"], 8 * 16 / row["step_s"])
-        np.testing.assert_allclose(row["model_tflops_per_device"],
-                                   row["tokens_per_s"] * start["flops_per_token"] / 8 / 1e12)
-        np.testing.assert_allclose(row["mfu"], row["model_tflops_per_device"] / 2)
-        np.testing.assert_allclose(row["hfu"] / row["mfu"], (flops + recomputed) / flops)
-        assert row["step_s"] > 0.05 and row["memory_peak_bytes"] > 2**26
+    assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
+    # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
+    # the save and the evaluation after step 4 took 110.
+    for row, goodput in ((four, 4 / 19), (eight, 8 / 133)):
+        assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
+        assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
+        assert row["goodput"] == goodput and row["memory_peak_bytes"] == 70_000 * 1024
+        np.testing.assert_allclose(row["model_tflops_per_device"], 128 * flops / 8 / 1e12)
+        np.testing.assert_allclose(row["mfu"], 128 * flops / 8 / 1e12 / 2)
+        np.testing.assert_allclose(row["hfu"], 128 * (flops + recomputed) / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-6)
         assert row["n_labels"] == 8 * 16
-    in_steps = 4 * four["step_s"] + 4 * eight["step_s"]
-    logged_s = in_steps / eight["goodput"]  # from the start to the last log
-    assert in_steps < logged_s < wall_s and logged_s > 0.8 * (wall_s - 5 * 0.05) - 2
+    assert [r["blocked_s"] for r in rows(cfg.out_dir, "save")] == [0, 0]
+    assert [r["eval_s"] for r in rows(cfg.out_dir, "eval")] == [0, 0]
+    assert rows(cfg.out_dir, "end")[0]["wall_s"] == 1243 and not rows(cfg.out_dir, "sample")
+    assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", 4)["data"] | {"fingerprint": ""} == {
+        "fingerprint": "", "epoch": 1, "sequence": 2}
     assert set(start["versions"]) == {"python", "jax", "jaxlib", "numpy", "optax", "tensorstore"}
+    capsys.readouterr()
+    assert train.main(cfg)["reason"] == "finished before"
+    said = capsys.readouterr().out
+    assert "is finished, at step 8, the last. To go further: --epochs 4.2." in said
 
 
 @pytest.mark.slow
@@ -212,6 +268,26 @@ def test_overfit_batch_learns_one_batch(tiny):
     train.main(tiny(overfit_batch=True, steps=60, lr=1e-2, eval_every=0, save_every=0, batch_size=8,
                     vocab_size=128, data=(str(ROOT / "train.py"),)))
     assert rows(tiny().out_dir, "log")[-1]["loss"] < 1.0
+
+
+def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
+    """overfit_batch pins training, and no evaluation.
+
+    Break: train.py: pinned = run["cfg"].overfit_batch and source is run["train"] =>
+    pinned = run["cfg"].overfit_batch
+    """
+    for overfit_batch in (False, True):
+        run = train.prepare(tiny(overfit_batch=overfit_batch))
+        shapes = run["batch"]
+
+        def batch(index, rows, shapes=shapes):
+            return {name: np.full(x.shape, index, x.dtype)[rows] for name, x in shapes.items()}
+
+        run |= {name: {"batch": batch} for name in ("train", "val")}
+        for name, seen in (("train", 0 if overfit_batch else 5), ("val", 5)):
+            made = train.make_batch_at(run, run[name])(5)
+            assert made.keys() == shapes.keys()
+            assert all((np.asarray(x) == seen).all() for x in made.values())
 
 
 @pytest.mark.slow
@@ -276,6 +352,16 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
         texts.append(capsys.readouterr().out)
     assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
 
+    def its_key(params, cfg, key):
+        return [str(jax.random.key_data(key))]
+
+    cfg = tiny(mode="sample", seed=3)
+    key = jax.random.fold_in(jax.random.key(3), 0)
+    assert train.main(cfg, (), train.TEXT | {"preview": its_key}) == {
+        "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, None, key)}
+    with pytest.raises(ValueError, match="mode sample: this task has no preview"):
+        train.main(cfg, (), train.TEXT | {"preview": None})
+
 
 def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
     """Also one that equals the default of Config, here over a run that was trained otherwise; and
@@ -288,13 +374,17 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
     jax.config.update("jax_log_compiles", True)
     caplog.clear()
     try:
-        assert train.main(config.parse([*flags, "--eval_batches", "40"]))["val_n_labels"] > 8 * 16
+        summary = train.main(config.parse([*flags, "--eval_batches", "0"]))
     finally:
         jax.config.update("jax_log_compiles", False)
     said = " ".join(r.getMessage() for r in caplog.records)
     compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", said))
     assert "eval_step" in compiled and not {"train_step", "init_state"} & compiled
+    n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
+    assert summary["val_n_labels"] == n_labels and n_labels % (8 * 16)
     assert train.main(config.parse(flags))["val_n_labels"] == 8 * 16
+    with pytest.raises(ValueError, match="mode eval: val_frac 0.0 leaves nothing; set --val_data"):
+        train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
 def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
@@ -308,17 +398,23 @@ def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
 
 
 def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
-    """Rows carry what a hook adds; an event that returns None changes nothing.
+    """Rows carry what a hook adds; an event that returns None changes nothing. Each update has its
+    own batch, and is announced under its number.
 
     Break: train.py: value = value if new is None else new => pass
     """
-    seen = []
+    seen, batches, updates = [], set(), []
 
     def hook(event, value):
         seen.append(event)
+        if event == "data":
+            batches.add(np.asarray(value["tokens"]).tobytes())
+        if event == "dispatch":
+            updates.append(value["step"])
         return value | {"mine": 1} if event == "eval" else None
 
     train.main(tiny(sample_tokens=2), hooks=[hook])
+    assert len(batches) == 8 and updates == list(range(1, 9))
     assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "dispatch",
                          "state", "step", "log", "save", "eval", "sample", "stop", "end"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
@@ -348,30 +444,36 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
                 {f"params/{k}": np.asarray(v) for k, v in first[0].items()})
 
 
-@pytest.mark.parametrize("event, step", [
-    ("step", 3), pytest.param("log", 4, marks=pytest.mark.slow),
-    pytest.param("eval", 4, marks=pytest.mark.slow)])
-def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, step, capsys):
+@pytest.mark.parametrize("event", [
+    "step", pytest.param("log", marks=pytest.mark.slow),
+    pytest.param("eval", marks=pytest.mark.slow)])
+def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
-    words, and exit code 0; the same command goes on.
+    words, and exit code 0; the metrics of every step are read. The same command goes on.
 
     Break: train.py: if "stop" in latest: => if False:
     """
-    def enough(seen, row):
-        return row | {"stop": "enough of it"} if seen == event and row["step"] >= 3 else None
+    steps, eval_every = [], 4 if event == "eval" else 0
+    cfg = tiny(log_every=2, save_every=3, eval_every=eval_every)
 
-    summary = train.main(tiny(log_every=2), hooks=[enough])
-    lag = 1 if event in ("step", "log") else 0  # read while the next step runs
+    def enough(seen, row):
+        if seen == "step":
+            steps.append(row["step"])
+        return row | {"stop": "enough of it"} if seen == event and row["step"] >= 4 else None
+
+    summary = train.main(cfg, hooks=[enough])
     assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
-    assert step <= summary["step"] <= step + lag
-    assert ckpt.latest(Path(tiny().out_dir) / "ckpt") == summary["step"]
+    assert summary["step"] == (4 if event == "eval" else 5)  # read while the next step runs
+    assert steps == list(range(1, summary["step"] + 1))
     assert "done: enough of it" in capsys.readouterr().out
-    assert train.main(tiny(log_every=2))["reason"] == "all 8 steps are done"
+    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [3, summary["step"]]
+    assert train.main(cfg)["reason"] == "all 8 steps are done"
+    assert f"from its own checkpoint, at step {summary['step']}" in capsys.readouterr().out
 
 
 def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
     """--hooks file.py:function; what is not there is one clear sentence, and a fault inside the
-    file keeps its traceback.
+    file keeps its traceback, as does every ValueError that no `raise` of the six files made.
 
     Break: train.py: hooks = (*hooks, *map(load_hook, cfg.hooks)) => pass
     """
@@ -379,7 +481,7 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
     mine.write_text("def double(event, row):\n"
                     "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
                     "def fault(event, value):\n    a, b = 1, 2, 3\n")
-    Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(steps=2)))
+    Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(eval_every=0)))
     argv = ["--config", tiny().out_dir + ".json", "--hooks"]
     assert train.cli([*argv, f"{mine}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
@@ -388,7 +490,22 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match="too many values to unpack"):
-        train.cli([*argv, f"{mine}:fault", "--steps", "4"])
+        train.cli([*argv, f"{mine}:fault", "--steps", "9"])
+
+    def in_words(*_):  # a ValueError of a function called by one of ours
+        train.in_words({"loss": "high"}, "loss")
+
+    def of_another(*_):  # a `raise` of another module
+        shutil.make_archive("none", "no such format")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for fault, words in ((in_words, "Unknown format code"), (of_another, "unknown archive format")):
+        with pytest.raises(ValueError, match=words):
+            train.cli([], main=fault)
+    assert train.cli([], main=interrupted) == 130
+    assert capsys.readouterr().err.endswith("SIGINT: ended; nothing was changed\n")
 
 
 @pytest.mark.slow
@@ -472,17 +589,65 @@ def test_what_is_watched_is_logged(tiny):
 
 
 def test_host_memory_that_is_not_there_is_an_error(tiny):
-    """Of devices that have no memory of the host, asking for it is an error that says so.
+    """Of devices that have no memory of the host, asking for it is an error that says so, also when
+    a run is prepared.
 
     Break: step.py: and "pinned_host" not in kinds => and "pinned_host" in kinds
     """
     kinds = [types.SimpleNamespace(kind="device")]
     poor = types.SimpleNamespace(addressable_memories=lambda: kinds, device_kind="abacus")
+    with pytest.raises(ValueError, match="abacus has no pinned_host memory"):
+        train.prepare(tiny(moments_on="host"), devices=8 * [poor])
     steplib.check_host_memory(tiny(), poor)
     for change in (dict(remat="offload"), dict(moments_on="host")):
         steplib.check_host_memory(tiny(**change), jax.devices()[0])
         with pytest.raises(ValueError, match="abacus has no pinned_host memory, only device; set"):
             steplib.check_host_memory(tiny(**change), poor)
+
+
+@pytest.mark.parametrize("platform, version, told", [
+    ("gpu", "PJRT cuda 13000", "cuda"), ("gpu", "PJRT rocm 70000", "gpu"), ("cpu", "cuda", "cpu"),
+    ("tpu", "PJRT", "tpu")])
+def test_a_task_is_told_its_platform_and_the_devices_of_a_plan(
+        tiny, monkeypatch, platform, version, told):
+    """As "cuda" where it is, from a plan for slices that are not here too, before anything is made.
+
+    Break: train.py: if platform == "gpu" and "cuda" in devices => if "cuda" in devices
+    """
+    device = types.SimpleNamespace(
+        platform=platform, client=types.SimpleNamespace(platform_version=version),
+        device_kind="abacus", addressable_memories=list)
+    monkeypatch.setattr(steplib, "slice_devices", lambda *args: seen.append(args) or 16 * [device])
+    monkeypatch.setattr(jax, "devices", lambda: 8 * [device])
+    seen = []
+
+    def resolve(cfg, platform):
+        seen.append((cfg.dtype, platform))
+        raise StopIteration
+
+    for change in ({}, dict(plan_for="v5p:2x2x2", slices=2, batch_size=16)):
+        with pytest.raises(StopIteration):
+            train.prepare(tiny(dtype="mixed", **change), train.TEXT | {"resolve": resolve})
+    assert seen == [("mixed", told), ("v5p:2x2x2", 2), ("mixed", told)]
+
+
+def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
+    """By the address and the numbers given, or by what jax.distributed finds out itself.
+
+    Break: train.py: if cfg.coordinator == "auto" else where => if False else where
+    """
+    asked = []
+
+    def initialize(*args):
+        asked.append(args)
+        raise StopIteration
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    for change in (dict(coordinator="host:1234", n_processes=3, process_id=2),
+                   dict(coordinator="auto")):
+        with pytest.raises(StopIteration):
+            train.main(tiny(**change))
+    assert asked == [("host:1234", 3, 2), ()]
 
 
 # ---- the loop
@@ -502,8 +667,8 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
         if event == "step":
             lags.append(dispatched[0] - value["step"])
 
-    train.main(tiny(steps=10, eval_every=0, save_every=5), hooks=[hook])
-    assert lags == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    train.main(tiny(eval_every=0), hooks=[hook])
+    assert lags == [1, 1, 1, 0, 1, 1, 1, 0]
 
 
 def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
@@ -558,6 +723,197 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
     assert (Path(tiny().out_dir + "2") / "profile/memory_at_failure.prof").stat().st_size > 0
 
 
+# ---- observers
+
+def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, capsys):
+    """It starts as the first is dispatched and stops once the last is done, or the run; memory is
+    written then, and after a failure whether or not it was running.
+
+    Break: train.py: if not traced: => if True:
+    """
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    monkeypatch.setattr(jax.profiler, "save_device_memory_profile",
+                        lambda path: calls.append(str(path.relative_to(tmp_path))))
+
+    def feed(profile, *events):
+        observe = train.tracing(types.SimpleNamespace(profile=profile, out_dir=tmp_path))
+        seen = []
+        for event, step in events:
+            observe(event, {"step": step})
+            seen += [f"{event} {step}: {call}" for call in calls]
+            calls.clear()
+        return seen
+
+    loop = [(event, i + ahead) for i in range(8) for event, ahead in (("dispatch", 1), ("step", 0))]
+    whole = ["dispatch 3: start", "step 5: stop", "step 5: profile/memory_5.prof"]
+    assert feed("3:5", *loop, ("stop", 7)) == whole
+    assert capsys.readouterr().out == f"traced updates 3 to 5 into {tmp_path}/profile\n"
+    assert feed("3:5", *loop[:8], ("log", 4), ("stop", 4)) == [
+        whole[0], "stop 4: stop", "stop 4: profile/memory_4.prof"]
+    failure = "error 4: profile/memory_at_failure.prof"
+    assert not (tmp_path / "profile").exists()
+    assert feed("3:5", *loop[:8], ("error", 4)) == [
+        whole[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
+    assert (tmp_path / "profile").is_dir()
+    assert feed("9:9", *loop, ("error", 4)) == [failure]
+    assert feed("", *loop, ("error", 4)) == []
+
+
+def test_a_log_goes_on_where_the_run_does(tmp_path):
+    """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
+    2; each new line is there as soon as it is written, but those of "step" and "dispatch".
+
+    Break: train.py: if old["step"] <= row["step"] and => if old["step"] < row["step"] and
+    """
+    def line(event, **row):
+        return json.dumps({"event": event, **row}) + "\n"
+
+    path, kept = tmp_path / "metrics.jsonl", line("start", step=0) + line("log", step=2, loss=0.1)
+    cut = line("stop", step=2) + line("end", step=2) + line("log", step=3)
+    path.write_text(kept + cut + line("error", error="of it") + '{"event": "lo')
+    assert [row["event"] for row in train.read_log(tmp_path)] == "start log stop end log".split()
+    observe = train.jsonl(types.SimpleNamespace(out_dir=tmp_path))
+    observe("error", {"error": "before the start"})
+    assert path.read_text().startswith(kept + cut)
+    for event in ("start", "dispatch", "step", "log"):
+        observe(event, {"step": 2, "loss": 0.1 + 0.2})
+    more = line("start", step=2, loss=0.1 + 0.2) + line("log", step=2, loss=0.1 + 0.2)
+    assert path.read_text() == kept + more and os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert train.read_log(tmp_path / "none") == []
+
+
+def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
+    """Training and held-out loss over steps, drawn at the end; nothing where nothing was logged.
+
+    Break: train.py: r["event"] == event and key in r] => key in r]
+    """
+    drawn, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (
+        drawn.append(figure), savefig(figure, *args, **options)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
+        {"event": "log", "step": 1, "loss": 3.0}, {"event": "log", "step": 2, "loss": 2.0},
+        {"event": "log", "step": 3}, {"event": "eval", "step": 2, "val_loss": 2.5},
+        {"event": "end", "step": 3, "loss": 9.0, "val_loss": 9.0})))
+    observe = train.plot(types.SimpleNamespace(out_dir=tmp_path))
+    observe("eval", {})
+    assert not drawn
+    observe("end", {})
+    axes, = drawn[0].axes
+    assert [(line.get_label(), line.get_xydata().tolist(), line.get_linestyle(), line.get_marker(),
+             line.get_linewidth(), line.get_markersize()) for line in axes.lines] == [
+        ("training", [[1, 3], [2, 2]], "-", "None", 1, 4), ("held-out", [[2, 2.5]], "-", "o", 1, 4)]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
+        "step (optimizer updates)", "loss (nats)", str(tmp_path))
+    assert axes.get_legend() and axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
+    png = (tmp_path / "plot.png").read_bytes()
+    assert struct.unpack(">II", png[16:24]) == (8 * 120, 4.5 * 120)
+    (tmp_path / "none").mkdir()
+    train.plot(types.SimpleNamespace(out_dir=tmp_path / "none"))("end", {})
+    assert not os.listdir(tmp_path / "none")
+
+
+def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
+    """A line for each event, to the letter; on a terminal the log is a bar. A device without a
+    known peak is told so. A run that stopped says how to go on.
+
+    Break: train.py: if bar.disable: => if not bar.disable:
+    """
+    class Bar:
+        def __init__(self, **options):
+            self.disable = options["disable"]
+            calls.append(("bar", options.get("total"), options.get("initial"), self.disable))
+
+        def __getattr__(self, name):
+            return lambda *args, **options: calls.append((name, *args, *options.items()))
+
+    Bar.write = staticmethod(train.tqdm.write)
+    start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
+             "compile_s": 1.25, "origin": "nothing", "devices": "8 x abacus",
+             "flops_formula": "6 N"}
+    row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
+    held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
+    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6}
+    events = [("start", start), ("step", row), ("log", row), ("eval", held),
+              ("sample", {"step": 4, "texts": ["one", "two"]}),
+              ("sample", {"step": 4, "texts": [], "fault": "none left"}), ("save", {"step": 4})]
+    compiled = "compiled in 1.2 s, 5,245 MiB a device; from nothing, at step 3\n"
+    log = "step      4  loss 2.3457  lr 1.50e-03  12,346 pixels/s  data wait 12.3 ms\n"
+    rest = ("step      4  held-out loss 2.5000  accuracy 0.250  1.500 bits/byte\n"
+            "-------- sample --------\none\n-------- sample --------\ntwo\n"
+            "------------------------\nstep      4  no sample: none left\n")
+    done = ("done: {}; step 4, held-out loss 2.5000, 1.500 bits/byte, training loss 2.3457, 62 s, "
+            "saved in out/ckpt\n")
+    cfg, calls = types.SimpleNamespace(steps=9, out_dir="out", resume="auto"), []
+    monkeypatch.setattr(train, "tqdm", Bar)
+
+    def say(observe, *events):
+        calls.clear()
+        for event in events:
+            observe(*event)
+        said = capsys.readouterr()
+        assert said.err == ""
+        return said.out
+
+    observe = train.screen(cfg)
+    assert calls == [("bar", None, None, True)]  # no bar before the start
+    assert say(observe, *events) == compiled + log + rest
+    assert calls == [("bar", 9, 3, True), ("update",), (
+        "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    observe = train.screen(cfg)
+    assert say(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
+    assert say(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
+    go_on = "the same command{} goes on from here\n"
+    for resume, change, words in (
+            ("auto", {}, done.format("SIGTERM") + go_on.format("")),
+            ("must", {}, done.format("SIGTERM") + go_on.format("")),
+            ("never", {}, done.format("SIGTERM") + go_on.format(" with --resume auto")),
+            ("auto", {"exit_code": 1}, done.format("SIGTERM")),
+            ("auto", {"reason": "all 4 steps are done"}, done.format("all 4 steps are done"))):
+        cfg.resume = resume
+        assert say(observe, ("end", end | change)) == words and calls == [("close",)]
+    alone = {k: end[k] for k in ("step", "reason", "exit_code", "wall_s")} | {"exit_code": 1}
+    assert say(observe, ("end", alone)) == "done: SIGTERM; step 4, 62 s, saved in out/ckpt\n"
+    for kind, known in (("abacus", False), ("TPU v4", True)):
+        device = types.SimpleNamespace(platform="tpu", device_kind=kind)
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        said = say(observe, ("start", start)).removesuffix(compiled)
+        assert said == ("" if known else "no peak rate is known for 8 x abacus: metrics have "
+                        "TFLOP/s, and no MFU\n")
+    assert say(observe, ("start", {k: v for k, v in start.items() if "flops" not in k})) == compiled
+
+
+def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
+    """Also into a pipe; the other processes neither speak nor write.
+
+    Break: train.py: sys.stdout.flush() => pass
+    """
+    pipe = io.TextIOWrapper(raw := io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", pipe)
+    train.say("two", 2)
+    assert raw.getvalue() == b"two 2\n"
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    train.say("more")
+    with train.lock_out_dir(tiny()):
+        train.begin_out_dir(tiny())
+    pipe.flush()
+    assert raw.getvalue() == b"two 2\n" and not Path(tiny().out_dir).exists()
+
+
+def test_the_headline_tells_how_many_parameters_are_trained(tiny):
+    """Without the embedding, 8,192 fewer than the 20,592 that there are; all of them where a task's
+    table does not say.
+
+    Break: train.py: if n_trained < n_params else "" => if False else ""
+    """
+    run = train.prepare(tiny(freeze=("embed",)))
+    assert train.headline(run).startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+    table = {name: {"shape": row["shape"]} for name, row in run["table"].items()}
+    assert train.headline(run | {"table": table}).startswith("0.02M parameters on 8 x cpu")
+
+
 # ---- bad numbers
 
 def poison(event, value):
@@ -571,18 +927,21 @@ def poison(event, value):
     pytest.param("skip", marks=pytest.mark.slow), "stop", "raise"])
 def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
     """skip counts and goes on; stop saves and exits with 1; raise raises. No update happens in any
-    of them.
+    of them, and the row of such a step is in the log, or the error.
 
     Break: train.py: True) and cfg.nan == "stop" => True) and cfg.nan == "skip"
     """
-    cfg = tiny(nan=policy, steps=6, eval_every=0)
+    cfg = tiny(nan=policy, eval_every=0, log_every=0)
     if policy == "raise":
         words = "step 1: the loss or a gradient is not finite"
         with pytest.raises(FloatingPointError, match=words):
             train.main(cfg, hooks=[poison])
+        last = (Path(cfg.out_dir) / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["error"].startswith(f"FloatingPointError: {words}")
         return
     summary = train.main(cfg, hooks=[poison])
-    assert (summary["exit_code"], summary["step"]) == ((0, 6) if policy == "skip" else (1, 2))
+    assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 2))
+    assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
     if policy == "stop":  # at the last step as well
         last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
         assert train.main(last, hooks=[poison])["exit_code"] == 1
@@ -594,21 +953,43 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
 # ---- going on
 
 def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
-    """4 steps, then 8: the second goes on at 4 and the file has each step once; a third says that
-    it is finished.
+    """4 steps, stopped at the last before its evaluation, then 8: the second makes up for that,
+    goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
+    once. From then on it is finished, and what would start over is refused.
 
     Break: train.py: {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => {"step": 0,
     """
-    train.main(tiny(steps=4, schedule="constant"))
-    assert train.main(tiny(steps=8, schedule="constant"))["step"] == 8
-    assert [r["step"] for r in rows(tiny().out_dir, "log")] == list(range(1, 9))
-    first, second = rows(tiny().out_dir, "start")
-    assert (first["step"], second["step"], first["run_id"]) == (0, 4, second["run_id"])
+    make = partial(tiny, schedule="constant")
+    out = Path(tiny().out_dir)
+    summary = train.main(make(steps=4), hooks=[stop_at(4)])
+    assert (summary["reason"], summary["exit_code"]) == ("SIGTERM", 0)
+    assert rows_of(out, "save eval") == [("save", 4)]
+    (out / "ckpt/000000099.partial").mkdir()  # as of a process that was killed in a save
+    assert train.main(make(steps=8), hooks=[stop_at(8)])["step"] == 8
+    assert not list(out.glob("ckpt/*99*"))
+    summary = train.main(make(steps=8))
+    assert (summary["reason"], summary["step"]) == ("all 8 steps are done", 8)
+    assert "val_loss" in summary and summary["checkpoint"] == str(out / "ckpt/000000008")
+    assert rows_of(out, "log") == [("log", i) for i in range(1, 9)]
+    assert rows_of(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
+    first, second, third = rows(out, "start")
+    assert [r["step"] for r in (first, second, third)] == [0, 4, 8]
+    assert first["run_id"] == second["run_id"] == third["run_id"]
     capsys.readouterr()
-    assert train.main(tiny(steps=8, schedule="constant")) == {
-        "step": 8, "reason": "finished before", "exit_code": 0}
-    said = capsys.readouterr().out
-    assert "is finished, at step 8, the last. To go further: --steps 16." in said
+    for steps, words in ((8, "the last"), (6, "past --steps 6")):
+        assert train.main(make(steps=steps)) == {
+            "step": 8, "reason": "finished before", "exit_code": 0}
+        said = capsys.readouterr().out
+        assert f"is finished, at step 8, {words}. To go further: --steps 16." in said
+    for change, given, words in (
+            (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
+            ({}, dict(state={}), "holds a run at step 8, and a state or parameters"),
+            ({}, dict(params={}), "holds a run at step 8, and a state or parameters"),
+            (dict(lr=1e-2), {}, "lr was 0.002, is 0.01"),
+            (dict(resume="must", out_dir=str(out / "new")), {}, "resume must: .* no checkpoint")):
+        with pytest.raises(ValueError, match=words):
+            train.main(make(**dict(steps=8) | change), **given)
+    assert ckpt.steps(out / "ckpt") == [4, 8] and rows(out, "end")
 
 
 @pytest.mark.slow
@@ -671,8 +1052,8 @@ def test_two_runs_never_write_to_one_folder(tiny):
             with pytest.raises(ValueError, match="another run is writing to it"):
                 train.main(tiny())
 
-    train.main(tiny(steps=4), hooks=[second])
-    assert train.main(tiny(steps=4))["reason"] == "finished before"
+    train.main(tiny(), hooks=[second])
+    assert train.main(tiny())["reason"] == "finished before"
 
 
 @pytest.mark.slow
@@ -781,7 +1162,8 @@ def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
 
 
 def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
-    """Some network file systems have no flock: that is said, and the run goes on.
+    """Some network file systems have no flock: that is said, and the run goes on, in a folder of
+    folders that are made; however few the epochs, for one step.
 
     Break: train.py: if e.errno not in (errno.ENOLCK, => if e.errno not in (errno.EPERM,
     """
@@ -789,15 +1171,27 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert train.main(tiny(steps=1))["step"] == 1
+    cfg = tiny(steps=600, epochs=1e-6, out_dir=tiny().out_dir + "/of/it")
+    assert train.main(cfg)["step"] == 1
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
 def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, capsys):
-    """Only a cache_dir asked for by name must be had.
+    """Only a cache_dir asked for by name must be had. Every program is kept there; JAX, which stays
+    with its first folder, is told to let go of that one.
 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
+    resets = []
+    monkeypatch.setattr(train.compilation_cache, "reset_cache", lambda: resets.append(1))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in 2 * ["~/some/cache"]:
+        train.keep_programs(tiny(cache_dir=folder))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "some/cache")
+        assert (tmp_path / "some/cache").is_dir()
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0 and len(resets) == 2
+    train.keep_programs(tiny(cache_dir=""))
+    assert jax.config.jax_compilation_cache_dir is None
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     train.keep_programs(tiny(cache_dir=config.Config.cache_dir))
@@ -831,16 +1225,25 @@ def train_files():
     return [f"{name}.py" for name in "train config model step data ckpt".split()]
 
 
-@pytest.mark.slow
-def test_an_old_python_is_told_so():
-    """By a sentence, before anything that needs a newer one is imported.
+def test_what_comes_before_jax(monkeypatch):
+    """An old Python is told so by a sentence, before anything that needs a newer one is imported;
+    and malloc is asked to keep freed memory, in one arena, by the numbers of glibc's malloc.h.
 
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
-    code = ("import sys; sys.version_info = (3, 10, 9); sys.argv = ['train.py']\n"
-            f"exec(compile(open({str(ROOT / 'train.py')!r}).read(), 'train.py', 'exec'))")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.startswith("Sixfile needs Python 3.11 or later")
+    head, asked = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(
+        mallopt=lambda *pair: asked.append(pair)))
+    for version in ((3, 10, 9), (2, 12)):
+        monkeypatch.setattr(sys, "version_info", version)
+        with pytest.raises(SystemExit, match="Sixfile needs Python 3.11 or later, as JAX does"):
+            exec(head, {})
+    assert not asked
+    for version in ((3, 11, 0), (3, 11)):
+        monkeypatch.setattr(sys, "version_info", version)
+        exec(head, {})
+    arena_max, mmap_max, trim_threshold, top_pad, mib = -8, -4, -1, -2, 2**20
+    assert asked == 2 * [(arena_max, 1), (mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
 
 
 @pytest.mark.slow
@@ -893,11 +1296,12 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
 
     Break: train.py: if then != now and => if False and
     """
-    train.main(tiny(steps=4))
+    train.main(tiny(eval_every=0))
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("beer", "wine"))
     with pytest.raises(ValueError, match="the data changed since"):
         train.main(tiny())
+    assert train.main(tiny(allow_change=("data",)))["reason"] == "finished before"
 
 
 @pytest.mark.slow
@@ -944,6 +1348,68 @@ def flip(folder):
     chunk.write_bytes(damaged)
 
 
+def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, capsys):
+    """Of state, parameters, own checkpoint, init_from and none, each as it was given or saved. A
+    damaged checkpoint is passed over by all, and set aside by the run that it belongs to alone; one
+    of other shapes says where its config is. overwrite leaves config.json, which does not say so.
+
+    Break: train.py: set_aside=True)[1] => set_aside=False)[1]
+    """
+    cfg = tiny(seed=3, init_from=str(tmp_path / "other"))
+    run = train.prepare(cfg) | {"train": {"fingerprint": "of it"}}
+    whole = NamedSharding(run["mesh"], jax.P())
+    like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=whole), "params": {
+        name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=whole)
+        for name, row in run["table"].items()}}
+    programs = {"state": like, "from_params": lambda key, params: ("from", key, params),
+                "init": lambda key: ("init", key)}
+    meta = {"config": dataclasses.asdict(run["cfg"]), "data": {"fingerprint": "of it"}}
+
+    def filled(step):
+        return jax.tree.map(lambda x: np.full(x.shape, step, x.dtype), like)
+
+    def start(change, given, saved=None, meta=()):
+        a_run = run | {"cfg": dataclasses.replace(run["cfg"], **change)}
+        origin, first_state = train.choose_start(
+            a_run, given.get("state"), given.get("params"), saved, dict(meta))
+        return origin, first_state(programs)
+
+    def values(tree):
+        assert all(x.sharding == whole for x in jax.tree.leaves(tree))
+        return {float(np.asarray(x).mean()) for x in jax.tree.leaves(tree)}
+
+    for folder, steps in (("out", (4, 8)), ("other", (5, 6))):
+        for step in steps:
+            root = tmp_path / folder / "ckpt"
+            ckpt.wait(ckpt.save(root, step, filled(step), meta))
+        flip(root / f"{steps[1]:09d}")
+    origin, state = start({}, {"state": filled(1), "params": filled(2)["params"]})
+    assert origin == "the given state" and values(state) == {1}
+    given = filled(2)["params"]
+    origin, (how, key, params) = start({}, {"params": given})
+    assert (origin, how) == ("the given parameters", "from") and params is given
+    assert key == jax.random.key(3)
+    origin, (how, key, params) = start({}, {})
+    assert (origin, how) == (f"the parameters of {cfg.init_from}", "from")
+    assert key == jax.random.key(3) and values(params) == {5} and params.keys() == given.keys()
+    origin, (how, key) = start({"init_from": ""}, {})
+    assert (origin, how) == ("a fresh initialization", "init") and key == jax.random.key(3)
+    saved, found = train.find_start(cfg)
+    assert saved == 8 and found["data"] == meta["data"]
+    origin, state = start({}, {}, saved, found)
+    assert origin == "its own checkpoint" and values(state) == {4}
+    assert ckpt.steps(tmp_path / "out/ckpt") == [4] and ckpt.steps(root) == [5, 6]
+    assert capsys.readouterr().out.count("passing over a damaged checkpoint: ") == 2
+    with pytest.raises(ValueError, match=f"start from --config {tmp_path}/out/config.json"):
+        train.load_checkpoint(cfg.out_dir, {"step": jax.ShapeDtypeStruct((2,), np.int32)})
+    over = dataclasses.replace(cfg, resume="overwrite")
+    assert train.find_start(over) == (None, {})
+    (tmp_path / "out/metrics.jsonl").write_text("{}")
+    train.begin_out_dir(over)
+    assert os.listdir(cfg.out_dir) == ["config.json"]
+    assert config.from_json((tmp_path / "out/config.json").read_text()) == config.repeatable(cfg)
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys):
     """A flipped byte in the newest: the one before is used, it is said, and the end is equal to the
@@ -984,21 +1450,30 @@ def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
     assert ckpt.steps(root) == [4, 8]
 
 
-@pytest.mark.slow
-def test_a_failed_save_is_not_lost(tiny, tmp_path):
-    """A file where the checkpoint must go: the run ends with that error, at the next step or save.
+def test_a_failed_save_is_not_lost(tiny, monkeypatch):
+    """A file where the checkpoint must go: the run ends with that error, at the next step, and were
+    that the last, at the next save.
 
     Break: train.py: if saving and saving.done(): => if False:
     """
+    saves = []
+
+    def save(*args, save=ckpt.save):
+        saves.append(save(*args))
+        return saves[-1]
+
     def block(event, value):
         if event == "start":
             (Path(tiny().out_dir) / "ckpt/000000004.partial").write_text("in the way")
-        elif event == "data":
-            time.sleep(0.3)
+        elif event == "data" and saves:
+            saves[0].exception()  # wait for it
 
+    monkeypatch.setattr(ckpt, "save", save)
     with pytest.raises(ValueError, match="000000004 could not be written.*partial"):
-        train.main(tiny(steps=6, save_every=4, eval_every=0), hooks=[block])
-    assert rows(tiny().out_dir, "log")[-1]["step"] < 6
+        train.main(tiny(eval_every=0), hooks=[block])
+    assert rows(tiny().out_dir, "log")[-1]["step"] == 4
+    with pytest.raises(ValueError, match="000000004 could not be written.*partial"):
+        train.save_state({}, {}, 8, saves[0])
 
 
 # ---- kill
@@ -1137,6 +1612,83 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
 
 
 # ---- signals
+
+def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
+    """Of those two signals alone; after it, handlers are as they were and the pipe is closed. A
+    thread other than the main one, which has no handlers, catches none.
+
+    Break: train.py: os._exit(128 + number[0]) => os._exit(number[0])
+    """
+    codes, ends, names = [], {}, (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(n) for n in names]
+
+    def pipe(make=os.pipe):
+        pair = make()
+        ends.update((end, os.fstat(end).st_ino) for end in pair)
+        return pair
+
+    def closed(end):
+        try:
+            return os.fstat(end).st_ino != ends[end]
+        except OSError:
+            return True
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    old = signal.signal(signal.SIGUSR1, lambda *_: None)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    try:
+        with train.catch_signals() as caught:
+            for n in (signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), n)
+            wait_for(lambda: caught)
+            assert caught == ["SIGTERM"] and not codes
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(lambda: codes)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert codes == [130] and signal.set_wakeup_fd(-1) == -1
+    assert capfd.readouterr().err.startswith(
+        "\nSIGTERM: finishing the step and saving; again to end at once\n"
+        "\nSIGINT again: ending at once\n")
+    assert [signal.getsignal(n) for n in names] == handlers
+    assert len(ends) == 2
+    wait_for(lambda: all(map(closed, ends)))
+
+    def elsewhere():
+        with train.catch_signals() as seen:
+            codes.append((seen, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert codes[1:] == [([], handlers[1])]
+
+
+def test_processes_agree_on_a_signal_at_multiples_of_log_every(tiny, monkeypatch):
+    """Of two with different ones all take the same; one alone needs to ask no one.
+
+    Break: train.py: int(codes.max()) => int(codes[0])
+    """
+    asked, others = [], []
+
+    def allgather(code):
+        asked.append(int(code))
+        return np.array([code, *others])
+
+    monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
+    assert train.agreed_signal(tiny(), 3, []) is None and not train.interrupted([])
+    assert train.agreed_signal(tiny(), 3, ["SIGINT"]) == "SIGINT" and train.interrupted(["SIGINT"])
+    assert not asked
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not train.interrupted(["SIGINT"])
+    for log_every, step, mine, other, seen in (
+            (7, 8, ["SIGINT"], 0, None), (7, 14, ["SIGINT"], 0, "SIGINT"),
+            (7, 14, [], 15, "SIGTERM"), (7, 14, ["SIGINT"], 15, "SIGTERM"), (7, 14, [], 0, None),
+            (0, 14, [], 15, None), (0, 20, [], 15, "SIGTERM")):
+        others[:] = [other]
+        assert train.agreed_signal(tiny(log_every=log_every), step, mine) == seen
+    assert asked == [2, 0, 2, 0, 0]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
@@ -1334,7 +1886,7 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
 
 # ---- faults of the user's
 
-def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
+def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
     """By the command line: exit code 2, a sentence with the name and the rule, no traceback, before
     compilation.
 
@@ -1376,6 +1928,11 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys):
         said = capsys.readouterr()
         assert code == 2 and said.err.startswith("error: ") and words in said.err, (flags, said)
         assert "compil" not in said.out
+    monkeypatch.setattr(sys, "argv", ["train.py", "--n_layers", "0"])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert e.value.code == 2
+    assert capsys.readouterr().err == "error: config: n_layers 0: must be at least 1\n"
 
 
 def test_data_mode_prepares_and_touches_no_device(tiny):
@@ -1461,7 +2018,19 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     Break: train.py: steplib.check_fits(programs["memory"], run["mesh"]) => pass
     """
     cfg = tiny(batch_size=64, remat="full")
-    needed = train.main(dataclasses.replace(cfg, mode="plan"))["memory"]["total"]
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
+    cost = train.main(dataclasses.replace(cfg, mode="plan"))
+    needed, said = cost["memory"]["total"], capsys.readouterr().out.splitlines()
+    assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
+    flops, recomputed, formula = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
+    assert list(cost["flop"].items()) == [  # of 64 x 16 tokens, on each of 8 devices
+        (f"the model's: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
+    assert said[0].startswith("0.02M parameters on 8 x cpu")
+    assert said[1].endswith(", 1,024 tokens an update; for each device:")
+    assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
+    assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in cost["memory"].items()]
+    limit = steplib.memory_limit(train.prepare(cfg)["mesh"]) / 2**30
+    assert said[-1] == f"compiled in 0 s; fits in {limit:,.4g} GiB" and cost["compile_s"] == 0
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
                                          "first to change: --micro_batches 2"):
