@@ -174,8 +174,9 @@ def start_run(run, hooks, observers, state, params):
     origin, first_state = choose_start(run, state, params, saved, meta)
     if meta and is_finished(cfg, saved):
         return None
+    say(headline(run))
     tell_data(sources, say)
-    say(f"{headline(run)}\ncompiling the update for {cfg.steps} steps ...")
+    say(f"compiling the update for {cfg.steps} steps ...")
     began = time.perf_counter()
     with explain_memory(run):
         programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
