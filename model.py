@@ -394,7 +394,8 @@ REMAT = {
         names_which_can_be_saved=[], names_which_can_be_offloaded=["block"],
         offload_src="device", offload_dst="pinned_host")}
 
-# What each policy recomputes in backward: matmuls, fraction of attention (named: XLA's).
+# What each policy recomputes in backward: matmuls, fraction of attention (named: XLA's,
+# dense).
 RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots": ("", 1.0),
               "named": ("wo w_gate w_up", 0.5), "offload": ("wq wk wv wo w_gate w_up", 1.0)}
 
@@ -712,9 +713,11 @@ def _blockwise_bwd(window, saved, da_BKGntH):
         p_BKGts = jnp.exp(scores_BKGts - _part(lse_BKGnt1, i))
         dp_BKGts = _einsum("BKGtH,BKsH->BKGts", da_BKGtH, _part(v_BKntH, j))
         ds_BKGts = (p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))).astype(q_BKGntH.dtype)
+        # Transposed products: XLA on a CPU would transpose all of ds and p for "BKsH".
+        dk_BKHs = _einsum("BKGtH,BKGts->BKHs", _part(q_BKGntH, i), ds_BKGts)
+        dv_BKHs = _einsum("BKGtH,BKGts->BKHs", da_BKGtH, p_BKGts.astype(da_BKGtH.dtype))
         new = (_einsum("BKGts,BKsH->BKGtH", ds_BKGts, _part(k_BKntH, j)),
-               _einsum("BKGts,BKGtH->BKsH", ds_BKGts, _part(q_BKGntH, i)),
-               _einsum("BKGts,BKGtH->BKsH", p_BKGts.astype(da_BKGtH.dtype), da_BKGtH))
+               dk_BKHs.swapaxes(2, 3), dv_BKHs.swapaxes(2, 3))
         return tuple(_put_part(x, _part(x, at) + y, at) for x, y, at in zip(totals, new, (i, j, j)))
 
     totals = tuple(jnp.zeros(x.shape) for x in (q_BKGntH, k_BKntH, v_BKntH))
