@@ -713,16 +713,17 @@ def _blockwise_bwd(window, saved, da_BKGntH):
         p_BKGts = jnp.exp(scores_BKGts - _part(lse_BKGnt1, i))
         dp_BKGts = _einsum("BKGtH,BKsH->BKGts", da_BKGtH, _part(v_BKntH, j))
         ds_BKGts = (p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))).astype(q_BKGntH.dtype)
-        # Transposed products: XLA on a CPU would transpose all of ds and p for "BKsH".
-        dk_BKHs = _einsum("BKGtH,BKGts->BKHs", _part(q_BKGntH, i), ds_BKGts)
-        dv_BKHs = _einsum("BKGtH,BKGts->BKHs", da_BKGtH, p_BKGts.astype(da_BKGtH.dtype))
+        # dk and dv transposed, or XLA on a CPU would transpose ds and p in every block.
         new = (_einsum("BKGts,BKsH->BKGtH", ds_BKGts, _part(k_BKntH, j)),
-               dk_BKHs.swapaxes(2, 3), dv_BKHs.swapaxes(2, 3))
+               _einsum("BKGtH,BKGts->BKHs", _part(q_BKGntH, i), ds_BKGts),
+               _einsum("BKGtH,BKGts->BKHs", da_BKGtH, p_BKGts.astype(da_BKGtH.dtype)))
         return tuple(_put_part(x, _part(x, at) + y, at) for x, y, at in zip(totals, new, (i, j, j)))
 
-    totals = tuple(jnp.zeros(x.shape) for x in (q_BKGntH, k_BKntH, v_BKntH))
-    totals = _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window)
-    return *(x.astype(y.dtype) for x, y in zip(totals, saved)), None
+    zeros_BKnHt = jnp.zeros(k_BKntH.swapaxes(3, 4).shape)
+    totals = jnp.zeros(q_BKGntH.shape), zeros_BKnHt, zeros_BKnHt
+    dq_BKGntH, *dkv = _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window)
+    grads = dq_BKGntH, *(x_BKnHt.swapaxes(3, 4) for x_BKnHt in dkv)
+    return *(x.astype(y.dtype) for x, y in zip(grads, saved)), None
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
