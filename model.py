@@ -402,7 +402,8 @@ REMAT = {
         names_which_can_be_saved=[], names_which_can_be_offloaded=["block"],
         offload_src="device", offload_dst="pinned_host")}
 
-# What each policy recomputes in backward: matmuls, fraction of attention (named: XLA's).
+# What each policy recomputes in backward: matmuls, fraction of attention (named: XLA's,
+# dense).
 RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots": ("", 1.0),
               "named": ("wo w_gate w_up", 0.5), "offload": ("wq wk wv wo w_gate w_up", 1.0)}
 
@@ -438,7 +439,7 @@ def memory_savers(cfg, sp):
 
 
 def flops_per_token(cfg, seq_len, keys=None):
-    """(FLOPs of training on one token, FLOPs that remat adds, formula of the first).
+    """(FLOPs of training on one token, FLOPs computed twice, formula of the first).
 
     Counts matmuls forward and backward, attention over `keys`, the mean number that a query sees
     (by default half the sequence, or less under a sliding window), only the experts that a token
@@ -457,6 +458,9 @@ def flops_per_token(cfg, seq_len, keys=None):
     if cfg.remat == "named" and cfg.attention in ("cudnn", "pallas"):
         # Of the fused kernels only flash has residuals that the policy does not save.
         attention_frac = float(cfg.attention == "pallas" and _needs_flash(cfg, seq_len))
+    elif cfg.attention in ("auto", "xla") and seq_len > DENSE_LEN:
+        # Backward computes all scores again; of forward remat saves the whole result, or nothing.
+        attention_frac = 0.5 + int(attention_frac)
     names = {*names.split(), *(("w_gate", "w_up") if cfg.mlp_tiles > 1 else ())}
     again = 2 * sum(weights[name][0] for name in names) + attention_frac * attention
     matmuls = sum((6 if trained else 4) * n for n, trained in weights.values())
@@ -600,8 +604,12 @@ def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
 
 
 def _attend_xla(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
-    """_attend within a whole sequence; the first half of the queries skips the later keys."""
+    """_attend within a whole sequence; the first half of the queries skips the later keys. A long
+    sequence goes block by block.
+    """
     B, _, T, _ = q_BNTH.shape
+    if T > DENSE_LEN:
+        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
     query_pos_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
 
     def attend(first, stop):
@@ -612,6 +620,122 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
 
     middle = (T + 1) // 2
     return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
+
+
+DENSE_LEN = 1024  # longer, attention goes block by block: faster, in memory linear in T
+BLOCK_LEN = 512  # most queries and most keys of a block; on a CPU 256 is as fast
+
+
+def _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
+    """_attend within a whole sequence by _blockwise: in at least 8 parts, so that little more than
+    half of all blocks is computed.
+    """
+    T, H = q_BNTH.shape[2:]
+    n = max(8, ceil(T / BLOCK_LEN))
+    t = ceil(T / n)
+
+    def parts(x):  # [..., T, H] -> [..., n, t, H]; what is added comes last, so no token sees it
+        added = [(0, 0)] * (x.ndim - 2) + [(0, n * t - T), (0, 0)]
+        return jnp.pad(x, added, mode="edge").reshape(*x.shape[:-2], n, t, -1)
+
+    def attend(q, k, v, ids):  # of one device
+        q_BKGTH = H**-0.5 * q.reshape(*k.shape[:2], -1, T, H)
+        inputs = jax.tree.map(parts, (q_BKGTH, k, v, ids))
+        return _blockwise(*inputs, cfg.sliding_window or T).reshape(
+            *q.shape[:2], n * t, H)[:, :, :T]
+
+    rows, heads = P(BATCH_AXES), P(BATCH_AXES, ("tp", "sp"))
+    attend = _on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
+    ids_BT1 = None if segments_BT is None else segments_BT[..., None]
+    return attend(q_BNTH, k_BKTH, v_BKTH, ids_BT1)
+
+
+_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
+_part = partial(jax.lax.dynamic_index_in_dim, axis=-3, keepdims=False)
+_put_part = partial(jax.lax.dynamic_update_index_in_dim, axis=-3)
+
+
+def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window):
+    """totals after totals = add_block(totals, i, j, scores_BKGts) for query part i and key part j
+    of each block in which a query may see a key. ids: the segments.
+
+    The keys of each i go backwards from the diagonal, where every query sees a key.
+    """
+    n, t = k_BKntH.shape[2:4]
+    i, j = (x[::-1] for x in np.tril_indices(n))
+    near = (i - j - 1) * t + 1 < window
+    i, j, n_blocks = jnp.array(i[near]), jnp.array(j[near]), near.sum()
+    if ids_Bnt1 is not None:
+        low_Bn, high_Bn = ids_Bnt1.min(axis=(2, 3)), ids_Bnt1.max(axis=(2, 3))
+        meet = ((low_Bn[:, i] <= high_Bn[:, j]) & (low_Bn[:, j] <= high_Bn[:, i])).any(axis=0)
+        those_first = jnp.argsort(~meet)
+        i, j, n_blocks = i[those_first], j[those_first], meet.sum()
+
+    def one(block, totals):
+        query, key = i[block], j[block]
+        distance_ts = (query - key) * t + jnp.arange(t)[:, None] - jnp.arange(t)[None]
+        mask_Bts = ((distance_ts >= 0) & (distance_ts < window))[None]
+        if ids_Bnt1 is not None:
+            mask_Bts &= _part(ids_Bnt1, query) == _part(ids_Bnt1, key).swapaxes(1, 2)
+        scores_BKGts = _einsum("BKGtH,BKsH->BKGts", _part(q_BKGntH, query), _part(k_BKntH, key))
+        scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, -jnp.inf)
+        return add_block(totals, query, key, scores_BKGts)
+
+    return jax.lax.fori_loop(0, n_blocks, one, totals)
+
+
+@partial(jax.custom_vjp, nondiff_argnames=("window",))
+def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window):
+    """Attention of scaled queries in n parts of t. Forward and backward hold the scores of one
+    block at a time; backward computes them again.
+
+    Source: Dao 2023, arXiv:2307.08691, section 3.1.
+    """
+    return _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window)[0]
+
+
+def _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window):
+    def add_block(totals, i, j, scores_BKGts):
+        a_BKGtH, sum_BKGt1, old_top_BKGt1 = (_part(x, i) for x in totals)
+        top_BKGt1 = jnp.maximum(old_top_BKGt1, scores_BKGts.max(axis=-1, keepdims=True))
+        e_BKGts, scale_BKGt1 = (jnp.exp(x - top_BKGt1) for x in (scores_BKGts, old_top_BKGt1))
+        e_v_BKGtH = _einsum("BKGts,BKsH->BKGtH", e_BKGts.astype(v_BKntH.dtype), _part(v_BKntH, j))
+        new = (scale_BKGt1 * a_BKGtH + e_v_BKGtH,
+               scale_BKGt1 * sum_BKGt1 + e_BKGts.sum(axis=-1, keepdims=True), top_BKGt1)
+        return tuple(_put_part(x, y, i) for x, y in zip(totals, new))
+
+    zeros_BKGnt1 = jnp.zeros((*q_BKGntH.shape[:-1], 1))
+    totals = jnp.zeros(q_BKGntH.shape), zeros_BKGnt1, zeros_BKGnt1 - jnp.inf
+    a_BKGntH, sum_BKGnt1, top_BKGnt1 = _over_blocks(
+        add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window)
+    a_BKGntH = checkpoint_name((a_BKGntH / sum_BKGnt1).astype(q_BKGntH.dtype), "attention")
+    lse_BKGnt1 = checkpoint_name(top_BKGnt1 + jnp.log(sum_BKGnt1), "attention")
+    return a_BKGntH, (q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, a_BKGntH, lse_BKGnt1)
+
+
+def _blockwise_bwd(window, saved, da_BKGntH):
+    q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, a_BKGntH, lse_BKGnt1 = saved
+    delta_BKGnt1 = (da_BKGntH.astype(jnp.float32) * a_BKGntH).sum(axis=-1, keepdims=True)
+
+    def add_block(totals, i, j, scores_BKGts):
+        da_BKGtH = _part(da_BKGntH, i)
+        p_BKGts = jnp.exp(scores_BKGts - _part(lse_BKGnt1, i))
+        dp_BKGts = _einsum("BKGtH,BKsH->BKGts", da_BKGtH, _part(v_BKntH, j))
+        ds_BKGts = (p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))).astype(q_BKGntH.dtype)
+        # dk and dv transposed, or XLA on a CPU would transpose ds and p in every block.
+        new = (_einsum("BKGts,BKsH->BKGtH", ds_BKGts, _part(k_BKntH, j)),
+               _einsum("BKGtH,BKGts->BKHs", _part(q_BKGntH, i), ds_BKGts),
+               _einsum("BKGtH,BKGts->BKHs", da_BKGtH, p_BKGts.astype(da_BKGtH.dtype)))
+        return tuple(_put_part(x, _part(x, at) + y, at) for x, y, at in zip(totals, new, (i, j, j)))
+
+    zeros_BKnHt = jnp.zeros(k_BKntH.swapaxes(3, 4).shape)
+    totals = jnp.zeros(q_BKGntH.shape), zeros_BKnHt, zeros_BKnHt
+    dq_BKGntH, *dkv = _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window)
+    grads = dq_BKGntH, *(x_BKnHt.swapaxes(3, 4) for x_BKnHt in dkv)
+    return *(x.astype(y.dtype) for x, y in zip(grads, saved)), None
+
+
+_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
 def _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cudnn"):

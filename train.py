@@ -74,7 +74,7 @@ TEXT = {
     "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
     "faults": config.text_faults,  # (cfg, {axis: size}) -> why it cannot run, in words
     "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
-    # (cfg, means of a batch or {}) -> (FLOPs per unit, those that remat adds, formula)
+    # (cfg, means of a batch or {}) -> (FLOPs per unit, those computed twice, formula)
     "flops": lambda cfg, means: model.flops_per_token(cfg, cfg.seq_len, means.get("keys")),
     "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
     # (params, cfg, key) -> texts to print
@@ -642,7 +642,7 @@ def describe(run, meta):
 
 def rates(run, step, clock, means):
     """What a log row says of progress, speed and memory. mfu and hfu are shares of the peak in
-    [0, 1], None where it is not known; hfu counts what remat recomputes.
+    [0, 1], None where it is not known; hfu counts what backward recomputes.
     """
     cfg, train, (unit, size), n = run["cfg"], run["train"], run["task"]["unit"], clock["n"]
     per_s = n * size(cfg) / clock["step_s"]

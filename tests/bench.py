@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours and its peers in turn: speed of a step, a start, a checkpoint, a loader; memory of a loss.
+"""Ours and its peers in turn: speed of a step, a start, a checkpoint, a loader, attention; memory
+of a loss.
 
     python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
 
@@ -424,6 +425,32 @@ def memory_dense():
     return memory_mib(1)
 
 
+# ---- attention, forward and backward: 8192 tokens, 4 heads of 64, float32
+
+def attention_rate(T, dense_len):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import config
+    import model
+    import train  # noqa: F401  sets the allocator, as every run does
+    model.DENSE_LEN, T = dense_len, int(T)
+    rng, cfg = np.random.default_rng(0), config.Config()
+    qkv = [jnp.asarray(rng.normal(size=(8192 // T, 4, T, 64)), jnp.float32) for _ in range(3)]
+    grad = jax.jit(jax.grad(lambda *qkv: (model.ATTENTION["xla"](*qkv, None, cfg) ** 2).sum(),
+                            (0, 1, 2)))
+    return rate(lambda: jax.block_until_ready(grad(*qkv)), 8192)
+
+
+def attention_in_blocks(T):
+    return attention_rate(T, 0)
+
+
+def attention_dense(T):
+    return attention_rate(T, 8192)
+
+
 # ---- the table
 
 STEPS = [f"{dtype} {shape}" for shape in SHAPES for dtype in ("float32", "bfloat16")]
@@ -437,6 +464,9 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
     "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
                                    "grain": "loader_grain", "torch": "loader_torch"}),
+    **{f"attention {T}": ("tokens/s", True, {
+        "ours": f"attention_in_blocks {T}", "dense": f"attention_dense {T}"})
+       for T in (1024, 8192)},
     "memory": ("MiB", False, {"ours": "memory_ours", "dense": "memory_dense"}),
 }
 

@@ -291,6 +291,173 @@ def test_half_of_the_queries_skip_half_of_the_keys():
     assert flops(model.ATTENTION["xla"], None) < 0.8 * flops(model._attend, query_pos_BT)
 
 
+def np_attention(q, k, v, segments, window):
+    """Causal attention of [B, heads, T, H] in float64, a query at a time."""
+    out, group = np.zeros(q.shape), q.shape[1] // k.shape[1]
+    for b, n, t in np.ndindex(*q.shape[:3]):
+        past = np.arange(max(0, t + 1 - (window or t + 1)), t + 1)
+        if segments is not None:
+            past = past[segments[b, past] == segments[b, t]]
+        scores = k[b, n // group, past] @ q[b, n, t] / np.sqrt(q.shape[3])
+        e = np.exp(scores - scores.max())
+        out[b, n, t] = e / e.sum() @ v[b, n // group, past]
+    return out
+
+
+def dense_attention(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
+    B, _, T, _ = q_BNTH.shape
+    query_pos_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    segments = None if segments_BT is None else (segments_BT, segments_BT)
+    return model._attend(q_BNTH, k_BKTH, v_BKTH, query_pos_BT, cfg, segments)
+
+
+def random_attention(T, dtype="float32", B=3, N=4, K=2, H=6):
+    """q, k, v and a cotangent of the result at random, and about 9 segments a row."""
+    rng = np.random.default_rng(4)
+    arrays = [jnp.asarray(rng.normal(size=(B, heads, T, H)), dtype) for heads in (N, K, K, N)]
+    return *arrays, jnp.asarray(np.sort(rng.integers(0, 9, (B, T)), axis=1), jnp.int32)
+
+
+@pytest.mark.parametrize("T, window, packed, dtype", [
+    (64, 0, False, "float32"), (61, 0, True, "float32"), (61, 13, False, "float32"),
+    (100, 5, True, "float32"), (3, 0, True, "float32"), (50, 20, True, "bfloat16"),
+    pytest.param(64, 0, True, "float16", marks=pytest.mark.slow),
+])
+def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeypatch):
+    """Attention by blocks is NumPy's in float64, and its gradient along a random direction the
+    central difference; each entry is the dense form's: to 4e-5 of the largest in float32, to 4
+    roundings in 16 bits. Also where blocks do not divide T.
+
+    Break: model.py: jnp.exp(x - top_BKGt1) for x in (scores_BKGts, old_top_BKGt1)) =>
+    jnp.exp(x - top_BKGt1) for x in (scores_BKGts, top_BKGt1))
+    """
+    monkeypatch.setattr(model, "DENSE_LEN", 0)
+    cfg = dataclasses.replace(BASE, sliding_window=window)
+    *inputs, da_BNTH, segments_BT = random_attention(T, dtype)
+    segments_BT = segments_BT if packed else None
+
+    @partial(jax.jit, static_argnums=0)
+    def run(attend, *inputs):
+        a_BNTH, back = jax.vjp(lambda *x: attend(*x, segments_BT, cfg), *inputs)
+        assert a_BNTH.dtype == dtype
+        return a_BNTH, *back(da_BNTH)
+
+    got, want = ([np.asarray(x, np.float64) for x in run(attend, *inputs)]
+                 for attend in (model.ATTENTION["xla"], dense_attention))
+    eps = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
+    inputs, da = [np.asarray(x, np.float64) for x in inputs], np.asarray(da_BNTH, np.float64)
+    rows = segments_BT if segments_BT is None else np.asarray(segments_BT)
+    np.testing.assert_allclose(got[0], np_attention(*inputs, rows, window), rtol=0,
+                               atol=4 * eps * np.abs(got[0]).max())
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=4 * eps * max(1, np.abs(b).max()))
+    for i, grad in enumerate(got[1:]):
+        direction = np.random.default_rng(i).normal(size=grad.shape)
+        up, down = ((da * np_attention(*inputs[:i], inputs[i] + h * direction, *inputs[i + 1:],
+                                       rows, window)).sum() for h in (1e-5, -1e-5))
+        error = abs((grad * direction).sum() - (up - down) / 2e-5)
+        assert error < 4 * eps * max(1, np.linalg.norm(grad)), (i, error)
+
+
+@pytest.mark.parametrize("window, packed, poisoned, clean", [
+    (0, False, slice(40, 64), slice(0, 40)), (9, False, slice(0, 24), slice(32, 64)),
+    (0, True, slice(0, 32), slice(32, 64)),
+])
+def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean, monkeypatch):
+    """NaNs among the values do not reach, forward or backward, a query whose block is before
+    theirs, beyond the window, or in other segments: computing such a block, if only to mask it,
+    would add 0 * NaN. Blocks have 8 tokens.
+
+    Break: model.py: those_first], meet.sum() => those_first], meet.size
+    """
+    monkeypatch.setattr(model, "DENSE_LEN", 0)
+    cfg = dataclasses.replace(BASE, sliding_window=window)
+    q_BNTH, k_BKTH, v_BKTH, _, _ = random_attention(64)
+    v_BKTH = v_BKTH.at[:, :, poisoned].set(jnp.nan)
+    # In the last row ids fall: all that counts is that they differ.
+    segments_BT = jnp.asarray([[0] * 32 + [1] * 32] * 2 + [[7] * 32 + [3] * 32]) if packed else None
+
+    def result(q_BNTH):
+        a_BNTH = model.ATTENTION["xla"](q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
+        return (a_BNTH[:, :, clean] ** 2).sum(), a_BNTH
+
+    dq_BNTH, a_BNTH = jax.jit(jax.grad(result, has_aux=True))(q_BNTH)
+    assert jnp.isfinite(a_BNTH[:, :, clean]).all() and jnp.isfinite(dq_BNTH[:, :, clean]).all()
+    assert jnp.isnan(a_BNTH[:, :, poisoned]).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_need_memory_linear_in_length(packed):
+    """Temporaries of the compiled gradient per token at T 32K and 128K are at most those at T 8K,
+    and less than 4 times the inputs and their gradients.
+
+    Break: model.py: n = max(8, ceil(T / BLOCK_LEN)) => n = 8
+    """
+    def temporaries(T):
+        shapes = [jax.ShapeDtypeStruct((1, heads, T, 64), jnp.float32) for heads in (2, 1, 1)]
+        ids = jax.ShapeDtypeStruct((1, T), jnp.int32) if packed else None
+        grad = jax.grad(lambda q, k, v, s: model.ATTENTION["xla"](q, k, v, s, BASE).sum(),
+                        (0, 1, 2))
+        compiled = jax.jit(grad).lower(*shapes, ids).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short = temporaries(2**13) / 2**13
+    assert short < 4 * 2 * 4 * (2 + 1 + 1) * 64
+    assert max(temporaries(T) / T for T in (2**15, 2**17)) <= short
+
+
+@pytest.mark.parametrize("mesh, remat", [
+    ((2, 1, 1, 2, 2), "named"), pytest.param((1, 2, 2, 1, 2), "none", marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 2, 4), "full", marks=pytest.mark.slow)])
+def test_blocks_over_a_mesh_keep_loss_and_gradient(mesh, remat, monkeypatch):
+    """Packed rows by blocks, with heads over tp and sp and rows over the rest, give the loss and
+    the gradient of the dense form on one device: to 1e-5 of the largest entry.
+
+    Break: model.py: rows, heads = P(BATCH_AXES), P( => rows, heads = P(), P(
+    """
+    cfg = dataclasses.replace(BASE, n_heads=8, n_kv_heads=2, remat=remat, vocab_size=16, d_model=16,
+                              d_ff=16, head_dim=4, n_layers=1)
+    params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=4, T=32)
+    rng = np.random.default_rng(6)
+    batch["segments"] = np.sort(rng.integers(0, 4, (4, 32)), axis=1).astype(np.int32)
+    def run():
+        return jax.jit(jax.value_and_grad(
+            lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
+    want = jax.tree.leaves(run())
+    monkeypatch.setattr(model, "DENSE_LEN", 0)
+    with jax.set_mesh(jax.make_mesh(mesh, config.MESH,
+                                    axis_types=(jax.sharding.AxisType.Auto,) * 5)):
+        got = jax.tree.leaves(run())
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("remat", ["none", "named", "full", "dots"])
+def test_blocks_run_as_often_as_flops_say(remat):
+    """The gradient by blocks, which begin beyond T 1024, traces as many products more than the
+    dense form's as flops_per_token counts again: backward's scores always, all of forward attention
+    where remat does not save it.
+
+    Break: model.py: attention_frac = 0.5 + int(attention_frac) => attention_frac += 0.5
+    """
+    cfg = dataclasses.replace(BASE, n_layers=1, remat=remat, logit_tiles=1)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
+
+    def products(T, cfg):
+        ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        grad = jax.grad(lambda p, x: model.loss_fn(
+            p, {"tokens": x, "labels": x, "segments": x}, cfg)[0]["objective"])
+        return count_products(jax.make_jaxpr(grad)(params, ids).jaxpr)
+
+    # Dense attention has 2 products forward and 4 backward, each for two halves of the queries.
+    once = products(1024, dataclasses.replace(cfg, remat="none")) - 6
+    names = model.RECOMPUTED[remat][0].split()
+    matmuls = 2 * sum(prod(model.param_table(cfg)["layers." + n]["shape"]) for n in names)
+    forward = 4 * cfg.n_heads * cfg.head_dim * 2048 / 2
+    again = (model.flops_per_token(cfg, 2048)[1] - matmuls) / forward
+    assert products(1025, cfg) - once == len(names) + 2 * again
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("window, packed, splash_len", [(0, True, 2**15), (200, False, 1),
                                                         (0, True, 1)])

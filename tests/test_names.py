@@ -15,7 +15,7 @@ from conftest import ROOT
 
 T, N_NEW = 11, 13
 SIZES = {"B": 5, "D": 29, "F": 19, "N": 6, "K": 3, "G": 2, "H": 10, "V": 23, "L": 7, "1": 1,
-         "E": 31, "P": 1}
+         "E": 31, "P": 1, "n": 8, "t": 2, "s": 2}
 
 
 def locals_that_lie(call, lengths):
@@ -29,7 +29,7 @@ def locals_that_lie(call, lengths):
         if event != "return" or frame.f_code.co_filename != model.__file__:
             return
         for name, value in frame.f_locals.items():
-            suffix = re.search(r"_([BTSDFNKHVLEAGPC1]+)$", name)
+            suffix = re.search(r"_([BTSDFNKHVLEAGPC1nts]+)$", name)
             if suffix and hasattr(value, "shape"):
                 seen.add(name)
                 legal = [tuple((SIZES | {"T": t, "S": s, "C": t}).get(c) for c in suffix[1])
@@ -46,13 +46,13 @@ def locals_that_lie(call, lengths):
     return sorted(wrong), seen
 
 
-def test_suffixes_are_shapes():
+def test_suffixes_are_shapes(monkeypatch):
     """Each suffixed local of loss_fn and generate has the dims of its letters, at sizes that no two
     letters share.
 
     T is the prompt's length, half of it in attention, 1 when decoding, or the new tokens; S is T,
     the first half, or the length of the cache; C, the capacity of an expert, is all T. At least 20
-    names.
+    names. By blocks, whose gradient is traced too, attention has n parts of t queries and s keys.
     Break: model.py: q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H) =>
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, N // K, K, T, H).swapaxes(1, 1)
     """
@@ -74,8 +74,13 @@ def test_suffixes_are_shapes():
     more_wrong, more_seen = locals_that_lie(
         lambda: jax.eval_shape(generate, params, ids, lengths, key),
         [(t, T + N_NEW) for t in (T, 1, N_NEW)])
-    assert not wrong + more_wrong, "\n".join(wrong + more_wrong)
+    monkeypatch.setattr(model, "DENSE_LEN", 0)
+    packed = jax.jit(jax.grad(lambda p, x: model.loss_fn(
+        p, {"tokens": x, "labels": x, "segments": x}, cfg)[0]["objective"]))
+    in_blocks, names = locals_that_lie(lambda: jax.eval_shape(packed, params, ids), [(T, T)])
+    assert not wrong + more_wrong + in_blocks, "\n".join(wrong + more_wrong + in_blocks)
     assert len(seen | more_seen) >= 20, sorted(seen | more_seen)
+    assert {"ds_BKGts", "scale_BKGt1", "high_Bn", "ids_BT1"} <= names, sorted(names)
 
 
 def test_ruff():
