@@ -185,8 +185,8 @@ def _windows(source, shard_of, within):
     begins = np.stack([_begins(*each) for each in zip(shards, starts.tolist(), tokens, labels)])
     places = np.arange(T, dtype=np.int32)[None]
     first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return {"tokens": tokens, "labels": labels, "positions": places - first,
-            "segments": 1 + begins.cumsum(axis=1, dtype=np.int32)}
+    segments = 1 + begins.cumsum(axis=1, dtype=np.int32)
+    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": places - first}
 
 
 # ---- to the devices

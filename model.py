@@ -280,7 +280,7 @@ def loss_fn(params, batch, cfg):
         sums |= {k: jnp.where(labels_BT != IGNORE, x, 0).sum() for k, x in router_stats.items()}
         sums["objective"] += (weights_BT * extra_BT).sum()
     counts = dict.fromkeys(sums, (labels_BT != IGNORE).sum(dtype=jnp.float32))
-    if "segments" in batch:
+    if {"segments", "positions"} <= batch.keys():
         used_BT = batch["segments"] > 0
         keys_BT = jnp.minimum(batch["positions"] + 1, cfg.sliding_window or cfg.seq_len)
         sums |= {"padding": (~used_BT).sum(dtype=jnp.float32),

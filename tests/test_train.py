@@ -176,9 +176,11 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
     assert not {"finite", "stop", "eval_s"} & set(summary)
     lines = said.splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
-    assert lines[1:3] == [f"{start['dtype']}, attention xla, 128 tokens an update",
+    assert lines[1] == f"{start['dtype']}, attention xla, 128 tokens an update"
+    assert lines[2] == "train data: 19,244 tokens, 1,203 sequences, 1 documents"
+    assert lines[3:5] == ["val data: 2,138 tokens, 134 sequences",
                           "compiling the update for 10 steps ..."]
-    assert "a device; from a fresh initialization, at step 0" in lines[3]
+    assert "a device; from a fresh initialization, at step 0" in lines[5]
     for row in log:
         assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said
     assert said.count(" sample -") == len(rows(out, "sample")) == 2
