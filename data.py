@@ -145,13 +145,13 @@ def batch_at(source, step, batch_size, seed=0, rows=None):
     places = _places(step, batch_size, rows)
     if "parts" not in source:
         return _sequences(source, _shuffled(places, source["n"], seed))
-    part_of, places = mixed_places(source, places)
-    examples, first = np.empty(len(places), np.int64), 0
-    for i, part in enumerate(source["parts"]):
-        at = part_of == i
-        examples[at] = first + _shuffled(places[at], part["n"], seed)
-        first += part["n"]
-    return _sequences(source, examples)
+    cycles, within = np.divmod(places, len(source["part_of"]))
+    part_of = source["part_of"][within]
+    n = source["sizes"][part_of]
+    epochs, places = np.divmod(cycles * source["counts"][part_of] + source["rank"][within], n)
+    rows = zip(*(x.tolist() for x in (*np.divmod(places, BLOCK), n, epochs)))
+    examples = [_permuted_block(block, n, (seed, epoch))[i] for block, i, n, epoch in rows]
+    return _sequences(source, source["firsts"][part_of] + examples)
 
 
 def _sequences(source, examples):
@@ -324,16 +324,10 @@ def mix(sources, weights):
         ranks.append(counts[part_of[-1]])
         counts[part_of[-1]] += 1
     whole = make_source([x for each in sources for x in each["shards"]], sources[0]["form"])
+    sizes = np.array([each["n"] for each in sources])
     return whole | {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
-                    "counts": np.array(counts),
+                    "counts": np.array(counts), "sizes": sizes, "firsts": sizes.cumsum() - sizes,
                     "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
-
-
-def mixed_places(source, places):
-    """(which part each place of a mixture is of, its place within that part)."""
-    cycles, within = np.divmod(places, len(source["part_of"]))
-    part_of = source["part_of"][within]
-    return part_of, cycles * source["counts"][part_of] + source["rank"][within]
 
 
 def _in_windows(cfg, opened):
