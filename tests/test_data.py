@@ -163,7 +163,7 @@ def test_every_label_once_an_epoch(seq_len):
     """Over an epoch every token that has one before it in its shard is a label exactly once, by a
     count of our own.
 
-    Break: data.py: labels[row, : wanted[row] - starts[row]] = IGNORE => pass
+    Break: data.py: labels[row, : within[row] * T - starts[row]] = IGNORE => pass
     """
     source, seen = count_up(seq_len=seq_len), np.zeros(sum(LENGTHS), int)
     for step in range(n := source["n"]):
@@ -195,7 +195,8 @@ def test_last_batch_wraps():
     """The batch that an epoch does not fill is filled from the next: laid end to end, batches are
     whole epochs.
 
-    Break: data.py: (seed, epoch)) => (seed, int(epochs[0])))
+    Break: data.py: _permuted(within[here], n, (seed, epoch)) =>
+    _permuted(within[here], n, (seed, int(epochs[0])))
     """
     source = count_up(seq_len=8)
     n = source["n"]
@@ -212,8 +213,8 @@ def test_batches_from_the_step_alone(tmp_path):
     """A batch depends on its arguments alone: built in reverse order, or from the same file opened
     again, it is the same.
 
-    Break: data.py: _permuted(places[here], n, (seed, =>
-    _permuted(places[here], n, (time.time_ns(),
+    Break: data.py: return _permuted(within, n, (seed, int(epochs[0]))) =>
+    return _permuted(within, n, (time.time_ns(), 0))
     """
     path = write(tmp_path / "a.bin", np.arange(500, dtype=np.uint16))
     sizes = dict(batch_size=4, seed=1)
@@ -231,8 +232,8 @@ def test_batches_from_the_step_alone(tmp_path):
 def test_rows_of_hosts(n_hosts, at):
     """Hosts that each build some of the rows together build the batch that one host builds.
 
-    Break: data.py: index * batch_size + rows.astype =>
-    index * batch_size + np.arange(len(rows)).astype
+    Break: data.py: return step * batch_size + rows.astype(np.int64) =>
+    return step * batch_size + np.arange(len(rows))
     """
     source = count_up(seq_len=8)
     for step in (0, 2, 3):
@@ -250,8 +251,8 @@ def test_examples_come_once_an_epoch(n, batch_size):
     """Laid end to end, the rows of batches are epochs of every example once, in new orders, also of
     an epoch smaller than a batch; rows asked for alone are the same.
 
-    Break: data.py: for epoch in range(epochs.min(), epochs.max() + 1): =>
-    for epoch in range(epochs.min(), epochs.max()):
+    Break: data.py: for epoch in np.unique(epochs).tolist(): =>
+    for epoch in np.unique(epochs).tolist()[:1]:
     """
     n_steps = -(-4 * n // batch_size)
     batches = [data.examples_at(step, batch_size, n, seed=3) for step in range(n_steps)]
@@ -381,9 +382,7 @@ def test_text_and_globs(tmp_path):
     """Text files and the texts of .jsonl lines become one shard of documents, each between two
     ends; globs are sorted.
 
-    Break: data.py: if shared:
-            put([end], => if False:
-            put([end],
+    Break: data.py: if first and last and not len(ids): => if first and not len(ids[:4]) - 4:
     """
     for name, text in (("b.txt", "zwei"), ("a.txt", "één"), ("deep/c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -714,7 +713,7 @@ def test_a_disk_that_fills(tmp_path):
     """When there is no room for prepared text the error says so and what to do, and nothing
     half-made stays. The limit is the system's own, on the size of files.
 
-    Break: data.py: shutil.rmtree(partial, ignore_errors=True)\n        if not => if not
+    Break: data.py: if not isinstance(e, OSError): => if True:
     """
     path = write(tmp_path / "a.txt", b"some words in a line\n" * 3000)
     code = f"""
@@ -1142,7 +1141,7 @@ def test_texts_beside_chats(tmp_path):
     """Between a chat and a text stands an end that is no label; in whole rows a chat is as its
     template writes it and a text has its ends.
 
-    Break: data.py: [1] if after_chat else None) => None)
+    Break: data.py: after_chat = is_chat => pass
     """
     library = chat_folder(tmp_path / "t", "chatml")
     ours = data.make_tokenizer(str(tmp_path / "t"))

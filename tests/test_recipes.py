@@ -39,8 +39,8 @@ def test_digits(tmp_path, cache_dir):
     """An image classifier over 8 devices learns to above 95% held-out accuracy; killed in the
     middle and started again, it ends equal to the bit to one that never was.
 
-    Break: data.py: examples[here] = _permuted(places[here], n, (seed, epoch)) =>
-    examples[here] = _permuted(places[here], n, (seed, os.getpid()))
+    Break: data.py: return step * batch_size + rows.astype(np.int64) =>
+    return step * batch_size + rows.astype(np.int64) + os.getpid()
     """
     cfg = digits.DigitsConfig(out_dir=str(tmp_path / "straight"), cache_dir=cache_dir, dp=1, fsdp=4,
                               tp=2, dtype="float32", save_every=50, eval_every=200, log_every=50)
