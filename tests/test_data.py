@@ -6,14 +6,12 @@ import dataclasses
 import gzip
 import io
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-import zlib
 
 import jax
 import numpy as np
@@ -669,12 +667,6 @@ def test_text_is_prepared_once(tmp_path):
     assert bytes(prepared(path, folder=folder)["shards"][0]["tokens"]) == b"\0the other text\0"
 
 
-def prepare_in_process(path, folder, go, results):
-    go.wait()
-    tokens = prepared(path, folder=folder)["shards"][0]["tokens"]
-    results.put((os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens)))
-
-
 def test_a_file_in_both(tmp_path):
     """A file that is trained on and held out too is refused, whatever it is called.
 
@@ -690,23 +682,29 @@ def test_a_file_in_both(tmp_path):
 
 
 def test_two_runs_prepare_the_same_data(tmp_path):
-    """Of two processes that open the same text at once one prepares it, and both read that.
+    """Of three processes that open the same text at once one prepares it, and all read that.
 
     Break: data.py: fcntl.flock(lock, fcntl.LOCK_EX) => pass
     """
     path = write(tmp_path / "a.txt", b"some words in a line\n" * 300_000)
-    context = multiprocessing.get_context("fork")
-    go, results = context.Event(), context.Queue()
-    processes = [context.Process(target=prepare_in_process, args=(
-        path, tmp_path / "prepared", go, results)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    go.set()
-    one, *others = [results.get(timeout=60) for _ in processes]
-    assert others == [one, one]
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    code = f"""
+import os, pathlib, sys, time, zlib, data
+print(flush=True)
+sys.stdin.readline()
+folder = pathlib.Path({str(tmp_path / "p")!r})
+source = data.open_source([{str(path)!r}], data.make_tokenizer("bytes"), folder=folder)
+tokens = source["shards"][0]["tokens"]
+print(os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens))
+"""
+    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for run in runs:
+        run.stdout.readline()  # all are there
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    one, *others = [run.communicate(timeout=60)[0] for run in runs]
+    assert one.split() and others == [one, one] and not any(run.returncode for run in runs)
 
 
 def test_a_disk_that_fills(tmp_path):
