@@ -1808,7 +1808,8 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
 @pytest.mark.slow
 def test_two_processes_read_the_same_windows(days, tmp_path):
     """Of two processes one decides which window comes next, and both read it: their losses are
-    those of one process, and a file that appears while they wait is read by both.
+    those of one process to 1e-3 (float32, another mesh, steep gradients), and a file that appears
+    while they wait is read by both.
 
     Break: data.py: if len(lines) <= len(order) and jax.process_index() == 0: =>
     if len(lines) <= len(order) and jax.process_index() == 1:
@@ -1825,7 +1826,7 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
     alone = days(dp=1, fsdp=2, tp=4, steps=9, out_dir=str(tmp_path / "alone"))
     train.main(alone)
     for both, one in zip(losses(cfg.out_dir), losses(alone.out_dir)):
-        np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-4)
+        np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
 
 
 @pytest.mark.slow
