@@ -1215,7 +1215,7 @@ def test_a_mixture_is_exact(weights, size):
 def test_weights_of_a_mixture():
     """Weights that are not above 0 or never repeat are refused.
 
-    Break: data.py: if min(weights) <= 0 or cycle > 10**4: => if min(weights) <= 0:
+    Break: data.py: if min(weights) <= 0 or cycle > 10**4: => if cycle > 10**4:
     """
     parts = [count_up(seq_len=8)] * 2
     for weights in (("0", "1"), ("0.123456789", "0.5")):
