@@ -959,7 +959,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
     once. From then on it is finished, and what would start over is refused.
 
-    Break: train.py: {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => {"step": 0,
+    Break: train.py: "step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => "step": 0,
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
@@ -1114,7 +1114,7 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     """Of the last step, as saved.
 
-    Break: train.py: summary | {"state": state, "mesh" => summary | {"mesh"
+    Break: train.py: emit("end", end) | {"state": state, "mesh" => emit("end", end) | {"mesh"
     """
     summary = train.main(tiny())
     saved = ckpt.restore(Path(summary["checkpoint"]).parent, 8, summary["state"])
