@@ -291,7 +291,7 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     """Raise one ValueError with every fault: name, value, rule, nearest legal value.
 
     n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer.
-    task_faults(cfg, {axis: size}): faults of what is trained, such as text_faults.
+    task_faults(cfg, {axis: size}): faults of what is trained, empty ones among them: text_faults.
     """
     (mistyped, out_of_bounds), names = _field_faults(cfg), vars(cfg)
     raise_all(mistyped)

@@ -166,7 +166,7 @@ def start_run(run, hooks, observers, state, params):
         steps = math.ceil(cfg.epochs * sources["train"]["n"] / cfg.batch_size)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     run = run | {"cfg": cfg, "hooks": hooks, **sources}
-    saved, meta = find_start(cfg)
+    saved, meta = find_start(cfg, given=state is not None or params is not None)
     if meta and "windows" in meta["data"]:
         run["train"]["resume"](meta["data"]["windows"])
     origin, first_state = choose_start(run, state, params, saved, meta)
@@ -241,13 +241,9 @@ def train(run, state, done, signals, began):
     if done.get("save") != step:
         saving = save_state(run, state, step, saving)
     ckpt.wait(saving)
-    reason, exit_code = why_stop(cfg, step, signal_name, latest)
-    emit("stop", {"step": step, "reason": reason})
-    end = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")} | {
-        "step": step, "reason": reason, "exit_code": exit_code,
-        "wall_s": time.perf_counter() - began}
-    path = Path(cfg.out_dir, "ckpt", f"{step:09d}")
-    return emit("end", end) | {"state": state, "mesh": run["mesh"], "checkpoint": str(path)}
+    summary = end_run(run, step, why_stop(cfg, step, signal_name, latest), latest, began)
+    return summary | {"state": state, "mesh": run["mesh"],
+                      "checkpoint": str(Path(cfg.out_dir, "ckpt", f"{step:09d}"))}
 
 
 def due_events(cfg, step, done, train):
@@ -310,12 +306,11 @@ def save_state(run, state, step, saving):
     """
     ckpt.wait(saving)
     cfg, train = run["cfg"], run["train"]
-    epoch, place = divmod(step * cfg.batch_size, train["n"])
-    meta = run["meta"] | {"data": {
-        "fingerprint": train["fingerprint"], "epoch": epoch, "sequence": place}}
+    epoch, sequence = divmod(step * cfg.batch_size, train["n"])
+    place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
-        meta["data"]["windows"] = train["windows"](step)
-    began = time.perf_counter()
+        place["windows"] = train["windows"](step)
+    meta, began = run["meta"] | {"data": place}, time.perf_counter()
     saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep, say)
     run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
     return saving
@@ -406,6 +401,15 @@ def preview(run, params, step):
         row = {"texts": [], "fault": f"{type(e).__name__}: {e}"}
     if any(row.values()):
         run["emit"]("sample", {"step": step} | row)
+
+
+def end_run(run, step, stop, latest, began):
+    """Emit "stop" and "end", which has the newest values of all rows. stop: of why_stop."""
+    why = {"step": step, "reason": stop[0]}
+    run["emit"]("stop", why)
+    rest = {"exit_code": stop[1], "wall_s": time.perf_counter() - began}
+    kept = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
+    return run["emit"]("end", kept | why | rest)
 
 
 def scalars(means):
@@ -587,8 +591,8 @@ def describe(run, meta):
     goes on from, or {}.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
-    packages = "jax jaxlib numpy optax tensorstore".split()
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: importlib.metadata.version(name)
+                for name in "jax jaxlib numpy optax tensorstore".split()}
     row = {"devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
            "processes": jax.process_count(), "dtype": cfg.dtype, "attention": cfg.attention,
            "n_params": sum(math.prod(row["shape"]) for row in run["table"].values()),
@@ -686,17 +690,19 @@ def newest_meta(out_dir, needed_for=""):
     return saved, meta
 
 
-def find_start(cfg):
+def find_start(cfg, given=False):
     """(step, meta) of the checkpoint in out_dir that the run goes on from; (None, {}) for none.
+    given: whether there is a state or parameters to start from.
 
-    Raises ValueError when cfg.resume says that there must be one, or must not.
+    Raises ValueError when cfg.resume says that there must be one, or there must not be.
     """
     if cfg.resume == "overwrite":
         return None, {}
     saved, meta = newest_meta(cfg.out_dir, "resume must" if cfg.resume == "must" else "")
-    if cfg.resume == "never" and meta:
-        raise ValueError(f"resume never: {cfg.out_dir} holds a run at step {saved}; choose another "
-                         "--out_dir, or delete it with --resume overwrite")
+    if meta and (given or cfg.resume == "never"):
+        also = ", and a state or parameters to start from were given" if given else ""
+        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}{also}; "
+                         "choose another --out_dir, or delete it with --resume overwrite")
     return saved, meta
 
 
@@ -707,9 +713,6 @@ def choose_start(run, state, params, saved, meta):
     Raises ValueError when a checkpoint is of another config, other data or another model.
     """
     cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
-    if meta and (state is not None or params is not None):
-        raise ValueError(f"out_dir {cfg.out_dir!r}: holds a run at step {saved}, and a state or "
-                         "parameters to start from were given; choose another, or resume overwrite")
     if state is not None:
         return "the given state", lambda programs: jax.device_put(
             state, jax.tree.map(lambda x: x.sharding, programs["state"]))

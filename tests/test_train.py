@@ -1013,7 +1013,7 @@ def test_resume_never_and_must_and_overwrite(tiny):
     """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
     afresh.
 
-    Break: train.py: if cfg.resume == "never" and meta => if cfg.resume == "never" and not meta
+    Break: train.py: (given or cfg.resume == "never"): => (given or cfg.resume == "none"):
     """
     with pytest.raises(ValueError, match="resume must: .* holds no checkpoint"):
         train.main(tiny(resume="must"))
@@ -1090,7 +1090,7 @@ def test_a_given_state_never_joins_another_run(tiny):
     """State or parameters to start from are refused where a run is, which stays whole; with
     overwrite they start a run of their own.
 
-    Break: train.py: if meta and (state is not None or params is not None): => if False:
+    Break: train.py: if meta and (given or cfg.resume => if meta and (cfg.resume
     """
     state = train.main(tiny(steps=4))["state"]
     for given in (dict(state=state), dict(params=state["params"])):
@@ -1114,7 +1114,7 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     """Of the last step, as saved.
 
-    Break: train.py: emit("end", end) | {"state": state, "mesh" => emit("end", end) | {"mesh"
+    Break: train.py: summary | {"state": state, "mesh" => summary | {"mesh"
     """
     summary = train.main(tiny())
     saved = ckpt.restore(Path(summary["checkpoint"]).parent, 8, summary["state"])
