@@ -332,8 +332,8 @@ def _field_faults(cfg):
     """Faults of single fields: (of the wrong type; of the right one, but out of bounds)."""
     mistyped, out_of_bounds = [], []
     for name, hint in get_type_hints(type(cfg), include_extras=True).items():
-        value, choices = getattr(cfg, name), get_args(hint)
-        kind, (rule, within) = choices if get_origin(hint) is Annotated else (hint, ("", bool))
+        kind, bound = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+        value, choices = getattr(cfg, name), get_args(kind)
         if get_origin(kind) is Literal:
             legal = value in choices
             words = f"not one of {', '.join(choices)} ({nearest(value, choices)})"
@@ -346,8 +346,8 @@ def _field_faults(cfg):
                      and (kind is not float or -1e308 < value < 1e308))
             words = f"must be {'a finite float' if kind is float else 'of type ' + kind.__name__}"
         mistyped += [] if legal else [fault(cfg, name, words)]
-        if legal and rule and not within(value):
-            out_of_bounds.append(fault(cfg, name, f"must be {rule}"))
+        if legal and bound and not bound[1](value):
+            out_of_bounds.append(fault(cfg, name, f"must be {bound[0]}"))
     return mistyped, out_of_bounds
 
 

@@ -686,7 +686,7 @@ def newest_meta(out_dir, needed_for=""):
     """
     saved, meta = ckpt.newest_meta(Path(out_dir) / "ckpt")
     if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {out_dir} holds no checkpoint; is it the right --out_dir?")
+        raise ValueError(f"{needed_for}: {out_dir} holds no checkpoint; is it a run's --out_dir?")
     return saved, meta
 
 
