@@ -960,7 +960,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
     once. From then on it is finished, and what would start over is refused.
 
-    Break: train.py: {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => {"step": 0,
+    Break: train.py: "step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => "step": 0,
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
@@ -1014,7 +1014,7 @@ def test_resume_never_and_must_and_overwrite(tiny):
     """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
     afresh.
 
-    Break: train.py: if cfg.resume == "never" and meta => if cfg.resume == "never" and not meta
+    Break: train.py: (given or cfg.resume == "never"): => (given or cfg.resume == "none"):
     """
     with pytest.raises(ValueError, match="resume must: .* holds no checkpoint"):
         train.main(tiny(resume="must"))
@@ -1091,7 +1091,7 @@ def test_a_given_state_never_joins_another_run(tiny):
     """State or parameters to start from are refused where a run is, which stays whole; with
     overwrite they start a run of their own.
 
-    Break: train.py: if meta and (state is not None or params is not None): => if False:
+    Break: train.py: if meta and (given or cfg.resume => if meta and (cfg.resume
     """
     state = train.main(tiny(steps=4))["state"]
     for given in (dict(state=state), dict(params=state["params"])):
