@@ -25,8 +25,8 @@ from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
-from functools import lru_cache
-from itertools import islice
+from functools import cache, lru_cache
+from itertools import islice, repeat
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
@@ -35,7 +35,6 @@ import numpy as np
 from tqdm import tqdm
 
 IGNORE = -100  # label ignored by the loss
-BLOCK = 4096  # places of an epoch that are permuted in one call and cached
 
 
 # ---- the shuffle
@@ -69,31 +68,6 @@ def permute(index, n, seed):
     while (outside := out >= n).any():
         out[outside] = network(out[outside])
     return out.astype(np.int64)
-
-
-@lru_cache(maxsize=16)
-def _permuted_block(block, n, seed):
-    return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
-
-
-def _permuted(places, n, seed):
-    """permute(places, n, seed), by cached blocks: a call of permute for each batch is slower."""
-    blocks, within = np.divmod(places, BLOCK)
-    if (blocks == blocks[0]).all():
-        return _permuted_block(int(blocks[0]), n, seed)[within]
-    return np.array([_permuted_block(int(b), n, seed)[w] for b, w in zip(blocks, within)])
-
-
-def _shuffled(places, n, seed):
-    """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end."""
-    epochs, within = np.divmod(places, n)
-    if (epochs == epochs[:1]).all() and len(epochs):
-        return _permuted(within, n, (seed, int(epochs[0])))
-    examples = np.empty(len(places), np.int64)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        examples[here] = _permuted(within[here], n, (seed, epoch))
-    return examples
 
 
 def examples_at(step, batch_size, n, seed=0, rows=None):
@@ -143,15 +117,9 @@ def batch_at(source, step, batch_size, seed=0, rows=None):
     Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
     """
     places = _places(step, batch_size, rows)
-    if "parts" not in source:
-        return _sequences(source, _shuffled(places, source["n"], seed))
-    cycles, within = np.divmod(places, len(source["part_of"]))
-    part_of = source["part_of"][within]
-    n = source["sizes"][part_of]
-    epochs, places = np.divmod(cycles * source["counts"][part_of] + source["rank"][within], n)
-    rows = zip(*(x.tolist() for x in (*np.divmod(places, BLOCK), n, epochs)))
-    examples = [_permuted_block(block, n, (seed, epoch))[i] for block, i, n, epoch in rows]
-    return _sequences(source, source["firsts"][part_of] + examples)
+    if "parts" in source:
+        return _mixed(source, places, seed)
+    return _sequences(source, _shuffled(places, source["n"], seed))
 
 
 def _sequences(source, examples):
@@ -171,22 +139,15 @@ def _windows(source, shard_of, within):
     windows = np.empty((len(shards), T + 1), np.int32)
     for row, shard, start in zip(windows, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
-    if form["vocab_size"] and (windows.min() < 0 or windows.max() >= form["vocab_size"]):
-        for row, shard in zip(windows, shards):
-            _check_ids(row, form["vocab_size"], shard["name"])
+    _check_ids(windows, form["vocab_size"], shards)
     tokens, labels = windows[:, :-1], windows[:, 1:].copy()
     for row in np.flatnonzero(within * T - starts):  # the window before has these
         labels[row, : within[row] * T - starts[row]] = IGNORE
     for row, shard, start in zip(labels, shards, starts.tolist()):
         if "masked" in shard:
             row[shard["masked"][start + 1 : start + T + 1] == 1] = IGNORE
-    if not form["packed"]:
-        return {"tokens": tokens, "labels": labels}
-    begins = np.stack([_begins(*each) for each in zip(shards, starts.tolist(), tokens, labels)])
-    places = np.arange(T, dtype=np.int32)[None]
-    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    segments = 1 + begins.cumsum(axis=1, dtype=np.int32)
-    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": places - first}
+    batch = {"tokens": tokens, "labels": labels}
+    return batch | (_segments(batch, shards, starts.tolist()) if form["packed"] else {})
 
 
 # ---- to the devices
@@ -202,15 +163,8 @@ def to_device(batch, shardings, batch_size):
 
     shardings: {name: sharding}; local_rows tells which rows each name needs, in order.
     """
-    every_row = np.arange(batch_size)
-
-    def place(x, sharding):
-        shape = (batch_size, *x.shape[1:])
-        rows = local_rows(sharding, shape)
-        return jax.make_array_from_callback(shape, sharding, lambda index: x[
-            np.searchsorted(rows, every_row[index[0]])][:, *index[1:]])
-
-    return {name: place(x, shardings[name]) for name, x in batch.items()}
+    shapes = {name: (batch_size, *x.shape[1:]) for name, x in batch.items()}
+    return jax.make_array_from_process_local_data(shardings, batch, shapes)
 
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False):
@@ -281,6 +235,26 @@ def open_text(cfg, parts=("train", "val")):
     return {"train": part(mix([*sources.values()], weights), batch_at, seed=cfg.seed), "val": val}
 
 
+BLOCK = 4096  # places of an epoch that are permuted in one call and cached
+
+
+@lru_cache(maxsize=16)
+def _permuted_block(block, n, seed):
+    return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
+
+
+def _shuffled(places, n, seed):
+    """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end; n may be
+    an array, of one for each place. By cached blocks: to permute each batch is slower.
+    """
+    epochs, within = np.divmod(places, n)
+    blocks, within = np.divmod(within, BLOCK)
+    each = zip(blocks.tolist(), within.tolist(), epochs.tolist(),
+               n.tolist() if np.ndim(n) else repeat(n))
+    return np.array([_permuted_block(block, size, (seed, epoch))[place]
+                     for block, place, epoch, size in each], np.int64)
+
+
 def eval_examples_at(index, batch_size, n, rows=None):
     """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
 
@@ -288,7 +262,7 @@ def eval_examples_at(index, batch_size, n, rows=None):
     batches are a fair sample. Past the last, examples repeat with a mask of False.
     """
     places = _places(index, batch_size, rows)
-    return _permuted(places % n, n, "held out"), places < n
+    return permute(places % n, n, "held out"), places < n
 
 
 def eval_batch_at(source, index, batch_size, rows=None):
@@ -323,11 +297,30 @@ def mix(sources, weights):
         part_of.append(min(due)[1])
         ranks.append(counts[part_of[-1]])
         counts[part_of[-1]] += 1
-    whole = make_source([x for each in sources for x in each["shards"]], sources[0]["form"])
+    return _join(sources) | {
+        "parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
+        "counts": np.array(counts),
+        "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
+
+
+def _mixed(source, places, seed):
+    cycles, within = np.divmod(places, len(source["part_of"]))
+    part_of = source["part_of"][within]
+    places = cycles * source["counts"][part_of] + source["rank"][within]
+    return _sequences_of_parts(source, part_of, places, seed)
+
+
+def _join(sources):
+    """One source of the shards of several, and where each of these begins in it."""
     sizes = np.array([each["n"] for each in sources])
-    return whole | {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
-                    "counts": np.array(counts), "sizes": sizes, "firsts": sizes.cumsum() - sizes,
-                    "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
+    return make_source([shard for each in sources for shard in each["shards"]],
+                       sources[0]["form"]) | {"sizes": sizes, "firsts": sizes.cumsum() - sizes}
+
+
+def _sequences_of_parts(source, part_of, places, seed):
+    """Build rows: of each the joined source that it is from, and its place in epochs of that."""
+    examples = _shuffled(places, source["sizes"][part_of], seed)
+    return _sequences(source, source["firsts"][part_of] + examples)
 
 
 def _in_windows(cfg, opened):
@@ -339,87 +332,81 @@ def _in_windows(cfg, opened):
     the run when it resumes, find it. Beside what open_text says: "windows": step -> those begun
     before it; "finished": step -> how many are used up; "resume": takes those of a checkpoint.
     """
-    log, order, sources, since = Path(cfg.out_dir) / "windows.jsonl", [], {}, []
-    B = cfg.batch_size
+    log, order, since = Path(cfg.out_dir) / "windows.jsonl", [], []
+    B, source_of = cfg.batch_size, cache(lambda name: opened([name]))
 
-    def found(epoch, seen):  # a file is opened when its turn comes
-        names = map(str, _expand(cfg.data, lenient=True))
-        for name in sorted({*names} - {*seen}, key=lambda name: [
-                int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
-            sources[name] = sources.get(name) or opened([name])
-            if n := sources[name]["n"]:
-                yield {"epoch": epoch, "name": name, "n": n}
-
-    def reaches(place):
-        while sum(each["n"] for each in order) <= place:
-            lines = log.read_text().splitlines() if log.exists() else []
-            if len(lines) <= len(order) and jax.process_index() == 0:
-                window = _next_window(cfg, order, found, since)
-                lines += [json.dumps(window)] if window else []
-                resume(map(json.loads, lines))
-            if len(lines) <= len(order):
-                return False
-            order.append(json.loads(lines[len(order)]))
-        return True
+    def ends():
+        return np.cumsum([0, *(window["n"] for window in order)])
 
     def resume(windows):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".tmp").write_text("".join(json.dumps(each) + "\n" for each in windows))
         log.with_suffix(".tmp").replace(log)
 
+    def reaches(place):
+        if ends()[-1] <= place and log.exists():
+            order[:] = map(json.loads, log.read_text().splitlines())
+        while ends()[-1] <= place and (window := _next_window(cfg, order, source_of, since)):
+            order.append(window)
+            resume(order)
+        return ends()[-1] > place
+
     def finished(step):
-        return int(np.searchsorted(np.cumsum([w["n"] for w in order]), step * B, side="right"))
+        return int(np.searchsorted(ends()[1:], step * B, side="right"))
 
     def batch(step, rows):
         if not reaches(step * B + B - 1):
             return None
-        ends, places = np.cumsum([w["n"] for w in order]), _places(step, B, rows)
+        places = _places(step, B, rows)
+        window_of = np.searchsorted(ends()[1:], places, side="right")
+        used, part_of = np.unique(window_of, return_inverse=True)
+        for window in (order[i] for i in used.tolist()):
+            if (n := source_of(window["name"])["n"]) != window["n"]:
+                raise ValueError(f"{window['name']}: had {window['n']} sequences when the run "
+                                 f"first read it, now {n}; bring it back")
+        whole = _join([source_of(order[i]["name"]) for i in used.tolist()])
+        # Each window is an epoch of its own: its number names the permutation.
+        places += window_of * whole["sizes"][part_of] - ends()[window_of]
+        return _sequences_of_parts(whole, part_of, places, cfg.seed)
 
-        def rows_of(i, at):
-            name, n = order[i]["name"], order[i]["n"]
-            sources[name] = sources.get(name) or opened([name])
-            if sources[name]["n"] != n:
-                raise ValueError(f"{name}: had {n} sequences when the run first read it, now "
-                                 f"{sources[name]['n']}; bring it back")
-            return _sequences(sources[name], _permuted(places[at] - ends[i] + n, n, (cfg.seed, i)))
-
-        window_of, out = np.searchsorted(ends, places, side="right"), {}
-        for i in np.unique(window_of).tolist():
-            at = window_of == i
-            for name, x in rows_of(i, at).items():
-                out.setdefault(name, np.empty((len(places), cfg.seq_len), np.int32))[at] = x
-        return out
-
-    first = list(islice(found(0, ()), cfg.windows_per_epoch or None))
+    first = list(islice(_unseen(cfg, source_of, 0, ()), cfg.windows_per_epoch or None))
     if not first:
         raise ValueError(f"data {' '.join(cfg.data)}: no file here has a sequence")
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
-            "fingerprint": "windows", "bytes_per_token": None, "about": f"{len(first)} windows",
-            "finished": finished, "windows": lambda step: order[: finished(step) + 1],
-            "resume": resume}
+            "fingerprint": "windows", "about": f"{len(first)} windows", "resume": resume,
+            "finished": finished, "windows": lambda step: order[: finished(step) + 1]}
 
 
-def _next_window(cfg, order, found, since):
-    """The window after those of `order`: the same again, the next one found, or, once none came for
-    wait_s or the epoch has its windows, the first of the next epoch; None to wait. since: times at
-    which there was none.
+def _unseen(cfg, source_of, epoch, seen):
+    """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
+    names = map(str, _expand(cfg.data, lenient=True))
+    for name in sorted({*names} - {*seen}, key=lambda name: [
+            int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
+        if n := source_of(name)["n"]:
+            yield {"epoch": epoch, "name": name, "n": n}
+
+
+def _next_window(cfg, order, source_of, since):
+    """The window after those of `order`: the same again, the next unseen one, or, once none came
+    for wait_s or the epoch has its windows, the first of the next epoch. None: wait; only process 0
+    chooses. since: [when there was first none].
     """
+    if jax.process_index():
+        return None
     epoch = order[-1]["epoch"] if order else 0
     seen = [each["name"] for each in order if each["epoch"] == epoch]
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
     full = len({*seen}) == cfg.windows_per_epoch
-    window = None if full else next(found(epoch, seen), None)
-    if window or full:
-        since.clear()
-        return window or next(found(epoch + 1, ()), None)
-    if not since and cfg.wait_s:
-        tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
-    since.append(time.monotonic())
-    if since[-1] < since[0] + cfg.wait_s:
-        return None
+    window = None if full else next(_unseen(cfg, source_of, epoch, seen), None)
+    if not (window or full) and cfg.wait_s:
+        if not since:
+            tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
+            since.append(time.monotonic())
+        if time.monotonic() < since[0] + cfg.wait_s:
+            return None
     since.clear()
-    return next(found(epoch + 1, ()), None)
+    return window or next(_unseen(cfg, source_of, epoch + 1, ()), None)
 
 
 # Whole documents in rows.
@@ -483,6 +470,15 @@ def _whole_documents(source, shard_of, within):
     return batch
 
 
+def _segments(batch, shards, starts):
+    """"segments" and "positions" of windows, whose documents begin where _begins says."""
+    tokens, labels = batch.values()
+    begins = np.stack([_begins(*each) for each in zip(shards, starts, tokens, labels)])
+    places = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return {"segments": 1 + begins.cumsum(axis=1, dtype=np.int32), "positions": places - first}
+
+
 def _begins(shard, start, tokens, labels):
     """Where documents begin in a window of a shard; a label across a border is ignored."""
     if "documents" not in shard:
@@ -529,8 +525,8 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
         if form["fill"] == "stream" and len(tokens) < form["seq_len"] + 1:
             raise ValueError(f"{name}: has {len(tokens)} tokens, fewer than seq_len + 1 = "
                              f"{form['seq_len'] + 1}; use longer files or a smaller --seq_len")
-        if form["vocab_size"] and np.iinfo(tokens.dtype).max >= form["vocab_size"]:
-            _check_ids(tokens[: N_SCANNED // len(shards)], form["vocab_size"], name)
+        if np.iinfo(tokens.dtype).max >= form["vocab_size"]:
+            _check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
     return make_source(shards, form)
 
 
@@ -937,11 +933,14 @@ def _tokens_in(path, dtype):
     return tokens
 
 
-def _check_ids(tokens, vocab_size, name):
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name}: token id {low if low < 0 else high} is not in [0, {vocab_size});"
-                         " set --vocab_size, or use the tokenizer that wrote the file")
+def _check_ids(rows, vocab_size, shards):
+    """Raise ValueError for an id of a shard's row that is not in [0, vocab_size); 0: any may be."""
+    if vocab_size and (rows.min() < 0 or rows.max() >= vocab_size):
+        bad = (rows < 0) | (rows >= vocab_size)
+        i = int(np.argmax(bad.any(axis=1)))
+        raise ValueError(
+            f"{shards[i]['name']}: token id {rows[i][bad[i]][0]} is not in [0, {vocab_size}); set "
+            "--vocab_size, or use the tokenizer that wrote the file")
 
 
 # Tokenizers.
