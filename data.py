@@ -100,13 +100,13 @@ def make_source(shards, form=()):
     ignored. With any other, a sequence is what `pack` puts into it.
     """
     form = FORM | dict(form)
-    if form["fill"] != "stream":
-        shards = [shard if "rows" in shard else shard | {"rows": pack(
-            _lengths(shard, form), form["seq_len"], form["fill"] == "one")} for shard in shards]
     T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
-    counts = [len(shard["rows"][0]) - 1 if "rows" in shard else -(-(len(shard["tokens"]) - 1) // T)
-              for shard in shards]
-    return {"shards": shards, "form": form, "n": sum(counts), "ends": np.cumsum(counts),
+    if form["fill"] == "stream":
+        counts = -(-(lengths - 1) // T)
+    else:
+        shards = [shard if "rows" in shard else _fill_rows(shard, form) for shard in shards]
+        counts = [len(shard["rows"][0]) - 1 for shard in shards]
+    return {"shards": shards, "form": form, "n": int(sum(counts)), "ends": np.cumsum(counts),
             "lengths": lengths}
 
 
@@ -434,32 +434,37 @@ def pack(lengths, room, one_each=False):
     return np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows))), items
 
 
-def _lengths(shard, form):
-    """Positions that each document takes in a row; 0: left out."""
+def _fill_rows(shard, form):
+    """The shard with "rows", (bounds, spans): row i has spans[bounds[i]:bounds[i + 1]], of each
+    document the first token that is kept and the one after the last.
+    """
     if "documents" not in shard:
         raise ValueError(f"{shard['name']}: fill {form['fill']} needs documents, and a token file "
                          "has none; use text or .jsonl")
-    lengths, T = np.diff(shard["documents"])[:, 0] - 1, form["seq_len"]
-    if form["too_long"] == "error" and (lengths > T).any():
-        i = int(np.argmax(lengths > T))
-        raise ValueError(f"{shard['name']}: document {i + 1} has {lengths[i] + 1} tokens, more "
-                         f"than seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
-    return np.where(lengths > T, 0 if form["too_long"] == "drop" else T, np.maximum(lengths, 0))
+    (starts, stops), T = shard["documents"].T, form["seq_len"]
+    long = stops - starts > T + 1
+    if form["too_long"] == "error" and long.any():
+        i = int(np.argmax(long))
+        raise ValueError(f"{shard['name']}: document {i + 1} has {stops[i] - starts[i]} tokens, "
+                         f"more than seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
+    if form["too_long"] == "keep_end":
+        starts = np.maximum(starts, stops - T - 1)
+    else:
+        stops = np.where(long, starts + (0 if form["too_long"] == "drop" else T + 1), stops)
+    bounds, items = pack(np.maximum(stops - starts - 1, 0), T, form["fill"] == "one")
+    return shard | {"rows": (bounds, np.stack([starts, stops], axis=1)[items])}
 
 
 def _whole_documents(source, shard_of, within):
-    form, T = source["form"], source["form"]["seq_len"]
+    T, pad = source["form"]["seq_len"], source["form"]["pad"]
     batch = {name: np.zeros((len(within), T), np.int32)
              for name in ("tokens", "labels", "segments", "positions")}
     batch["labels"][:] = IGNORE
     for row, (i, at) in enumerate(zip(shard_of, within.tolist())):
-        shard = source["shards"][i]
-        bounds, items = shard["rows"]
-        spans = [shard["documents"][d].tolist() for d in items[bounds[at] : bounds[at + 1]]]
-        spans = [(max(a, b - T - 1), b) if form["too_long"] == "keep_end" else
-                 (a, min(b, a + T + 1)) for a, b in spans]
-        place = T - sum(b - a - 1 for a, b in spans) if form["pad"] == "left" else 0
-        for number, (a, b) in enumerate(spans, 1):
+        shard, (bounds, spans) = source["shards"][i], source["shards"][i]["rows"]
+        spans = spans[bounds[at] : bounds[at + 1]]
+        place = T - int((np.diff(spans) - 1).sum()) if pad == "left" else 0
+        for number, (a, b) in enumerate(spans.tolist(), 1):
             here, tokens = slice(place, place + b - a - 1), shard["tokens"][a:b].astype(np.int32)
             masked = shard["masked"][a + 1 : b] if "masked" in shard else 0
             batch["tokens"][row, here] = tokens[:-1]
@@ -786,28 +791,23 @@ def split(source, held_out):
 
     Raises: ValueError when one side would have no sequence.
     """
-    form = source["form"]
+    form, sides = source["form"], ([], [])
     cut, seq_len = round(sum(source["lengths"].tolist()) * (1 - held_out)), form["seq_len"]
-    sides = [], []
     for shard in source["shards"]:
-        tokens, documents = shard["tokens"], shard.get("documents")
-        n_train = min(max(cut, 0), len(tokens))
-        cut -= len(tokens)
-        if form["fill"] != "stream":
-            at = min(int(np.searchsorted(documents[:, 0], n_train)), len(documents) - 1)
-            at = len(documents) if n_train == len(tokens) else at
-            for side, some in zip(sides, (documents[:at], documents[at:])):
-                rest = {name: x for name, x in shard.items() if name != "rows"}
-                side += [rest | {"documents": some}] if len(some) else []
-            continue
-        if n_train <= seq_len:
-            n_train = 0
-        elif len(tokens) - n_train <= seq_len:
-            n_train = len(tokens)
-        for side, cut_at in zip(sides, (slice(0, n_train), slice(n_train, None))):
-            part = {name: shard[name][cut_at] for name in ("tokens", "masked") if name in shard}
-            at = shard["at"] + cut_at.start
-            side += [shard | part | {"at": at}] if len(part["tokens"]) else []
+        n = len(shard["tokens"])
+        at, cut = min(max(cut, 0), n), cut - n
+        if form["fill"] == "stream":
+            cut_names = "tokens", "masked"
+            at = 0 if at <= seq_len else n if n - at <= seq_len else at
+        else:
+            cut_names, starts = ("documents",), shard["documents"][:, 0]
+            at = len(starts) if at == n else min(np.searchsorted(starts, at), len(starts) - 1)
+        for side, here in zip(sides, (slice(0, at), slice(at, None))):
+            part = {name: x[here] if name in cut_names else x for name, x in shard.items()
+                    if name != "rows"}
+            if form["fill"] == "stream":
+                part["at"] += here.start
+            side += [part] if len(part[cut_names[0]]) else []
     sources = [make_source(side, form) for side in sides]
     for what, side in zip(("training", "held-out"), sources):
         if not side["n"]:
@@ -838,18 +838,16 @@ def describe(source):
         return "; ".join(f"{n / source['counts'].sum():.3g} of {each['shards'][0]['name']}: "
                          f"{describe(each)}" for n, each in zip(source["counts"], source["parts"]))
     form, shards = source["form"], source["shards"]
-    words = [f"{sum(source['lengths'].tolist()):,} tokens, {source['n']:,} sequences"]
     if form["fill"] == "stream":
-        words += [f"{n:,} {what}" for shard in shards if not shard["at"]
-                  for what, n in shard.get("counts", {}).items()]
-    else:
-        words = [f"{sum(len(shard['documents']) for shard in shards):,} documents in "
-                 f"{source['n']:,} sequences"]
-        n_long = sum((np.diff(shard["documents"]) - 1 > form["seq_len"]).sum() for shard in shards)
-        used = sum(_lengths(shard, form).sum() for shard in shards)
-        words += [f"{n_long:,} longer than seq_len ({form['too_long']})",
-                  f"{1 - used / (source['n'] * form['seq_len']):.1%} padding"]
-    return ", ".join(words)
+        return ", ".join([
+            f"{source['lengths'].sum():,} tokens, {source['n']:,} sequences",
+            *(f"{n:,} {what}" for shard in shards if not shard["at"]
+              for what, n in shard.get("counts", {}).items())])
+    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards])
+    used = sum((np.diff(shard["rows"][1]) - 1).sum() for shard in shards)
+    return (f"{len(n_tokens):,} documents in {source['n']:,} sequences, "
+            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer than seq_len ({form['too_long']}), "
+            f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
 
 
 def fingerprint(source):

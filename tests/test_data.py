@@ -307,8 +307,7 @@ def test_split(share):
     """The last share of the tokens is held out: both sides laid end to end are the data, each piece
     long enough to use.
 
-    Break: data.py: (slice(0, n_train), slice(n_train, None)) =>
-    (slice(0, n_train), slice(max(n_train - 1, 0), None))
+    Break: data.py: (slice(0, at), slice(at, None)) => (slice(0, at), slice(max(at - 1, 0), None))
     """
     seq_len, lengths = 8, (400, 90, 300, 210)
     source = count_up(lengths, seq_len=seq_len)
@@ -327,7 +326,7 @@ def test_split(share):
 def test_split_leaves_no_short_part(n_held_out, train, held_out):
     """A cut that would leave fewer than seq_len + 1 tokens of a shard moves to the shard's end.
 
-    Break: data.py: elif len(tokens) - n_train <= seq_len: => elif len(tokens) - n_train < seq_len:
+    Break: data.py: n if n - at <= seq_len else at => n if n - at < seq_len else at
     """
     if train is None or held_out is None:
         with pytest.raises(ValueError, match="leaves no"):
@@ -1003,7 +1002,7 @@ def test_best_fit():
 def test_split_of_whole_documents(documents):
     """Held out are whole documents, none of them in training.
 
-    Break: data.py: (documents[:at], documents[at:]) => (documents[: at + 1], documents[at:])
+    Break: data.py: (slice(0, at), slice(at, None)) => (slice(0, at + 1), slice(at, None))
     """
     make, texts = documents
     parts = [data.eval_batch_at(part, 0, part["n"]) for part in data.split(make(seq_len=50), 0.3)]
