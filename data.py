@@ -5,19 +5,18 @@ Owns token files and documents, tokenizers, preparation, packing, the order of t
 placement on devices. Refuses files that are malformed or hold ids beyond the vocabulary. Invariant:
 `batch_at(source, step, ...)` depends on its arguments alone; there is no iterator state. A source
 is what `make_source` makes of shards; a shard is a dict: "name", "tokens" (1-D integers, left on
-disk), and of text "documents", "pieces", "masked" (see `prepare`).
+disk), and of text "documents", "masked", "counts" (see `prepare`).
 """
 import contextlib
 import fcntl
 import glob
 import gzip
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import re
 import shutil
-import sysconfig
 import threading
 import time
 import zlib
@@ -25,8 +24,8 @@ from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
-from functools import cache, lru_cache
-from itertools import islice, repeat
+from functools import cache, lru_cache, partial
+from itertools import chain, islice, repeat
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
@@ -178,16 +177,15 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False):
             pass
         return item
 
+    items = (pool.submit(made, i) for i in range(start, stop))  # each when it is asked for
     try:
-        ahead = deque(pool.submit(made, i) for i in range(start, min(start + depth, stop)))
-        for i in range(start, stop):
-            began = time.perf_counter()
-            item = ahead.popleft()
-            while not item.done() and not wait([item], 0.1).done:
+        ahead = deque(islice(items, depth))
+        while ahead:
+            began, item = time.perf_counter(), ahead.popleft()
+            while not wait([item], 0.1).done:
                 if stopped():
                     return
-            if i + depth < stop:
-                ahead.append(pool.submit(made, i + depth))
+            ahead.extend(islice(items, 1))
             yield item.result(), time.perf_counter() - began
     finally:
         closed.set()
@@ -211,28 +209,29 @@ def open_text(cfg, parts=("train", "val")):
     def opened(patterns):
         return open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
 
-    def part(source, at, **more):
-        return source and {
+    def part(source, at):
+        return {
             "n": source["n"], "fingerprint": fingerprint(source), "about": describe(source),
-            "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows, **more),
+            "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows),
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
-    names, weights = zip(*(each.rpartition("=")[::2] for each in cfg.mix)) if cfg.mix else ((), ())
-    files = {*map(os.path.realpath, _expand([*names, *cfg.data], lenient=True))}
+    mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
+    files = {*map(os.path.realpath, _expand([*mixed, *cfg.data], lenient=True))}
     if both := files & {*map(os.path.realpath, _expand(cfg.val_data, lenient=True))}:
         raise ValueError(f"{min(both)}: is in both data and val_data; take it out of one")
-    val = part(cfg.val_data and opened(cfg.val_data), eval_batch_at) or None
-    if cfg.order == "windows":
-        return {"train": _in_windows(cfg, opened) if "train" in parts else None, "val": val}
-    if "train" not in parts and val:
+    val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
+    if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
-    sources = {name: opened([name]) for name in names} or {"": opened(cfg.data)}
+    if cfg.order == "windows":
+        return {"train": _in_windows(cfg, opened), "val": val}
+    sources = {name: opened([name]) for name in mixed} or {"": opened(cfg.data)}
     if cfg.val_frac and not val:
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
         sources = {name: train for name, (train, _) in pairs.items()}
         vals = {name: part(held_out, eval_batch_at) for name, (_, held_out) in pairs.items()}
         val = vals.get("") or {"parts": vals}
-    return {"train": part(mix([*sources.values()], weights), batch_at, seed=cfg.seed), "val": val}
+    train = mix([*sources.values()], [*mixed.values()])
+    return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
 
 
 BLOCK = 4096  # places of an epoch that are permuted in one call and cached
@@ -332,7 +331,7 @@ def _in_windows(cfg, opened):
     the run when it resumes, find it. Beside what open_text says: "windows": step -> those begun
     before it; "finished": step -> how many are used up; "resume": takes those of a checkpoint.
     """
-    log, order, since = Path(cfg.out_dir) / "windows.jsonl", [], []
+    log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
     B, source_of = cfg.batch_size, cache(lambda name: opened([name]))
 
     def ends():
@@ -346,7 +345,7 @@ def _in_windows(cfg, opened):
     def reaches(place):
         if ends()[-1] <= place and log.exists():
             order[:] = map(json.loads, log.read_text().splitlines())
-        while ends()[-1] <= place and (window := _next_window(cfg, order, source_of, since)):
+        while ends()[-1] <= place and (window := _next_window(cfg, order, source_of, waits)):
             order.append(window)
             resume(order)
         return ends()[-1] > place
@@ -386,10 +385,10 @@ def _unseen(cfg, source_of, epoch, seen):
             yield {"epoch": epoch, "name": name, "n": n}
 
 
-def _next_window(cfg, order, source_of, since):
+def _next_window(cfg, order, source_of, waits):
     """The window after those of `order`: the same again, the next unseen one, or, once none came
     for wait_s or the epoch has its windows, the first of the next epoch. None: wait; only process 0
-    chooses. since: [when there was first none].
+    chooses. waits: {number of windows: when there was first none after them}.
     """
     if jax.process_index():
         return None
@@ -397,16 +396,15 @@ def _next_window(cfg, order, source_of, since):
     seen = [each["name"] for each in order if each["epoch"] == epoch]
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
-    full = len({*seen}) == cfg.windows_per_epoch
-    window = None if full else next(_unseen(cfg, source_of, epoch, seen), None)
-    if not (window or full) and cfg.wait_s:
-        if not since:
+    if len({*seen}) != cfg.windows_per_epoch:
+        if window := next(_unseen(cfg, source_of, epoch, seen), None):
+            return window
+        if len(order) not in waits and cfg.wait_s:
             tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
-            since.append(time.monotonic())
-        if time.monotonic() < since[0] + cfg.wait_s:
+        now = time.monotonic()
+        if now - waits.setdefault(len(order), now) < cfg.wait_s:
             return None
-    since.clear()
-    return window or next(_unseen(cfg, source_of, epoch + 1, ()), None)
+    return next(_unseen(cfg, source_of, epoch + 1, ()), None)
 
 
 # Whole documents in rows.
@@ -552,23 +550,18 @@ def prepare(paths, tokenizer, folder):
         with open(final.with_suffix(".lock"), "w") as lock:
             with contextlib.suppress(OSError):  # no locks here: at worst the work is done twice
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _sizes(final):
+            if not _prepared(final, tokenizer):
                 for leftover in (final, partial):
                     shutil.rmtree(leftover, ignore_errors=True)
                 partial.mkdir()
                 _write_prepared(paths, tokenizer, partial)
                 partial.rename(final)
-    except BaseException as e:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(e, OSError):
-            raise
+    except OSError as e:
         raise ValueError(f"{name}: cannot be prepared in {folder}: {e}; make room there, or choose "
                          "another folder with --prepared") from None
-    counts, sizes = json.loads((final / "index.json").read_text())["counts"], _sizes(final)
-    kinds = {"tokens": tokenizer["dtype"], "documents": np.int64, "masked": np.uint8}
-    arrays = {kind: np.asarray(np.memmap(final / kind, kinds[kind], "r")) for kind in sizes}
-    return {"name": name, "at": 0, "counts": counts, "path": final / "tokens",
-            "size": sizes["tokens"], **arrays, "documents": arrays["documents"].reshape(-1, 2)}
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _prepared(final, tokenizer) | {"name": name, "at": 0, "path": final / "tokens"}
 
 
 def _content(path):
@@ -581,92 +574,95 @@ def _content(path):
     return [path.suffixes[-2:], stat.st_size, crc, stat.st_size > 2**20 and stat.st_mtime_ns]
 
 
-def _sizes(folder):
-    """{file: bytes} of prepared data; None when it is not there, or not whole."""
+def _prepared(folder, tokenizer):
+    """The arrays of prepared data, and of its shard "counts" and "size"; None when it is not there,
+    or not whole.
+    """
+    kinds = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "masked": np.uint8}
     with contextlib.suppress(OSError, ValueError):
-        sizes = json.loads((folder / "index.json").read_text())["sizes"]
-        return sizes if all((folder / k).stat().st_size == n for k, n in sizes.items()) else None
+        index = json.loads((folder / "index.json").read_text())
+        arrays = {name: np.asarray(np.memmap(folder / name, kinds[name], "r"))
+                  for name in index["sizes"]}
+        if all(arrays[name].nbytes == n for name, n in index["sizes"].items()):
+            return arrays | {"counts": index["counts"], "size": arrays["tokens"].nbytes}
 
 
 def _write_prepared(paths, tokenizer, folder):
     """Lay documents end to end: text between end ids that neighbours share, or, if the tokenizer
     has a begin id, between its own two; chats as their template writes them.
     """
-    begin, end = tokenizer["begin"], tokenizer["end"]
-    shared, after_chat, n, documents, counts = begin is None, False, 0, array("q"), Counter()
+    begin, end, dtype = tokenizer["begin"], tokenizer["end"], tokenizer["dtype"]
+    shared, first, after_chat, n = begin is None, True, 0, 0
+    documents, counts = array("q"), Counter()  # of documents, begin and end in turn
     with open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks:
-        def put(ids, masked=None):
+        def put(ids, masked):
             nonlocal n
-            if masked is not None:
+            if np.any(masked):
                 masks.seek(n)  # what is skipped reads as zeros
-                masks.write(np.uint8(masked))
-            tokens.write(np.asarray(ids, tokenizer["dtype"]))
+                masks.write(np.full(len(ids), masked, np.uint8))
+            tokens.write(np.asarray(ids, dtype))
             n += len(ids)
 
-        for ids, masked, is_chat, first, last in _encoded(paths, tokenizer):
+        for ids, masked, is_chat, last in _encoded(paths, tokenizer):
             if first and last and not len(ids):
                 counts["empty documents left out"] += 1
                 continue
             if first:
-                documents.append(n + (shared and is_chat))
-                if shared or not is_chat:
-                    put([end if shared else begin], [1] if after_chat else None)
+                put([end] if shared else [] if is_chat else [begin], after_chat)
+                documents.append(n - (not is_chat))
             put(ids, masked)
             if last:
                 documents.append(n + (not is_chat))
-                if not shared and not is_chat:
-                    put([end])
+                put([] if shared or is_chat else [end], 0)
                 counts["documents"] += 1
                 after_chat = is_chat
-        if shared:
-            put([end], [1] if after_chat else None)
+            first = last
+        put([end] if shared else [], after_chat)
         masks.truncate(n if masks.tell() else 0)
     if not documents:
         raise ValueError(f"{paths[0]}: has no text")
     (folder / "documents").write_bytes(documents)
-    if not (folder / "masked").stat().st_size:
-        (folder / "masked").unlink()
-    index = {"counts": counts, "sizes": {p.name: p.stat().st_size for p in folder.iterdir()}}
-    for name in index["sizes"]:
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.stat().st_size}
+    for name in sizes:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
 
 
 def _encoded(paths, tokenizer):
-    """Yield (ids, mask or None, is_chat, first, last) of the documents, long texts in pieces; a
-    tokenizer's library uses all cores for a batch.
+    """Yield (ids, mask or 0, is_chat, last) of the documents, long texts in pieces of which one is
+    the last; a tokenizer's library uses all cores for a batch.
     """
-    total = sum(p.stat().st_size for path in paths for p in ([*path.iterdir()] if path.is_dir()
-                                                             else [path]))
-    records = (record for path in paths for record in _records(path, tokenizer["cuts"]))
+    total = sum(p.stat().st_size for path in paths for p in (path, *path.glob("*")))
+    rows = (row for path in paths for row in _rows(path, tokenizer["cuts"]))
     with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
               leave=False) as bar:
-        while batch := list(islice(records, 1024)):
-            texts = [text for _, record, *_ in batch for text in record.get("texts", ())]
-            encoded = iter(tokenizer["encode_batch"](texts))
-            bar.update(sum(map(len, texts)))
-            for where, record, first, last in batch:
-                ids = [next(encoded) for _ in record.get("texts", ())]
-                masked = np.repeat([1, 0], [*map(len, ids)]) if len(ids) == 2 else None
-                if "messages" in record:
-                    ids, masked = _chat(record, tokenizer, where)
-                yield np.concatenate(ids), masked, "messages" in record, first, last
+        while batch := list(islice(rows, 1024)):
+            texts = [_texts(row, where) for where, row, _ in batch]
+            encoded = iter(tokenizer["encode_batch"]([*chain(*texts)]))
+            bar.update(sum(map(len, chain(*texts))))
+            for (where, row, last), of_row in zip(batch, texts):
+                ids = [next(encoded) for _ in of_row]
+                if not ids:
+                    yield *_chat(row, tokenizer, where), True, last
+                else:
+                    masked = np.repeat([1, 0], [*map(len, ids)]) if len(ids) == 2 else 0
+                    yield np.concatenate(ids), masked, False, last
 
 
-def _chat(record, tokenizer, where):
-    """([ids], mask) of a conversation in the tokenizer's template. Labels are each of the
+def _chat(row, tokenizer, where):
+    """(ids, mask) of a conversation in the tokenizer's template. Labels are each of the
     assistant's turns and the id that ends it: what the template adds to its rendering of the
     messages before.
     """
-    messages, library = record["messages"], tokenizer["chat"] and tokenizer["chat"]()
+    messages, library = row["messages"], tokenizer["chat"] and tokenizer["chat"]()
     if not getattr(library, "chat_template", None):
         raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
                          "that transformers saved with one")
 
     def render(n, prompt=False):
         try:
-            return library.apply_chat_template(messages[:n], tools=record["tools"], tokenize=False,
+            return library.apply_chat_template(messages[:n], tools=row.get("tools"), tokenize=False,
                                                add_generation_prompt=prompt)
         except Exception as e:  # a template raises what it likes
             raise ValueError(f"{where}: the chat template refuses it: {e}") from None
@@ -684,15 +680,15 @@ def _chat(record, tokenizer, where):
             if not text.startswith(turn):  # it leaves out the thinking of earlier turns
                 turn = text[: text.index(library.eos_token, len(before)) + len(library.eos_token)]
             masked[(starts >= len(before)) & (starts < len(turn))] = 0
-    return [np.array(out["input_ids"])], masked
+    return np.array(out["input_ids"]), masked
 
 
-def _record(row, where):
-    """{"texts"} (one, or prompt and completion) or {"messages", "tools"} of a row of a file."""
+def _texts(row, where):
+    """The texts of a row of a file: one, or prompt and completion; none of a chat."""
     row = row if isinstance(row, dict) else {}
     for names in (["text"], ["prompt", "completion"]):
         if all(isinstance(row.get(name), str) for name in names):
-            return {"texts": [row[name] for name in names]}
+            return [row[name] for name in names]
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
                          "'completion', or a list 'messages'")
@@ -701,38 +697,36 @@ def _record(row, where):
         if not isinstance(message, dict) or message.get("role") not in roles:
             raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
                              f"{str(message)[:80]}")
-    return {"messages": row["messages"], "tools": row.get("tools")}
+    return []
 
 
-def _records(path, cuts):
-    """Yield (where, record, first, last) of the rows of a file or folder, or the pieces of a text.
-    """
+def _rows(path, cuts):
+    """Yield (where, row, last) of the rows of a file or folder; the pieces of a text are rows."""
     kind = path.name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     if path.is_dir() or kind == "parquet":
         for number, row in enumerate(_arrow_rows(path), 1):
-            yield (where := f"{path} row {number}"), _record(row, where), True, True
+            yield f"{path} row {number}", row, True
         return
-    form = dict(mode="rt", encoding="utf-8", newline="\n")
-    with (gzip.open(path, **form) if path.suffix == ".gz" else
-          _need("zstandard", path).open(path, **form) if path.suffix == ".zst" else
-          open(path, **form)) as file:
-        number = 0
+    opened = (gzip.open if path.suffix == ".gz" else
+              _need("zstandard", path).open if path.suffix == ".zst" else open)
+    where = str(path)
+    with opened(path, mode="rt", encoding="utf-8", newline="\n") as file:
         try:
-            rows = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
-            for number, (text, last) in enumerate(rows, 1):
+            texts = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
+            for number, (text, last) in enumerate(texts, 1):
+                where = f"{path} line {number}" if kind == "jsonl" else str(path)
                 if "\0" in text:
-                    raise ValueError(f"{path} line {number}: has a zero byte, which no text has")
+                    raise ValueError(f"{where}: has a zero byte, which no text has")
                 if kind != "jsonl":
-                    yield str(path), {"texts": [text]}, number == 1, last
+                    yield where, {"text": text}, last
                 elif text.strip():
-                    where = f"{path} line {number}"
-                    yield where, _record(json.loads(text), where), True, True
+                    yield where, json.loads(text), True
         except UnicodeDecodeError as e:
             place = file.buffer.tell() - len(e.object) + e.start
             raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl, .bin, "
                              ".npy, .parquet, or a folder of datasets") from None
         except (json.JSONDecodeError, OSError, EOFError, zlib.error) as e:
-            raise ValueError(f"{path} line {number}: damaged, or not JSON: {e}") from None
+            raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
 
 
 def _pieces(file, cuts, size=2**16):
@@ -751,13 +745,12 @@ def _pieces(file, cuts, size=2**16):
 
 def _arrow_rows(path):
     """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
-    arrow, state = _need("pyarrow.parquet", path), path / "state.json"
+    parquet, ipc = _need("pyarrow.parquet", path), _need("pyarrow.ipc", path)
     try:
         if path.is_file():
-            batches = arrow.ParquetFile(path).iter_batches()
+            batches = parquet.ParquetFile(path).iter_batches()
         else:
-            state = json.loads(state.read_text())
-            ipc = _need("pyarrow.ipc", path)
+            state = json.loads((path / "state.json").read_text())
             batches = (batch for part in state["_data_files"]
                        for batch in ipc.open_stream(str(path / part["filename"])))
         for batch in batches:
@@ -859,8 +852,7 @@ def fingerprint(source):
     for shard in shards:
         crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][:n]), crc)
         crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][-n:]), crc)
-    n_tokens = sum(len(shard["tokens"]) for shard in shards)
-    return f"{n_tokens} tokens in {len(shards)} shards, crc32 {crc:08x}"
+    return f"{source['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
 
 
 def text_metrics(means, source):
@@ -872,7 +864,7 @@ def text_metrics(means, source):
 
 def _standard_library():
     """List Python's own sources without their tests: real text on any machine that runs this."""
-    root, paths = Path(sysconfig.get_path("stdlib")), []
+    root, paths = Path(os.__file__).parent, []
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - skip  # os.walk then does not enter them
@@ -892,11 +884,11 @@ def _expand(patterns, lenient=False):
             raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'"
                              if os.path.isdir(pattern) else
                              f"data {pattern!r}: no such file, and no file matches it as a glob")
-        empty = [path for path in found if not path.stat().st_size]
-        if not lenient and empty:
-            raise ValueError(f"{empty[0]}: the file is empty")
-        paths += [path for path in found if path not in empty]
-    return paths
+        paths += found
+    empty = [path for path in paths if not path.stat().st_size]
+    if empty and not lenient:
+        raise ValueError(f"{empty[0]}: the file is empty")
+    return [path for path in paths if path not in empty]
 
 
 # {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
@@ -953,35 +945,33 @@ def make_tokenizer(name):
     """
     own = {"begin": None, "end": 0, "chat": None, "key": name}
     if name == "bytes":
-        own |= {"encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8)
-                                               for text in texts],
-                "decode": _decode_bytes, "n_bytes": len, "vocab_size": 256}
-    elif name.startswith("tiktoken:"):
-        own |= _tiktoken(name)
+        own |= {"vocab_size": 256, "decode": _decode_bytes, "n_bytes": len, "encode_batch":
+                lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]}
     else:
-        own |= _library_tokenizer(name)
-    small = own["vocab_size"] <= 2**8, own["vocab_size"] <= 2**16
-    dtype = np.uint8 if small[0] else np.uint16 if small[1] else np.uint32
+        own |= (_tiktoken if name.startswith("tiktoken:") else _library_tokenizer)(name)
+    dtype = np.min_scalar_type(own["vocab_size"] - 1)
     def encode_batch(texts): return [np.asarray(ids, dtype) for ids in own["encode_batch"](texts)]
     def encode(text): return encode_batch([text])[0]
+    def decode(ids): return own["decode"](np.asarray(ids).tolist())
     probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight"
     cuts = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
-    return {"n_bytes": lambda ids: len(own["decode"](ids).encode()), **own, "dtype": dtype,
-            "encode_batch": encode_batch, "encode": encode, "cuts": cuts}
+    return {"n_bytes": lambda ids: len(decode(ids).encode()), **own, "dtype": dtype, "cuts": cuts,
+            "encode_batch": encode_batch, "encode": encode, "decode": decode}
 
 
 def _decode_bytes(ids):
-    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in np.asarray(ids).tolist()]
+    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in ids]
     return b"".join(pieces).decode(errors="replace")
 
 
 def _tiktoken(name):
+    library = _need("tiktoken", f"tokenizer {name!r}")
     try:
-        tok = _need("tiktoken", f"tokenizer {name!r}").get_encoding(name.partition(":")[2])
+        tok = library.get_encoding(name.partition(":")[2])
     except Exception as e:  # an unknown name, or its files are not here and not to be had
         raise ValueError(f"tokenizer {name!r}: {e}") from None
-    return {"encode_batch": tok.encode_ordinary_batch, "vocab_size": tok.n_vocab,
-            "decode": lambda ids: tok.decode(np.asarray(ids).tolist()), "end": tok.eot_token}
+    return {"encode_batch": tok.encode_ordinary_batch, "decode": tok.decode,
+            "vocab_size": tok.n_vocab, "end": tok.eot_token}
 
 
 def _library_tokenizer(name):
@@ -990,13 +980,14 @@ def _library_tokenizer(name):
     if not path.is_file():
         raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
                          "with one, nor tiktoken:NAME")
+    library = _need("tokenizers", f"tokenizer {name!r}")
     try:
-        tok = _need("tokenizers", f"tokenizer {name!r}").Tokenizer.from_file(str(path))
+        tok = library.Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
     files = sorted(p for p in Path(name).glob("*") if p.is_file()) or [path]
 
-    @lru_cache
+    @cache
     def chat():
         library = _need("transformers", f"tokenizer {name!r}: a chat")
         return library.AutoTokenizer.from_pretrained(name, local_files_only=True)
@@ -1009,7 +1000,7 @@ def _library_tokenizer(name):
     framed = [i for i in tok.encode("").ids if i != end]  # what it puts before a text by itself
     return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch(
                 texts, add_special_tokens=False)],
-            "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
+            "decode": partial(tok.decode, skip_special_tokens=False),
             "vocab_size": tok.get_vocab_size(), "begin": framed[0] if framed else None, "end": end,
             "chat": chat if len(files) > 1 else None,
             "key": [zlib.crc32(file.read_bytes()) for file in files]}
