@@ -261,7 +261,9 @@ def eval_examples_at(index, batch_size, n, rows=None):
     batches are a fair sample. Past the last, examples repeat with a mask of False.
     """
     places = _places(index, batch_size, rows)
-    return permute(places % n, n, "held out"), places < n
+    examples = [_permuted_block(place // BLOCK, n, "held out")[place % BLOCK]
+                for place in (places % n).tolist()]
+    return np.array(examples, np.int64), places < n
 
 
 def eval_batch_at(source, index, batch_size, rows=None):
@@ -296,10 +298,9 @@ def mix(sources, weights):
         part_of.append(min(due)[1])
         ranks.append(counts[part_of[-1]])
         counts[part_of[-1]] += 1
-    return _join(sources) | {
-        "parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
-        "counts": np.array(counts),
-        "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
+    n = max(ceil(each["n"] / share) for each, share in zip(sources, shares))
+    return _join(sources) | {"parts": sources, "part_of": np.array(part_of), "n": n,
+                             "rank": np.array(ranks), "counts": np.array(counts)}
 
 
 def _mixed(source, places, seed):

@@ -271,7 +271,8 @@ def test_evaluation_has_each_example_once():
     """Those that the mask lets count are every example once, in a shuffled order that no batch size
     changes; rows asked for alone are the same.
 
-    Break: data.py: n, "held out"), places < n => n, "held out"), places <= n
+    Break: data.py: np.array(examples, np.int64), places < n =>
+    np.array(examples, np.int64), places <= n
     """
     orders = []
     for batch_size in (1, 7, 50, 64):
