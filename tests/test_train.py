@@ -1744,7 +1744,7 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
     1e-4, and not those of rows that are not packed.
 
-    Break: data.py: if not form["packed"]: => if True:
+    Break: data.py: if form["packed"] else {}) => if False else {})
     """
     (tmp_path / "docs.jsonl").write_text("".join(
         json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
