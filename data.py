@@ -638,7 +638,7 @@ def _encoded(paths, tokenizer):
     rows = (row for path in paths for row in _rows(path, tokenizer["cuts"]))
     with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
               leave=False) as bar:
-        while batch := list(islice(rows, 1024)):
+        while batch := list(islice(rows, 512)):
             texts = [_texts(row, where) for where, row, _ in batch]
             encoded = iter(tokenizer["encode_batch"]([*chain(*texts)]))
             bar.update(sum(map(len, chain(*texts))))
@@ -730,7 +730,7 @@ def _rows(path, cuts):
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
 
 
-def _pieces(file, cuts, size=2**16):
+def _pieces(file, cuts, size=2**14):
     """Yield (text, whether it is the last) in pieces of some `size` characters, cut where a
     tokenizer splits words anyway: after a line that is not empty, before one that is not indented.
     """
@@ -939,8 +939,9 @@ def _check_ids(rows, vocab_size, shards):
 def make_tokenizer(name):
     """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
     "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "begin", "end": ids around a document
-    (begin None: an end also stands before it), "chat": None or a function that loads transformers'
-    tokenizer, "cuts": whether a text may be encoded in pieces, "key": text that names it}.
+    (begin None: an end also stands before it), "stops": ids that end a sample, "chat": None or a
+    function that loads transformers' tokenizer, "cuts": whether a text may be encoded in pieces,
+    "key": what tells it from others}.
 
     name: "bytes", a tokenizer.json, a folder that transformers saved, or tiktoken:ENCODING.
     """
@@ -956,8 +957,9 @@ def make_tokenizer(name):
     def decode(ids): return own["decode"](np.asarray(ids).tolist())
     probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight"
     cuts = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
-    return {"n_bytes": lambda ids: len(decode(ids).encode()), **own, "dtype": dtype, "cuts": cuts,
-            "encode_batch": encode_batch, "encode": encode, "decode": decode}
+    return {"n_bytes": lambda ids: len(decode(ids).encode()), "stops": {own["end"]}, **own,
+            "dtype": dtype, "cuts": cuts, "encode_batch": encode_batch, "encode": encode,
+            "decode": decode}
 
 
 def _decode_bytes(ids):
@@ -993,15 +995,19 @@ def _library_tokenizer(name):
         library = _need("transformers", f"tokenizer {name!r}: a chat")
         return library.AutoTokenizer.from_pretrained(name, local_files_only=True)
 
-    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-    end = next((i for i in map(tok.token_to_id, names) if i is not None), None)
-    end = chat().eos_token_id if end is None and len(files) > 1 else end
-    if end is None:
+    settings = path.with_name("tokenizer_config.json")
+    eos = json.loads(settings.read_text()).get("eos_token") if settings in files else None
+    eos = eos["content"] if isinstance(eos, dict) else eos  # in a chat, the end of a turn
+    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", *([eos] if eos else []))
+    ends = [i for i in map(tok.token_to_id, names) if i is not None]
+    if not ends:
         raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
+    end = ends[0]
     framed = [i for i in tok.encode("").ids if i != end]  # what it puts before a text by itself
-    return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch(
+    return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch_fast(
                 texts, add_special_tokens=False)],
             "decode": partial(tok.decode, skip_special_tokens=False),
             "vocab_size": tok.get_vocab_size(), "begin": framed[0] if framed else None, "end": end,
+            "stops": {end, tok.token_to_id(eos) if eos else end},
             "chat": chat if len(files) > 1 else None,
             "key": [zlib.crc32(file.read_bytes()) for file in files]}

@@ -343,16 +343,17 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
 
 def sample_text(params, cfg, key, tokenizer):
     """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
-    of a document. tokenizer: {"encode", "decode", "end"}.
+    of a document or of a turn in a chat. tokenizer: {"encode", "decode", "begin", "end", "stops"}.
     """
     if not cfg.sample_tokens:
         return []
-    end = tokenizer["end"]
-    start = [end, *tokenizer["encode"](cfg.prompt)]
+    first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
+    start = [first, *tokenizer["encode"](cfg.prompt)]
     new = generate(params, np.tile(np.int32(start), (cfg.n_samples, 1)),
                    np.full(cfg.n_samples, len(start), np.int32), cfg, key, cfg.sample_tokens)
     rows = multihost_utils.process_allgather(new, tiled=True).tolist()
-    return [cfg.prompt + tokenizer["decode"]([*takewhile(lambda t: t != end, row)]) for row in rows]
+    return [cfg.prompt + tokenizer["decode"]([*takewhile(
+        lambda t: t not in tokenizer["stops"], row)]) for row in rows]
 
 
 def _write_cache(cache, new, positions_BT):
