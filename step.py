@@ -8,7 +8,6 @@ numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and 
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 import contextlib
-import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, update_wrapper
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -476,20 +475,3 @@ def choose_dtype(dtype, platform):
         flags = Path("/proc/cpuinfo")
         return "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
     return "bfloat16" if dtype == "auto" else dtype
-
-
-def slice_devices(name, slices=1):
-    """The devices of TPU slices that need not be here, as v5p:8x8x8, to compile for."""
-    if not importlib.util.find_spec("libtpu"):
-        raise ValueError(f"plan_for {name!r}: the TPU compiler is missing: pip install 'jax[tpu]'")
-    # Stop libtpu probing for hardware; allow planners to run side by side.
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                      TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-    jax.config.update("jax_platforms", "cpu")
-    # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
-    cores = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
-    try:
-        return topologies.get_topology_desc(name, "tpu", num_slices=slices, **cores).devices
-    except (RuntimeError, ValueError) as e:
-        raise ValueError(f"plan_for {name!r}: no such TPU slice ({str(e).splitlines()[0]}); legal "
-                         "are names like v5p:8x8x8, v6e:16x16, v5e:4x4") from None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """step.py against NumPy's AdamW, optax's schedules, and itself over every mesh of eight devices."""
 import dataclasses
-import importlib.util
 import types
 from functools import cache
 from itertools import product
@@ -1228,14 +1227,3 @@ def test_host_memory_that_a_device_lacks_is_refused():
         step.check_host_memory(cfg, jax.devices()[0])
         with pytest.raises(ValueError, match=f"TPU v0 has no pinned_host.*set {instead}"):
             step.check_host_memory(cfg, bare)
-
-
-def test_a_slice_that_is_not_there_is_refused():
-    """Without the TPU compiler, or for a slice of no such shape, one clear line.
-
-    Break: step.py: if not importlib.util.find_spec("libtpu"): => if False:
-    """
-    wanted = ("no such TPU slice.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
-              else "the TPU compiler is missing: pip install 'jax\\[tpu\\]'")
-    with pytest.raises(ValueError, match=f"plan_for 'v9:1': {wanted}"):
-        step.slice_devices("v9:1")
