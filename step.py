@@ -402,8 +402,7 @@ def memory_limit(mesh):
     """
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return memory // len(jax.local_devices())
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
     with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
         return device.memory_stats()["bytes_limit"]
     gib = peaks(device.device_kind)[1]
@@ -424,8 +423,7 @@ def check_fits(kinds, mesh):
     """Raise MemoryError when an update needs more memory than a device has: what it needs, and what
     to change when nothing but more devices can help. kinds: of memory_by_kind.
     """
-    limit = memory_limit(mesh)
-    if limit and kinds["total"] > limit:
+    if (limit := memory_limit(mesh)) and kinds["total"] > limit:
         needs, has = kinds["total"] / 2**30, limit / 2**30
         words = [f"an update needs {needs:,.4g} GiB on each device, which has {has:,.4g} GiB"]
         if kinds["parameters"] + kinds.get("moments", 0) > limit:
