@@ -151,6 +151,9 @@ class Config:
 
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
+
+# ---- optional
+
 # A checkpoint fits no config that differs in one of these ...
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
@@ -165,8 +168,6 @@ FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len
 # Fields of this process, not of the run: config.json holds their defaults.
 START = "mode config resume allow_change coordinator n_processes process_id".split()
 
-
-# ---- optional
 
 def parse(argv, kind=Config):
     """The config of a command line. Unknown flags and malformed values end the process with code 2.
@@ -222,7 +223,7 @@ def from_json(text, where="JSON", kind=Config):
     faults = [f"unknown key {key!r} ({nearest(key, types)})" for key in given if key not in types]
     cfg = kind(**{k: tuple(v) if isinstance(v, list) else v
                   for k, v in given.items() if k in types})
-    raise_all(faults + _type_faults(cfg), where)
+    raise_all(faults + _field_faults(cfg)[0], where)
     return dataclasses.replace(
         cfg, **{k: float(getattr(cfg, k)) for k, wanted in types.items() if wanted is float})
 
@@ -269,7 +270,8 @@ def profile_span(cfg):
 
 
 def raise_all(faults, where="config"):
-    if faults:
+    """Raise one ValueError of all faults that are not empty, if there are any."""
+    if faults := list(filter(None, faults)):
         raise ValueError(f"{where}: " + ("\n  " if len(faults) > 1 else "") + "\n  ".join(faults))
 
 
@@ -287,10 +289,10 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     """Raise one ValueError with every fault: name, value, rule, nearest legal value.
 
     n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer.
-    task_faults(cfg, {axis: size}): faults of what is trained, such as text_faults.
+    task_faults(cfg, {axis: size}): faults of what is trained, empty ones among them: text_faults.
     """
-    raise_all(_type_faults(cfg))
-    out_of_bounds, names = _bound_faults(cfg), vars(cfg)
+    (mistyped, out_of_bounds), names = _field_faults(cfg), vars(cfg)
+    raise_all(mistyped)
     faults = [fault(cfg, name, f"unknown ({nearest(getattr(cfg, name), known)})")
               for name, known in dict(choices).items() if getattr(cfg, name) not in known]
     faults += [f"allow_change {name!r}: no such field ({nearest(name, names)})"
@@ -299,12 +301,7 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     raise_all(faults if out_of_bounds else [])  # the rules below divide by numbers
     faults += [fault(cfg, name, rule.format(**names)) for name, wrong, rule in RULES if wrong(cfg)]
     sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
-    faults += mesh_faults
-    if sizes:
-        faults += multiples(cfg, sizes, [("batch_size", "micro_batches x dp x fsdp x ep")])
-        outer = "dp" if sizes["dp"] > 1 else "fsdp"
-        faults += divides("slices", cfg.slices, outer, sizes[outer])
-    raise_all(faults + task_faults(cfg, sizes))
+    raise_all(faults + mesh_faults + task_faults(cfg, sizes))
 
 
 def check_resumable(old, new, old_mesh=(), mesh=()):
@@ -329,30 +326,27 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
                       f"--config {new.out_dir}/config.json)")
 
 
-def _type_faults(cfg):
-    faults = []
-    for name, kind in get_type_hints(type(cfg)).items():
+def _field_faults(cfg):
+    """Faults of single fields: (of the wrong type; of the right one, but out of bounds)."""
+    mistyped, out_of_bounds = [], []
+    for name, hint in get_type_hints(type(cfg), include_extras=True).items():
+        kind, bound = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
         value, choices = getattr(cfg, name), get_args(kind)
         if get_origin(kind) is Literal:
             legal = value in choices
-            rule = f"not one of {', '.join(choices)} ({nearest(value, choices)})"
+            words = f"not one of {', '.join(choices)} ({nearest(value, choices)})"
         elif get_origin(kind) is tuple:
             legal = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
-            rule = "must be a list of strings"
+            words = "must be a list of strings"
         else:
             legal = (isinstance(value, (int, float) if kind is float else kind)
                      and isinstance(value, bool) == (kind is bool)
                      and (kind is not float or -1e308 < value < 1e308))
-            rule = f"must be {'a finite float' if kind is float else 'of type ' + kind.__name__}"
-        faults += [] if legal else [fault(cfg, name, rule)]
-    return faults
-
-
-def _bound_faults(cfg):
-    hints = get_type_hints(type(cfg), include_extras=True).items()
-    rules = [(name, *kind.__metadata__[0]) for name, kind in hints if get_origin(kind) is Annotated]
-    return [fault(cfg, name, f"must be {words}")
-            for name, words, legal in rules if not legal(getattr(cfg, name))]
+            words = f"must be {'a finite float' if kind is float else 'of type ' + kind.__name__}"
+        mistyped += [] if legal else [fault(cfg, name, words)]
+        if legal and bound and not bound[1](value):
+            out_of_bounds.append(fault(cfg, name, f"must be {bound[0]}"))
+    return mistyped, out_of_bounds
 
 
 # (field, whether it is wrong, what to say of it)
@@ -408,7 +402,7 @@ def _idle_faults(cfg):
 
 
 def mesh_sizes(cfg, n_devices):
-    """({axis: size} with -1 worked out, or None; faults)."""
+    """({axis: size} with -1 worked out, or None; faults of the mesh and of what it splits)."""
     sizes = {a: getattr(cfg, a) for a in MESH}
     left = [a for a, n in sizes.items() if n == -1]
     if len(left) > 1:
@@ -419,41 +413,34 @@ def mesh_sizes(cfg, n_devices):
         verb, what = ("divide", "other sizes") if left else ("make", "other sizes, or one to -1")
         return None, [f"mesh {mesh}: {fixed} devices do not {verb} the {n_devices} at hand; "
                       f"set {what}"]
-    return sizes | dict.fromkeys(left, n_devices // fixed), []
+    sizes |= dict.fromkeys(left, n_devices // fixed)
+    outer = "dp" if sizes["dp"] > 1 else "fsdp"
+    rows = cfg.micro_batches * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    return sizes, [divides("slices", cfg.slices, outer, sizes[outer]), multiple(
+        "batch_size", cfg.batch_size, "micro_batches x dp x fsdp x ep", rows)]
 
 
-def multiples(cfg, sizes, rules):
-    """Faults of rules (field, "a x b"): cfg's field must be a multiple of the product of these
-    numbers, fields and mesh axes.
-    """
-    faults = []
-    for field, rule in rules:
-        of = prod(int(word) if word.isdecimal() else (sizes or {}).get(word) or getattr(cfg, word)
-                  for word in rule.split(" x "))
-        value = getattr(cfg, field)
-        if value % of:
-            legal = " or ".join(map(str, sorted({max(value // of * of, of), -(-value // of) * of})))
-            faults.append(f"{field} {value}: must be a multiple of {rule} = {of}; nearest: {legal}")
-    return faults
+def multiple(name, value, rule, of):
+    """The fault that `value` is no multiple of `of`, with the nearest legal values, or None."""
+    if value % of:
+        legal = " or ".join(map(str, sorted({max(value // of * of, of), -(-value // of) * of})))
+        return f"{name} {value}: must be a multiple of {rule} = {of}; nearest: {legal}"
 
 
 def divides(name, value, rule, whole):
-    """The fault that `value` does not divide `whole`, with the nearest legal value; none when it
-    does.
-    """
-    if whole % value == 0:
-        return []
-    legal = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - value))
-    return [f"{name} {value}: must divide {rule} = {whole}; nearest: {legal}"]
+    """The fault that `value` does not divide `whole`, with the nearest legal value, or None."""
+    if whole % value:
+        legal = (n for n in range(1, whole + 1) if whole % n == 0)
+        closest = min(legal, key=lambda n: abs(n - value))
+        return f"{name} {value}: must divide {rule} = {whole}; nearest: {closest}"
 
 
 def text_faults(cfg, sizes):
     """Faults between the fields that shape the transformer, on a mesh of these sizes or None."""
-    heads = [] if cfg.head_dim else [("d_model", "2 x n_heads")]
-    heads += [("n_heads", "n_kv_heads")] if cfg.n_kv_heads else []
-    faults = multiples(cfg, sizes, heads)
-    if cfg.head_dim % 2:
-        faults.append(fault(cfg, "head_dim", "must be even, for rotary positions"))
+    faults = [
+        not cfg.head_dim and multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads),
+        cfg.n_kv_heads and multiple("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads),
+        cfg.head_dim % 2 and fault(cfg, "head_dim", "must be even, for rotary positions")]
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
     legal = max(round(unit * cfg.scale), 1) / unit
     if abs(legal - cfg.scale) > 1e-9 * legal:
@@ -461,15 +448,16 @@ def text_faults(cfg, sizes):
         return [*faults, fault(cfg, "scale", rule)]
     if not sizes:
         return faults
-    if cfg.n_experts:
-        faults += divides("ep", sizes["ep"], "n_experts", cfg.n_experts)
-    elif sizes["ep"] > 1:
+    if sizes["ep"] > 1 and not cfg.n_experts:
         faults.append(f"ep {sizes['ep']}: no experts to split; set --ep 1, or --n_experts")
-    part = max(cfg.seq_len // sizes["sp"], 1)
-    for name in ("logit_tiles", "mlp_tiles"):
-        faults += divides(name, getattr(cfg, name) or 1, "seq_len / sp", part)
-    scaled = dataclasses.replace(cfg, n_heads=round(cfg.n_heads * cfg.scale))
-    return faults + multiples(scaled, sizes, [("seq_len", "sp"), ("n_heads", "tp x sp")])
+    part, n_heads = max(cfg.seq_len // sizes["sp"], 1), round(cfg.n_heads * cfg.scale)
+    return [
+        *faults,
+        cfg.n_experts and divides("ep", sizes["ep"], "n_experts", cfg.n_experts),
+        divides("logit_tiles", cfg.logit_tiles or 1, "seq_len / sp", part),
+        divides("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", part),
+        multiple("seq_len", cfg.seq_len, "sp", sizes["sp"]),
+        multiple("n_heads", n_heads, "tp x sp", sizes["tp"] * sizes["sp"])]
 
 
 def derive_text(cfg):

@@ -5,19 +5,18 @@ Owns token files and documents, tokenizers, preparation, packing, the order of t
 placement on devices. Refuses files that are malformed or hold ids beyond the vocabulary. Invariant:
 `batch_at(source, step, ...)` depends on its arguments alone; there is no iterator state. A source
 is what `make_source` makes of shards; a shard is a dict: "name", "tokens" (1-D integers, left on
-disk), and of text "documents", "pieces", "masked" (see `prepare`).
+disk), and of text "documents", "masked", "counts" (see `prepare`).
 """
 import contextlib
 import fcntl
 import glob
 import gzip
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import re
 import shutil
-import sysconfig
 import threading
 import time
 import zlib
@@ -25,8 +24,8 @@ from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
-from functools import lru_cache
-from itertools import islice
+from functools import cache, lru_cache, partial
+from itertools import chain, islice, repeat
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
@@ -35,7 +34,6 @@ import numpy as np
 from tqdm import tqdm
 
 IGNORE = -100  # label ignored by the loss
-BLOCK = 4096  # places of an epoch that are permuted in one call and cached
 
 
 # ---- the shuffle
@@ -71,31 +69,6 @@ def permute(index, n, seed):
     return out.astype(np.int64)
 
 
-@lru_cache(maxsize=16)
-def _permuted_block(block, n, seed):
-    return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
-
-
-def _permuted(places, n, seed):
-    """permute(places, n, seed), by cached blocks: a call of permute for each batch is slower."""
-    blocks, within = np.divmod(places, BLOCK)
-    if (blocks == blocks[0]).all():
-        return _permuted_block(int(blocks[0]), n, seed)[within]
-    return np.array([_permuted_block(int(b), n, seed)[w] for b, w in zip(blocks, within)])
-
-
-def _shuffled(places, n, seed):
-    """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end."""
-    epochs, within = np.divmod(places, n)
-    if (epochs == epochs[:1]).all() and len(epochs):
-        return _permuted(within, n, (seed, int(epochs[0])))
-    examples = np.empty(len(places), np.int64)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        examples[here] = _permuted(within[here], n, (seed, epoch))
-    return examples
-
-
 def examples_at(step, batch_size, n, seed=0, rows=None):
     """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
 
@@ -126,13 +99,13 @@ def make_source(shards, form=()):
     ignored. With any other, a sequence is what `pack` puts into it.
     """
     form = FORM | dict(form)
-    if form["fill"] != "stream":
-        shards = [shard if "rows" in shard else shard | {"rows": pack(
-            _lengths(shard, form), form["seq_len"], form["fill"] == "one")} for shard in shards]
     T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
-    counts = [len(shard["rows"][0]) - 1 if "rows" in shard else -(-(len(shard["tokens"]) - 1) // T)
-              for shard in shards]
-    return {"shards": shards, "form": form, "n": sum(counts), "ends": np.cumsum(counts),
+    if form["fill"] == "stream":
+        counts = -(-(lengths - 1) // T)
+    else:
+        shards = [shard if "rows" in shard else _fill_rows(shard, form) for shard in shards]
+        counts = [len(shard["rows"][0]) - 1 for shard in shards]
+    return {"shards": shards, "form": form, "n": int(sum(counts)), "ends": np.cumsum(counts),
             "lengths": lengths}
 
 
@@ -143,15 +116,9 @@ def batch_at(source, step, batch_size, seed=0, rows=None):
     Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
     """
     places = _places(step, batch_size, rows)
-    if "parts" not in source:
-        return _sequences(source, _shuffled(places, source["n"], seed))
-    cycles, within = np.divmod(places, len(source["part_of"]))
-    part_of = source["part_of"][within]
-    n = source["sizes"][part_of]
-    epochs, places = np.divmod(cycles * source["counts"][part_of] + source["rank"][within], n)
-    rows = zip(*(x.tolist() for x in (*np.divmod(places, BLOCK), n, epochs)))
-    examples = [_permuted_block(block, n, (seed, epoch))[i] for block, i, n, epoch in rows]
-    return _sequences(source, source["firsts"][part_of] + examples)
+    if "parts" in source:
+        return _mixed(source, places, seed)
+    return _sequences(source, _shuffled(places, source["n"], seed))
 
 
 def _sequences(source, examples):
@@ -171,22 +138,15 @@ def _windows(source, shard_of, within):
     windows = np.empty((len(shards), T + 1), np.int32)
     for row, shard, start in zip(windows, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
-    if form["vocab_size"] and (windows.min() < 0 or windows.max() >= form["vocab_size"]):
-        for row, shard in zip(windows, shards):
-            _check_ids(row, form["vocab_size"], shard["name"])
+    _check_ids(windows, form["vocab_size"], shards)
     tokens, labels = windows[:, :-1], windows[:, 1:].copy()
     for row in np.flatnonzero(within * T - starts):  # the window before has these
         labels[row, : within[row] * T - starts[row]] = IGNORE
     for row, shard, start in zip(labels, shards, starts.tolist()):
         if "masked" in shard:
             row[shard["masked"][start + 1 : start + T + 1] == 1] = IGNORE
-    if not form["packed"]:
-        return {"tokens": tokens, "labels": labels}
-    begins = np.stack([_begins(*each) for each in zip(shards, starts.tolist(), tokens, labels)])
-    places = np.arange(T, dtype=np.int32)[None]
-    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    segments = 1 + begins.cumsum(axis=1, dtype=np.int32)
-    return {"tokens": tokens, "labels": labels, "segments": segments, "positions": places - first}
+    batch = {"tokens": tokens, "labels": labels}
+    return batch | (_segments(batch, shards, starts.tolist()) if form["packed"] else {})
 
 
 # ---- to the devices
@@ -202,15 +162,8 @@ def to_device(batch, shardings, batch_size):
 
     shardings: {name: sharding}; local_rows tells which rows each name needs, in order.
     """
-    every_row = np.arange(batch_size)
-
-    def place(x, sharding):
-        shape = (batch_size, *x.shape[1:])
-        rows = local_rows(sharding, shape)
-        return jax.make_array_from_callback(shape, sharding, lambda index: x[
-            np.searchsorted(rows, every_row[index[0]])][:, *index[1:]])
-
-    return {name: place(x, shardings[name]) for name, x in batch.items()}
+    shapes = {name: (batch_size, *x.shape[1:]) for name, x in batch.items()}
+    return jax.make_array_from_process_local_data(shardings, batch, shapes)
 
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False):
@@ -224,16 +177,15 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False):
             pass
         return item
 
+    items = (pool.submit(made, i) for i in range(start, stop))  # each when it is asked for
     try:
-        ahead = deque(pool.submit(made, i) for i in range(start, min(start + depth, stop)))
-        for i in range(start, stop):
-            began = time.perf_counter()
-            item = ahead.popleft()
-            while not item.done() and not wait([item], 0.1).done:
+        ahead = deque(islice(items, depth))
+        while ahead:
+            began, item = time.perf_counter(), ahead.popleft()
+            while not wait([item], 0.1).done:
                 if stopped():
                     return
-            if i + depth < stop:
-                ahead.append(pool.submit(made, i + depth))
+            ahead.extend(islice(items, 1))
             yield item.result(), time.perf_counter() - began
     finally:
         closed.set()
@@ -257,28 +209,49 @@ def open_text(cfg, parts=("train", "val")):
     def opened(patterns):
         return open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
 
-    def part(source, at, **more):
-        return source and {
+    def part(source, at):
+        return {
             "n": source["n"], "fingerprint": fingerprint(source), "about": describe(source),
-            "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows, **more),
+            "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows),
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
-    names, weights = zip(*(each.rpartition("=")[::2] for each in cfg.mix)) if cfg.mix else ((), ())
-    files = {*map(os.path.realpath, _expand([*names, *cfg.data], lenient=True))}
+    mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
+    files = {*map(os.path.realpath, _expand([*mixed, *cfg.data], lenient=True))}
     if both := files & {*map(os.path.realpath, _expand(cfg.val_data, lenient=True))}:
         raise ValueError(f"{min(both)}: is in both data and val_data; take it out of one")
-    val = part(cfg.val_data and opened(cfg.val_data), eval_batch_at) or None
-    if cfg.order == "windows":
-        return {"train": _in_windows(cfg, opened) if "train" in parts else None, "val": val}
-    if "train" not in parts and val:
+    val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
+    if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
-    sources = {name: opened([name]) for name in names} or {"": opened(cfg.data)}
+    if cfg.order == "windows":
+        return {"train": _in_windows(cfg, opened), "val": val}
+    sources = {name: opened([name]) for name in mixed} or {"": opened(cfg.data)}
     if cfg.val_frac and not val:
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
         sources = {name: train for name, (train, _) in pairs.items()}
         vals = {name: part(held_out, eval_batch_at) for name, (_, held_out) in pairs.items()}
         val = vals.get("") or {"parts": vals}
-    return {"train": part(mix([*sources.values()], weights), batch_at, seed=cfg.seed), "val": val}
+    train = mix([*sources.values()], [*mixed.values()])
+    return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
+
+
+BLOCK = 4096  # places of an epoch that are permuted in one call and cached
+
+
+@lru_cache(maxsize=16)
+def _permuted_block(block, n, seed):
+    return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
+
+
+def _shuffled(places, n, seed):
+    """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end; n may be
+    an array, of one for each place. By cached blocks: to permute each batch is slower.
+    """
+    epochs, within = np.divmod(places, n)
+    blocks, within = np.divmod(within, BLOCK)
+    each = zip(blocks.tolist(), within.tolist(), epochs.tolist(),
+               n.tolist() if np.ndim(n) else repeat(n))
+    return np.array([_permuted_block(block, size, (seed, epoch))[place]
+                     for block, place, epoch, size in each], np.int64)
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
@@ -288,7 +261,9 @@ def eval_examples_at(index, batch_size, n, rows=None):
     batches are a fair sample. Past the last, examples repeat with a mask of False.
     """
     places = _places(index, batch_size, rows)
-    return _permuted(places % n, n, "held out"), places < n
+    examples = [_permuted_block(place // BLOCK, n, "held out")[place % BLOCK]
+                for place in (places % n).tolist()]
+    return np.array(examples, np.int64), places < n
 
 
 def eval_batch_at(source, index, batch_size, rows=None):
@@ -323,11 +298,29 @@ def mix(sources, weights):
         part_of.append(min(due)[1])
         ranks.append(counts[part_of[-1]])
         counts[part_of[-1]] += 1
-    whole = make_source([x for each in sources for x in each["shards"]], sources[0]["form"])
+    n = max(ceil(each["n"] / share) for each, share in zip(sources, shares))
+    return _join(sources) | {"parts": sources, "part_of": np.array(part_of), "n": n,
+                             "rank": np.array(ranks), "counts": np.array(counts)}
+
+
+def _mixed(source, places, seed):
+    cycles, within = np.divmod(places, len(source["part_of"]))
+    part_of = source["part_of"][within]
+    places = cycles * source["counts"][part_of] + source["rank"][within]
+    return _sequences_of_parts(source, part_of, places, seed)
+
+
+def _join(sources):
+    """One source of the shards of several, and where each of these begins in it."""
     sizes = np.array([each["n"] for each in sources])
-    return whole | {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
-                    "counts": np.array(counts), "sizes": sizes, "firsts": sizes.cumsum() - sizes,
-                    "n": max(ceil(each["n"] / share) for each, share in zip(sources, shares))}
+    return make_source([shard for each in sources for shard in each["shards"]],
+                       sources[0]["form"]) | {"sizes": sizes, "firsts": sizes.cumsum() - sizes}
+
+
+def _sequences_of_parts(source, part_of, places, seed):
+    """Build rows: of each the joined source that it is from, and its place in epochs of that."""
+    examples = _shuffled(places, source["sizes"][part_of], seed)
+    return _sequences(source, source["firsts"][part_of] + examples)
 
 
 def _in_windows(cfg, opened):
@@ -339,87 +332,80 @@ def _in_windows(cfg, opened):
     the run when it resumes, find it. Beside what open_text says: "windows": step -> those begun
     before it; "finished": step -> how many are used up; "resume": takes those of a checkpoint.
     """
-    log, order, sources, since = Path(cfg.out_dir) / "windows.jsonl", [], {}, []
-    B = cfg.batch_size
+    log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
+    B, source_of = cfg.batch_size, cache(lambda name: opened([name]))
 
-    def found(epoch, seen):  # a file is opened when its turn comes
-        names = map(str, _expand(cfg.data, lenient=True))
-        for name in sorted({*names} - {*seen}, key=lambda name: [
-                int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
-            sources[name] = sources.get(name) or opened([name])
-            if n := sources[name]["n"]:
-                yield {"epoch": epoch, "name": name, "n": n}
-
-    def reaches(place):
-        while sum(each["n"] for each in order) <= place:
-            lines = log.read_text().splitlines() if log.exists() else []
-            if len(lines) <= len(order) and jax.process_index() == 0:
-                window = _next_window(cfg, order, found, since)
-                lines += [json.dumps(window)] if window else []
-                resume(map(json.loads, lines))
-            if len(lines) <= len(order):
-                return False
-            order.append(json.loads(lines[len(order)]))
-        return True
+    def ends():
+        return np.cumsum([0, *(window["n"] for window in order)])
 
     def resume(windows):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".tmp").write_text("".join(json.dumps(each) + "\n" for each in windows))
         log.with_suffix(".tmp").replace(log)
 
+    def reaches(place):
+        if ends()[-1] <= place and log.exists():
+            order[:] = map(json.loads, log.read_text().splitlines())
+        while ends()[-1] <= place and (window := _next_window(cfg, order, source_of, waits)):
+            order.append(window)
+            resume(order)
+        return ends()[-1] > place
+
     def finished(step):
-        return int(np.searchsorted(np.cumsum([w["n"] for w in order]), step * B, side="right"))
+        return int(np.searchsorted(ends()[1:], step * B, side="right"))
 
     def batch(step, rows):
         if not reaches(step * B + B - 1):
             return None
-        ends, places = np.cumsum([w["n"] for w in order]), _places(step, B, rows)
+        places = _places(step, B, rows)
+        window_of = np.searchsorted(ends()[1:], places, side="right")
+        used, part_of = np.unique(window_of, return_inverse=True)
+        for window in (order[i] for i in used.tolist()):
+            if (n := source_of(window["name"])["n"]) != window["n"]:
+                raise ValueError(f"{window['name']}: had {window['n']} sequences when the run "
+                                 f"first read it, now {n}; bring it back")
+        whole = _join([source_of(order[i]["name"]) for i in used.tolist()])
+        # Each window is an epoch of its own: its number names the permutation.
+        places += window_of * whole["sizes"][part_of] - ends()[window_of]
+        return _sequences_of_parts(whole, part_of, places, cfg.seed)
 
-        def rows_of(i, at):
-            name, n = order[i]["name"], order[i]["n"]
-            sources[name] = sources.get(name) or opened([name])
-            if sources[name]["n"] != n:
-                raise ValueError(f"{name}: had {n} sequences when the run first read it, now "
-                                 f"{sources[name]['n']}; bring it back")
-            return _sequences(sources[name], _permuted(places[at] - ends[i] + n, n, (cfg.seed, i)))
-
-        window_of, out = np.searchsorted(ends, places, side="right"), {}
-        for i in np.unique(window_of).tolist():
-            at = window_of == i
-            for name, x in rows_of(i, at).items():
-                out.setdefault(name, np.empty((len(places), cfg.seq_len), np.int32))[at] = x
-        return out
-
-    first = list(islice(found(0, ()), cfg.windows_per_epoch or None))
+    first = list(islice(_unseen(cfg, source_of, 0, ()), cfg.windows_per_epoch or None))
     if not first:
         raise ValueError(f"data {' '.join(cfg.data)}: no file here has a sequence")
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
-            "fingerprint": "windows", "bytes_per_token": None, "about": f"{len(first)} windows",
-            "finished": finished, "windows": lambda step: order[: finished(step) + 1],
-            "resume": resume}
+            "fingerprint": "windows", "about": f"{len(first)} windows", "resume": resume,
+            "finished": finished, "windows": lambda step: order[: finished(step) + 1]}
 
 
-def _next_window(cfg, order, found, since):
-    """The window after those of `order`: the same again, the next one found, or, once none came for
-    wait_s or the epoch has its windows, the first of the next epoch; None to wait. since: times at
-    which there was none.
+def _unseen(cfg, source_of, epoch, seen):
+    """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
+    names = map(str, _expand(cfg.data, lenient=True))
+    for name in sorted({*names} - {*seen}, key=lambda name: [
+            int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
+        if n := source_of(name)["n"]:
+            yield {"epoch": epoch, "name": name, "n": n}
+
+
+def _next_window(cfg, order, source_of, waits):
+    """The window after those of `order`: the same again, the next unseen one, or, once none came
+    for wait_s or the epoch has its windows, the first of the next epoch. None: wait; only process 0
+    chooses. waits: {number of windows: when there was first none after them}.
     """
+    if jax.process_index():
+        return None
     epoch = order[-1]["epoch"] if order else 0
     seen = [each["name"] for each in order if each["epoch"] == epoch]
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
-    full = len({*seen}) == cfg.windows_per_epoch
-    window = None if full else next(found(epoch, seen), None)
-    if window or full:
-        since.clear()
-        return window or next(found(epoch + 1, ()), None)
-    if not since and cfg.wait_s:
-        tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
-    since.append(time.monotonic())
-    if since[-1] < since[0] + cfg.wait_s:
-        return None
-    since.clear()
-    return next(found(epoch + 1, ()), None)
+    if len({*seen}) != cfg.windows_per_epoch:
+        if window := next(_unseen(cfg, source_of, epoch, seen), None):
+            return window
+        if len(order) not in waits and cfg.wait_s:
+            tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
+        now = time.monotonic()
+        if now - waits.setdefault(len(order), now) < cfg.wait_s:
+            return None
+    return next(_unseen(cfg, source_of, epoch + 1, ()), None)
 
 
 # Whole documents in rows.
@@ -447,32 +433,37 @@ def pack(lengths, room, one_each=False):
     return np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows))), items
 
 
-def _lengths(shard, form):
-    """Positions that each document takes in a row; 0: left out."""
+def _fill_rows(shard, form):
+    """The shard with "rows", (bounds, spans): row i has spans[bounds[i]:bounds[i + 1]], of each
+    document the first token that is kept and the one after the last.
+    """
     if "documents" not in shard:
         raise ValueError(f"{shard['name']}: fill {form['fill']} needs documents, and a token file "
                          "has none; use text or .jsonl")
-    lengths, T = np.diff(shard["documents"])[:, 0] - 1, form["seq_len"]
-    if form["too_long"] == "error" and (lengths > T).any():
-        i = int(np.argmax(lengths > T))
-        raise ValueError(f"{shard['name']}: document {i + 1} has {lengths[i] + 1} tokens, more "
-                         f"than seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
-    return np.where(lengths > T, 0 if form["too_long"] == "drop" else T, np.maximum(lengths, 0))
+    (starts, stops), T = shard["documents"].T, form["seq_len"]
+    long = stops - starts > T + 1
+    if form["too_long"] == "error" and long.any():
+        i = int(np.argmax(long))
+        raise ValueError(f"{shard['name']}: document {i + 1} has {stops[i] - starts[i]} tokens, "
+                         f"more than seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
+    if form["too_long"] == "keep_end":
+        starts = np.maximum(starts, stops - T - 1)
+    else:
+        stops = np.where(long, starts + (0 if form["too_long"] == "drop" else T + 1), stops)
+    bounds, items = pack(np.maximum(stops - starts - 1, 0), T, form["fill"] == "one")
+    return shard | {"rows": (bounds, np.stack([starts, stops], axis=1)[items])}
 
 
 def _whole_documents(source, shard_of, within):
-    form, T = source["form"], source["form"]["seq_len"]
+    T, pad = source["form"]["seq_len"], source["form"]["pad"]
     batch = {name: np.zeros((len(within), T), np.int32)
              for name in ("tokens", "labels", "segments", "positions")}
     batch["labels"][:] = IGNORE
     for row, (i, at) in enumerate(zip(shard_of, within.tolist())):
-        shard = source["shards"][i]
-        bounds, items = shard["rows"]
-        spans = [shard["documents"][d].tolist() for d in items[bounds[at] : bounds[at + 1]]]
-        spans = [(max(a, b - T - 1), b) if form["too_long"] == "keep_end" else
-                 (a, min(b, a + T + 1)) for a, b in spans]
-        place = T - sum(b - a - 1 for a, b in spans) if form["pad"] == "left" else 0
-        for number, (a, b) in enumerate(spans, 1):
+        shard, (bounds, spans) = source["shards"][i], source["shards"][i]["rows"]
+        spans = spans[bounds[at] : bounds[at + 1]]
+        place = T - int((np.diff(spans) - 1).sum()) if pad == "left" else 0
+        for number, (a, b) in enumerate(spans.tolist(), 1):
             here, tokens = slice(place, place + b - a - 1), shard["tokens"][a:b].astype(np.int32)
             masked = shard["masked"][a + 1 : b] if "masked" in shard else 0
             batch["tokens"][row, here] = tokens[:-1]
@@ -481,6 +472,15 @@ def _whole_documents(source, shard_of, within):
             batch["positions"][row, here] = np.arange(b - a - 1)
             place += b - a - 1
     return batch
+
+
+def _segments(batch, shards, starts):
+    """"segments" and "positions" of windows, whose documents begin where _begins says."""
+    tokens, labels = batch.values()
+    begins = np.stack([_begins(*each) for each in zip(shards, starts, tokens, labels)])
+    places = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return {"segments": 1 + begins.cumsum(axis=1, dtype=np.int32), "positions": places - first}
 
 
 def _begins(shard, start, tokens, labels):
@@ -529,8 +529,8 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
         if form["fill"] == "stream" and len(tokens) < form["seq_len"] + 1:
             raise ValueError(f"{name}: has {len(tokens)} tokens, fewer than seq_len + 1 = "
                              f"{form['seq_len'] + 1}; use longer files or a smaller --seq_len")
-        if form["vocab_size"] and np.iinfo(tokens.dtype).max >= form["vocab_size"]:
-            _check_ids(tokens[: N_SCANNED // len(shards)], form["vocab_size"], name)
+        if np.iinfo(tokens.dtype).max >= form["vocab_size"]:
+            _check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
     return make_source(shards, form)
 
 
@@ -551,23 +551,18 @@ def prepare(paths, tokenizer, folder):
         with open(final.with_suffix(".lock"), "w") as lock:
             with contextlib.suppress(OSError):  # no locks here: at worst the work is done twice
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _sizes(final):
+            if not _prepared(final, tokenizer):
                 for leftover in (final, partial):
                     shutil.rmtree(leftover, ignore_errors=True)
                 partial.mkdir()
                 _write_prepared(paths, tokenizer, partial)
                 partial.rename(final)
-    except BaseException as e:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(e, OSError):
-            raise
+    except OSError as e:
         raise ValueError(f"{name}: cannot be prepared in {folder}: {e}; make room there, or choose "
                          "another folder with --prepared") from None
-    counts, sizes = json.loads((final / "index.json").read_text())["counts"], _sizes(final)
-    kinds = {"tokens": tokenizer["dtype"], "documents": np.int64, "masked": np.uint8}
-    arrays = {kind: np.asarray(np.memmap(final / kind, kinds[kind], "r")) for kind in sizes}
-    return {"name": name, "at": 0, "counts": counts, "path": final / "tokens",
-            "size": sizes["tokens"], **arrays, "documents": arrays["documents"].reshape(-1, 2)}
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _prepared(final, tokenizer) | {"name": name, "at": 0, "path": final / "tokens"}
 
 
 def _content(path):
@@ -580,92 +575,95 @@ def _content(path):
     return [path.suffixes[-2:], stat.st_size, crc, stat.st_size > 2**20 and stat.st_mtime_ns]
 
 
-def _sizes(folder):
-    """{file: bytes} of prepared data; None when it is not there, or not whole."""
+def _prepared(folder, tokenizer):
+    """The arrays of prepared data, and of its shard "counts" and "size"; None when it is not there,
+    or not whole.
+    """
+    kinds = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "masked": np.uint8}
     with contextlib.suppress(OSError, ValueError):
-        sizes = json.loads((folder / "index.json").read_text())["sizes"]
-        return sizes if all((folder / k).stat().st_size == n for k, n in sizes.items()) else None
+        index = json.loads((folder / "index.json").read_text())
+        arrays = {name: np.asarray(np.memmap(folder / name, kinds[name], "r"))
+                  for name in index["sizes"]}
+        if all(arrays[name].nbytes == n for name, n in index["sizes"].items()):
+            return arrays | {"counts": index["counts"], "size": arrays["tokens"].nbytes}
 
 
 def _write_prepared(paths, tokenizer, folder):
     """Lay documents end to end: text between end ids that neighbours share, or, if the tokenizer
     has a begin id, between its own two; chats as their template writes them.
     """
-    begin, end = tokenizer["begin"], tokenizer["end"]
-    shared, after_chat, n, documents, counts = begin is None, False, 0, array("q"), Counter()
+    begin, end, dtype = tokenizer["begin"], tokenizer["end"], tokenizer["dtype"]
+    shared, first, after_chat, n = begin is None, True, 0, 0
+    documents, counts = array("q"), Counter()  # of documents, begin and end in turn
     with open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks:
-        def put(ids, masked=None):
+        def put(ids, masked):
             nonlocal n
-            if masked is not None:
+            if np.any(masked):
                 masks.seek(n)  # what is skipped reads as zeros
-                masks.write(np.uint8(masked))
-            tokens.write(np.asarray(ids, tokenizer["dtype"]))
+                masks.write(np.full(len(ids), masked, np.uint8))
+            tokens.write(np.asarray(ids, dtype))
             n += len(ids)
 
-        for ids, masked, is_chat, first, last in _encoded(paths, tokenizer):
+        for ids, masked, is_chat, last in _encoded(paths, tokenizer):
             if first and last and not len(ids):
                 counts["empty documents left out"] += 1
                 continue
             if first:
-                documents.append(n + (shared and is_chat))
-                if shared or not is_chat:
-                    put([end if shared else begin], [1] if after_chat else None)
+                put([end] if shared else [] if is_chat else [begin], after_chat)
+                documents.append(n - (not is_chat))
             put(ids, masked)
             if last:
                 documents.append(n + (not is_chat))
-                if not shared and not is_chat:
-                    put([end])
+                put([] if shared or is_chat else [end], 0)
                 counts["documents"] += 1
                 after_chat = is_chat
-        if shared:
-            put([end], [1] if after_chat else None)
+            first = last
+        put([end] if shared else [], after_chat)
         masks.truncate(n if masks.tell() else 0)
     if not documents:
         raise ValueError(f"{paths[0]}: has no text")
     (folder / "documents").write_bytes(documents)
-    if not (folder / "masked").stat().st_size:
-        (folder / "masked").unlink()
-    index = {"counts": counts, "sizes": {p.name: p.stat().st_size for p in folder.iterdir()}}
-    for name in index["sizes"]:
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.stat().st_size}
+    for name in sizes:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
 
 
 def _encoded(paths, tokenizer):
-    """Yield (ids, mask or None, is_chat, first, last) of the documents, long texts in pieces; a
-    tokenizer's library uses all cores for a batch.
+    """Yield (ids, mask or 0, is_chat, last) of the documents, long texts in pieces of which one is
+    the last; a tokenizer's library uses all cores for a batch.
     """
-    total = sum(p.stat().st_size for path in paths for p in ([*path.iterdir()] if path.is_dir()
-                                                             else [path]))
-    records = (record for path in paths for record in _records(path, tokenizer["cuts"]))
+    total = sum(p.stat().st_size for path in paths for p in (path, *path.glob("*")))
+    rows = (row for path in paths for row in _rows(path, tokenizer["cuts"]))
     with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
               leave=False) as bar:
-        while batch := list(islice(records, 1024)):
-            texts = [text for _, record, *_ in batch for text in record.get("texts", ())]
-            encoded = iter(tokenizer["encode_batch"](texts))
-            bar.update(sum(map(len, texts)))
-            for where, record, first, last in batch:
-                ids = [next(encoded) for _ in record.get("texts", ())]
-                masked = np.repeat([1, 0], [*map(len, ids)]) if len(ids) == 2 else None
-                if "messages" in record:
-                    ids, masked = _chat(record, tokenizer, where)
-                yield np.concatenate(ids), masked, "messages" in record, first, last
+        while batch := list(islice(rows, 1024)):
+            texts = [_texts(row, where) for where, row, _ in batch]
+            encoded = iter(tokenizer["encode_batch"]([*chain(*texts)]))
+            bar.update(sum(map(len, chain(*texts))))
+            for (where, row, last), of_row in zip(batch, texts):
+                ids = [next(encoded) for _ in of_row]
+                if not ids:
+                    yield *_chat(row, tokenizer, where), True, last
+                else:
+                    masked = np.repeat([1, 0], [*map(len, ids)]) if len(ids) == 2 else 0
+                    yield np.concatenate(ids), masked, False, last
 
 
-def _chat(record, tokenizer, where):
-    """([ids], mask) of a conversation in the tokenizer's template. Labels are each of the
+def _chat(row, tokenizer, where):
+    """(ids, mask) of a conversation in the tokenizer's template. Labels are each of the
     assistant's turns and the id that ends it: what the template adds to its rendering of the
     messages before.
     """
-    messages, library = record["messages"], tokenizer["chat"] and tokenizer["chat"]()
+    messages, library = row["messages"], tokenizer["chat"] and tokenizer["chat"]()
     if not getattr(library, "chat_template", None):
         raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
                          "that transformers saved with one")
 
     def render(n, prompt=False):
         try:
-            return library.apply_chat_template(messages[:n], tools=record["tools"], tokenize=False,
+            return library.apply_chat_template(messages[:n], tools=row.get("tools"), tokenize=False,
                                                add_generation_prompt=prompt)
         except Exception as e:  # a template raises what it likes
             raise ValueError(f"{where}: the chat template refuses it: {e}") from None
@@ -683,15 +681,15 @@ def _chat(record, tokenizer, where):
             if not text.startswith(turn):  # it leaves out the thinking of earlier turns
                 turn = text[: text.index(library.eos_token, len(before)) + len(library.eos_token)]
             masked[(starts >= len(before)) & (starts < len(turn))] = 0
-    return [np.array(out["input_ids"])], masked
+    return np.array(out["input_ids"]), masked
 
 
-def _record(row, where):
-    """{"texts"} (one, or prompt and completion) or {"messages", "tools"} of a row of a file."""
+def _texts(row, where):
+    """The texts of a row of a file: one, or prompt and completion; none of a chat."""
     row = row if isinstance(row, dict) else {}
     for names in (["text"], ["prompt", "completion"]):
         if all(isinstance(row.get(name), str) for name in names):
-            return {"texts": [row[name] for name in names]}
+            return [row[name] for name in names]
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
                          "'completion', or a list 'messages'")
@@ -700,38 +698,36 @@ def _record(row, where):
         if not isinstance(message, dict) or message.get("role") not in roles:
             raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
                              f"{str(message)[:80]}")
-    return {"messages": row["messages"], "tools": row.get("tools")}
+    return []
 
 
-def _records(path, cuts):
-    """Yield (where, record, first, last) of the rows of a file or folder, or the pieces of a text.
-    """
+def _rows(path, cuts):
+    """Yield (where, row, last) of the rows of a file or folder; the pieces of a text are rows."""
     kind = path.name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     if path.is_dir() or kind == "parquet":
         for number, row in enumerate(_arrow_rows(path), 1):
-            yield (where := f"{path} row {number}"), _record(row, where), True, True
+            yield f"{path} row {number}", row, True
         return
-    form = dict(mode="rt", encoding="utf-8", newline="\n")
-    with (gzip.open(path, **form) if path.suffix == ".gz" else
-          _need("zstandard", path).open(path, **form) if path.suffix == ".zst" else
-          open(path, **form)) as file:
-        number = 0
+    opened = (gzip.open if path.suffix == ".gz" else
+              _need("zstandard", path).open if path.suffix == ".zst" else open)
+    where = str(path)
+    with opened(path, mode="rt", encoding="utf-8", newline="\n") as file:
         try:
-            rows = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
-            for number, (text, last) in enumerate(rows, 1):
+            texts = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
+            for number, (text, last) in enumerate(texts, 1):
+                where = f"{path} line {number}" if kind == "jsonl" else str(path)
                 if "\0" in text:
-                    raise ValueError(f"{path} line {number}: has a zero byte, which no text has")
+                    raise ValueError(f"{where}: has a zero byte, which no text has")
                 if kind != "jsonl":
-                    yield str(path), {"texts": [text]}, number == 1, last
+                    yield where, {"text": text}, last
                 elif text.strip():
-                    where = f"{path} line {number}"
-                    yield where, _record(json.loads(text), where), True, True
+                    yield where, json.loads(text), True
         except UnicodeDecodeError as e:
             place = file.buffer.tell() - len(e.object) + e.start
             raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl, .bin, "
                              ".npy, .parquet, or a folder of datasets") from None
         except (json.JSONDecodeError, OSError, EOFError, zlib.error) as e:
-            raise ValueError(f"{path} line {number}: damaged, or not JSON: {e}") from None
+            raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
 
 
 def _pieces(file, cuts, size=2**16):
@@ -750,13 +746,12 @@ def _pieces(file, cuts, size=2**16):
 
 def _arrow_rows(path):
     """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
-    arrow, state = _need("pyarrow.parquet", path), path / "state.json"
+    parquet, ipc = _need("pyarrow.parquet", path), _need("pyarrow.ipc", path)
     try:
         if path.is_file():
-            batches = arrow.ParquetFile(path).iter_batches()
+            batches = parquet.ParquetFile(path).iter_batches()
         else:
-            state = json.loads(state.read_text())
-            ipc = _need("pyarrow.ipc", path)
+            state = json.loads((path / "state.json").read_text())
             batches = (batch for part in state["_data_files"]
                        for batch in ipc.open_stream(str(path / part["filename"])))
         for batch in batches:
@@ -790,28 +785,23 @@ def split(source, held_out):
 
     Raises: ValueError when one side would have no sequence.
     """
-    form = source["form"]
+    form, sides = source["form"], ([], [])
     cut, seq_len = round(sum(source["lengths"].tolist()) * (1 - held_out)), form["seq_len"]
-    sides = [], []
     for shard in source["shards"]:
-        tokens, documents = shard["tokens"], shard.get("documents")
-        n_train = min(max(cut, 0), len(tokens))
-        cut -= len(tokens)
-        if form["fill"] != "stream":
-            at = min(int(np.searchsorted(documents[:, 0], n_train)), len(documents) - 1)
-            at = len(documents) if n_train == len(tokens) else at
-            for side, some in zip(sides, (documents[:at], documents[at:])):
-                rest = {name: x for name, x in shard.items() if name != "rows"}
-                side += [rest | {"documents": some}] if len(some) else []
-            continue
-        if n_train <= seq_len:
-            n_train = 0
-        elif len(tokens) - n_train <= seq_len:
-            n_train = len(tokens)
-        for side, cut_at in zip(sides, (slice(0, n_train), slice(n_train, None))):
-            part = {name: shard[name][cut_at] for name in ("tokens", "masked") if name in shard}
-            at = shard["at"] + cut_at.start
-            side += [shard | part | {"at": at}] if len(part["tokens"]) else []
+        n = len(shard["tokens"])
+        at, cut = min(max(cut, 0), n), cut - n
+        if form["fill"] == "stream":
+            cut_names = "tokens", "masked"
+            at = 0 if at <= seq_len else n if n - at <= seq_len else at
+        else:
+            cut_names, starts = ("documents",), shard["documents"][:, 0]
+            at = len(starts) if at == n else min(np.searchsorted(starts, at), len(starts) - 1)
+        for side, here in zip(sides, (slice(0, at), slice(at, None))):
+            part = {name: x[here] if name in cut_names else x for name, x in shard.items()
+                    if name != "rows"}
+            if form["fill"] == "stream":
+                part["at"] += here.start
+            side += [part] if len(part[cut_names[0]]) else []
     sources = [make_source(side, form) for side in sides]
     for what, side in zip(("training", "held-out"), sources):
         if not side["n"]:
@@ -842,18 +832,16 @@ def describe(source):
         return "; ".join(f"{n / source['counts'].sum():.3g} of {each['shards'][0]['name']}: "
                          f"{describe(each)}" for n, each in zip(source["counts"], source["parts"]))
     form, shards = source["form"], source["shards"]
-    words = [f"{sum(source['lengths'].tolist()):,} tokens, {source['n']:,} sequences"]
     if form["fill"] == "stream":
-        words += [f"{n:,} {what}" for shard in shards if not shard["at"]
-                  for what, n in shard.get("counts", {}).items()]
-    else:
-        words = [f"{sum(len(shard['documents']) for shard in shards):,} documents in "
-                 f"{source['n']:,} sequences"]
-        n_long = sum((np.diff(shard["documents"]) - 1 > form["seq_len"]).sum() for shard in shards)
-        used = sum(_lengths(shard, form).sum() for shard in shards)
-        words += [f"{n_long:,} longer than seq_len ({form['too_long']})",
-                  f"{1 - used / (source['n'] * form['seq_len']):.1%} padding"]
-    return ", ".join(words)
+        return ", ".join([
+            f"{source['lengths'].sum():,} tokens, {source['n']:,} sequences",
+            *(f"{n:,} {what}" for shard in shards if not shard["at"]
+              for what, n in shard.get("counts", {}).items())])
+    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards])
+    used = sum((np.diff(shard["rows"][1]) - 1).sum() for shard in shards)
+    return (f"{len(n_tokens):,} documents in {source['n']:,} sequences, "
+            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer than seq_len ({form['too_long']}), "
+            f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
 
 
 def fingerprint(source):
@@ -865,8 +853,7 @@ def fingerprint(source):
     for shard in shards:
         crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][:n]), crc)
         crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][-n:]), crc)
-    n_tokens = sum(len(shard["tokens"]) for shard in shards)
-    return f"{n_tokens} tokens in {len(shards)} shards, crc32 {crc:08x}"
+    return f"{source['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
 
 
 def text_metrics(means, source):
@@ -878,7 +865,7 @@ def text_metrics(means, source):
 
 def _standard_library():
     """List Python's own sources without their tests: real text on any machine that runs this."""
-    root, paths = Path(sysconfig.get_path("stdlib")), []
+    root, paths = Path(os.__file__).parent, []
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - skip  # os.walk then does not enter them
@@ -898,11 +885,11 @@ def _expand(patterns, lenient=False):
             raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'"
                              if os.path.isdir(pattern) else
                              f"data {pattern!r}: no such file, and no file matches it as a glob")
-        empty = [path for path in found if not path.stat().st_size]
-        if not lenient and empty:
-            raise ValueError(f"{empty[0]}: the file is empty")
-        paths += [path for path in found if path not in empty]
-    return paths
+        paths += found
+    empty = [path for path in paths if not path.stat().st_size]
+    if empty and not lenient:
+        raise ValueError(f"{empty[0]}: the file is empty")
+    return [path for path in paths if path not in empty]
 
 
 # {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
@@ -937,11 +924,14 @@ def _tokens_in(path, dtype):
     return tokens
 
 
-def _check_ids(tokens, vocab_size, name):
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name}: token id {low if low < 0 else high} is not in [0, {vocab_size});"
-                         " set --vocab_size, or use the tokenizer that wrote the file")
+def _check_ids(rows, vocab_size, shards):
+    """Raise ValueError for an id of a shard's row that is not in [0, vocab_size); 0: any may be."""
+    if vocab_size and (rows.min() < 0 or rows.max() >= vocab_size):
+        bad = (rows < 0) | (rows >= vocab_size)
+        i = int(np.argmax(bad.any(axis=1)))
+        raise ValueError(
+            f"{shards[i]['name']}: token id {rows[i][bad[i]][0]} is not in [0, {vocab_size}); set "
+            "--vocab_size, or use the tokenizer that wrote the file")
 
 
 # Tokenizers.
@@ -956,35 +946,33 @@ def make_tokenizer(name):
     """
     own = {"begin": None, "end": 0, "chat": None, "key": name}
     if name == "bytes":
-        own |= {"encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8)
-                                               for text in texts],
-                "decode": _decode_bytes, "n_bytes": len, "vocab_size": 256}
-    elif name.startswith("tiktoken:"):
-        own |= _tiktoken(name)
+        own |= {"vocab_size": 256, "decode": _decode_bytes, "n_bytes": len, "encode_batch":
+                lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]}
     else:
-        own |= _library_tokenizer(name)
-    small = own["vocab_size"] <= 2**8, own["vocab_size"] <= 2**16
-    dtype = np.uint8 if small[0] else np.uint16 if small[1] else np.uint32
+        own |= (_tiktoken if name.startswith("tiktoken:") else _library_tokenizer)(name)
+    dtype = np.min_scalar_type(own["vocab_size"] - 1)
     def encode_batch(texts): return [np.asarray(ids, dtype) for ids in own["encode_batch"](texts)]
     def encode(text): return encode_batch([text])[0]
+    def decode(ids): return own["decode"](np.asarray(ids).tolist())
     probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight"
     cuts = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
-    return {"n_bytes": lambda ids: len(own["decode"](ids).encode()), **own, "dtype": dtype,
-            "encode_batch": encode_batch, "encode": encode, "cuts": cuts}
+    return {"n_bytes": lambda ids: len(decode(ids).encode()), **own, "dtype": dtype, "cuts": cuts,
+            "encode_batch": encode_batch, "encode": encode, "decode": decode}
 
 
 def _decode_bytes(ids):
-    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in np.asarray(ids).tolist()]
+    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in ids]
     return b"".join(pieces).decode(errors="replace")
 
 
 def _tiktoken(name):
+    library = _need("tiktoken", f"tokenizer {name!r}")
     try:
-        tok = _need("tiktoken", f"tokenizer {name!r}").get_encoding(name.partition(":")[2])
+        tok = library.get_encoding(name.partition(":")[2])
     except Exception as e:  # an unknown name, or its files are not here and not to be had
         raise ValueError(f"tokenizer {name!r}: {e}") from None
-    return {"encode_batch": tok.encode_ordinary_batch, "vocab_size": tok.n_vocab,
-            "decode": lambda ids: tok.decode(np.asarray(ids).tolist()), "end": tok.eot_token}
+    return {"encode_batch": tok.encode_ordinary_batch, "decode": tok.decode,
+            "vocab_size": tok.n_vocab, "end": tok.eot_token}
 
 
 def _library_tokenizer(name):
@@ -993,13 +981,14 @@ def _library_tokenizer(name):
     if not path.is_file():
         raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
                          "with one, nor tiktoken:NAME")
+    library = _need("tokenizers", f"tokenizer {name!r}")
     try:
-        tok = _need("tokenizers", f"tokenizer {name!r}").Tokenizer.from_file(str(path))
+        tok = library.Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
     files = sorted(p for p in Path(name).glob("*") if p.is_file()) or [path]
 
-    @lru_cache
+    @cache
     def chat():
         library = _need("transformers", f"tokenizer {name!r}: a chat")
         return library.AutoTokenizer.from_pretrained(name, local_files_only=True)
@@ -1012,7 +1001,7 @@ def _library_tokenizer(name):
     framed = [i for i in tok.encode("").ids if i != end]  # what it puts before a text by itself
     return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch(
                 texts, add_special_tokens=False)],
-            "decode": lambda ids: tok.decode(np.asarray(ids).tolist(), skip_special_tokens=False),
+            "decode": partial(tok.decode, skip_special_tokens=False),
             "vocab_size": tok.get_vocab_size(), "begin": framed[0] if framed else None, "end": end,
             "chat": chat if len(files) > 1 else None,
             "key": [zlib.crc32(file.read_bytes()) for file in files]}

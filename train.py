@@ -115,8 +115,7 @@ def prepare(cfg, task=TEXT, devices=None):
     table, mesh = task["table"](cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
-    on = partial(jax.sharding.NamedSharding, mesh)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=on(spec))
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
     return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch}
 
@@ -148,10 +147,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             observers = [make(run["cfg"]) for make in OBSERVERS] if is_main() else []
             try:
                 started = start_run(run, hooks, observers, state, params)
-                if not started:
-                    return {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), "exit_code": 0,
-                            "reason": "finished before"}
-                return train(*started, signals, began)
+                return train(*started, signals, began) if started else {
+                    "step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), "exit_code": 0,
+                    "reason": "finished before"}
             except BaseException as e:
                 call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
@@ -167,7 +165,7 @@ def start_run(run, hooks, observers, state, params):
         steps = math.ceil(cfg.epochs * sources["train"]["n"] / cfg.batch_size)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     run = run | {"cfg": cfg, "hooks": hooks, **sources}
-    saved, meta = find_start(cfg)
+    saved, meta = find_start(cfg, given=state is not None or params is not None)
     if meta and "windows" in meta["data"]:
         run["train"]["resume"](meta["data"]["windows"])
     origin, first_state = choose_start(run, state, params, saved, meta)
@@ -195,40 +193,6 @@ def start_run(run, hooks, observers, state, params):
     run["meta"] = describe(run, meta)
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
     return run, state, done | ({"save": step} if meta else {})
-
-
-def choose_start(run, state, params, saved, meta):
-    """(origin in words, programs -> first state): given state, given parameters, own checkpoint
-    `saved` of `meta`, init_from, fresh; the first that there is.
-
-    Raises ValueError when a checkpoint is of another config, other data or another model.
-    """
-    cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
-    if meta and (state is not None or params is not None):
-        raise ValueError(f"out_dir {cfg.out_dir!r}: holds a run at step {saved}, and a state or "
-                         "parameters to start from were given; choose another, or resume overwrite")
-    if state is not None:
-        return "the given state", lambda programs: jax.device_put(
-            state, jax.tree.map(lambda x: x.sharding, programs["state"]))
-    if params is not None:
-        return "the given parameters", lambda programs: programs["from_params"](key, params)
-    if meta:
-        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
-        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
-        if then != now and "data" not in cfg.allow_change:
-            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
-                             "now; bring it back, or go on with --allow_change data")
-        return "its own checkpoint", lambda programs: load_checkpoint(
-            cfg.out_dir, programs["state"], set_aside=True)[1]
-    names = names_of_init_from(run)
-    if not cfg.init_from:
-        return "a fresh initialization", lambda programs: programs["init"](key)
-
-    def from_other(programs):
-        like = {"params": {name: programs["state"]["params"][name] for name in names}}
-        return programs["from_params"](key, load_checkpoint(cfg.init_from, like)[1]["params"])
-
-    return f"the parameters of {cfg.init_from}", from_other
 
 
 def train(run, state, done, signals, began):
@@ -275,13 +239,10 @@ def train(run, state, done, signals, began):
     batches.close()
     if done.get("save") != step:
         saving = save_state(run, state, step, saving)
-    path = ckpt.wait(saving) or Path(cfg.out_dir) / "ckpt" / f"{step:09d}"
-    reason, exit_code = why_stop(cfg, step, signal_name, latest)
-    emit("stop", {"step": step, "reason": reason})
-    latest = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
-    summary = emit("end", latest | {"step": step, "reason": reason, "exit_code": exit_code,
-                                    "wall_s": time.perf_counter() - began})
-    return summary | {"state": state, "mesh": run["mesh"], "checkpoint": str(path)}
+    ckpt.wait(saving)
+    summary = end_run(run, step, why_stop(cfg, step, signal_name, latest), latest, began)
+    return summary | {"state": state, "mesh": run["mesh"],
+                      "checkpoint": str(Path(cfg.out_dir, "ckpt", f"{step:09d}"))}
 
 
 def due_events(cfg, step, done, train):
@@ -293,17 +254,6 @@ def due_events(cfg, step, done, train):
     window_ended = step and finished(step) > finished(step - 1)
     return [event for event, n in every.items() if step and done.get(event) != step
             and (step >= cfg.steps or (n and step % n == 0) or (event == "eval" and window_ended))]
-
-
-def next_batch(run, batches, state, step, saving):
-    """(batch, seconds waited); (None, 0) when a signal ended the wait. When the data has a fault
-    the state is saved before it is raised.
-    """
-    try:
-        return next(batches, (None, 0))
-    except (ValueError, OSError):
-        ckpt.wait(save_state(run, state, step, saving))
-        raise
 
 
 def why_stop(cfg, step, signal_name, latest):
@@ -355,12 +305,11 @@ def save_state(run, state, step, saving):
     """
     ckpt.wait(saving)
     cfg, train = run["cfg"], run["train"]
-    epoch, place = divmod(step * cfg.batch_size, train["n"])
-    meta = run["meta"] | {"data": {
-        "fingerprint": train["fingerprint"], "epoch": epoch, "sequence": place}}
+    epoch, sequence = divmod(step * cfg.batch_size, train["n"])
+    place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
-        meta["data"]["windows"] = train["windows"](step)
-    began = time.perf_counter()
+        place["windows"] = train["windows"](step)
+    meta, began = run["meta"] | {"data": place}, time.perf_counter()
     saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep, say)
     run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
     return saving
@@ -388,17 +337,6 @@ def evaluate(run, eval_step, params, signals=()):
     found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
     row |= {f"val_{name}": value for name, value in found.items()}
     return row | {"eval_s": time.perf_counter() - began}
-
-
-def preview(run, params, step):
-    """Print what the task's preview makes. What goes wrong in it is told, and training goes on."""
-    row = {"step": step, "texts": []}
-    try:
-        row["texts"] = sample_texts(run, params, step)
-    except Exception as e:  # a preview is never worth a run
-        row["fault"] = f"{type(e).__name__}: {e}"
-    if row["texts"] or "fault" in row:
-        run["emit"]("sample", row)
 
 
 def make_batch_at(run, source):
@@ -441,6 +379,36 @@ def sample_texts(run, params, step):
     key = jax.random.fold_in(jax.random.key(run["cfg"].seed), step)
     with jax.set_mesh(run["mesh"]):
         return run["task"]["preview"](params, run["cfg"], key)
+
+
+def next_batch(run, batches, state, step, saving):
+    """(batch, seconds waited); (None, 0) when a signal ended the wait. When the data has a fault
+    the state is saved before it is raised.
+    """
+    try:
+        return next(batches, (None, 0))
+    except (ValueError, OSError):
+        ckpt.wait(save_state(run, state, step, saving))
+        raise
+
+
+def preview(run, params, step):
+    """Print what the task's preview makes. What goes wrong in it is told, and training goes on."""
+    try:
+        row = {"texts": sample_texts(run, params, step)}
+    except Exception as e:  # a preview is never worth a run
+        row = {"texts": [], "fault": f"{type(e).__name__}: {e}"}
+    if any(row.values()):
+        run["emit"]("sample", {"step": step} | row)
+
+
+def end_run(run, step, stop, latest, began):
+    """Emit "stop" and "end", which has the newest values of all rows. stop: of why_stop."""
+    why = {"step": step, "reason": stop[0]}
+    run["emit"]("stop", why)
+    rest = {"exit_code": stop[1], "wall_s": time.perf_counter() - began}
+    kept = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
+    return run["emit"]("end", kept | why | rest)
 
 
 def scalars(means):
@@ -490,12 +458,13 @@ def read_log(out_dir):
 
 
 # How the screen shows a value, where a row has it.
-WORDS = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", "val_loss": "held-out loss {:.4f}",
-         "val_acc": "accuracy {:.3f}", "val_bits_per_byte": "{:.3f} bits/byte"}
+WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "no sample: {}",
+         "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
+         "val_bits_per_byte": "{:.3f} bits/byte"}
 
 
-def in_words(row, names):
-    return "  ".join(WORDS[name].format(row[name]) for name in names.split() if name in row)
+def in_words(row, names, between="  "):
+    return between.join(WORDS[name].format(row[name]) for name in names.split() if name in row)
 
 
 def screen(cfg):
@@ -504,7 +473,6 @@ def screen(cfg):
 
     def observe(event, row):
         nonlocal bar, unit
-        at = f"step {row.get('step', 0):>6}"
         if event == "start":
             unit, total = row["unit"], row["memory_bytes_per_device"]["total"] / 2**20
             known = steplib.peaks(jax.devices()[0].device_kind)[0]
@@ -520,24 +488,23 @@ def screen(cfg):
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
             bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                say(f"{at}  {in_words(row, 'loss lr')}  {rate}  "
-                    f"data wait {1000 * row['data_wait_s']:.1f} ms")
+                wait_ms = 1000 * row["data_wait_s"]
+                say(f"{in_words(row, 'step loss lr')}  {rate}  data wait {wait_ms:.1f} ms")
         elif event == "eval":
-            say(f"{at}  {in_words(row, 'val_loss val_acc val_bits_per_byte')}")
+            say(in_words(row, "step val_loss val_acc val_bits_per_byte"))
             for source in (name for name in row if name.startswith("val_loss/")):
-                say(f"{' ' * len(at)}  held-out loss {row[source]:.4f} of {source[9:]}")
+                say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
             show_texts(row["texts"])
             if "fault" in row:
-                say(f"{at}  no sample: {row['fault']}")
+                say(in_words(row, "step fault"))
         elif event in ("end", "error"):
             bar.close()
         if event == "end":
-            words = [in_words(row, name) for name in ("val_loss", "val_bits_per_byte")]
-            words += [f"training {in_words(row, 'loss')}"] if "loss" in row else []
-            words = ", ".join([f"step {row['step']}", *filter(None, words)])
-            say(f"done: {row['reason']}; {words}, {row['wall_s']:.0f} s, saved in "
-                f"{cfg.out_dir}/ckpt")
+            words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte", ", "),
+                     "loss" in row and f"training {in_words(row, 'loss')}",
+                     f"{row['wall_s']:.0f} s", f"saved in {cfg.out_dir}/ckpt"]
+            say(f"done: {row['reason']}; {', '.join(filter(None, words))}")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
                 flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
                 say(f"the same command{flag} goes on from here")
@@ -623,8 +590,8 @@ def describe(run, meta):
     goes on from, or {}.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
-    packages = "jax jaxlib numpy optax tensorstore".split()
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: importlib.metadata.version(name)
+                for name in "jax jaxlib numpy optax tensorstore".split()}
     row = {"devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
            "processes": jax.process_count(), "dtype": cfg.dtype, "attention": cfg.attention,
            "n_params": sum(math.prod(row["shape"]) for row in run["table"].values()),
@@ -712,31 +679,61 @@ def lock_out_dir(cfg):
     return lock
 
 
-def find_start(cfg):
-    """(step, meta) of the checkpoint in out_dir that the run goes on from; (None, {}) for none.
-
-    Raises ValueError when cfg.resume says that there must be one, or must not.
+def newest_meta(out_dir, needed_for=""):
+    """(step, meta) of the newest checkpoint of a run; (None, {}) for none, which is a ValueError
+    when one is needed.
     """
-    root = Path(cfg.out_dir) / "ckpt"
-    saved, meta = (None, {}) if cfg.resume == "overwrite" else ckpt.newest_meta(root)
-    if cfg.resume == "never" and meta:
-        raise ValueError(f"resume never: {cfg.out_dir} holds a run at step {saved}; choose another "
-                         "--out_dir, or delete it with --resume overwrite")
-    if cfg.resume == "must" and not meta:
-        raise ValueError(f"resume must: {cfg.out_dir} holds no checkpoint; is --out_dir right?")
+    saved, meta = ckpt.newest_meta(Path(out_dir) / "ckpt")
+    if needed_for and not meta:
+        raise ValueError(f"{needed_for}: {out_dir} holds no checkpoint; is it a run's --out_dir?")
     return saved, meta
 
 
-def begin_out_dir(cfg):
-    """Delete the run to overwrite, now that nothing else can go wrong; write config.json."""
-    if not is_main():
-        return
-    out = Path(cfg.out_dir)
+def find_start(cfg, given=False):
+    """(step, meta) of the checkpoint in out_dir that the run goes on from; (None, {}) for none.
+    given: whether there is a state or parameters to start from.
+
+    Raises ValueError when cfg.resume says that there must be one, or there must not be.
+    """
     if cfg.resume == "overwrite":
-        shutil.rmtree(out / "ckpt")
-        for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
-            (out / name).unlink(missing_ok=True)
-    (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
+        return None, {}
+    saved, meta = newest_meta(cfg.out_dir, "resume must" if cfg.resume == "must" else "")
+    if meta and (given or cfg.resume == "never"):
+        also = ", and a state or parameters to start from were given" if given else ""
+        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}{also}; "
+                         "choose another --out_dir, or delete it with --resume overwrite")
+    return saved, meta
+
+
+def choose_start(run, state, params, saved, meta):
+    """(origin in words, programs -> first state): given state, given parameters, own checkpoint
+    `saved` of `meta`, init_from, fresh; the first that there is.
+
+    Raises ValueError when a checkpoint is of another config, other data or another model.
+    """
+    cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
+    if state is not None:
+        return "the given state", lambda programs: jax.device_put(
+            state, jax.tree.map(lambda x: x.sharding, programs["state"]))
+    if params is not None:
+        return "the given parameters", lambda programs: programs["from_params"](key, params)
+    if meta:
+        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
+        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
+        if then != now and "data" not in cfg.allow_change:
+            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
+                             "now; bring it back, or go on with --allow_change data")
+        return "its own checkpoint", lambda programs: load_checkpoint(
+            cfg.out_dir, programs["state"], set_aside=True)[1]
+    names = names_of_init_from(run)
+    if not cfg.init_from:
+        return "a fresh initialization", lambda programs: programs["init"](key)
+
+    def from_other(programs):
+        like = {"params": {name: programs["state"]["params"][name] for name in names}}
+        return programs["from_params"](key, load_checkpoint(cfg.init_from, like)[1]["params"])
+
+    return f"the parameters of {cfg.init_from}", from_other
 
 
 def names_of_init_from(run):
@@ -745,9 +742,7 @@ def names_of_init_from(run):
     Raises ValueError when it holds no checkpoint, or its model is another one.
     """
     cfg = run["cfg"]
-    meta = ckpt.newest_meta(Path(cfg.init_from) / "ckpt")[1] if cfg.init_from else {}
-    if cfg.init_from and not meta:
-        raise ValueError(f"init_from {cfg.init_from!r}: holds no checkpoint; is it an --out_dir?")
+    meta = newest_meta(cfg.init_from, "init_from")[1] if cfg.init_from else {}
     then, arrays = meta.get("config", {}), meta.get("arrays", ())
     saved = {name.removeprefix("params/") for name in arrays if name.startswith("params/")}
     names = run["task"]["init_names"](cfg, run["table"], saved)
@@ -765,6 +760,18 @@ def load_checkpoint(out_dir, like, set_aside=False):
         return ckpt.restore_newest(Path(out_dir) / "ckpt", like, say, set_aside)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
+
+
+def begin_out_dir(cfg):
+    """Delete the run to overwrite, now that nothing else can go wrong; write config.json."""
+    if not is_main():
+        return
+    out = Path(cfg.out_dir)
+    if cfg.resume == "overwrite":
+        shutil.rmtree(out / "ckpt")
+        for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
+            (out / name).unlink(missing_ok=True)
+    (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
 
 
 def is_finished(cfg, step):
@@ -848,23 +855,20 @@ def explain_memory(run):
 
 def run_saved(cfg, task=TEXT):
     """Evaluate or sample the newest checkpoint of cfg.out_dir, as cfg.mode says; the summary."""
-    root = Path(cfg.out_dir) / "ckpt"
-    if not ckpt.steps(root):
-        raise ValueError(f"mode {cfg.mode}: {root} holds no checkpoint; is --out_dir right?")
+    newest_meta(cfg.out_dir, needed_for=f"mode {cfg.mode}")
     run = prepare(cfg, task)
     cfg, task = run["cfg"], run["task"]
-    like, lowered, _ = steplib.lower_steps(*program_parts(run))
+    if cfg.mode == "sample" and not task["preview"]:
+        raise ValueError("mode sample: this task has no preview")
     if cfg.mode == "eval":
         run |= {"train": None} | task["open"](cfg, ("val",))
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
-        eval_step = lowered["eval_step"]().compile()
-    elif not task["preview"]:
-        raise ValueError("mode sample: this task has no preview")
+    like, lowered, _ = steplib.lower_steps(*program_parts(run))
     step, loaded = load_checkpoint(cfg.out_dir, {"params": like["params"]})
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
-        summary |= evaluate(run, eval_step, loaded["params"])
+        summary |= evaluate(run, lowered["eval_step"]().compile(), loaded["params"])
         say(json.dumps(summary))
     else:
         summary["texts"] = sample_texts(run, loaded["params"], 0)
@@ -875,7 +879,7 @@ def run_saved(cfg, task=TEXT):
 # Signals.
 
 @contextlib.contextmanager
-def catch_signals(names=("SIGINT", "SIGTERM")):
+def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     """A list that gets the name of the first such signal; a second one ends the process at once.
 
     A thread reads them, since Python runs no handler while the main thread is inside a compilation.
@@ -889,9 +893,9 @@ def catch_signals(names=("SIGINT", "SIGTERM")):
 
     def watch():
         while number := os.read(reader, 1):
-            name = signal.Signals(number[0]).name
-            if name not in names:
+            if number[0] not in numbers:
                 continue
+            name = signal.Signals(number[0]).name
             if caught:
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
@@ -899,16 +903,13 @@ def catch_signals(names=("SIGINT", "SIGTERM")):
             os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n".encode())
         os.close(reader)
 
-    old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    old = {n: signal.signal(getattr(signal, n), lambda *_: None) for n in names}
-    threading.Thread(target=watch, daemon=True).start()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, writer)
+        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+        for number in numbers:
+            undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        threading.Thread(target=watch, daemon=True).start()
         yield caught
-    finally:
-        signal.set_wakeup_fd(old_fd)
-        for n, handler in old.items():
-            signal.signal(getattr(signal, n), handler)
-        os.close(writer)
 
 
 def interrupted(signals):

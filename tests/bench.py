@@ -372,6 +372,33 @@ def loader_ours():
     return loader_rate(lambda i: data.batch_at(source, i, 12))
 
 
+def loader_shards():
+    """From 1,000 files of 100,000 tokens."""
+    import numpy as np
+
+    import data
+    folder = Path(tempfile.gettempdir()) / "sixfile_bench_shards"
+    folder.mkdir(exist_ok=True)
+    tokens = np.memmap(token_file(), np.uint16, "r")
+    for i in range(1000):
+        path = folder / f"{i:03d}.bin"
+        if not path.exists():
+            tokens[i * 10**5 : (i + 1) * 10**5].tofile(path)
+    source = data.open_source([folder / "*.bin"], data.make_tokenizer("bytes"), {"seq_len": 1024})
+    return loader_rate(lambda i: data.batch_at(source, i, 12))
+
+
+def loader_mix():
+    """From 5 sources of 200 files each, at 50, 20, 10, 10 and 10%."""
+    import data
+    loader_shards()  # makes the files
+    folder, tok = Path(tempfile.gettempdir()) / "sixfile_bench_shards", data.make_tokenizer("bytes")
+    parts = [data.open_source([folder / f"[{i}{i + 5}]*.bin"], tok, {"seq_len": 1024})
+             for i in range(5)]
+    source = data.mix(parts, ["0.5", "0.2", "0.1", "0.1", "0.1"])
+    return loader_rate(lambda i: data.batch_at(source, i, 12))
+
+
 def loader_nanogpt():
     """nanoGPT's way: torch.randint, a stack of slices, int64."""
     import numpy as np
@@ -408,6 +435,79 @@ def loader_torch():
 
     batches = iter(torch.utils.data.DataLoader(rows, 12, shuffle=True, collate_fn=collate))
     return loader_rate(lambda i: next(batches), seconds=0.5)
+
+
+# ---- text to tokens: 100 MB of Python's own sources, and packing
+
+def text_file():
+    import data
+    path = Path(tempfile.gettempdir()) / "sixfile_bench.txt"
+    if not path.exists():
+        text = b"".join(p.read_bytes() for p in data._standard_library())
+        path.write_bytes(text * (10**8 // len(text)))
+    return path
+
+
+def bpe_file():
+    """A BPE tokenizer of 8,192 tokens, trained on a part of the text."""
+    from tokenizers import ByteLevelBPETokenizer
+    path = Path(tempfile.gettempdir()) / "sixfile_bench_bpe.json"
+    if not path.exists():
+        tok = ByteLevelBPETokenizer()
+        tok.train_from_iterator([text_file().read_text()[: 10**7]], 8192,
+                                special_tokens=["<|endoftext|>"])
+        tok.save(str(path))
+    return path
+
+
+def prepare_ours(tokenizer):
+    """MB of text a second, from files to files."""
+    import data
+    tok, path = data.make_tokenizer(tokenizer), text_file()
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        data.prepare([path], tok, folder)
+        return path.stat().st_size / (time.perf_counter() - began) / 1e6
+
+
+def prepare_bytes():
+    return prepare_ours("bytes")
+
+
+def prepare_bpe():
+    return prepare_ours(str(bpe_file()))
+
+
+def prepare_copy():
+    """The same text read, checked for UTF-8 and written, and nothing else."""
+    text, began = text_file(), time.perf_counter()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(text.read_text().encode())
+        os.fsync(file.fileno())
+        return text.stat().st_size / (time.perf_counter() - began) / 1e6
+
+
+def prepare_library():
+    """tokenizers' encode_batch alone, of documents of some 4,000 characters in memory."""
+    from tokenizers import Tokenizer
+    tok, text = Tokenizer.from_file(str(bpe_file())), text_file().read_text()
+    texts = [text[i : i + 4000] for i in range(0, len(text), 4000)]
+    began = time.perf_counter()
+    for i in range(0, len(texts), 1024):
+        tok.encode_batch(texts[i : i + 1024], add_special_tokens=False)
+    return len(text) / (time.perf_counter() - began) / 1e6
+
+
+def pack_ours():
+    """Seconds to pack 10 million documents of 5 to 300 tokens into rows of 1,024."""
+    import numpy as np
+
+    import data
+    lengths = np.random.default_rng(0).integers(5, 300, 10**7)
+    began = time.perf_counter()
+    bounds, _ = data.pack(lengths, 1024)
+    padding = 1 - lengths.sum() / (1024 * (len(bounds) - 1))
+    return {"s": time.perf_counter() - began, "padding %": 100 * padding}
 
 
 # ---- memory of a step's temporaries at a vocabulary of 50304
@@ -467,6 +567,11 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
     **{f"attention {T}": ("tokens/s", True, {
         "ours": f"attention_in_blocks {T}", "dense": f"attention_dense {T}"})
        for T in (1024, 8192)},
+    "1,000 files": ("Mtokens/s", True, {"ours": "loader_shards", "one file": "loader_ours"}),
+    "mixture": ("Mtokens/s", True, {"ours": "loader_mix", "one file": "loader_ours"}),
+    "prepare bytes": ("MB/s", True, {"ours": "prepare_bytes", "copy": "prepare_copy"}),
+    "prepare BPE": ("MB/s", True, {"ours": "prepare_bpe", "library": "prepare_library"}),
+    "pack": ("", False, {"ours": "pack_ours"}),
     "memory": ("MiB", False, {"ours": "memory_ours", "dense": "memory_dense"}),
 }
 

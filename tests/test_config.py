@@ -207,7 +207,7 @@ def test_all_faults_at_once():
     """One error lists every fault, of fields by themselves and of fields together, with what is
     legal instead.
 
-    Break: config.py: heads += [("n_heads", "n_kv_heads")] if => heads += [] if
+    Break: config.py: cfg.n_kv_heads and multiple( => False and multiple(
     """
     bad = dict(d_model=100, n_heads=8, n_kv_heads=3, optimizer="adamv", allow_change=("stepz",))
     both = ["d_model 100: must be a multiple of", "96 or 112",

@@ -43,6 +43,7 @@ import data
 import model
 import step as steplib
 import train
+from test_data import chat_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -959,7 +960,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
     once. From then on it is finished, and what would start over is refused.
 
-    Break: train.py: {"step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => {"step": 0,
+    Break: train.py: "step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), => "step": 0,
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
@@ -1013,7 +1014,7 @@ def test_resume_never_and_must_and_overwrite(tiny):
     """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
     afresh.
 
-    Break: train.py: if cfg.resume == "never" and meta => if cfg.resume == "never" and not meta
+    Break: train.py: (given or cfg.resume == "never"): => (given or cfg.resume == "none"):
     """
     with pytest.raises(ValueError, match="resume must: .* holds no checkpoint"):
         train.main(tiny(resume="must"))
@@ -1090,7 +1091,7 @@ def test_a_given_state_never_joins_another_run(tiny):
     """State or parameters to start from are refused where a run is, which stays whole; with
     overwrite they start a run of their own.
 
-    Break: train.py: if meta and (state is not None or params is not None): => if False:
+    Break: train.py: if meta and (given or cfg.resume => if meta and (cfg.resume
     """
     state = train.main(tiny(steps=4))["state"]
     for given in (dict(state=state), dict(params=state["params"])):
@@ -1743,7 +1744,7 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
     1e-4, and not those of rows that are not packed.
 
-    Break: data.py: if not form["packed"]: => if True:
+    Break: data.py: if form["packed"] else {}) => if False else {})
     """
     (tmp_path / "docs.jsonl").write_text("".join(
         json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
@@ -1802,6 +1803,30 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
     shutil.copy(Path(cfg.out_dir) / "windows.jsonl", whole.out_dir)
     train.main(whole)
     assert losses(whole.out_dir) == losses(cfg.out_dir)
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_same_windows(days, tmp_path):
+    """Of two processes one decides which window comes next, and both read it: their losses are
+    those of one process to 1e-3 (float32, another mesh, steep gradients), and a file that appears
+    while they wait is read by both.
+
+    Break: data.py: if len(lines) <= len(order) and jax.process_index() == 0: =>
+    if len(lines) <= len(order) and jax.process_index() == 1:
+    """
+    cfg = days(dp=1, fsdp=2, steps=9, wait_s=1e6, out_dir=str(tmp_path / "two"))
+    runs = two(cfg)
+    while any(run.is_alive() for run, _ in runs) and not (
+            runs[0][1].exists() and "waiting for 1e+06 s" in runs[0][1].read_text()):
+        time.sleep(0.05)
+    (tmp_path / "new.txt").write_text("d" * (16 * 16 - 1))
+    (tmp_path / "new.txt").rename(tmp_path / "days" / "day10.txt")
+    said = [ended(*run) for run in runs]
+    assert [code for code, _ in said] == [0, 0], said
+    alone = days(dp=1, fsdp=2, tp=4, steps=9, out_dir=str(tmp_path / "alone"))
+    train.main(alone)
+    for both, one in zip(losses(cfg.out_dir), losses(alone.out_dir)):
+        np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -1884,6 +1909,29 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
     spent = row["model_tflops_per_device"] * 1e12 * 8 / row["tokens_per_s"]
     per_key = 12 * cfg.n_layers * cfg.d_model
     assert spent == pytest.approx(start["flops_per_token"] + per_key * (keys - 8))
+
+
+@pytest.mark.slow
+def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
+    """Tuned on a few questions and their answers, packed by best fit, a small model answers each
+    in the template and ends its turn there.
+
+    Break: data.py: np.where(masked, IGNORE, tokens[1:]) => np.where(masked, tokens[1:], IGNORE)
+    """
+    chat_folder(tmp_path / "tok", "chatml")
+    answers = {"sky": "the sky is blue", "low": "lower", "1 + 2": "3", "hi": "hello!"}
+    chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+             for q, a in answers.items()]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 30))
+    cfg = tiny(data=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "tok"), steps=150,
+               fill="best_fit", seq_len=64, d_model=64, n_layers=2, lr=3e-3, eval_every=0,
+               save_every=0, log_every=50, batch_size=8)
+    train.main(cfg)
+    for question, answer in answers.items():
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        summary = train.main(dataclasses.replace(
+            cfg, mode="sample", prompt=prompt, sample_tokens=30, temperature=0.0))
+        assert summary["texts"] == [prompt + answer]
 
 
 # ---- faults of the user's
