@@ -43,7 +43,6 @@ class Config:
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # out_dir's run, or overwrite it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
     init_from: str = ""  # out_dir of another run whose newest parameters to start from
-    plan_for: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: the devices at hand
     hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:in_bits
     cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
     # ---- data
@@ -159,16 +158,15 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *"mode config out_dir resume allow_change plan_for hooks cache_dir prepared "
-        "wait_s steps epochs "
-        "micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices coordinator "
-        "n_processes process_id log_every eval_every eval_batches save_every keep sample_every "
-        "watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
+FREE = (*MESH, *"mode config out_dir resume allow_change hooks cache_dir prepared wait_s steps "
+        "epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
+        "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
+        "sample_every watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
 FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
            "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
 # Fields of this process, not of the run: config.json holds their defaults.
-START = "mode config resume allow_change plan_for coordinator n_processes process_id".split()
+START = "mode config resume allow_change coordinator n_processes process_id".split()
 
 
 def parse(argv, kind=Config):
@@ -357,8 +355,6 @@ RULES = (
      "must be below n_processes {n_processes}"),
     ("n_processes", lambda c: c.coordinator in ("", "auto") and c.n_processes + c.process_id > 1,
      "needs --coordinator host:port, as process_id does"),
-    ("plan_for", lambda c: c.plan_for and c.mode in ("eval", "sample"),
-     "a plan is of training; leave out --mode {mode}"),
     ("profile", lambda c: not profile_span(c) or (profile_span(c)[0] > c.steps and not c.epochs),
      "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
     ("loss_divisor", lambda c: c.loss_norm == "constant" and not c.loss_divisor,

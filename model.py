@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
@@ -39,24 +38,22 @@ def param_table(cfg):
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
     N, K, H, E = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.n_experts
     ones, zeros, fan_in = ("constant", 1.0), ("constant", 0.0), ("normal", D**-0.5)
-
-    def residual_out(width):  # smaller, so that the residual's variance does not grow with depth
-        return "normal", (2 * L * width) ** -0.5
-
+    # Smaller where it adds to the residual, whose variance would grow with depth.
+    attn_out, mlp_out = (("normal", (2 * L * width) ** -0.5) for width in (N * H, F))
     in_spec, out_spec = P(None, WEIGHT_AXES, "tp"), P(None, "tp", WEIGHT_AXES)
     experts, over_ep, others = ((E,), ("ep",), ("fsdp", "sp")) if E else ((), (), WEIGHT_AXES)
-    mlp_in, mlp_out = P(None, *over_ep, others, "tp"), P(None, *over_ep, "tp", others)
+    up_spec, down_spec = P(None, *over_ep, others, "tp"), P(None, *over_ep, "tp", others)
     table = {
         "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=fan_in),
         "layers.attn_norm": dict(shape=(L, D), spec=P(), init=ones),
         "layers.wq": dict(shape=(L, D, N * H), spec=in_spec, init=fan_in),
         "layers.wk": dict(shape=(L, D, K * H), spec=in_spec, init=fan_in),
         "layers.wv": dict(shape=(L, D, K * H), spec=in_spec, init=fan_in),
-        "layers.wo": dict(shape=(L, N * H, D), spec=out_spec, init=residual_out(N * H)),
+        "layers.wo": dict(shape=(L, N * H, D), spec=out_spec, init=attn_out),
         "layers.mlp_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.w_gate": dict(shape=(L, *experts, D, F), spec=mlp_in, init=fan_in),
-        "layers.w_up": dict(shape=(L, *experts, D, F), spec=mlp_in, init=fan_in),
-        "layers.w_down": dict(shape=(L, *experts, F, D), spec=mlp_out, init=residual_out(F)),
+        "layers.w_gate": dict(shape=(L, *experts, D, F), spec=up_spec, init=fan_in),
+        "layers.w_up": dict(shape=(L, *experts, D, F), spec=up_spec, init=fan_in),
+        "layers.w_down": dict(shape=(L, *experts, F, D), spec=down_spec, init=mlp_out),
         "final_norm": dict(shape=(D,), spec=P(), init=ones),
     }
     if E:
@@ -89,23 +86,6 @@ def init(key, cfg, table=None):
             array *= jax.random.normal(jax.random.fold_in(key, name_hash), array.shape, array.dtype)
         params[name] = array.astype(cfg.param_dtype)
     return params
-
-
-def _shard(x, *axes):
-    """Constrain each dim of an activation to mesh axes; a dim that they do not divide (a few
-    prompts) stays whole. Does nothing without a mesh or inside shard_map.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
-        return x
-    divided = (a if n % _axis_size(a) == 0 else None for n, a in zip(x.shape, axes))
-    return jax.lax.with_sharding_constraint(x, P(*divided))
-
-
-def _axis_size(*axes):
-    """Devices along these mesh axes (names, tuples of names, None) together; 1 without a mesh."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return prod(shape.get(name, 1) for name in jax.tree.leaves(axes))
 
 
 def _linear(x, w, name, cfg):
@@ -149,6 +129,20 @@ def _rotate(x, cos, sin):
     return (halves * cos + halves[..., ::-1, :] * sin).reshape(x.shape).astype(x.dtype)
 
 
+def _scores(q, k, query_pos, window, segments):
+    """Scores in float32 of scaled q, -inf where a query may not see a key. query_pos: the index in
+    k of each query; segments: (of queries, of keys) or None.
+
+    Shapes: q [B, K, G, T, H], k [B, K, S, H], query_pos [B, T]; T and S all positions or a block's.
+    """
+    scores = _einsum("BKGTH,BKSH->BKGTS", q, k)
+    distance = query_pos[:, :, None] - jnp.arange(k.shape[2])[None, None, :]
+    mask = (distance >= 0) & (distance < window)
+    if segments is not None:
+        mask &= segments[0][:, :, None] == segments[1][:, None, :]
+    return jnp.where(mask[:, None, None], scores, -jnp.inf)
+
+
 def _attend(q_BNTH, k_BKSH, v_BKSH, query_pos_BT, cfg, segments=None):
     """Causal attention within the sliding window. query_pos_BT: the key index of each query;
     segments: (of queries [B, T], of keys [B, S]), equal where a query may see a key.
@@ -156,17 +150,11 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, query_pos_BT, cfg, segments=None):
     Normalizes after the product with v: saves a pass over the scores.
     """
     (B, N, T, H), (_, K, S, _) = q_BNTH.shape, k_BKSH.shape
-    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH)
-    distance_BTS = query_pos_BT[:, :, None] - jnp.arange(S)[None, None, :]
-    mask_BTS = (distance_BTS >= 0) & (distance_BTS < (cfg.sliding_window or S))
-    if segments is not None:
-        mask_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
-    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    scores_BKGTS = _scores(q_BKGTH, k_BKSH, query_pos_BT, cfg.sliding_window or S, segments)
     top_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
-    a_BKGTH = einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH)
+    a_BKGTH = _einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH)
     sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
     a_BKGTH = checkpoint_name(a_BKGTH, "attention") / checkpoint_name(sum_BKGT1, "attention")
     return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
@@ -203,13 +191,10 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     # Block exit: forces the all-reduce over tp here; sp splits the sequence again.
     y_BTD = _linear(a_BTNH.reshape(*a_BTNH.shape[:2], -1), w, "wo", cfg)
     x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
-    y_BTD, router_stats = _rms_norm(x_BTD, w["mlp_norm"], cfg), {}
-    if cfg.n_experts:
-        y_BTD, router_stats = _experts(y_BTD, w, cfg, drop=cache is None)
-    elif cfg.mlp_tiles > 1 and cache is None:
-        y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
-    else:
-        y_BTD = _mlp(y_BTD, w, cfg)
+    y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg)
+    mlp = _mlp_in_tiles if cfg.mlp_tiles > 1 and cache is None else _mlp
+    y_BTD, router_stats = (_experts(y_BTD, w, cfg, drop=cache is None) if cfg.n_experts else
+                           (mlp(y_BTD, w, cfg), {}))
     return _shard(x_BTD + y_BTD, BATCH_AXES, "sp"), (cache, router_stats)
 
 
@@ -313,7 +298,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
     return {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
 
 
-# ---- optional: sampling, memory, loss normalization, kernels, mixed precision, LoRA, experts
+# ---- optional: sampling, memory, loss weights, sharding, kernels, mixed precision, LoRA, experts
 
 
 @partial(jax.jit, static_argnames=("cfg", "n_new"))
@@ -557,7 +542,8 @@ def _tiled_fwd(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
 
 def _tiled_bwd(cfg, n_tiles, saved, cotangents):
     inputs, grads = saved
-    cotangents = {k: c for k, c in cotangents.items() if not isinstance(c, SymbolicZero)}
+    cotangents = {k: c for k, c in cotangents.items()
+                  if not isinstance(c, jax.custom_derivatives.SymbolicZero)}
     scale = cotangents.get("objective", jnp.float32(0))
     if cotangents.keys() - {"objective"}:
         grads, scale = _tiled_grads(*inputs, cotangents, cfg, n_tiles)[1], jnp.float32(1)
@@ -585,6 +571,23 @@ def _mlp_in_tiles(x_BTD, w, cfg):
 
     split = P(BATCH_AXES, "sp")
     return _on_each_device(all_tiles, (split, P()), split)(x_BTD, _mlp_weights(w))
+
+
+def _shard(x, *axes):
+    """Constrain each dim of an activation to mesh axes; a dim that they do not divide (a few
+    prompts) stays whole. Does nothing without a mesh or inside shard_map.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return x
+    divided = (a if n % _axis_size(a) == 0 else None for n, a in zip(x.shape, axes))
+    return jax.lax.with_sharding_constraint(x, P(*divided))
+
+
+def _axis_size(*axes):
+    """Devices along these mesh axes (names, tuples of names, None) together; 1 without a mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return prod(shape.get(name, 1) for name in jax.tree.leaves(axes))
 
 
 def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
@@ -641,14 +644,17 @@ def _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
 
     def attend(q, k, v, ids):  # of one device
         q_BKGTH = H**-0.5 * q.reshape(*k.shape[:2], -1, T, H)
-        inputs = jax.tree.map(parts, (q_BKGTH, k, v, ids))
-        return _blockwise(*inputs, cfg.sliding_window or T).reshape(
-            *q.shape[:2], n * t, H)[:, :, :T]
+        ids_Bnt = None if ids is None else parts(ids[..., None])[..., 0]
+        a = _blockwise(*map(parts, (q_BKGTH, k, v)), ids_Bnt, cfg.sliding_window or T)
+        return a.reshape(*q.shape[:2], n * t, H)[:, :, :T]
 
+    return _by_heads(attend)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
+
+
+def _by_heads(attend):
+    """attend(q, k, v, segments) in a shard_map that splits rows and heads over all devices."""
     rows, heads = P(BATCH_AXES), P(BATCH_AXES, ("tp", "sp"))
-    attend = _on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
-    ids_BT1 = None if segments_BT is None else segments_BT[..., None]
-    return attend(q_BNTH, k_BKTH, v_BKTH, ids_BT1)
+    return _on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
 
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -656,46 +662,43 @@ _part = partial(jax.lax.dynamic_index_in_dim, axis=-3, keepdims=False)
 _put_part = partial(jax.lax.dynamic_update_index_in_dim, axis=-3)
 
 
-def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window):
+def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
     """totals after totals = add_block(totals, i, j, scores_BKGts) for query part i and key part j
     of each block in which a query may see a key. ids: the segments.
 
     The keys of each i go backwards from the diagonal, where every query sees a key.
     """
     n, t = k_BKntH.shape[2:4]
-    i, j = (x[::-1] for x in np.tril_indices(n))
-    near = (i - j - 1) * t + 1 < window
-    i, j, n_blocks = jnp.array(i[near]), jnp.array(j[near]), near.sum()
-    if ids_Bnt1 is not None:
-        low_Bn, high_Bn = ids_Bnt1.min(axis=(2, 3)), ids_Bnt1.max(axis=(2, 3))
-        meet = ((low_Bn[:, i] <= high_Bn[:, j]) & (low_Bn[:, j] <= high_Bn[:, i])).any(axis=0)
-        those_first = jnp.argsort(~meet)
-        i, j, n_blocks = i[those_first], j[those_first], meet.sum()
+    i, back = np.indices((n, n))
+    j = i - back
+    meet = (j >= 0) & ((back - 1) * t + 1 < window)
+    if ids_Bnt is not None:
+        low_Bn, high_Bn = ids_Bnt.min(axis=2), ids_Bnt.max(axis=2)
+        apart = (low_Bn[:, i] > high_Bn[:, j]) | (low_Bn[:, j] > high_Bn[:, i])
+        meet = meet & ~apart.all(axis=0)
+    blocks = jnp.stack(jnp.nonzero(meet, size=n * (n + 1) // 2))
 
     def one(block, totals):
-        query, key = i[block], j[block]
-        distance_ts = (query - key) * t + jnp.arange(t)[:, None] - jnp.arange(t)[None]
-        mask_Bts = ((distance_ts >= 0) & (distance_ts < window))[None]
-        if ids_Bnt1 is not None:
-            mask_Bts &= _part(ids_Bnt1, query) == _part(ids_Bnt1, key).swapaxes(1, 2)
-        scores_BKGts = _einsum("BKGtH,BKsH->BKGts", _part(q_BKGntH, query), _part(k_BKntH, key))
-        scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, -jnp.inf)
-        return add_block(totals, query, key, scores_BKGts)
+        i, back = blocks[:, block]
+        j, query_pos_1t = i - back, (back * t + jnp.arange(t))[None]  # counted from the first key
+        segments = None if ids_Bnt is None else (ids_Bnt[:, i], ids_Bnt[:, j])
+        q_BKGtH, k_BKsH = _part(q_BKGntH, i), _part(k_BKntH, j)
+        return add_block(totals, i, j, _scores(q_BKGtH, k_BKsH, query_pos_1t, window, segments))
 
-    return jax.lax.fori_loop(0, n_blocks, one, totals)
+    return jax.lax.fori_loop(0, meet.sum(), one, totals)
 
 
 @partial(jax.custom_vjp, nondiff_argnames=("window",))
-def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window):
+def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
     """Attention of scaled queries in n parts of t. Forward and backward hold the scores of one
     block at a time; backward computes them again.
 
     Source: Dao 2023, arXiv:2307.08691, section 3.1.
     """
-    return _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window)[0]
+    return _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window)[0]
 
 
-def _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window):
+def _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
     def add_block(totals, i, j, scores_BKGts):
         a_BKGtH, sum_BKGt1, old_top_BKGt1 = (_part(x, i) for x in totals)
         top_BKGt1 = jnp.maximum(old_top_BKGt1, scores_BKGts.max(axis=-1, keepdims=True))
@@ -708,14 +711,14 @@ def _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, window):
     zeros_BKGnt1 = jnp.zeros((*q_BKGntH.shape[:-1], 1))
     totals = jnp.zeros(q_BKGntH.shape), zeros_BKGnt1, zeros_BKGnt1 - jnp.inf
     a_BKGntH, sum_BKGnt1, top_BKGnt1 = _over_blocks(
-        add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window)
+        add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
     a_BKGntH = checkpoint_name((a_BKGntH / sum_BKGnt1).astype(q_BKGntH.dtype), "attention")
     lse_BKGnt1 = checkpoint_name(top_BKGnt1 + jnp.log(sum_BKGnt1), "attention")
-    return a_BKGntH, (q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, a_BKGntH, lse_BKGnt1)
+    return a_BKGntH, (q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, a_BKGntH, lse_BKGnt1)
 
 
 def _blockwise_bwd(window, saved, da_BKGntH):
-    q_BKGntH, k_BKntH, v_BKntH, ids_Bnt1, a_BKGntH, lse_BKGnt1 = saved
+    q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, a_BKGntH, lse_BKGnt1 = saved
     delta_BKGnt1 = (da_BKGntH.astype(jnp.float32) * a_BKGntH).sum(axis=-1, keepdims=True)
 
     def add_block(totals, i, j, scores_BKGts):
@@ -731,7 +734,7 @@ def _blockwise_bwd(window, saved, da_BKGntH):
 
     zeros_BKnHt = jnp.zeros(k_BKntH.swapaxes(3, 4).shape)
     totals = jnp.zeros(q_BKGntH.shape), zeros_BKnHt, zeros_BKnHt
-    dq_BKGntH, *dkv = _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt1, window)
+    dq_BKGntH, *dkv = _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
     grads = dq_BKGntH, *(x_BKnHt.swapaxes(3, 4) for x_BKnHt in dkv)
     return *(x.astype(y.dtype) for x, y in zip(grads, saved)), None
 
@@ -780,9 +783,8 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
         ids = None if segments is None else splash.SegmentIds(segments, segments)
         return jax.vmap(kernel)(q, k, v, ids)
 
-    heads = P(BATCH_AXES, ("tp", "sp"))
-    attend = _on_each_device(attend, (heads, heads, heads, P(BATCH_AXES)), heads, "tp")
-    return attend(cfg.head_dim**-0.5 * q_BNTH, k_BKTH, v_BKTH, segments_BT).astype(q_BNTH.dtype)
+    q_scaled_BNTH = cfg.head_dim**-0.5 * q_BNTH
+    return _by_heads(attend)(q_scaled_BNTH, k_BKTH, v_BKTH, segments_BT).astype(q_BNTH.dtype)
 
 
 ATTENTION = {"auto": _attend_xla, "xla": _attend_xla, "cudnn": _attend_cudnn,

@@ -8,7 +8,6 @@ numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and 
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 import contextlib
-import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, update_wrapper
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -32,21 +31,17 @@ def make_mesh(cfg, devices=None):
 
     Raises ValueError when the sizes do not use every device, or slices is not what the devices say.
     """
-    devices = jax.devices() if devices is None else devices
-    sizes = [getattr(cfg, a) for a in AXES]
-    fixed = prod(n for n in sizes if n > 0)
-    sizes = [len(devices) // fixed if n == -1 else n for n in sizes]
-    if prod(sizes) != len(devices):
-        raise ValueError(f"mesh {dict(zip(AXES, sizes))}: {prod(sizes)} of {len(devices)} devices")
+    devices = np.array(jax.devices() if devices is None else devices)
+    sizes = list(devices.reshape([getattr(cfg, a) for a in AXES]).shape)
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]
     n_slices = len(set(slices))
     if devices[0].platform == "tpu" and cfg.slices != n_slices:
         raise ValueError(f"slices {cfg.slices}: the devices have {n_slices}; set it to {n_slices}")
     outer = int(sizes[0] == 1)  # index in AXES of the axis that crosses the slow network
-    inner = [n // cfg.slices if i == outer else n for i, n in enumerate(sizes)]
-    groups = np.split(np.array(devices)[np.argsort(slices, kind="stable")], cfg.slices)
+    sizes[outer] //= cfg.slices
+    groups = np.split(devices[np.argsort(slices, kind="stable")], cfg.slices)
     # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
-    parts = [mesh_utils.create_device_mesh(inner, list(group), allow_split_physical_axes=True)
+    parts = [mesh_utils.create_device_mesh(sizes, list(group), allow_split_physical_axes=True)
              for group in groups]
     return Mesh(np.concatenate(parts, axis=outer), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -100,8 +95,7 @@ def make_optimizer(cfg, table):
                        optax.add_decayed_weights(cfg.weight_decay, decays))
 
 
-def _f32(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+_f32 = partial(optax.tree.cast, dtype=jnp.float32)
 
 
 def _trained(params, table):
@@ -128,9 +122,9 @@ def moment_specs(table, mesh):
     So dp is ZeRO-2, fsdp ZeRO-3. Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
     """
     def wider(n, axes):
-        axes = (axes,) if isinstance(axes, str) else axes or ()
-        wide = (*axes, "dp") if "fsdp" in axes else axes
-        return wide if n % prod(mesh.shape[a] for a in wide) == 0 else axes
+        wide = (*jax.tree.leaves(axes), "dp")
+        fits = "fsdp" in wide and n % prod(mesh.shape[a] for a in wide) == 0
+        return wide if fits else axes
 
     return {name: P(*map(wider, row["shape"], row["spec"])) for name, row in table.items()}
 
@@ -229,25 +223,6 @@ def eval_step(params, batch, cfg, loss_fn):
     return {k: (sums[k], counts[k]) for k in sums}
 
 
-def evaluate(eval_step, params, batches, stopped=lambda: False):
-    """{name: (sum, count)} in float64 over all batches; None when stopped() came true on the way.
-    """
-    totals, ahead = {}, {}
-
-    def add(result):
-        result = jax.tree.map(np.float64, jax.device_get(result))
-        totals.update(jax.tree.map(np.add, totals, result) if totals else result)
-
-    for batch in batches:
-        if stopped():
-            return None
-        result = eval_step(params, batch)
-        add(ahead)  # while the device works on this one
-        ahead = result
-    add(ahead)
-    return totals
-
-
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
     """Trace everything that runs on the mesh, allocating nothing: (the state as shapes with
     shardings; {"train_step", "eval_step", "init"}: functions that lower that program; from_params,
@@ -310,6 +285,19 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
                        "eval_step": lambda params, batch: later.result()(params, batch)}
 
 
+def evaluate(eval_step, params, batches, stopped=lambda: False):
+    """{name: (sum, count)} in float64 over all batches; None when stopped() came true on the way.
+    """
+    results = []
+    for batch in batches:
+        if stopped():
+            return None
+        results.append(eval_step(params, batch))
+        jax.block_until_ready(results[-2:-1])  # the one before, while the device works on this
+    results = jax.tree.map(np.float64, jax.device_get(results))
+    return jax.tree.map(lambda *values: sum(values), *results) if results else {}
+
+
 def _muon(cfg, stacked):
     """Matrices stacked over layers by Muon, at Adam's size so that they share a rate, the rest by
     Adam.
@@ -317,15 +305,11 @@ def _muon(cfg, stacked):
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; size, Liu et al. 2025,
     arXiv:2502.16982, equation 4.
     """
-
     dims = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1))
-
-    def at_adam_size(updates, _):
-        return jax.tree.map(lambda u: 0.2 * max(u.shape[-2:]) ** 0.5 * u, updates)
-
     momentum = optax.contrib.scale_by_muon(
         beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims)
-    muon = optax.chain(momentum, optax.stateless(at_adam_size))
+    at_adam_size = optax.stateless_with_tree_map(lambda u, _: 0.2 * max(u.shape[-2:]) ** 0.5 * u)
+    muon = optax.chain(momentum, at_adam_size)
     kinds = {name: "muon" if is_stacked else "adam" for name, is_stacked in stacked.items()}
     return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](cfg, stacked)}, kinds)
 
@@ -374,7 +358,7 @@ def check_shapes(table, mesh):
     faults = []
     for name, row in table.items():
         for n, axes in zip(row["shape"], row["spec"], strict=False):
-            ways = prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+            ways = prod(mesh.shape[a] for a in jax.tree.leaves(axes))
             if n % ways:
                 faults.append(
                     f"{name} {row['shape']}: dim {n} cannot be split over {axes}={ways}; "
@@ -418,8 +402,7 @@ def memory_limit(mesh):
     """
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return memory // len(jax.local_devices())
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
     with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
         return device.memory_stats()["bytes_limit"]
     gib = peaks(device.device_kind)[1]
@@ -440,8 +423,7 @@ def check_fits(kinds, mesh):
     """Raise MemoryError when an update needs more memory than a device has: what it needs, and what
     to change when nothing but more devices can help. kinds: of memory_by_kind.
     """
-    limit = memory_limit(mesh)
-    if limit and kinds["total"] > limit:
+    if (limit := memory_limit(mesh)) and kinds["total"] > limit:
         needs, has = kinds["total"] / 2**30, limit / 2**30
         words = [f"an update needs {needs:,.4g} GiB on each device, which has {has:,.4g} GiB"]
         if kinds["parameters"] + kinds.get("moments", 0) > limit:
@@ -476,20 +458,3 @@ def choose_dtype(dtype, platform):
         flags = Path("/proc/cpuinfo")
         return "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
     return "bfloat16" if dtype == "auto" else dtype
-
-
-def slice_devices(name, slices=1):
-    """The devices of TPU slices that need not be here, as v5p:8x8x8, to compile for."""
-    if not importlib.util.find_spec("libtpu"):
-        raise ValueError(f"plan_for {name!r}: the TPU compiler is missing: pip install 'jax[tpu]'")
-    # Stop libtpu probing for hardware; allow planners to run side by side.
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                      TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-    jax.config.update("jax_platforms", "cpu")
-    # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
-    cores = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
-    try:
-        return topologies.get_topology_desc(name, "tpu", num_slices=slices, **cores).devices
-    except (RuntimeError, ValueError) as e:
-        raise ValueError(f"plan_for {name!r}: no such TPU slice ({str(e).splitlines()[0]}); legal "
-                         "are names like v5p:8x8x8, v6e:16x16, v5e:4x4") from None

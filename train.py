@@ -94,7 +94,7 @@ TASK_DEFAULTS = {
 
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings)} on these
-    devices (default: those of cfg.plan_for, or all at hand).
+    devices (default: all at hand).
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -102,8 +102,7 @@ def prepare(cfg, task=TEXT, devices=None):
     faults += [f"no {key!r}" for key in TEXT if key not in TASK_DEFAULTS | task]
     config.raise_all(faults, "task")
     task = TASK_DEFAULTS | task
-    if not devices:
-        devices = steplib.slice_devices(cfg.plan_for, cfg.slices) if cfg.plan_for else jax.devices()
+    devices = devices or jax.devices()
     keep_programs(cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
@@ -135,7 +134,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     if cfg.coordinator:  # before anything touches a device
         where = cfg.coordinator, cfg.n_processes, cfg.process_id
         jax.distributed.initialize(*() if cfg.coordinator == "auto" else where)
-    if cfg.mode == "plan" or cfg.plan_for:
+    if cfg.mode == "plan":
         return plan(cfg, task)
     if cfg.mode in ("eval", "sample"):
         return run_saved(cfg, task)

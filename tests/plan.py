@@ -10,7 +10,9 @@ peak rates allow: all of a device's FLOP/s and bandwidth, and rings for collecti
 import ast
 import contextlib
 import dataclasses
+import importlib.util
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # isort: skip  sets the allocator before JAX starts its threads
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 import config
@@ -46,6 +49,7 @@ NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
+    plan_for: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: the devices at hand
     plan_sweep: config.Whole = 0  # meshes to compile for and compare; 0: the one given
 
 
@@ -55,8 +59,8 @@ def main(cfg, hooks=(), task=train.TEXT):
     Raises ValueError for a mode other than training, and for whatever train.main would refuse.
     """
     if cfg.mode not in ("train", "plan"):
-        raise ValueError(f"mode {cfg.mode}: only training can be planned; leave out --mode")
-    run = train.prepare(cfg, task)
+        config.raise_all([f"mode {cfg.mode}: only training can be planned; leave out --mode"])
+    run = train.prepare(cfg, task, slice_devices(cfg) if cfg.plan_for else None)
     if cfg.plan_sweep:
         return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
@@ -68,6 +72,30 @@ def main(cfg, hooks=(), task=train.TEXT):
         best, worst = (f"{s:.4g} s (MFU {mfu:.1%})" for s, mfu in zip(cost["step_s"], cost["mfu"]))
         train.say(f"  a step: {words}; {best} if all overlap, {worst} if none do")
     return cost | {"exit_code": int(not cost["fits"])}
+
+
+def slice_devices(cfg):
+    """The devices of the TPU slices cfg.plan_for, which need not be here, to compile for.
+
+    Raises ValueError without the TPU compiler, or for a slice of no such shape.
+    """
+    def refuse(words):
+        config.raise_all([config.fault(cfg, "plan_for", words)])
+
+    if not importlib.util.find_spec("libtpu"):
+        refuse("the TPU compiler is missing: pip install 'jax[tpu]'")
+    # Stop libtpu probing for hardware; allow planners to run side by side.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+                      TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
+    jax.config.update("jax_platforms", "cpu")
+    # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
+    cores = {"chip_config_name": "megacore"} if cfg.plan_for.startswith("v4") else {}
+    try:
+        return topologies.get_topology_desc(
+            cfg.plan_for, "tpu", num_slices=cfg.slices, **cores).devices
+    except (RuntimeError, ValueError) as e:
+        refuse(f"no such TPU slice ({str(e).splitlines()[0]}); legal are names like v5p:8x8x8, "
+               "v6e:16x16, v5e:4x4")
 
 
 def measure(run):

@@ -343,8 +343,6 @@ FIELDS = {
                         "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
     "init_from": row(dict(init_from="first"), last("start", "origin"), "a fresh initialization",
                      "the parameters of first", RUN),
-    "plan_for": row(dict(plan_for="v0:2x2"), outcome("plan_for 'v0:2x2': "), "finished before",
-                    "plan_for 'v0:2x2': ", FINISHED),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
         Path(cfg.cache_dir).glob("jit_train_step*")) and cfg.cache_dir, "programs", "other", RUN),

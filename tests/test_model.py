@@ -368,7 +368,7 @@ def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean
     theirs, beyond the window, or in other segments: computing such a block, if only to mask it,
     would add 0 * NaN. Blocks have 8 tokens.
 
-    Break: model.py: those_first], meet.sum() => those_first], meet.size
+    Break: model.py: (back - 1) * t + 1 < window => (back - 1) * t + 1 < window + t
     """
     monkeypatch.setattr(model, "DENSE_LEN", 0)
     cfg = dataclasses.replace(BASE, sliding_window=window)
@@ -465,7 +465,7 @@ def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
     """JAX's kernels for TPUs, interpreted, over a mesh that splits heads and rows, give what ours
     computes: gradients to 1e-5 of the largest (float32).
 
-    Break: model.py: attend(cfg.head_dim**-0.5 * q_BNTH, k_BKTH, => attend(q_BNTH, k_BKTH,
+    Break: model.py: q_scaled_BNTH = cfg.head_dim**-0.5 * q_BNTH => q_scaled_BNTH = q_BNTH
     """
     cfg = dataclasses.replace(BASE, sliding_window=window, head_dim=128)
     rng, T = np.random.default_rng(3), 256
@@ -682,7 +682,7 @@ def test_no_token_sees_the_future(window):
     """Another token at t changes the logits at t and none before, bit for bit; nor beyond layers x
     (window - 1) after.
 
-    Break: model.py: (distance_BTS >= 0) => (distance_BTS >= -1)
+    Break: model.py: (distance >= 0) => (distance >= -1)
     """
     cfg = dataclasses.replace(BASE, sliding_window=window)
     params, tokens = as_f32(random_params(cfg)), random_batch(cfg)["tokens"]

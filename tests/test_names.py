@@ -80,7 +80,7 @@ def test_suffixes_are_shapes(monkeypatch):
     in_blocks, names = locals_that_lie(lambda: jax.eval_shape(packed, params, ids), [(T, T)])
     assert not wrong + more_wrong + in_blocks, "\n".join(wrong + more_wrong + in_blocks)
     assert len(seen | more_seen) >= 20, sorted(seen | more_seen)
-    assert {"ds_BKGts", "scale_BKGt1", "high_Bn", "ids_BT1"} <= names, sorted(names)
+    assert {"ds_BKGts", "scale_BKGt1", "high_Bn", "ids_Bnt"} <= names, sorted(names)
 
 
 def test_ruff():

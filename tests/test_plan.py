@@ -16,6 +16,7 @@ import config
 import model
 import plan
 import step
+import train
 
 SMALL = config.derive_text(config.Config(
     d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
@@ -37,10 +38,10 @@ def batch(cfg, mesh):
             for name, (shape, dtype, spec) in model.batch_shapes(cfg).items()}
 
 
-def planned(tiny, plan_sweep=0, **changes):
+def planned(tiny, plan_for="", plan_sweep=0, **changes):
     """plan.main of a small run's config."""
-    fields = dataclasses.asdict(tiny(**changes)) | {"plan_sweep": plan_sweep}
-    return plan.main(plan.PlanConfig(**fields))
+    fields = dataclasses.asdict(tiny(**changes))
+    return plan.main(plan.PlanConfig(**fields, plan_for=plan_for, plan_sweep=plan_sweep))
 
 
 # ---- text written by hand
@@ -334,12 +335,13 @@ def test_a_roofline_by_hand():
 
 
 def test_modes_and_sweeps_that_mean_nothing_are_refused(tiny):
-    """A plan of an evaluation, and fewer than no meshes.
+    """A plan of anything but training, and fewer than no meshes.
 
     Break: tests/plan.py: if cfg.mode not in ("train", "plan"): => if not cfg.mode:
     """
-    with pytest.raises(ValueError, match="mode eval: only training can be planned"):
-        planned(tiny, mode="eval")
+    for mode in ("eval", "sample", "data"):
+        with pytest.raises(ValueError, match=f"mode {mode}: only training can be planned"):
+            planned(tiny, mode=mode, plan_for="v5p:2x2x1")
     with pytest.raises(ValueError, match="plan_sweep -1: must be at least 0"):
         planned(tiny, plan_sweep=-1)
 
@@ -377,12 +379,23 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
 def test_a_plan_needs_a_slice_that_exists(tiny):
     """Without the TPU compiler, or for a slice of no such shape, one clear line.
 
-    Break: tests/plan.py: train.prepare(cfg, task) => train.prepare(cfg, task, jax.devices())
+    Break: tests/plan.py: slice_devices(cfg) if cfg.plan_for else None => None
     """
     wanted = ("no such TPU slice.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
               else "the TPU compiler is missing: pip install 'jax\\[tpu\\]'")
     with pytest.raises(ValueError, match=f"plan_for 'v9:1': {wanted}"):
         planned(tiny, plan_for="v9:1")
+
+
+def test_a_slice_that_is_not_there_is_refused(capsys):
+    """On the command line it is an error in a sentence, with no traceback.
+
+    Break: tests/plan.py: if not importlib.util.find_spec("libtpu"): => if False:
+    """
+    wanted = ("no such TPU slice" if importlib.util.find_spec("libtpu")
+              else "the TPU compiler is missing: pip install 'jax[tpu]'")
+    assert train.cli(["--plan_for", "v9:1"], kind=plan.PlanConfig, main=plan.main) == 2
+    assert f"error: config: plan_for 'v9:1': {wanted}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -611,16 +611,15 @@ def test_host_memory_that_is_not_there_is_an_error(tiny):
 @pytest.mark.parametrize("platform, version, told", [
     ("gpu", "PJRT cuda 13000", "cuda"), ("gpu", "PJRT rocm 70000", "gpu"), ("cpu", "cuda", "cpu"),
     ("tpu", "PJRT", "tpu")])
-def test_a_task_is_told_its_platform_and_the_devices_of_a_plan(
+def test_a_task_is_told_its_platform(
         tiny, monkeypatch, platform, version, told):
-    """As "cuda" where it is, from a plan for slices that are not here too, before anything is made.
+    """As "cuda" where it is, of the devices at hand or of others, before anything is made.
 
     Break: train.py: if platform == "gpu" and "cuda" in devices => if "cuda" in devices
     """
     device = types.SimpleNamespace(
         platform=platform, client=types.SimpleNamespace(platform_version=version),
         device_kind="abacus", addressable_memories=list)
-    monkeypatch.setattr(steplib, "slice_devices", lambda *args: seen.append(args) or 16 * [device])
     monkeypatch.setattr(jax, "devices", lambda: 8 * [device])
     seen = []
 
@@ -628,10 +627,11 @@ def test_a_task_is_told_its_platform_and_the_devices_of_a_plan(
         seen.append((cfg.dtype, platform))
         raise StopIteration
 
-    for change in ({}, dict(plan_for="v5p:2x2x2", slices=2, batch_size=16)):
+    for n, devices in ((8, None), (16, 16 * [device])):
         with pytest.raises(StopIteration):
-            train.prepare(tiny(dtype="mixed", **change), train.TEXT | {"resolve": resolve})
-    assert seen == [("mixed", told), ("v5p:2x2x2", 2), ("mixed", told)]
+            train.prepare(tiny(dtype="mixed", batch_size=n, fsdp=n, dp=1),
+                          train.TEXT | {"resolve": resolve}, devices)
+    assert seen == 2 * [("mixed", told)]
 
 
 def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
