@@ -583,7 +583,7 @@ def test_tokenizer_faults(tmp_path):
     """A tokenizer is refused by name when it is not a file, not a tokenizer.json, or has no
     end-of-document token.
 
-    Break: data.py: if end is None: => if False:
+    Break: data.py: if not ends: => if False:
     """
     pytest.importorskip("tokenizers")
     small_bpe(tmp_path / "endless.json", "<pad>")
