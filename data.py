@@ -204,7 +204,11 @@ def open_text(cfg, parts=("train", "val")):
     tokenizer = make_tokenizer(cfg.tokenizer)
     form = {name: getattr(cfg, name) for name in FORM}
     form["vocab_size"] = form["vocab_size"] or tokenizer["vocab_size"]
-    folder = cfg.prepared or os.path.join(os.path.expanduser(cfg.cache_dir or cfg.out_dir), "data")
+    homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
+    for folder in [cfg.prepared] if cfg.prepared else [os.path.join(h, "data") for h in homes]:
+        with contextlib.suppress(OSError):  # a cache that cannot be written: keep_programs says so
+            os.makedirs(folder, exist_ok=True)
+            break
 
     def opened(patterns):
         return open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
@@ -554,14 +558,15 @@ def prepare(paths, tokenizer, folder):
             if not _prepared(final, tokenizer):
                 for leftover in (final, partial):
                     shutil.rmtree(leftover, ignore_errors=True)
-                partial.mkdir()
-                _write_prepared(paths, tokenizer, partial)
-                partial.rename(final)
+                try:
+                    partial.mkdir()
+                    _write_prepared(paths, tokenizer, partial)
+                    partial.rename(final)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as e:
         raise ValueError(f"{name}: cannot be prepared in {folder}: {e}; make room there, or choose "
                          "another folder with --prepared") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return _prepared(final, tokenizer) | {"name": name, "at": 0, "path": final / "tokens"}
 
 

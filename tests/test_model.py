@@ -560,6 +560,32 @@ def test_patterns_without_a_match_are_errors(change, message):
     assert str(error.value).startswith(message)
 
 
+def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
+    """Loss sums and gradients of whole documents, packed by best fit, are those of one document a
+    row, padded on the left or the right: to 1e-5 of the largest (float32).
+
+    Break: data.py: batch["segments"][row, here] = number => batch["segments"][row, here] = 1
+    """
+    cfg = dataclasses.replace(BASE, fill="best_fit", seq_len=12)
+    params, rng = as_f32(random_params(cfg)), np.random.default_rng(7)
+    ends = np.cumsum([0, *rng.integers(3, 14, 9)])
+    shard = {"name": "documents", "at": 0, "documents": np.stack([ends[:-1], ends[1:]], axis=1),
+             "tokens": rng.integers(1, cfg.vocab_size, ends[-1])}
+    grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
+    seen = {}
+    for fill, pad in (("best_fit", "right"), ("one", "right"), ("one", "left")):
+        source = data.make_source([shard], {"seq_len": 12, "fill": fill, "pad": pad})
+        total = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        for i in range(source["n"]):
+            total = jax.tree.map(jnp.add, total, grad(params, data.eval_batch_at(source, i, 1)))
+        seen[fill, pad] = source["n"], *total
+    assert seen["best_fit", "right"][0] < seen["one", "right"][0] == 9
+    for name in (("one", "right"), ("one", "left")):
+        for got, want in zip(jax.tree.leaves(seen["best_fit", "right"][1:]),
+                             jax.tree.leaves(seen[name][1:]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("change", [
     {}, pytest.param(dict(sliding_window=3, logit_tiles=3), marks=pytest.mark.slow)])
 def test_packed_rows_equal_documents_alone(change):
