@@ -1504,6 +1504,7 @@ for axes in (("rows",), (("seq", "rows"),), ()):
 """
 
 
+@pytest.mark.slow
 def test_to_device_from_two_processes():
     """Each of two processes names the rows that its devices hold, in order, and from these alone
     builds its part of the arrays, where the second process holds the first rows.

@@ -386,7 +386,7 @@ def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean
     assert jnp.isnan(a_BNTH[:, :, poisoned]).all()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_need_memory_linear_in_length(packed):
     """Temporaries of the compiled gradient per token at T 32K and 128K are at most those at T 8K,
     and less than 4 times the inputs and their gradients.
@@ -407,7 +407,8 @@ def test_blocks_need_memory_linear_in_length(packed):
 
 
 @pytest.mark.parametrize("mesh, remat", [
-    ((2, 1, 1, 2, 2), "named"), pytest.param((1, 2, 2, 1, 2), "none", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1, 2, 2), "named", marks=pytest.mark.slow),
+    pytest.param((1, 2, 2, 1, 2), "none", marks=pytest.mark.slow),
     pytest.param((1, 1, 1, 2, 4), "full", marks=pytest.mark.slow)])
 def test_blocks_over_a_mesh_keep_loss_and_gradient(mesh, remat, monkeypatch):
     """Packed rows by blocks, with heads over tp and sp and rows over the rest, give the loss and
@@ -586,8 +587,8 @@ def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("change", [
-    {}, pytest.param(dict(sliding_window=3, logit_tiles=3), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
 def test_packed_rows_equal_documents_alone(change):
     """Loss sums and gradients of documents packed into rows are the sums over each alone: to 1e-5
     of the largest (float32), and not those of rows without segments.
@@ -992,6 +993,7 @@ def test_remat_keeps_the_gradient(remat):
             got[name], want[name], rtol=0, atol=1e-5 * largest, err_msg=name)
 
 
+@pytest.mark.slow
 def test_full_remat_needs_less_memory():
     """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of
     those under none.
@@ -1098,6 +1100,7 @@ def test_the_objective_alone_computes_no_tile_twice():
     assert products(4) == products(1)
 
 
+@pytest.mark.slow
 def test_tiles_keep_all_logits_from_existing():
     """At a vocabulary of 50304 the temporaries of the compiled gradient fall with the tile; by
     default, large logits are tiled until they are under LOGIT_BYTES.

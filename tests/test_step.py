@@ -782,7 +782,8 @@ def test_fp16_scale_grows_with_patience(monkeypatch):
 
 
 @pytest.mark.parametrize("change, frozen", [
-    (dict(freeze=("embed", "layers.w[qk]", "*norm")), lambda n: n[-2:] in ("ed", "wq", "wk", "rm")),
+    pytest.param(dict(freeze=("embed", "layers.w[qk]", "*norm")),
+                 lambda n: n[-2:] in ("ed", "wq", "wk", "rm"), marks=pytest.mark.slow),
     (dict(lora_rank=2, lora_targets=("*w_up",), freeze=("*.lora_a",)),
      lambda n: ".lora_b" not in n),
 ])
