@@ -100,6 +100,7 @@ def test_each_part_of_an_array_is_written_once(tmp_path):
     assert [part.shape for _, part in parts] == [(4, 16)] * 2
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_gives_a_wrong_number(tmp_path):
     """Each of 3000 random bits, over all files: restoring is an error, or right where the bit does
     not matter.

@@ -686,6 +686,7 @@ def test_mixed_products_round_their_operands_alone():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_mixed_is_float32_but_for_its_products():
     """From fresh parameters, loss (1%) and gradients (3% of each one's norm) under mixed are near
     float32's and not the same; gradients are float32.
@@ -1013,8 +1014,8 @@ def test_full_remat_needs_less_memory():
     assert temporaries(dataclasses.replace(cfg, remat="full")) < temporaries(cfg) / 2
 
 
-@pytest.mark.parametrize("n", [
-    3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 6])
 def test_tiles_change_nothing_but_rounding(n):
     """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
     form's largest entry; counts exactly.

@@ -309,6 +309,7 @@ def test_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
     assert abs(alone["val_loss"] - end["val_loss"]) < 1e-6 and alone["step"] == 8
 
 
+@pytest.mark.slow
 def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
     """Each sum that the loss gives is a mean of "log" and "eval" rows, also the router's and one
     that a hook adds; what the task's metrics make of them too, in training and alone.
@@ -338,6 +339,7 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
     assert abs(alone["val_error"] - rows(tiny().out_dir, "eval")[-1]["val_error"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsys):
     """With the run's config.json as defaults, the same text for the same seed; the training data
     need not be there.
@@ -448,8 +450,7 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
 
 
 @pytest.mark.parametrize("event", [
-    "step", pytest.param("log", marks=pytest.mark.slow),
-    pytest.param("eval", marks=pytest.mark.slow)])
+    pytest.param(event, marks=pytest.mark.slow) for event in ("step", "log", "eval")])
 def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
     words, and exit code 0; the metrics of every step are read. The same command goes on.
