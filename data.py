@@ -640,7 +640,7 @@ def _encoded(paths, tokenizer):
     the last; a tokenizer's library uses all cores for a batch.
     """
     total = sum(p.stat().st_size for path in paths for p in (path, *path.glob("*")))
-    rows = (row for path in paths for row in _rows(path, tokenizer["cuts"]))
+    rows = (row for path in paths for row in _rows(path, tokenizer["piece"]))
     with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
               leave=False) as bar:
         while batch := list(islice(rows, 512)):
@@ -706,8 +706,10 @@ def _texts(row, where):
     return []
 
 
-def _rows(path, cuts):
-    """Yield (where, row, last) of the rows of a file or folder; the pieces of a text are rows."""
+def _rows(path, size):
+    """Yield (where, row, last) of the rows of a file or folder; pieces of a text, of `size`
+    characters, are rows.
+    """
     kind = path.name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     if path.is_dir() or kind == "parquet":
         for number, row in enumerate(_arrow_rows(path), 1):
@@ -718,7 +720,7 @@ def _rows(path, cuts):
     where = str(path)
     with opened(path, mode="rt", encoding="utf-8", newline="\n") as file:
         try:
-            texts = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, cuts)
+            texts = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, size)
             for number, (text, last) in enumerate(texts, 1):
                 where = f"{path} line {number}" if kind == "jsonl" else str(path)
                 if "\0" in text:
@@ -735,11 +737,12 @@ def _rows(path, cuts):
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
 
 
-def _pieces(file, cuts, size=2**14):
-    """Yield (text, whether it is the last) in pieces of some `size` characters, cut where a
-    tokenizer splits words anyway: after a line that is not empty, before one that is not indented.
+def _pieces(file, size):
+    """Yield (text, whether it is the last) in pieces of some `size` characters (-1: whole), cut
+    where a tokenizer splits words anyway: after a line that is not empty, before one that is not
+    indented.
     """
-    text = file.read(size if cuts else -1)
+    text = file.read(size)
     while line := file.readline():
         if text.endswith("\n") and text[-2:-1].strip() and line[0].strip():
             yield text, False
@@ -945,15 +948,16 @@ def make_tokenizer(name):
     """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
     "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "begin", "end": ids around a document
     (begin None: an end also stands before it), "stops": ids that end a sample, "chat": None or a
-    function that loads transformers' tokenizer, "cuts": whether a text may be encoded in pieces,
-    "key": what tells it from others}.
+    function that loads transformers' tokenizer, "piece": characters of the pieces in which a text
+    is encoded (-1: whole), "key": what tells it from others}.
 
     name: "bytes", a tokenizer.json, a folder that transformers saved, or tiktoken:ENCODING.
     """
-    own = {"begin": None, "end": 0, "chat": None, "key": name}
+    own = {"begin": None, "end": 0, "chat": None, "key": name, "piece": 2**14}
     if name == "bytes":
-        own |= {"vocab_size": 256, "decode": _decode_bytes, "n_bytes": len, "encode_batch":
-                lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]}
+        own |= {"vocab_size": 256, "decode": _decode_bytes, "n_bytes": len, "piece": 2**18,
+                "encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8)
+                                               for text in texts]}
     else:
         own |= (_tiktoken if name.startswith("tiktoken:") else _library_tokenizer)(name)
     dtype = np.min_scalar_type(own["vocab_size"] - 1)
@@ -961,10 +965,10 @@ def make_tokenizer(name):
     def encode(text): return encode_batch([text])[0]
     def decode(ids): return own["decode"](np.asarray(ids).tolist())
     probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight"
-    cuts = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
+    same = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
     return {"n_bytes": lambda ids: len(decode(ids).encode()), "stops": {own["end"]}, **own,
-            "dtype": dtype, "cuts": cuts, "encode_batch": encode_batch, "encode": encode,
-            "decode": decode}
+            "dtype": dtype, "piece": own["piece"] if same else -1, "encode": encode,
+            "encode_batch": encode_batch, "decode": decode}
 
 
 def _decode_bytes(ids):
