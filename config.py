@@ -54,9 +54,9 @@ class Config:
     end_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
     prepared: str = ""  # folder of tokenized text; empty: data in cache_dir
-    fill: Fill = "stream"  # sequences of a stream of documents, of whole ones by best fit, of one
+    fill: Fill = "stream"  # cut sequences from a stream; or whole documents: many by best fit, one
     packed: bool = False  # attention and positions stay within a document of the stream
-    too_long: TooLong = "keep_start"  # of a whole document that does not fit into a sequence
+    too_long: TooLong = "keep_start"  # what to do with a whole document longer than a sequence
     pad: Literal["right", "left"] = "right"  # side of the padding of whole documents
     order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
     windows_per_epoch: Whole = 0  # files that an epoch reads, in order windows; 0: all
@@ -362,8 +362,9 @@ RULES = (
     ("data", lambda c: c.mix and c.data, "must be empty with mix, which names its own"),
     ("mix", lambda c: not all(re.fullmatch(r".+=\d*\.?\d+", each) for each in c.mix),
      "must be FILES=WEIGHT, as in web.bin=0.7 code.bin=0.3"),
-    ("order", lambda c: c.order == "windows" and (c.mix or (c.val_frac and not c.val_data)),
-     "windows need --val_data or --val_frac 0, and no mix"),
+    ("order", lambda c: c.order == "windows" and c.val_frac and not c.val_data,
+     "held-out data must be named: set --val_data, or --val_frac 0 for none"),
+    ("mix", lambda c: c.mix and c.order == "windows", "has no order windows; set --data instead"),
     ("lora_targets", lambda c: c.lora_rank and not c.lora_targets, "name some, as in 'layers.w*'"),
     ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1,
      "must be 1 with n_experts {n_experts}, whose capacity is counted over a whole sequence"),

@@ -233,7 +233,8 @@ def open_text(cfg, parts=("train", "val")):
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
         sources = {name: train for name, (train, _) in pairs.items()}
         vals = {name: part(held_out, eval_batch_at) for name, (_, held_out) in pairs.items()}
-        val = vals.get("") or {"parts": vals}
+        val = vals.get("") or {"parts": vals, "about": "; ".join(
+            f"{name}: {each['about']}" for name, each in vals.items())}
     train = mix([*sources.values()], [*mixed.values()])
     return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
 
@@ -376,8 +377,9 @@ def _in_windows(cfg, opened):
     first = list(islice(_unseen(cfg, source_of, 0, ()), cfg.windows_per_epoch or None))
     if not first:
         raise ValueError(f"data {' '.join(cfg.data)}: no file here has a sequence")
+    about = f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}"
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
-            "fingerprint": "windows", "about": f"{len(first)} windows", "resume": resume,
+            "fingerprint": "windows", "about": about, "resume": resume,
             "finished": finished, "windows": lambda step: order[: finished(step) + 1]}
 
 
@@ -697,7 +699,7 @@ def _texts(row, where):
             return [row[name] for name in names]
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
-                         "'completion', or a list 'messages'")
+                         f"'completion', or a list 'messages'; it has {[*row] or 'no fields'}")
     roles = "system", "developer", "user", "assistant", "tool"
     for i, message in enumerate(row["messages"], 1):
         if not isinstance(message, dict) or message.get("role") not in roles:
@@ -731,8 +733,8 @@ def _rows(path, size):
                     yield where, json.loads(text), True
         except UnicodeDecodeError as e:
             place = file.buffer.tell() - len(e.object) + e.start
-            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl, .bin, "
-                             ".npy, .parquet, or a folder of datasets") from None
+            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl (also .gz, "
+                             ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
         except (json.JSONDecodeError, OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
 
@@ -848,7 +850,7 @@ def describe(source):
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards])
     used = sum((np.diff(shard["rows"][1]) - 1).sum() for shard in shards)
     return (f"{len(n_tokens):,} documents in {source['n']:,} sequences, "
-            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer than seq_len ({form['too_long']}), "
+            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer (--too_long {form['too_long']}), "
             f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
 
 

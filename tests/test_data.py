@@ -962,7 +962,7 @@ def test_each_document_once(fill, pad, too_long, documents):
         assert source["n"] * 30 < 1.1 * n_used
     assert f"{empty.mean():.1%} padding" in data.describe(source)
     n_long = sum(len(text) + 2 > 31 for text in texts)
-    assert f"{n_long} longer than seq_len ({too_long})" in data.describe(source)
+    assert f"{n_long} longer (--too_long {too_long})" in data.describe(source)
 
 
 def test_too_long_is_an_error(documents):
@@ -1250,7 +1250,7 @@ def letters(train, steps):
     return ["".join(chr(max(row)) for row in batch) for batch in batches]
 
 
-def test_windows_come_one_after_the_other(windows):
+def test_windows_come_one_after_the_other(windows, tmp_path):
     """Files are read in order of the numbers in their names, each to its end before the next, an
     empty one left out, and again in the next epoch in another order.
 
@@ -1262,7 +1262,9 @@ def test_windows_come_one_after_the_other(windows):
         add(name, letter, n)
     train = make()
     assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
-    assert (train["n"], train["about"]) == (18, "3 windows")
+    days = tmp_path / "days"
+    about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
+    assert (train["n"], train["about"]) == (18, about)
     assert [train["finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
     assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
 
