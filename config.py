@@ -54,14 +54,14 @@ class Config:
     end_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
     prepared: str = ""  # folder of tokenized text; empty: data in cache_dir
-    fill: Fill = "stream"  # cut sequences from a stream; or whole documents: many by best fit, one
+    fill: Fill = "stream"  # stream: documents end to end, cut; else whole ones, packed or one a row
     packed: bool = False  # attention and positions stay within a document of the stream
     too_long: TooLong = "keep_start"  # what to do with a whole document longer than a sequence
     pad: Literal["right", "left"] = "right"  # side of the padding of whole documents
     order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
-    windows_per_epoch: Whole = 0  # files that an epoch reads, in order windows; 0: all
-    window_repeats: Count = 1  # times that a file is read before the next, in order windows
-    wait_s: Amount = 0.0  # seconds to wait for a new file after the last, in order windows
+    windows_per_epoch: Whole = 0  # files per epoch with order windows; 0: all
+    window_repeats: Count = 1  # times that each file is read before the next, with order windows
+    wait_s: Amount = 0.0  # seconds to wait for a new file after the last, with order windows
     overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
     # ---- length and batch
     steps: Count = 600  # optimizer updates in all: the horizon of the schedule
@@ -195,7 +195,7 @@ def parse(argv, kind=Config):
         chosen = str(saved) if saved.is_file() else ""
     default = load(chosen, kind) if chosen else kind()
     return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
-                    description="Train, evaluate, sample or plan.")
+                    description="Train, evaluate, sample, plan or prepare data.")
 
 
 def load(name, kind=Config):
