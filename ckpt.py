@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded checkpoints of any pytree of arrays, written in the background by TensorStore.
 
-Owns the layout root/000000100/{array names, meta.json}, the commit, pruning and integrity. Never
-returns a value that was not saved: chunks and meta.json carry checksums, a missing chunk is an
-error. Invariant: a checkpoint exists if and only if its meta.json does; arrays are on disk before
-meta.json is, and the folder gets its name last.
+Commit: (1) each process writes its shards to root/000000100/<id>/, all files and folders synced;
+(2) process 0 waits for all of them, then (3) writes root/000000100/meta.json, which names <id>:
+one atomic write, also in an object store. (4) Only process 0 lists and decides what is newest;
+(5) readers look at meta.json alone: without it there is no checkpoint.
 
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
 import contextlib
-import itertools
+import errno
+import fnmatch
 import json
 import os
 import re
 import shutil
+import sys
 import time
 import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, product
+from math import ceil, prod
 from pathlib import Path
 
 import jax
@@ -24,104 +29,84 @@ import numpy as np
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-CHUNK_BYTES = 2**24  # largest chunk; many chunks in flight keep all cores and the disk busy
+FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
+CHUNK_BYTES = 2**20  # largest part of a file that has a checksum and is read by itself
+SMALL_BYTES = 2**16  # arrays up to this size, whole on process 0, share one array of bytes
+SMALL = ".small"  # its name
+META_BYTES = 2**26  # largest meta.json that is read
 
 
-def _folder(root, step):
-    return Path(root) / f"{step:09d}"
-
-
-def _flatten(tree):
-    """Return ({path of keys joined by "/": array}, treedef)."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
-    arrays = [x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves]
-    return dict(zip(names, arrays, strict=True)), treedef
-
-
-def _owned_shards(x):
-    """List (index, copy) of the shards that this process writes: over all processes, one replica
-    of each.
-    """
-    if not isinstance(x, jax.Array):
-        return [((), np.array(x))] if jax.process_index() == 0 else []
-    return [(s.index, _snapshot(s.data)) for s in x.addressable_shards if s.replica_id == 0]
-
-
-def save(root, step, tree, meta=(), keep=0, tell=print):
+def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=print):
     """Start to write `tree` as checkpoint `step`, replacing one of that step; return a Future of
-    its path.
+    its path. root: a folder, gs://bucket/path, s3://bucket/path or, for another server than
+    Amazon's, s3://bucket/path?endpoint=http://host:port.
 
     Returns when the arrays may be overwritten or donated; a thread does the rest. Every process
-    must call it, on a shared folder: each writes the shards that it owns, process 0 commits, and
-    all Futures resolve after that. Then all but the `keep` newest checkpoints are deleted (0: keep
-    all); `tell` gets a sentence for each that cannot be deleted.
+    must call it, on a shared root: each writes the shards that it owns, process 0 commits, and all
+    Futures resolve after that. Then older ones are deleted: see `prune`. temporary: the next
+    checkpoint replaces this one.
 
     Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
     `wait`.
     """
-    if reserved := sorted({"step", "arrays"} & dict(meta).keys()):
+    if reserved := sorted({"step", "folder", "arrays"} & dict(meta).keys()):
         raise ValueError(f"meta has {', '.join(reserved)}: ckpt.py writes that itself; rename it")
-    arrays, _ = _flatten(tree)
+    arrays, _ = flatten(tree)
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
-    layouts = {name: _layout(x) for name, x in arrays.items()}
-    parts = {name: _owned_shards(x) for name, x in arrays.items()}
-    body = json.dumps({"step": step, "arrays": layouts} | dict(meta), sort_keys=True)
+    layouts, shards = _layouts(arrays), _owned_shards(arrays)
+    data = from_main(lambda: os.urandom(4).hex())
+    body = {"step": step, "folder": data, "arrays": layouts} | dict(meta)
     return ThreadPoolExecutor(1, "ckpt").submit(
-        _write, _folder(root, step), layouts, parts, body, keep, tell)
+        _write, root, body, shards, temporary, tell, lambda: prune(root, keep, keep_every, tell))
 
 
-def _write(final, layouts, parts, body, keep, tell):
+def _write(root, body, shards, temporary, tell, then):
     """Write the shards of this process; process 0 commits, the others wait until it has."""
-    partial, rank = final.with_suffix(".partial"), jax.process_index()
-    marks = {peer: partial / f"peer_{peer}" for peer in range(1, jax.process_count())}
+    folder, data, rank = _name(body["step"]), body["folder"], jax.process_index()
+    path, peers = _join(root, folder), range(1, jax.process_count())
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        opened = {name: ts.open(_zarr_spec(partial, name, **layouts[name]), create=True, open=True)
-                  for name, shards in parts.items() if shards}
-        writes = [opened[name].result()[index].write(shard)
-                  for name, shards in parts.items() for index, shard in shards]
+        _check_space(root, sum(x.nbytes for _, _, x in shards))
+        store = _open(root, folder)
+        # In a bucket that is not there TensorStore would try for ever to create an array.
+        store.write(f"{data}.{rank}", b"").result()
+        arrays = {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
+                  for name, _, _ in shards}
+        writes = [arrays[name].result()[index].write(x, can_reference_source_data_indefinitely=True)
+                  for name, index, x in shards]
         for write in writes:
             write.result()
         if rank:
-            marks[rank].touch()
-            _await(partial, lambda: [0] if marks[rank].exists() else [])  # gone with the rename
+            store.write(f"{data}.{rank}", b"written").result()
+            _await(store, data, lambda: [] if data.encode() in _read(store, "meta.json") else [0])
         else:
-            _await(partial, lambda: [peer for peer, mark in marks.items() if not mark.exists()])
-            _commit(partial, final, body, tell)
-            prune(final.parent, keep, tell)
-        return final
+            _await(store, data, lambda: [r for r in peers if not _read(store, f"{data}.{r}")])
+            _commit(root, store, body, temporary, tell)
+            then()
+        return path
     except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
         fault = _message(e)
-        with contextlib.suppress(OSError), open(partial / "peer_failed", "x") as f:
-            f.write(f"process {rank}: {fault}")  # ends the wait of the others
-        raise ValueError(f"{final} could not be written, older ones are whole: {fault}") from e
+        with contextlib.suppress(ValueError, OSError):
+            if rank == 0 and data.encode() not in _read(store, "meta.json"):
+                _delete(tell, root, folder, data)
+            if peers:  # ends the wait of the others
+                store.write(f"{data}.failed", f"process {rank}: {fault}".encode()).result()
+        raise ValueError(f"{path} could not be written, older ones are whole: {fault}") from e
 
 
-def _commit(partial, final, body, tell):
-    """Make a written folder the checkpoint `final`. Wherever the machine stops, one whole
-    checkpoint of that step stays: the old one, which `clean` may have to rename back, or the new.
-    """
-    for folder, subfolders, _ in os.walk(partial):
-        if subfolders:  # TensorStore syncs the folders of chunks, not what is above them
-            _sync(folder)
-    stored = {"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
-    (partial / "meta.json").write_text(json.dumps(stored, indent=1))
-    _sync(partial / "meta.json")
-    _sync(partial)
-    replaced = final.with_suffix(".replaced")
-    if final.exists():
-        _set_aside(replaced, "deleted", tell)  # where a kill came before its deletion
-        os.rename(final, replaced)
-    os.rename(partial, final)
-    _sync(final.parent)
-    for mark in final.glob("peer_*"):
-        mark.unlink()
-    _set_aside(replaced, "deleted", tell)
+def _commit(root, store, body, temporary, tell):
+    """Make what was written the checkpoint, by one atomic write, and delete what it replaces."""
+    if _is_local(root):  # TensorStore syncs the folder of a file, not those above it
+        path = Path(root, _name(body["step"])).resolve()
+        inside = [Path(above) for above, subfolders, _ in os.walk(path) if subfolders]
+        for above in (*inside, *path.parents[:3]):  # also those that a run makes
+            _sync(above)
+    store.write("temporary", b"yes" if temporary else None).result()
+    text = json.dumps(body, sort_keys=True)
+    stored = {"crc32": zlib.crc32(text.encode()), "body": body}
+    store.write("meta.json", json.dumps(stored, indent=1).encode()).result()
+    _sweep(root, body["step"], tell)
 
 
 def wait(future):
@@ -131,34 +116,42 @@ def wait(future):
 
 def steps(root):
     """List the steps of the complete checkpoints, ascending."""
-    return sorted(int(p.name) for p in _named(root, "") if (p / "meta.json").exists())
+    return sorted(step for step, names in _contents(root).items() if "meta.json" in names)
 
 
-def restore(root, step, like):
+def restore(root, step, like, meta=None):
     """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
-    ShapeDtypeStructs; NumPy arrays where there is no sharding).
+    ShapeDtypeStructs; NumPy arrays where there is no sharding). meta: of `read_meta`, if at hand.
 
     Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
     arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
     data is damaged or missing.
     """
-    folder, stored = _folder(root, step), read_meta(root, step)["arrays"]
-    wanted, treedef = _flatten(like)
+    meta, path = meta or read_meta(root, step), _join(root, _name(step))
+    (wanted, treedef), stored = flatten(like), meta["arrays"]
     if missing := [name for name in wanted if name not in stored]:
-        raise KeyError(f"checkpoint {folder} has no {', '.join(missing)}")
+        raise KeyError(f"checkpoint {path} has no {', '.join(missing)}")
     if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
                  for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
-        raise TypeError(f"checkpoint {folder} has other shapes: {'; '.join(other)}")
-    opened = {name: ts.open(_zarr_spec(folder, name, **stored[name]), open=True, read=True)
-              for name in wanted}
-    reads, leaves = {}, []
+        raise TypeError(f"checkpoint {path} has other shapes: {'; '.join(other)}")
+    large = {name: x for name, x in wanted.items() if "offset" not in stored[name]}
+    small = wanted.keys() - large.keys()
+    opened = {name: ts.open(_zarr_spec(root, meta, name), open=True, read=True)
+              for name in [*large, *([SMALL] if small else [])]}
+    reads, leaves, name = {}, [], min(small, default="")
     try:
-        for name, x in wanted.items():  # start all reads before waiting for the first
+        packed = opened[SMALL].result().read() if small else None
+        for name, x in large.items():  # start all reads before waiting for the first
             reads[name] = _start_reads(opened[name].result(), x)
         for name, x in wanted.items():
-            leaves.append(_assemble(x, reads[name]))
+            if name in small:
+                whole = _unpack(packed.result(), stored[name])
+                leaves.append(_assemble(x, whole.__getitem__))
+            else:
+                parts = {index: read.result() for index, read in reads.pop(name).items()}
+                leaves.append(_assemble(x, lambda index, parts=parts: parts[str(index)]))
     except ValueError as e:
-        raise ValueError(f"checkpoint {folder}: array {name} is damaged: {_message(e)}") from None
+        raise ValueError(f"checkpoint {path}: array {name} is damaged: {_message(e)}") from None
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -169,37 +162,240 @@ def latest(root):
     return max(steps(root), default=None)
 
 
-def read_meta(root, step):
-    """Return the meta given to `save`, with "step" and "arrays". Raises ValueError when it is
-    missing or damaged.
+def from_main(decide):
+    """Return what decide() returns on process 0 (JSON), in every process; its ValueError is raised
+    in every process too.
     """
-    path = _folder(root, step) / "meta.json"
+    if jax.process_count() == 1:
+        return decide()
+    told = {}
+    if jax.process_index() == 0:
+        try:
+            told = {"value": decide()}
+        except ValueError as e:
+            told = {"fault": str(e)}
+    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    n = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    text = multihost_utils.broadcast_one_to_all(np.resize(text, n))
+    told = json.loads(np.asarray(text, np.uint8).tobytes())
+    if "fault" in told:
+        raise ValueError(told["fault"])
+    return told["value"]
+
+
+# What is where.
+
+def _name(step):
+    return f"{step:09d}"
+
+
+def _is_local(root):
+    return "://" not in str(root)
+
+
+def _join(root, *names):
+    return "/".join([str(root).partition("?")[0].rstrip("/") or "/", *names])
+
+
+def below(root, name):
+    """The root `name` within another."""
+    path, mark, endpoint = str(root).partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{endpoint}"
+
+
+def _kvstore(root, *names):
+    """TensorStore's spec of a folder. Raises ValueError for an unknown kind, and when a link leads
+    somewhere else.
+    """
+    if _is_local(root):
+        path = Path(root).resolve().joinpath(*names)  # TensorStore refuses ".."
+        if path.resolve() != path:
+            raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
+        return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
+    url, _, endpoint = str(root).partition("?endpoint=")
+    kind, _, rest = url.partition("://")
+    bucket, *folders = rest.rstrip("/").split("/")
+    drivers = {"gs": {"driver": "gcs"},
+               "s3": {"driver": "s3"} | ({"endpoint": endpoint} if endpoint else {})}
+    if kind not in drivers:
+        raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
+    return drivers[kind] | {"bucket": bucket, "path": "/".join([*folders, *names, ""])}
+
+
+def _open(root, *names):
+    return ts.KvStore.open(_kvstore(root, *names)).result()
+
+
+def _zarr_spec(root, meta, name):
+    """Describe an array; opening one whose zarr.json says something else is an error."""
+    layout = meta["arrays"][name]
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    if "chunk" in layout:
+        codecs = [{"name": "sharding_indexed", "configuration": {
+            "chunk_shape": layout["chunk"], "codecs": codecs, "index_codecs": codecs}}]
+    metadata = {
+        "shape": layout["shape"], "data_type": layout["dtype"], "codecs": codecs,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout["file"]}}}
+    return {"driver": "zarr3", "metadata": metadata,
+            "kvstore": _kvstore(root, _name(meta["step"]), meta["folder"], *name.split("/")),
+            "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+
+
+def _read(store, key):
+    """The bytes of a key; none when there is no such key."""
+    return store.read(key).result().value
+
+
+def _delete(tell, root, *names):
+    """Delete a file or a folder. Errors are told, as they must not end a run."""
+    path = Path(root, *names)
     try:
-        stored = json.loads(path.read_bytes())
+        if not _is_local(root):
+            key = "/".join(names)
+            _open(root).delete_range(ts.KvStore.KeyRange(key, key + "0")).result()  # after key/
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except (ValueError, OSError) as e:
+        tell(f"{_join(root, *names)} is left over: {_message(e)}")
+
+
+def _contents(root):
+    """{step: names directly in its folder}."""
+    found = {}
+    for key in _open(root).list().result():
+        folder, *names = key.decode().split("/")
+        if re.fullmatch(r"\d{9,}", folder) and names:
+            found.setdefault(int(folder), set()).add(names[0])
+    return found
+
+
+def read_meta(root, step):
+    """Return the meta given to `save`, with "step", "folder" and "arrays". Raises ValueError when
+    it is missing, damaged, or describes what no save writes.
+    """
+    path = _join(root, _name(step), "meta.json")
+    try:
+        if _is_local(root) and Path(path).stat().st_size > META_BYTES:
+            raise ValueError(f"is larger than {META_BYTES:,} bytes")
+        stored = json.loads(_read(_open(root, _name(step)), "meta.json"))
         body = stored["body"]
         crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
         if crc32 != stored["crc32"] or body["step"] != step:
             raise ValueError("its checksum does not match")
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: missing or damaged: {e}") from None
+        names = [body["folder"], *body["arrays"]]
+        if bad := [name for name in names if {".", ".."} & set(name.split("/"))]:
+            raise ValueError(f"a name in it leads elsewhere: {bad[0]!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{path}: missing or damaged: {_message(e)}") from None
     return body
-
-
-def _zarr_spec(folder, name, shape, dtype, chunk):
-    """Describe an array; opening one whose zarr.json says something else is an error."""
-    metadata = {
-        "shape": shape, "data_type": dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]}
-    path = str((folder / name).resolve())  # TensorStore refuses ".."
-    return {"driver": "zarr3", "metadata": metadata,
-            "kvstore": {"driver": "file", "path": path, "file_io_sync": True},
-            "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
 
 
 def _message(error):
     """Return TensorStore's error message without the spec and source locations at its end."""
-    return re.split(r"\s*\[(?:tensorstore_spec|source locations)", str(error))[0]
+    return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
+
+
+def _check_space(root, n_bytes):
+    """Raise OSError when a local disk has not this much space left."""
+    if _is_local(root):
+        Path(root).mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(root).free
+        if free < n_bytes:
+            raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
+                          "are free: delete something, or keep fewer checkpoints")
+
+
+def _sync(path):
+    with contextlib.suppress(PermissionError):  # a folder above, that is somebody else's
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
+
+
+def _await(store, data, late):
+    """Poll until late() lists no process. Raises OSError when one has failed or takes too long."""
+    deadline = time.monotonic() + PEER_TIMEOUT_S
+    while ranks := late():
+        if fault := _read(store, f"{data}.failed"):
+            raise OSError(fault.decode())
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {ranks} are not done after {PEER_TIMEOUT_S} s; have "
+                               "they ended, or do they not share this folder?")
+        time.sleep(0.05)
+
+
+# Arrays and their parts.
+
+def flatten(tree):
+    """Return ({path of keys joined by "/": array}, treedef)."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    arrays = dict(zip(names, (x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves),
+                      strict=True))
+    if len(arrays) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
+    return arrays, treedef
+
+
+def _in_host_memory(x):
+    return x.sharding.memory_kind != "device" or next(iter(x.devices())).platform == "cpu"
+
+
+def _snapshot(x):
+    """Copy an array to NumPy, so that x may be overwritten or donated."""
+    view = not isinstance(x, jax.Array) or _in_host_memory(x)
+    return np.array(x) if view else np.asarray(x)
+
+
+def _is_small(x):
+    whole = not isinstance(x, jax.Array) or (x.is_fully_replicated and any(
+        device.process_index == 0 for device in x.sharding.device_set))
+    return whole and x.nbytes <= SMALL_BYTES
+
+
+def _layouts(arrays):
+    """{name: how it is stored}: in chunks, or from an offset of the array of bytes SMALL."""
+    layouts, end = {}, 0
+    for name, x in arrays.items():
+        layouts[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
+        if _is_small(x):
+            layouts[name]["offset"] = end
+            end += x.nbytes
+        else:
+            shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+            file = _halved(shard, FILE_BYTES // x.dtype.itemsize)
+            layouts[name] |= {"file": file, "chunk": _halved(file, CHUNK_BYTES // x.dtype.itemsize)}
+    small = {"shape": [end], "dtype": "uint8", "file": [min(end, FILE_BYTES)]}
+    return layouts | ({SMALL: small} if end else {})
+
+
+def _halved(shape, n):
+    """Halve the longest even dim until there are at most n elements; no dim is 0."""
+    part = [max(size, 1) for size in shape]
+    while prod(part) > n and (even := [i for i, size in enumerate(part) if size % 2 == 0]):
+        part[max(even, key=lambda i: part[i])] //= 2
+    return part
+
+
+def _owned_shards(arrays):
+    """List (name, index, copy) of what this process writes: over all processes, each part once."""
+    main, parts, small = jax.process_index() == 0, [], []
+    for name, x in arrays.items():
+        if _is_small(x):
+            small += [np.asarray(x).tobytes()] if main else []
+        elif isinstance(x, jax.Array):
+            parts += [(name, shard.index, _snapshot(shard.data))
+                      for shard in x.addressable_shards if shard.replica_id == 0]
+        elif main:
+            parts.append((name, (), _snapshot(x)))
+    packed = np.frombuffer(b"".join(small), np.uint8)
+    return parts + ([(SMALL, (), packed)] if packed.size else [])
 
 
 def _start_reads(array, like):
@@ -209,137 +405,232 @@ def _start_reads(array, like):
     return {str(index): array[index].read() for index in indices}
 
 
-def _assemble(like, reads):
-    parts = {index: np.asarray(read.result(), like.dtype) for index, read in reads.items()}
+def _unpack(packed, layout):
+    dtype = np.dtype(layout["dtype"])
+    values = packed[layout["offset"]:][:prod(layout["shape"]) * dtype.itemsize]
+    return values.view(dtype).reshape(layout["shape"])
+
+
+def _assemble(like, part_at):
+    """The array of `like` from part_at(index)."""
+    def part(index):
+        return np.asarray(part_at(index), like.dtype)
+
     if getattr(like, "sharding", None) is None:
-        return parts["()"]
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: parts[str(index)])
+        return part(())
+    return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
-def _snapshot(x):
-    """Copy a one-device array to NumPy, so that x may be donated."""
-    host = np.asarray(x)  # in host memory a view of x
-    return host if host.flags.owndata else host.copy()
+# Keeping house.
 
-
-def _sync(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _in_host_memory(x):
-    return x.sharding.memory_kind != "device" or next(iter(x.devices())).platform == "cpu"
-
-
-def _layout(x):
-    shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-    chunk = _chunk_shape(shard, x.dtype.itemsize)
-    return {"shape": list(x.shape), "dtype": str(x.dtype), "chunk": chunk}
-
-
-def _chunk_shape(shard_shape, itemsize):
-    """Halve the longest even dim of a shard until a chunk has at most CHUNK_BYTES."""
-    chunk = list(shard_shape)
-    while (np.prod(chunk, dtype=np.int64) * itemsize > CHUNK_BYTES
-           and (even := [i for i, n in enumerate(chunk) if n % 2 == 0])):
-        chunk[max(even, key=lambda i: chunk[i])] //= 2
-    return [max(n, 1) for n in chunk]
-
-
-PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
-
-
-def _await(partial, late):
-    """Poll until late() lists no process. Raises OSError when one has failed or takes too long."""
-    deadline, failed = time.monotonic() + PEER_TIMEOUT_S, partial / "peer_failed"
-    while ranks := late():
-        if failed.exists() and (fault := failed.read_text()):
-            raise OSError(fault)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {PEER_TIMEOUT_S} s; have "
-                               "they ended, or do they not share this folder?")
-        time.sleep(0.05)
-
-
-def _named(root, suffix):
-    """List the paths in root named by a step and a suffix that matches the regular expression."""
-    return sorted(p for p in Path(root).glob("*") if re.fullmatch(r"\d{9,}" + suffix, p.name))
-
-
-def prune(root, keep, tell=print):
-    """Delete all but the `keep` newest complete checkpoints, and damaged ones older than those; 0
-    keeps all. `tell` gets a sentence for each that cannot be deleted.
+def prune(root, keep, keep_every=0, tell=print):
+    """Delete all but the `keep` newest checkpoints (0: keep all), those of steps that keep_every
+    divides, and the newest of all; temporary ones, once there is a newer one; and the remains of
+    damaged ones older than those kept. `tell` gets a sentence for each that cannot be deleted.
     """
-    kept = steps(root)[-keep:] if keep else []
-    for path in _named(root, r"(\.damaged\d*)?") if kept else []:
-        if int(path.stem) < kept[0] and (path / "meta.json").exists():
-            _set_aside(path, "deleted", tell)
+    found = _contents(root)
+    whole = [step for step in sorted(found) if "meta.json" in found[step]]
+    lasting = [step for step in whole if "temporary" not in found[step]]
+    for_ever = [step for step in lasting if keep_every and step % keep_every == 0]
+    kept = {*lasting[-keep:], *whole[-1:], *for_ever}
+    oldest = min(lasting[-keep:], default=0) if keep else 0
+    for step in found.keys() - kept:
+        if step < oldest or step in whole:
+            _delete(tell, root, _name(step), "meta.json")  # first: half of one is none
+            _delete(tell, root, _name(step))
 
 
 def clean(root, tell=print):
-    """Delete what interrupted saves and deletions left, and rename back a checkpoint whose
-    replacement did not get its name. Call it only while no save is under way.
-    """
-    for path in _named(root, r"\.(partial|deleted|replaced)\d*"):
-        final = path.with_suffix("")
-        if path.suffix == ".replaced" and not (final / "meta.json").exists():
-            os.rename(path, final)
+    """Delete what interrupted saves and deletions left. Call it only while no save is under way."""
+    for step, names in _contents(root).items():
+        if names & {"meta.json", "damaged.json"}:
+            _sweep(root, step, tell)
         else:
-            _set_aside(path, "deleted", tell)
+            _delete(tell, root, _name(step))
 
 
-def _set_aside(folder, suffix, tell):
-    """Rename a folder, if it exists, to the first free name with that suffix, and delete it when
-    that is "deleted": half a checkpoint never passes for a whole one. Errors are told, as they must
-    not end a run.
-    """
-    names = (folder.with_suffix(f".{suffix}{n or ''}") for n in itertools.count())
-    try:
-        os.rename(folder, aside := next(name for name in names if not name.exists()))
-        if suffix == "deleted":
-            shutil.rmtree(aside)
-    except FileNotFoundError:
-        pass
-    except OSError as e:
-        tell(f"{folder} is left over: {e}")
+def _sweep(root, step, tell):
+    """Delete what the meta.json of this step, whole or set aside, does not name."""
+    store, used = _open(root, _name(step)), {"temporary"}
+    for index in ("meta.json", "damaged.json"):
+        if text := _read(store, index):
+            try:
+                used |= {index, json.loads(text)["body"]["folder"]}
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return  # nothing says what is garbage
+    for name in {key.decode().split("/")[0] for key in store.list().result()} - used:
+        _delete(tell, root, _name(step), name)
 
 
 def newest_meta(root):
     """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint.
+    is no checkpoint. Process 0 looks and tells the others.
 
     Raises ValueError when there are checkpoints but no meta.json can be read.
     """
-    for step in reversed(steps(root)):
-        try:
-            return step, read_meta(root, step)
-        except ValueError as e:
-            fault = e
-    if steps(root):
-        raise ValueError(f"{root}: no checkpoint there can be read; of the oldest: {fault}")
-    return None, {}
+    def look():
+        fault = None
+        for step in reversed(steps(root)):
+            try:
+                return step, read_meta(root, step)
+            except ValueError as e:
+                fault = e
+        if fault:
+            raise ValueError(f"{root}: no checkpoint there can be read; of the oldest: {fault}")
+        return None, {}
+
+    return from_main(look)
 
 
 def restore_newest(root, like, tell=print, set_aside=False):
     """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+    Process 0 says which are there. like: a tree, or a function of the meta that returns one.
 
-    `tell` gets a sentence for each damaged one. With set_aside these are renamed to .damaged, once
-    an older one has been read. Raises ValueError when there is none, KeyError and TypeError as
+    `tell` gets a sentence for each damaged one. With set_aside these are renamed to damaged.json,
+    once an older one has been read. Raises ValueError when there is none, KeyError and TypeError as
     `restore` does.
     """
     damaged = []
-    for step in reversed(steps(root)):
+    for step in reversed(from_main(lambda: steps(root))):
         try:
-            tree, fault = restore(root, step, like), ""
+            meta = from_main(lambda step=step: read_meta(root, step))
+            tree, fault = restore(root, step, like(meta) if callable(like) else like, meta), ""
         except ValueError as e:
             fault = str(e)
         if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
             fault = fault or f"another process could not read checkpoint {step}"
         if not fault:
-            for folder in damaged if set_aside and jax.process_index() == 0 else ():
-                _set_aside(folder, "damaged", tell)
+            for old in damaged if set_aside and jax.process_index() == 0 else ():
+                store = _open(root, _name(old))
+                store.write("damaged.json", _read(store, "meta.json")).result()
+                _delete(tell, root, _name(old), "meta.json")
             return step, tree
         tell(f"passing over a damaged checkpoint: {fault}")
-        damaged.append(_folder(root, step))
+        damaged.append(step)
     raise ValueError(f"{root}: {'no checkpoint there can be read' if damaged else 'holds none'}")
+
+
+def delete_all(root, tell=print):
+    """Delete every checkpoint of root."""
+    for step in _contents(root):
+        _delete(tell, root, _name(step), "meta.json")
+        _delete(tell, root, _name(step))
+
+
+# Choosing what is loaded from where.
+
+def parse_source(text):
+    """{"path", "load", "exclude", "rename", "strict", "dynamic"} of a text like
+    'DIR load=embed,layers.* exclude=*norm rename=old.:new. strict=no dynamic=yes'.
+
+    load and exclude: patterns of names here; rename: beginnings of names, there:here; dynamic:
+    loaded again while a run goes on. Raises ValueError for an option that there is not.
+    """
+    path, *words = re.split(r"\s+(?=\w+=)", text.strip())
+    default = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
+    source = default | dict(word.split("=", 1) for word in words)
+    lists = {name: [*filter(None, source[name].split(","))] for name in default}
+    answers = {source["strict"], source["dynamic"]}
+    if (source.keys() != default.keys() or not answers <= {"yes", "no"} or not path
+            or not all(":" in pair for pair in lists["rename"])):
+        raise ValueError(f"init_from {text!r}: must be DIR, or 'DIR load=PATTERNS exclude=PATTERNS "
+                         "rename=THERE:HERE strict=yes|no dynamic=yes|no', each of them if wanted")
+    return {"path": path, "load": lists["load"], "exclude": lists["exclude"],
+            "rename": dict(pair.split(":", 1) for pair in lists["rename"]),
+            "strict": source["strict"] == "yes", "dynamic": source["dynamic"] == "yes"}
+
+
+def choose(sources, shapes):
+    """{name here: (index of the source, name there)}; of several sources the last wins.
+
+    sources: of parse_source, with "names": {name there: shape}, or shape None where it is as here,
+    and perhaps "faults", to be raised with those found here.
+    shapes: {name here: shape}. Raises ValueError that lists all faults: a pattern that matches
+    nothing; of a strict source also names that are not here, and other shapes. From others those
+    are left out.
+    """
+    def among(name, patterns):
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    def here(name, rename):
+        old = next((old for old in rename if name.startswith(old)), "")
+        return rename.get(old, "") + name[len(old):]
+
+    chosen, faults = {}, []
+    for i, source in enumerate(sources):
+        names = {here(there, source["rename"]): there for there in source["names"]}
+        faults += [f"{source['path']}: {fault}" for fault in source.get("faults", ())]
+        faults += [f"{source['path']}: {pattern!r} matches nothing there"
+                   for pattern in source["load"] + source["exclude"]
+                   if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+        for name, there in names.items():
+            shape, wanted = source["names"][there], shapes.get(name)
+            if not among(name, source["load"]) or among(name, source["exclude"]):
+                continue
+            if wanted is not None and (shape is None or tuple(shape) == tuple(wanted)):
+                chosen[name] = i, there
+            elif source["strict"]:
+                faults.append(f"{source['path']}: {name} there is no parameter of this model"
+                              if wanted is None else f"{source['path']}: {name} is {tuple(shape)} "
+                              f"there, {tuple(wanted)} here")
+    if faults:
+        raise ValueError("init_from: another model? To take what fits: strict=no\n  "
+                         + "\n  ".join(faults))
+    return chosen
+
+
+def verify(root, tell=print):
+    """Read every chunk of every checkpoint; return all faults, in words. `tell` gets a line for
+    each checkpoint. Memory is bounded, whatever the folder claims.
+    """
+    faults = []
+    for step in steps(root):
+        try:
+            meta, n_bytes, found = read_meta(root, step), 0, []
+            for name in (name for name, layout in meta["arrays"].items() if "file" in layout):
+                n, more = _check_array(root, meta, name)
+                n_bytes, found = n_bytes + n, found + more
+            n = len(meta["arrays"].keys() - {SMALL})
+            tell(f"{_join(root, _name(step))}: {n} arrays, {n_bytes / 1e9:,.3g} GB, "
+                 f"{len(found) or 'no'} faults")
+        except (ValueError, KeyError, TypeError, OverflowError) as e:
+            found = [f"{_join(root, _name(step))}: {_message(e)}"]
+        faults += found
+    return faults
+
+
+def _check_array(root, meta, name):
+    """(bytes read, faults) of a stored array; what is read is what is there."""
+    n_bytes, faults, reads, path = 0, [], deque(), _join(root, _name(meta["step"]), name)
+    layout = meta["arrays"][name]
+    grid = [ceil(n / chunk) for n, chunk in zip(layout["shape"], layout["file"], strict=True)]
+    try:
+        folder = _open(root, _name(meta["step"]), meta["folder"], *name.split("/"))
+        array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+    except ValueError as e:
+        return 0, [f"{path}: {_message(e)}"]
+    keys = {key.decode() for key in folder.list().result() if re.match(rb"c(/\d+)*$", key)}
+    if len(keys) < prod(grid):
+        missing = ("/".join(map(str, ("c", *place))) for place in product(*map(range, grid)))
+        some = [key for key in islice(missing, len(keys) + 10) if key not in keys]
+        faults.append(f"{path}: {prod(grid) - len(keys)} of {prod(grid)} chunks are missing, "
+                      f"{', '.join(some)} ...")
+    for key in (*sorted(keys), *[None] * 16):  # 16 reads at a time
+        if key:
+            place = zip(map(int, key.split("/")[1:]), layout["file"], layout["shape"])
+            index = tuple(slice(i * n, min((i + 1) * n, size)) for i, n, size in place)
+            reads.append((key, array[index].read()))
+        if len(reads) == 16 or (reads and not key):
+            key, read = reads.popleft()
+            try:
+                n_bytes += read.result().nbytes
+            except ValueError as e:
+                faults.append(f"{path}/{key}: {_message(e)}")
+    return n_bytes, faults
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] != "verify":
+        sys.exit("usage: python ckpt.py verify DIR, a folder of checkpoints, as out/ckpt")
+    if faults := verify(sys.argv[2]):
+        sys.exit("\n".join(faults))

@@ -24,6 +24,9 @@ Below1 = Annotated[float, ("in [0, 1)", lambda x: 0 <= x < 1)]
 UpTo1 = Annotated[float, ("in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, ("in (0, 1]", lambda x: 0 < x <= 1)]
 Id = Annotated[int, ("at least 0, or -1 for none", lambda x: x >= -1)]
+Period = Annotated[int | str, (
+    "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h",
+    lambda x: periods(x) is not None)]
 Axis = Annotated[int, ("at least 1, or -1 for what is left", lambda x: x >= 1 or x == -1)]
 
 Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
@@ -36,13 +39,17 @@ LossNorm = Literal["tokens", "positions", "sequences", "constant"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
-    mode: Literal["train", "eval", "sample", "plan", "data"] = "train"  # data: prepare it alone
+    mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"  # what to do
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
+    ckpt_dir: str = ""  # checkpoints: a folder, s3://bucket/path or gs://...; empty: in out_dir
     seed: int = 0  # random seed of initialization, data order and sampling
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # out_dir's run, or overwrite it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
-    init_from: str = ""  # out_dir of another run whose newest parameters to start from
+    init_from: tuple[str, ...] = ()  # runs or Hugging Face folders with parameters; later ones win
+    export: str = ""  # folder for the newest parameters as Hugging Face weights
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
+    export_lora: Literal["merged", "apart"] = "merged"  # into the weights, or as a PEFT adapter
     hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:in_bits
     cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
     # ---- data
@@ -132,13 +139,18 @@ class Config:
     coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
     n_processes: Count = 1  # processes of this run, with coordinator host:port
     process_id: Whole = 0  # number of this process, with coordinator host:port
-    # ---- what to do every so many updates; 0: never
+    # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
     log_every: Whole = 10  # updates between lines of metrics.jsonl
-    eval_every: Whole = 250  # updates between evaluations; there is always one at the end
+    eval_every: Period = 250  # between evaluations; there is always one at the end
     eval_batches: Whole = 40  # batches per evaluation; 0: all held-out data
-    save_every: Whole = 250  # updates between checkpoints; there is always one at the end
+    save_every: Period = 250  # between checkpoints; one by time lasts until the next
     keep: Whole = 2  # newest checkpoints kept on disk; 0: all
-    sample_every: Whole = 500  # updates between printed samples; there is always one at the end
+    keep_every: Whole = 0  # checkpoints of steps that this divides are kept for ever; 0: none
+    leave_out: tuple[str, ...] = ()  # patterns of parameters not to save
+    weights_every: Period = 0  # between checkpoints of the parameters alone, in out_dir/weights
+    export_every: Period = 0  # between exports; there is always one at the end
+    reload_every: Period = 0  # between loads of the newest parameters of dynamic sources
+    sample_every: Period = 500  # between printed samples; there is always one at the end
     watch: tuple[str, ...] = ()  # patterns of parameters to log histograms and gradient norms of
     profile: str = ""  # updates first:last whose time and memory to trace into out_dir/profile
     # ---- sampling
@@ -151,6 +163,7 @@ class Config:
 
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
+EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_every is of
 
 # ---- optional
 
@@ -158,10 +171,12 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *"mode config out_dir resume allow_change hooks cache_dir prepared wait_s steps "
-        "epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
+FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change hooks cache_dir prepared wait_s "
+        "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
         "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
-        "sample_every watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
+        "keep_every leave_out weights_every export export_every export_dtype export_lora "
+        "reload_every sample_every watch profile prompt n_samples sample_tokens temperature top_k "
+        "top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
 FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
            "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
@@ -172,8 +187,8 @@ START = "mode config resume allow_change coordinator n_processes process_id".spl
 def parse(argv, kind=Config):
     """The config of a command line. Unknown flags and malformed values end the process with code 2.
 
-    kind: a dataclass that extends Config; its fields become flags too. Modes eval and sample take
-    the config.json of out_dir as the defaults of all other flags.
+    kind: a dataclass that extends Config; its fields become flags too. Modes eval, sample and
+    export take the config.json of out_dir as the defaults of all other flags.
     """
     import tyro
 
@@ -187,15 +202,23 @@ def parse(argv, kind=Config):
             is_instance=lambda x: isinstance(x, (int, info.type)),
             str_from_instance=lambda x: [str(x)]) if info.type in (int, float) else None
 
+    @registry.primitive_rule
+    def period(info):
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar="PERIOD",
+            instance_from_str=lambda args: int(args[0]) if args[0].isdigit() else args[0],
+            is_instance=lambda x: isinstance(x, (int, str)),
+            str_from_instance=lambda x: [str(x)]) if info.type == int | str else None
+
     words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
     given = dict(pairwise(words))  # of a flag given twice, the last value
     chosen = given.get("--config", "")
-    if not chosen and given.get("--mode") in ("eval", "sample"):
+    if not chosen and given.get("--mode") in ("eval", "sample", "export"):
         saved = Path(given.get("--out_dir", kind.out_dir), "config.json")
         chosen = str(saved) if saved.is_file() else ""
     default = load(chosen, kind) if chosen else kind()
     return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
-                    description="Train, evaluate, sample, plan or prepare data.")
+                    description="Train, evaluate, sample, plan, prepare data or export.")
 
 
 def load(name, kind=Config):
@@ -258,6 +281,25 @@ def number(text, kind=float):
     if kind is int and value != int(value):
         raise ValueError(f"{text!r} is {value}, but must be a whole number")
     return kind(value)
+
+
+def periods(value):
+    """{"step", "epoch", "window", "second": how many} of a Period, without those of 0; None when it
+    is malformed.
+    """
+    found = {}
+    for part in str(value).replace(" ", "").split(","):
+        words = re.fullmatch(r"([\d.]*)(epoch|window)s?", part)
+        unit = words[2] if words else "second" if part[-1:] in [*"smhd"] else "step"
+        kind = float if unit in ("epoch", "second") else int
+        try:
+            n = number((words[1] or "1") if words else part, kind)
+        except ValueError:
+            return None
+        if n < 0:
+            return None
+        found |= {unit: n} if n else {}
+    return found
 
 
 def profile_span(cfg):
@@ -342,7 +384,8 @@ def _field_faults(cfg):
             legal = (isinstance(value, (int, float) if kind is float else kind)
                      and isinstance(value, bool) == (kind is bool)
                      and (kind is not float or -1e308 < value < 1e308))
-            words = f"must be {'a finite float' if kind is float else 'of type ' + kind.__name__}"
+            words = ("must be " + ("a finite float" if kind is float else
+                                   f"of type {getattr(kind, '__name__', kind)}"))
         mistyped += [] if legal else [fault(cfg, name, words)]
         if legal and bound and not bound[1](value):
             out_of_bounds.append(fault(cfg, name, f"must be {bound[0]}"))
@@ -365,6 +408,14 @@ RULES = (
     ("order", lambda c: c.order == "windows" and c.val_frac and not c.val_data,
      "held-out data must be named: set --val_data, or --val_frac 0 for none"),
     ("mix", lambda c: c.mix and c.order == "windows", "has no order windows; set --data instead"),
+    ("out_dir", lambda c: "://" in c.out_dir,
+     "must be a folder on this machine; checkpoints go elsewhere by --ckpt_dir"),
+    ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
+    ("order", lambda c: c.order != "windows" and any(
+        "window" in str(getattr(c, f"{event}_every")) for event in EVENTS),
+     "must be windows where something is done every so many windows"),
+    ("reload_every", lambda c: periods(c.reload_every) and "dynamic=yes" not in str(c.init_from),
+     "needs a source with dynamic=yes in init_from {init_from}"),
     ("lora_targets", lambda c: c.lora_rank and not c.lora_targets, "name some, as in 'layers.w*'"),
     ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1,
      "must be 1 with n_experts {n_experts}, whose capacity is counted over a whole sequence"),
@@ -377,6 +428,8 @@ IDLE = (
     ("n_experts", lambda n: n == 0, "experts_per_token capacity_factor router_balance router_z"),
     ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets"),
     ("epochs", lambda n: n > 0, "steps"),
+    ("export", lambda x: not x, "export_every export_dtype export_lora"),
+    ("lora_rank", lambda n: n == 0, "export_lora"),
     ("fill", lambda x: x == "stream", "too_long pad"),
     ("fill", lambda x: x != "stream", "packed end_id"),
     ("order", lambda x: x != "windows", "windows_per_epoch window_repeats wait_s"),

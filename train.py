@@ -23,7 +23,6 @@ import math
 import os
 import resource
 import runpy
-import shutil
 import signal
 import threading
 import time
@@ -60,6 +59,18 @@ def resolve_text(cfg, platform):
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
+def adopt_text(cfg):
+    return cfg
+
+
+def open_hf(path, cfg):
+    return None
+
+
+def export_hf(cfg, params):
+    pass
+
+
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
     "init": model.init,  # (key, cfg) -> {name: array}
@@ -83,13 +94,19 @@ TEXT = {
     "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
+    "adopt": adopt_text,  # cfg -> cfg with what init_from's folders of another format say
+    # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
+    # weights in another format; None when it is none of them
+    "weights": open_hf,
+    "export": export_hf,  # (cfg, params, or None to look for faults alone)
 }
 TASK_DEFAULTS = {
     "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
     "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
     "metrics": lambda means, source: {}, "preview": None,
     "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
-    "about": lambda cfg: ""}
+    "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
+    "export": None}
 
 
 def prepare(cfg, task=TEXT, devices=None):
@@ -104,6 +121,7 @@ def prepare(cfg, task=TEXT, devices=None):
     task = TASK_DEFAULTS | task
     devices = devices or jax.devices()
     keep_programs(cfg)
+    cfg = task["adopt"](cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
     steplib.check_host_memory(cfg, devices[0])
@@ -115,6 +133,8 @@ def prepare(cfg, task=TEXT, devices=None):
     table, mesh = task["table"](cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
+    if cfg.export:
+        task["export"](cfg, None)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
     return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch}
@@ -136,7 +156,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         jax.distributed.initialize(*() if cfg.coordinator == "auto" else where)
     if cfg.mode == "plan":
         return plan(cfg, task)
-    if cfg.mode in ("eval", "sample"):
+    if cfg.mode in ("eval", "sample", "export"):
         return run_saved(cfg, task)
     if cfg.mode == "data":
         return prepare_data(cfg, task)
@@ -148,31 +168,32 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             try:
                 started = start_run(run, hooks, observers, state, params)
                 return train(*started, signals, began) if started else {
-                    "step": ckpt.latest(Path(cfg.out_dir) / "ckpt"), "exit_code": 0,
-                    "reason": "finished before"}
+                    "step": newest_meta(run["cfg"])[0], "exit_code": 0, "reason": "finished before"}
             except BaseException as e:
                 call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
 
 
 def start_run(run, hooks, observers, state, params):
-    """Data, compilation, first state, log: (run with all that is fixed while it lasts, state,
-    {event: step} of what was done at its step), or None when nothing is left to do.
+    """Data, compilation, first state, log: (run with all that is fixed while it lasts, state, names
+    of the events that happened at its step), or None when nothing is left to do.
     """
     cfg, task = run["cfg"], run["task"]
-    sources = task["open"](cfg, ("train", "val"))
+    opened = task["open"](cfg, ("train", "val"))
     if cfg.epochs:
-        steps = math.ceil(cfg.epochs * sources["train"]["n"] / cfg.batch_size)
+        steps = math.ceil(cfg.epochs * opened["train"]["n"] / cfg.batch_size)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
-    run = run | {"cfg": cfg, "hooks": hooks, **sources}
+    periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
+    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods,
+                 "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if meta and "windows" in meta["data"]:
         run["train"]["resume"](meta["data"]["windows"])
-    origin, first_state = choose_start(run, state, params, saved, meta)
+    origin, first_state = choose_start(run, state, params, meta)
     if meta and is_finished(cfg, saved):
         return None
     say(headline(run))
-    tell_data(sources, say)
+    tell_data(opened, say)
     say(f"compiling the update for {cfg.steps} steps ...")
     began = time.perf_counter()
     with explain_memory(run):
@@ -182,7 +203,8 @@ def start_run(run, hooks, observers, state, params):
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
     begin_out_dir(cfg)
-    done = {row["event"]: step for row in read_log(cfg.out_dir) if row["step"] == step}
+    done = ckpt.from_main(lambda: [row["event"] for row in read_log(cfg.out_dir)
+                                   if row["step"] == step])
 
     def emit(event, row):
         row = call(hooks, event, row)
@@ -192,32 +214,42 @@ def start_run(run, hooks, observers, state, params):
     run |= {"programs": programs, "emit": emit}
     run["meta"] = describe(run, meta)
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
-    return run, state, done | ({"save": step} if meta else {})
+    return run, state, {*done, *(["save"] if meta else [])}
 
 
 def train(run, state, done, signals, began):
     """The loop, to cfg.steps or until why_stop says so; the summary.
 
-    done: {event: step} of the last save, eval and sample. signals: names of those caught.
+    done: names of the events that happened at the first step already. signals: names of those
+    caught.
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
-    step, latest, previous, saving = int(state["step"]), {}, None, None
-    clock = {"from": began, "at": time.perf_counter(), "n": 0, "step_s": 0, "wait_s": 0, "all_s": 0}
+    step, latest, previous, saving = int(state["step"]), {}, None, {}
+    last = dict.fromkeys(done, (step, 0.0))  # {event: (step, second)}
+    clock = {"from": began, "at": time.perf_counter(), "n": 0, "step_s": 0, "wait_s": 0, "all_s": 0,
+             "second": 0.0}
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps,
                             stopped=partial(interrupted, signals))
     while True:
-        if due := due_events(cfg, step, done, run["train"]):
+        clock["second"] = agreed_second(run, step, clock["second"], began)
+        if due := due_events(run, step, last, clock["second"]):
             latest |= report(run, previous, clock)
             previous = None
-        if "save" in due:  # first, so that nothing after it can lose the state
-            saving = save_state(run, state, step, saving)
+        if "reload" in due:  # before the save, which would undo it in a resumed run
+            state = reload(run, state, step)
+        if "save" in due:  # before the rest, so that nothing can lose the state
+            saving = save_state(run, state, step, saving, temporary=due["save"] == "second")
+        if "weights" in due:
+            saving = save_state(run, {"params": state["params"]}, step, saving, "weights")
         if "eval" in due and run["val"] and not interrupted(signals):
             row = evaluate(run, programs["eval_step"], state["params"], signals)
             latest |= emit("eval", {"step": step} | row) if row else {}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
+        if "export" in due and not interrupted(signals):
+            export(run, state["params"], step)
         if due:
-            done = done | dict.fromkeys(due, step)
+            last |= dict.fromkeys(due, (step, clock["second"]))
             clock["at"] = time.perf_counter()
         signal_name = agreed_signal(cfg, step, signals)
         if why_stop(cfg, step, signal_name, latest):
@@ -233,27 +265,41 @@ def train(run, state, done, signals, began):
         state = call(run["hooks"], "state", state)
         latest |= report(run, previous, clock)  # of the step before, while this one runs
         previous = step, metrics, waited_s
-        if saving and saving.done():
-            ckpt.wait(saving)  # raises what went wrong with it
+        for kind in [kind for kind, (_, future) in saving.items() if future.done()]:
+            end_save(run, saving, kind)
     latest |= report(run, previous, clock)
     batches.close()
-    if done.get("save") != step:
+    if last.get("save", (None, 0))[0] != step:
         saving = save_state(run, state, step, saving)
-    ckpt.wait(saving)
-    summary = end_run(run, step, why_stop(cfg, step, signal_name, latest), latest, began)
-    return summary | {"state": state, "mesh": run["mesh"],
-                      "checkpoint": str(Path(cfg.out_dir, "ckpt", f"{step:09d}"))}
+    fault = end_save(run, saving, "weights") or end_save(run, saving)
+    reason, exit_code = why_stop(cfg, step, signal_name, latest)
+    stop = (f"{reason}; {fault}", 1) if fault else (reason, exit_code)
+    summary = end_run(run, step, stop, latest, began)
+    return summary | {"state": state, "mesh": run["mesh"], "checkpoint": None if fault else
+                      ckpt.below(ckpt_root(cfg), f"{step:09d}")}
 
 
-def due_events(cfg, step, done, train):
-    """What is to be done at this step, and was not done at it already. After each window of the
-    training data, if it has such, there is an evaluation.
+def due_events(run, step, last, second):
+    """{event: why} of what is due at this step and was not done at it: "step", "epoch", "window",
+    "second" or, after the last update, "end". last: {event: (step, second) of the last time}.
     """
-    every = {"save": cfg.save_every, "eval": cfg.eval_every, "sample": cfg.sample_every}
-    finished = train.get("finished", lambda step: 0)
-    window_ended = step and finished(step) > finished(step - 1)
-    return [event for event, n in every.items() if step and done.get(event) != step
-            and (step >= cfg.steps or (n and step % n == 0) or (event == "eval" and window_ended))]
+    cfg, train = run["cfg"], run["train"]
+    progress = {"step": lambda step: step, "window": train.get("finished", lambda step: 0),
+                "epoch": lambda step: step * cfg.batch_size / train["n"]}
+    optional, due = {"weights", "reload", *([] if cfg.export else ["export"])}, {}
+    for event, periods in run["periods"].items():
+        last_step, last_second = last.get(event, (0, 0.0))
+        if step == last_step:
+            continue
+        if event == "eval":  # of windows there is one after each
+            periods = {"window": 1} | periods
+        for unit, n in periods.items():
+            if (second - last_second >= n if unit == "second" else
+                    progress[unit](step) // n > progress[unit](step - 1) // n):
+                due.setdefault(event, unit)
+        if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
+            due[event] = "end"
+    return due
 
 
 def why_stop(cfg, step, signal_name, latest):
@@ -299,20 +345,40 @@ def report(run, previous, clock):
     return latest
 
 
-def save_state(run, state, step, saving):
-    """Start a checkpoint once the one before is committed; its Future. meta.json says where the run
-    stands in its data, and under what config.
+def save_state(run, state, step, saving, kind="state", temporary=False):
+    """Start a checkpoint once the one before of its kind ("state", or "weights" for parameters
+    alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
+    run stands in its data, and under what config.
     """
-    ckpt.wait(saving)
-    cfg, train = run["cfg"], run["train"]
+    cfg, train, began = run["cfg"], run["train"], time.perf_counter()
+    end_save(run, saving, kind)
+    waited_s = time.perf_counter() - began
     epoch, sequence = divmod(step * cfg.batch_size, train["n"])
     place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
         place["windows"] = train["windows"](step)
-    meta, began = run["meta"] | {"data": place}, time.perf_counter()
-    saving = ckpt.save(Path(cfg.out_dir) / "ckpt", step, state, meta, cfg.keep, say)
-    run["emit"]("save", {"step": step, "blocked_s": time.perf_counter() - began})
-    return saving
+    tree = {name: x for name, x in ckpt.flatten(state)[0].items()
+            if name.split("/")[-1] not in run["left_out"]}
+    root, keep = ckpt_root(cfg), (cfg.keep, cfg.keep_every)
+    if kind == "weights":
+        root, keep = ckpt.below(root, kind), (0, 0)
+    began = time.perf_counter()
+    future = ckpt.save(root, step, tree, run["meta"] | {"data": place}, *keep, temporary, say)
+    run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
+                         "blocked_s": time.perf_counter() - began})
+    return saving | {kind: (step, future)}
+
+
+def end_save(run, saving, kind="state"):
+    """Wait for the save of this kind that is under way; its fault in words, which the run survives,
+    or None.
+    """
+    step, future = saving.pop(kind, (None, None))
+    try:
+        return ckpt.wait(future) and None
+    except ValueError as e:
+        run["emit"]("fault", {"step": step, "fault": str(e)})
+        return str(e)
 
 
 def evaluate(run, eval_step, params, signals=()):
@@ -388,7 +454,7 @@ def next_batch(run, batches, state, step, saving):
     try:
         return next(batches, (None, 0))
     except (ValueError, OSError):
-        ckpt.wait(save_state(run, state, step, saving))
+        end_save(run, save_state(run, state, step, saving))
         raise
 
 
@@ -397,9 +463,20 @@ def preview(run, params, step):
     try:
         row = {"texts": sample_texts(run, params, step)}
     except Exception as e:  # a preview is never worth a run
-        row = {"texts": [], "fault": f"{type(e).__name__}: {e}"}
+        row = {"texts": [], "fault": f"no sample: {type(e).__name__}: {e}"}
     if any(row.values()):
         run["emit"]("sample", {"step": step} | row)
+
+
+def export(run, params, step):
+    """Export the parameters. What goes wrong with the disk is told, and training goes on."""
+    began = time.perf_counter()
+    try:
+        run["task"]["export"](run["cfg"], params)
+        row = {"export_s": time.perf_counter() - began}
+    except OSError as e:
+        row = {"fault": f"not exported: {e}"}
+    run["emit"]("fault" if "fault" in row else "export", {"step": step} | row)
 
 
 def end_run(run, step, stop, latest, began):
@@ -458,7 +535,7 @@ def read_log(out_dir):
 
 
 # How the screen shows a value, where a row has it.
-WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "no sample: {}",
+WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "{}",
          "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
          "val_bits_per_byte": "{:.3f} bits/byte"}
 
@@ -496,14 +573,18 @@ def screen(cfg):
                 say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
             show_texts(row["texts"])
-            if "fault" in row:
-                say(in_words(row, "step fault"))
-        elif event in ("end", "error"):
+        elif event == "reload":
+            say(f"{in_words(row, 'step')}  loaded again: {', '.join(row['names'])}")
+        elif event == "export":
+            say(f"{in_words(row, 'step')}  exported to {cfg.export}")
+        if "fault" in row:
+            say(in_words(row, "step fault"))
+        if event in ("end", "error"):
             bar.close()
         if event == "end":
             words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte", ", "),
                      "loss" in row and f"training {in_words(row, 'loss')}",
-                     f"{row['wall_s']:.0f} s", f"saved in {cfg.out_dir}/ckpt"]
+                     f"{row['wall_s']:.0f} s", f"saved in {ckpt_root(cfg)}"]
             say(f"done: {row['reason']}; {', '.join(filter(None, words))}")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
                 flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
@@ -665,7 +746,7 @@ def lock_out_dir(cfg):
     if not is_main():
         return lock
     try:
-        (out / "ckpt").mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "w")  # noqa: SIM115 closed by the caller
         # The system releases it when the process ends, however that is.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -675,17 +756,22 @@ def lock_out_dir(cfg):
         if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another") from None
         say(f"{where}: its file system has no locks ({e.strerror}); no other run may write to it")
-    ckpt.clean(out / "ckpt", say)
+    ckpt.clean(ckpt_root(cfg), say)
     return lock
 
 
-def newest_meta(out_dir, needed_for=""):
+def ckpt_root(cfg):
+    return cfg.ckpt_dir or f"{cfg.out_dir}/ckpt"
+
+
+def newest_meta(cfg, needed_for=""):
     """(step, meta) of the newest checkpoint of a run; (None, {}) for none, which is a ValueError
     when one is needed.
     """
-    saved, meta = ckpt.newest_meta(Path(out_dir) / "ckpt")
+    saved, meta = ckpt.newest_meta(ckpt_root(cfg))
     if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {out_dir} holds no checkpoint; is it a run's --out_dir?")
+        raise ValueError(f"{needed_for}: {ckpt_root(cfg)} holds no checkpoint; is {cfg.out_dir} a "
+                         "run's --out_dir?")
     return saved, meta
 
 
@@ -697,7 +783,7 @@ def find_start(cfg, given=False):
     """
     if cfg.resume == "overwrite":
         return None, {}
-    saved, meta = newest_meta(cfg.out_dir, "resume must" if cfg.resume == "must" else "")
+    saved, meta = newest_meta(cfg, "resume must" if cfg.resume == "must" else "")
     if meta and (given or cfg.resume == "never"):
         also = ", and a state or parameters to start from were given" if given else ""
         raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}{also}; "
@@ -705,9 +791,10 @@ def find_start(cfg, given=False):
     return saved, meta
 
 
-def choose_start(run, state, params, saved, meta):
-    """(origin in words, programs -> first state): given state, given parameters, own checkpoint
-    `saved` of `meta`, init_from, fresh; the first that there is.
+def choose_start(run, state, params, meta):
+    """(origin in words, programs -> first state): given state, given parameters, own checkpoint of
+    `meta`, init_from, fresh; the first that there is. What an own checkpoint left out is as the
+    run's first start had it.
 
     Raises ValueError when a checkpoint is of another config, other data or another model.
     """
@@ -717,49 +804,123 @@ def choose_start(run, state, params, saved, meta):
             state, jax.tree.map(lambda x: x.sharding, programs["state"]))
     if params is not None:
         return "the given parameters", lambda programs: programs["from_params"](key, params)
+    left_out = set()
     if meta:
         then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
         config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
         if then != now and "data" not in cfg.allow_change:
             raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
                              "now; bring it back, or go on with --allow_change data")
-        return "its own checkpoint", lambda programs: load_checkpoint(
-            cfg.out_dir, programs["state"], set_aside=True)[1]
-    names = names_of_init_from(run)
-    if not cfg.init_from:
-        return "a fresh initialization", lambda programs: programs["init"](key)
+        left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
+    sources = open_sources(run) if left_out or not meta else []
+    chosen = choose_parameters(run, sources) if left_out or not meta else {}
 
-    def from_other(programs):
-        like = {"params": {name: programs["state"]["params"][name] for name in names}}
-        return programs["from_params"](key, load_checkpoint(cfg.init_from, like)[1]["params"])
+    def first(programs):
+        loaded = load_parameters(sources, chosen, programs["state"]["params"])
+        return programs["from_params"](key, loaded) if loaded else programs["init"](key)
 
-    return f"the parameters of {cfg.init_from}", from_other
+    origin = f"the parameters of {', '.join(cfg.init_from)}" if chosen else "a fresh initialization"
+    if not meta:
+        return origin, first
+    also = f"; {', '.join(sorted(left_out))} from {origin}" if left_out else ""
+    return "its own checkpoint" + also, lambda programs: load_state(
+        cfg, programs["state"], left_out, first(programs) if left_out else None)
 
 
-def names_of_init_from(run):
-    """Names of the parameters to load from cfg.init_from.
+def load_state(cfg, like, left_out, first):
+    """The state of the newest sound checkpoint, with what it left out from the state `first`."""
+    wanted, treedef = ckpt.flatten(like)
+    saved = {name: x for name, x in wanted.items() if name.split("/")[-1] not in left_out}
+    _, loaded = load_checkpoint(ckpt_root(cfg), saved, f"{cfg.out_dir}/config.json", True)
+    loaded = ckpt.flatten(first)[0] | loaded
+    return jax.tree.unflatten(treedef, [loaded[name] for name in wanted])
 
-    Raises ValueError when it holds no checkpoint, or its model is another one.
+
+def open_sources(run, dynamic=False):
+    """The sources of cfg.init_from, or the dynamic ones alone, with "names", what there is, and
+    "read", {name there: like} -> {name there: array}.
+
+    Raises ValueError when one holds no parameters, or its model is another one.
     """
-    cfg = run["cfg"]
-    meta = newest_meta(cfg.init_from, "init_from")[1] if cfg.init_from else {}
-    then, arrays = meta.get("config", {}), meta.get("arrays", ())
-    saved = {name.removeprefix("params/") for name in arrays if name.startswith("params/")}
-    names = run["task"]["init_names"](cfg, run["table"], saved)
-    faults = [f"{name} there is no parameter of this model" for name in sorted(saved - names)]
-    faults += [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
-               f"--allow_change {name})" for name in config.FORWARD if name not in cfg.allow_change
-               and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]
-    config.raise_all(faults, f"init_from {cfg.init_from!r} is another model")
-    return names
+    cfg, task = run["cfg"], run["task"]
+    sources = [source for text in cfg.init_from if (source := ckpt.parse_source(text))
+               and (source["dynamic"] or not dynamic)]
+    for i, source in enumerate(sources):
+        if weights := task["weights"](source["path"], cfg):
+            sources[i] |= weights
+            continue
+        inside = ckpt.below(source["path"], "ckpt")
+        root, (_, meta) = inside, ckpt.newest_meta(inside)
+        if not meta:
+            root, (_, meta) = source["path"], ckpt.newest_meta(source["path"])
+        if not meta:
+            raise ValueError(f"init_from: {source['path']} holds no checkpoint and no weights; is "
+                             "it a run's --out_dir, or a folder of Hugging Face's?")
+        names = {name.removeprefix("params/"): layout["shape"]
+                 for name, layout in meta["arrays"].items() if name.startswith("params/")}
+        then = meta.get("config", {})
+        faults = [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
+                  f"--allow_change {name})" for name in config.FORWARD
+                  if source["strict"] and name not in cfg.allow_change
+                  and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]
+        sources[i] |= {"names": names, "read": partial(read_parameters, root), "faults": faults}
+    return sources
 
 
-def load_checkpoint(out_dir, like, set_aside=False):
-    """(step, tree) of the newest sound checkpoint of a run."""
+def read_parameters(root, like):
+    """The parameters `like` of the newest sound checkpoint of root."""
+    wanted = {f"params/{name}": x for name, x in like.items()}
+    loaded = load_checkpoint(root, wanted, "its own config.json")[1]
+    return {name: loaded[f"params/{name}"] for name in like}
+
+
+def choose_parameters(run, sources):
+    """What ckpt.choose says of these sources, printed as a table. Raises ValueError for parameters
+    of this model that none of them has, though no pattern left them out.
+    """
+    cfg, table = run["cfg"], run["table"]
+    chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
+    expected = run["task"]["init_names"](cfg, table, set(chosen))
+    whole = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
+                for source in sources)
+    config.raise_all([f"{name} is not there" for name in table
+                      if whole and name in expected and name not in chosen],
+                     f"init_from {', '.join(cfg.init_from)}")
+    for i, source in enumerate((*sources, {"path": "a fresh initialization"}) if sources else ()):
+        names = [name for name in table if chosen.get(name, (len(sources),))[0] == i]
+        if names:
+            count = "all" if len(names) == len(table) else f"{len(names)} of"
+            say(f"  {count} {len(table)} parameters from {source['path']}"
+                + (f": {', '.join(names)}" if len(names) < len(table) else ""))
+    return chosen
+
+
+def load_parameters(sources, chosen, like):
+    """{name: array} of what was chosen. like: {name: shape with sharding}."""
+    loaded = {}
+    for i, source in enumerate(sources):
+        names = {there: name for name, (at, there) in chosen.items() if at == i}
+        if names:
+            arrays = source["read"]({there: like[name] for there, name in names.items()})
+            loaded |= {name: arrays[there] for there, name in names.items()}
+    return loaded
+
+
+def reload(run, state, step):
+    """state with the newest parameters of the dynamic sources; step and moments stay."""
+    sources = open_sources(run, dynamic=True)
+    chosen = ckpt.choose(sources, {name: row["shape"] for name, row in run["table"].items()})
+    params = load_parameters(sources, chosen, run["programs"]["state"]["params"])
+    run["emit"]("reload", {"step": step, "names": sorted(params)})
+    return state | {"params": state["params"] | params}
+
+
+def load_checkpoint(root, like, config_file, set_aside=False):
+    """(step, tree) of the newest sound checkpoint of root."""
     try:
-        return ckpt.restore_newest(Path(out_dir) / "ckpt", like, say, set_aside)
+        return ckpt.restore_newest(root, like, say, set_aside)
     except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
+        raise ValueError(f"{e.args[0]}: start from --config {config_file}") from None
 
 
 def begin_out_dir(cfg):
@@ -768,7 +929,8 @@ def begin_out_dir(cfg):
         return
     out = Path(cfg.out_dir)
     if cfg.resume == "overwrite":
-        shutil.rmtree(out / "ckpt")
+        for root in (ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")):
+            ckpt.delete_all(root, say)
         for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
             (out / name).unlink(missing_ok=True)
     (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
@@ -778,7 +940,7 @@ def is_finished(cfg, step):
     """Whether nothing is left to do at `step`, and if so, say how to go further: it is past
     cfg.steps, or reached it and logged its end.
     """
-    last = (read_log(cfg.out_dir) or [{"event": ""}])[-1]
+    last = ckpt.from_main(lambda: (read_log(cfg.out_dir) or [{"event": ""}])[-1])
     ended = last["event"] == "end" and last["reason"] == ALL_DONE.format(step)
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
@@ -855,7 +1017,7 @@ def explain_memory(run):
 
 def run_saved(cfg, task=TEXT):
     """Evaluate or sample the newest checkpoint of cfg.out_dir, as cfg.mode says; the summary."""
-    newest_meta(cfg.out_dir, needed_for=f"mode {cfg.mode}")
+    newest_meta(cfg, needed_for=f"mode {cfg.mode}")
     run = prepare(cfg, task)
     cfg, task = run["cfg"], run["task"]
     if cfg.mode == "sample" and not task["preview"]:
@@ -865,11 +1027,15 @@ def run_saved(cfg, task=TEXT):
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, lowered, _ = steplib.lower_steps(*program_parts(run))
-    step, loaded = load_checkpoint(cfg.out_dir, {"params": like["params"]})
+    step, loaded = load_checkpoint(
+        ckpt_root(cfg), {"params": like["params"]}, f"{cfg.out_dir}/config.json")
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, lowered["eval_step"]().compile(), loaded["params"])
         say(json.dumps(summary))
+    elif cfg.mode == "export":
+        task["export"](cfg, loaded["params"])
+        say(f"exported step {step} to {cfg.export}")
     else:
         summary["texts"] = sample_texts(run, loaded["params"], 0)
         show_texts(summary["texts"])
@@ -915,6 +1081,19 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
 def interrupted(signals):
     """Whether to save and leave out what else is due. Several processes must first agree on it."""
     return jax.process_count() == 1 and bool(signals)
+
+
+def agreed_second(run, step, before, began):
+    """Seconds since `began` on process 0. Several processes ask it only at multiples of log_every,
+    and for periods of time; between, it is as before.
+    """
+    second = time.perf_counter() - began
+    if jax.process_count() == 1:
+        return second
+    timed = any("second" in periods for periods in run["periods"].values())
+    if not timed or step % (run["cfg"].log_every or 10):
+        return before
+    return float(multihost_utils.broadcast_one_to_all(np.float32(second)))
 
 
 def agreed_signal(cfg, step, signals):

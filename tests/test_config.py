@@ -24,6 +24,8 @@ def other(value, kind):
     """A value of the same kind that is not the default, and awkward to write down."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)[-1]
+    if kind == int | str:
+        return '1epoch,2h30m, 7'
     return {bool: lambda: not value, int: lambda: value + 7, float: lambda: value / 3 + 1e-17,
             str: lambda: value + ' "é\n'}.get(kind, lambda: ("a b", "*.bin"))()
 

@@ -230,7 +230,7 @@ def batch_names(cfg):
 def randomness(cfg):
     """The keys of the initialization and of a sample, and where the first batch's rows begin."""
     run = train.prepare(cfg)
-    _, first_state = train.choose_start(run, None, None, None, {})
+    _, first_state = train.choose_start(run, None, None, {})
     key = first_state({"init": jax.random.key_data})
     first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
     preview = {"preview": lambda params, cfg, key: jax.random.key_data(key)}
@@ -341,7 +341,7 @@ FIELDS = {
                   "finished before", "resume never: first holds a run at step 4", FINISHED),
     "allow_change": row(dict(allow_change=("b1",)), outcome("b1 was 0.9, is 0.5"),
                         "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
-    "init_from": row(dict(init_from="first"), last("start", "origin"), "a fresh initialization",
+    "init_from": row(dict(init_from=("first",)), last("start", "origin"), "a fresh initialization",
                      "the parameters of first", RUN),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
