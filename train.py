@@ -23,7 +23,9 @@ import math
 import os
 import resource
 import runpy
+import shutil
 import signal
+import textwrap
 import threading
 import time
 from functools import partial
@@ -59,18 +61,6 @@ def resolve_text(cfg, platform):
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
-def adopt_text(cfg):
-    return cfg
-
-
-def open_hf(path, cfg):
-    return None
-
-
-def export_hf(cfg, params):
-    pass
-
-
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
     "init": model.init,  # (key, cfg) -> {name: array}
@@ -94,11 +84,12 @@ TEXT = {
     "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
-    "adopt": adopt_text,  # cfg -> cfg with what init_from's folders of another format say
-    # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}} of
-    # weights in another format; None when it is none of them
-    "weights": open_hf,
-    "export": export_hf,  # (cfg, params, or None to look for faults alone)
+    # Weights in another format: cfg with what those in init_from say of the model; {"names": {name:
+    # shape or None}, "read": {name: like} -> {name: array}}, or None when path has none; writing
+    # cfg.export, or with params None only looking for faults.
+    "adopt": lambda cfg: adopt_hf(cfg),
+    "weights": lambda path, cfg: open_hf(path, cfg),
+    "export": lambda cfg, params: export_hf(cfg, params),
 }
 TASK_DEFAULTS = {
     "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
@@ -175,8 +166,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
 
 
 def start_run(run, hooks, observers, state, params):
-    """Data, compilation, first state, log: (run with all that is fixed while it lasts, state, names
-    of the events that happened at its step), or None when nothing is left to do.
+    """Data, compilation, first state, log: (run with all that is fixed while it lasts, state,
+    {event: (step, second)} of what was done at its step), or None when nothing is left to do.
     """
     cfg, task = run["cfg"], run["task"]
     opened = task["open"](cfg, ("train", "val"))
@@ -214,33 +205,28 @@ def start_run(run, hooks, observers, state, params):
     run |= {"programs": programs, "emit": emit}
     run["meta"] = describe(run, meta)
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
-    return run, state, {*done, *(["save"] if meta else [])}
+    return run, state, dict.fromkeys([*done, *(["save"] if meta else [])], (step, 0.0))
 
 
-def train(run, state, done, signals, began):
+def train(run, state, last, signals, began):
     """The loop, to cfg.steps or until why_stop says so; the summary.
 
-    done: names of the events that happened at the first step already. signals: names of those
-    caught.
+    last: {event: (step, second)} of what happened at the first step already. signals: names of
+    those caught.
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous, saving = int(state["step"]), {}, None, {}
-    last = dict.fromkeys(done, (step, 0.0))  # {event: (step, second)}
-    clock = {"from": began, "at": time.perf_counter(), "n": 0, "step_s": 0, "wait_s": 0, "all_s": 0,
-             "second": 0.0}
+    clock = start_clock(began)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps,
                             stopped=partial(interrupted, signals))
     while True:
-        clock["second"] = agreed_second(run, step, clock["second"], began)
-        if due := due_events(run, step, last, clock["second"]):
-            latest |= report(run, previous, clock)
-            previous = None
+        second = agreed_second(run, step, clock)
+        if due := due_events(run, step, last, second):
+            latest, previous = latest | report(run, previous, clock), None
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
-        if "save" in due:  # before the rest, so that nothing can lose the state
-            saving = save_state(run, state, step, saving, temporary=due["save"] == "second")
-        if "weights" in due:
-            saving = save_state(run, {"params": state["params"]}, step, saving, "weights")
+        for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
+            saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             row = evaluate(run, programs["eval_step"], state["params"], signals)
             latest |= emit("eval", {"step": step} | row) if row else {}
@@ -249,7 +235,7 @@ def train(run, state, done, signals, began):
         if "export" in due and not interrupted(signals):
             export(run, state["params"], step)
         if due:
-            last |= dict.fromkeys(due, (step, clock["second"]))
+            last |= dict.fromkeys(due, (step, second))
             clock["at"] = time.perf_counter()
         signal_name = agreed_signal(cfg, step, signals)
         if why_stop(cfg, step, signal_name, latest):
@@ -265,18 +251,13 @@ def train(run, state, done, signals, began):
         state = call(run["hooks"], "state", state)
         latest |= report(run, previous, clock)  # of the step before, while this one runs
         previous = step, metrics, waited_s
-        for kind in [kind for kind, (_, future) in saving.items() if future.done()]:
-            end_save(run, saving, kind)
+        end_saves(run, saving, [kind for kind, (_, future) in saving.items() if future.done()])
     latest |= report(run, previous, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
         saving = save_state(run, state, step, saving)
-    fault = end_save(run, saving, "weights") or end_save(run, saving)
-    reason, exit_code = why_stop(cfg, step, signal_name, latest)
-    stop = (f"{reason}; {fault}", 1) if fault else (reason, exit_code)
-    summary = end_run(run, step, stop, latest, began)
-    return summary | {"state": state, "mesh": run["mesh"], "checkpoint": None if fault else
-                      ckpt.below(ckpt_root(cfg), f"{step:09d}")}
+    stop = why_stop(cfg, step, signal_name, latest)
+    return end_run(run, state, step, stop, saving, latest, began)
 
 
 def due_events(run, step, last, second):
@@ -345,40 +326,28 @@ def report(run, previous, clock):
     return latest
 
 
-def save_state(run, state, step, saving, kind="state", temporary=False):
-    """Start a checkpoint once the one before of its kind ("state", or "weights" for parameters
+def save_state(run, state, step, saving, kind="save", temporary=False):
+    """Start a checkpoint once the one before of its kind ("save", or "weights" for parameters
     alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
     run stands in its data, and under what config.
     """
     cfg, train, began = run["cfg"], run["train"], time.perf_counter()
-    end_save(run, saving, kind)
+    end_saves(run, saving, [kind])
     waited_s = time.perf_counter() - began
     epoch, sequence = divmod(step * cfg.batch_size, train["n"])
     place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
         place["windows"] = train["windows"](step)
-    tree = {name: x for name, x in ckpt.flatten(state)[0].items()
-            if name.split("/")[-1] not in run["left_out"]}
     root, keep = ckpt_root(cfg), (cfg.keep, cfg.keep_every)
     if kind == "weights":
-        root, keep = ckpt.below(root, kind), (0, 0)
+        root, keep, state = ckpt.below(root, kind), (0, 0), {"params": state["params"]}
+    tree = {name: x for name, x in ckpt.flatten(state)[0].items()
+            if name.split("/")[-1] not in run["left_out"]}
     began = time.perf_counter()
     future = ckpt.save(root, step, tree, run["meta"] | {"data": place}, *keep, temporary, say)
     run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
     return saving | {kind: (step, future)}
-
-
-def end_save(run, saving, kind="state"):
-    """Wait for the save of this kind that is under way; its fault in words, which the run survives,
-    or None.
-    """
-    step, future = saving.pop(kind, (None, None))
-    try:
-        return ckpt.wait(future) and None
-    except ValueError as e:
-        run["emit"]("fault", {"step": step, "fault": str(e)})
-        return str(e)
 
 
 def evaluate(run, eval_step, params, signals=()):
@@ -405,6 +374,14 @@ def evaluate(run, eval_step, params, signals=()):
     return row | {"eval_s": time.perf_counter() - began}
 
 
+# ---- optional
+
+def program_parts(run):
+    """The arguments of lower_steps and compile_steps."""
+    task = run["task"]
+    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
+
+
 def make_batch_at(run, source):
     """index -> batch of global arrays, of which each process builds its own rows."""
     pinned = run["cfg"].overfit_batch and source is run["train"]
@@ -419,22 +396,6 @@ def make_batch_at(run, source):
     return batch_at
 
 
-def call(hooks, event, value):
-    """Give `value` to every hook(event, value); what one returns, unless None, replaces it."""
-    for hook in hooks:
-        new = hook(event, value)
-        value = value if new is None else new
-    return value
-
-
-# ---- optional
-
-def program_parts(run):
-    """The arguments of lower_steps and compile_steps."""
-    task = run["task"]
-    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
-
-
 def tell_data(sources, tell):
     for part, source in sources.items():
         if source and "about" in source:
@@ -447,6 +408,27 @@ def sample_texts(run, params, step):
         return run["task"]["preview"](params, run["cfg"], key)
 
 
+def end_saves(run, saving, kinds=("weights", "save")):
+    """Wait for the saves of these kinds that are under way; the fault in words of the last that
+    failed, which the run survives, or None.
+    """
+    fault = None
+    for kind in kinds:
+        step, future = saving.pop(kind, (None, None))
+        try:
+            ckpt.wait(future)
+        except ValueError as e:
+            fault = str(e)
+            run["emit"]("fault", {"step": step, "fault": fault})
+    return fault
+
+
+def start_clock(began):
+    """Running sums of seconds for `report`; "second" for `agreed_second`."""
+    sums = dict.fromkeys(("n", "step_s", "wait_s", "all_s", "second"), 0)
+    return sums | {"from": began, "at": (now := time.perf_counter()), "opened": now}
+
+
 def next_batch(run, batches, state, step, saving):
     """(batch, seconds waited); (None, 0) when a signal ended the wait. When the data has a fault
     the state is saved before it is raised.
@@ -454,7 +436,7 @@ def next_batch(run, batches, state, step, saving):
     try:
         return next(batches, (None, 0))
     except (ValueError, OSError):
-        end_save(run, save_state(run, state, step, saving))
+        end_saves(run, save_state(run, state, step, saving))
         raise
 
 
@@ -479,13 +461,27 @@ def export(run, params, step):
     run["emit"]("fault" if "fault" in row else "export", {"step": step} | row)
 
 
-def end_run(run, step, stop, latest, began):
-    """Emit "stop" and "end", which has the newest values of all rows. stop: of why_stop."""
-    why = {"step": step, "reason": stop[0]}
+def end_run(run, state, step, stop, saving, latest, began):
+    """Emit "stop" and "end", which has the newest values of all rows; the summary. stop: of
+    why_stop.
+    """
+    fault = end_saves(run, saving)
+    reason, exit_code = (f"{stop[0]}; {fault}", 1) if fault else stop
+    why = {"step": step, "reason": reason}
     run["emit"]("stop", why)
-    rest = {"exit_code": stop[1], "wall_s": time.perf_counter() - began}
+    rest = {"exit_code": exit_code, "wall_s": time.perf_counter() - began}
     kept = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
-    return run["emit"]("end", kept | why | rest)
+    saved = None if fault else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
+    return run["emit"]("end", kept | why | rest) | {
+        "state": state, "mesh": run["mesh"], "checkpoint": saved}
+
+
+def call(hooks, event, value):
+    """Give `value` to every hook(event, value); what one returns, unless None, replaces it."""
+    for hook in hooks:
+        new = hook(event, value)
+        value = value if new is None else new
+    return value
 
 
 def scalars(means):
@@ -822,7 +818,7 @@ def choose_start(run, state, params, meta):
     origin = f"the parameters of {', '.join(cfg.init_from)}" if chosen else "a fresh initialization"
     if not meta:
         return origin, first
-    also = f"; {', '.join(sorted(left_out))} from {origin}" if left_out else ""
+    also = f", and {len(left_out)} parameters that it left out from {origin}" if left_out else ""
     return "its own checkpoint" + also, lambda programs: load_state(
         cfg, programs["state"], left_out, first(programs) if left_out else None)
 
@@ -890,8 +886,9 @@ def choose_parameters(run, sources):
         names = [name for name in table if chosen.get(name, (len(sources),))[0] == i]
         if names:
             count = "all" if len(names) == len(table) else f"{len(names)} of"
-            say(f"  {count} {len(table)} parameters from {source['path']}"
-                + (f": {', '.join(names)}" if len(names) < len(table) else ""))
+            which = f": {', '.join(names)}" if len(names) < len(table) else ""
+            say(textwrap.fill(f"{count} {len(table)} parameters from {source['path']}{which}", 100,
+                              subsequent_indent="    ", break_on_hyphens=False))
     return chosen
 
 
@@ -904,6 +901,87 @@ def load_parameters(sources, chosen, like):
             arrays = source["read"]({there: like[name] for there, name in names.items()})
             loaded |= {name: arrays[there] for there, name in names.items()}
     return loaded
+
+
+# Weights in Hugging Face's format.
+
+def hf_config(path):
+    """The config.json of a folder of Hugging Face weights, or None."""
+    try:
+        hf = json.loads(Path(path, "config.json").read_bytes())
+    except OSError:
+        return None
+    except ValueError as e:
+        raise ValueError(f"init_from {path}: config.json is no JSON: {e}") from None
+    return hf if isinstance(hf, dict) and "model_type" in hf else None
+
+
+def adopt_hf(cfg):
+    """cfg with the shape of the model and the tokenizer that a Hugging Face folder in init_from
+    has. Raises ValueError for fields that were set to something else.
+    """
+    for path in (ckpt.parse_source(text)["path"] for text in cfg.init_from):
+        if hf := hf_config(path):
+            fields = model.hf_fields(hf)
+            config.raise_all([config.fault(cfg, name, f"is {value!r} there; leave it out")
+                              for name, value in fields.items()
+                              if getattr(cfg, name) not in (value, getattr(type(cfg)(), name))],
+                             f"init_from {path}")
+            if cfg.tokenizer == "bytes" and Path(path, "tokenizer.json").is_file():
+                fields["tokenizer"] = path
+            cfg = dataclasses.replace(cfg, **fields)
+    return cfg
+
+
+def open_hf(path, cfg):
+    """{"names", "read"} of a folder of Hugging Face weights, or None."""
+    if not hf_config(path):
+        return None
+    pieces = model.hf_pieces(cfg)
+    return {"names": dict.fromkeys(pieces), "read": lambda like: ckpt.read_safetensors(
+        path, {name: pieces[name] for name in like}, like, model.HF_UNUSED)}
+
+
+TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
+                   "generation_config.json")
+
+
+def export_hf(cfg, params):
+    """Write cfg.export as transformers, or PEFT for LoRA apart, loads it; what an export wrote
+    there before is replaced. params: None to look for faults alone.
+
+    Raises ValueError when no family of theirs is of this form, or the folder is not an export's.
+    """
+    apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
+    out, partial_out = Path(cfg.export), Path(f"{cfg.export}.partial")
+    if out.exists() and not (out / "sixfile.json").exists():
+        raise ValueError(f"export {cfg.export}: exists, and no export wrote it; choose another")
+    paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
+    base = next((path for path in paths if hf_config(path)), None)
+    about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
+    if params is None:
+        return
+    if not apart:
+        params = model.merge_lora(params, cfg)
+        tokenizer = data.make_tokenizer(cfg.tokenizer)
+        about |= {"bos_token_id": tokenizer["begin"], "eos_token_id": tokenizer["end"]}
+    if is_main():
+        shutil.rmtree(partial_out, ignore_errors=True)
+        partial_out.mkdir(parents=True)
+    tensors = ckpt.each_tensor(params, model.hf_pieces(cfg, apart), cfg.export_dtype)
+    ckpt.write_safetensors(partial_out, tensors, "adapter_model" if apart else "model")
+    if is_main():
+        texts = {"adapter_config.json" if apart else "config.json": about,
+                 "sixfile.json": {"out_dir": cfg.out_dir}}
+        for name, text in texts.items():
+            (partial_out / name).write_text(json.dumps(text, indent=1))
+        folder = Path(cfg.tokenizer)
+        for file in {file for name in TOKENIZER_FILES for file in folder.glob(name)}:
+            shutil.copy(file, partial_out)
+        if folder.is_file():
+            shutil.copy(folder, partial_out / "tokenizer.json")
+        shutil.rmtree(out, ignore_errors=True)
+        os.rename(partial_out, out)
 
 
 def reload(run, state, step):
@@ -1083,17 +1161,17 @@ def interrupted(signals):
     return jax.process_count() == 1 and bool(signals)
 
 
-def agreed_second(run, step, before, began):
-    """Seconds since `began` on process 0. Several processes ask it only at multiples of log_every,
-    and for periods of time; between, it is as before.
+def agreed_second(run, step, clock):
+    """Seconds of the loop so far on process 0. Several processes ask it only at multiples of
+    log_every, and for periods of time; between, it is as before.
     """
-    second = time.perf_counter() - began
-    if jax.process_count() == 1:
-        return second
     timed = any("second" in periods for periods in run["periods"].values())
-    if not timed or step % (run["cfg"].log_every or 10):
-        return before
-    return float(multihost_utils.broadcast_one_to_all(np.float32(second)))
+    if jax.process_count() == 1:
+        clock["second"] = time.perf_counter() - clock["opened"]
+    elif timed and step % (run["cfg"].log_every or 10) == 0:
+        second = np.float32(time.perf_counter() - clock["opened"])
+        clock["second"] = float(multihost_utils.broadcast_one_to_all(second))
+    return clock["second"]
 
 
 def agreed_signal(cfg, step, signals):
