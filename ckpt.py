@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fnmatch
 import json
+import mmap
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice, product
 from math import ceil, prod
 from pathlib import Path
@@ -627,6 +629,196 @@ def _check_array(root, meta, name):
             except ValueError as e:
                 faults.append(f"{path}/{key}: {_message(e)}")
     return n_bytes, faults
+
+
+# Hugging Face's tensors.
+
+SLICE_BYTES = 2**22  # of a tensor, read at a time by each thread: stays in the processor's cache
+HOST_PLATFORMS = ("cpu",)  # whose devices compute in the host's memory
+
+
+def _import_safetensors():
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise ValueError("safetensors is not installed: pip install 'safetensors>=0.4.5'") from None
+    return safetensors
+
+
+def read_safetensors(folder, wanted, like, unused=()):
+    """Return {name: array} in the shapes, dtypes and shardings of `like`, as `restore` does, read
+    from the tensors of a folder in Hugging Face's layout.
+
+    wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
+    tensor. unused: patterns of tensors that need not be wanted. Each process reads only what its
+    devices hold; beyond the result it needs memory for some slices of SLICE_BYTES, and on devices
+    with memory of their own for the parts of one layer.
+
+    Raises ValueError that lists all tensors that are missing, unknown or of another shape.
+    """
+    tensors, faults = _open_tensors(Path(folder)), []
+    for name, (pieces, transposed) in wanted.items():
+        shape = list(like[name].shape[len(next(iter(pieces))):])
+        shape = shape[::-1] if transposed else shape
+        for tensor in pieces.values():
+            if tensor not in tensors:
+                faults.append(f"{tensor} is missing")
+            elif tensors[tensor].get_shape() != shape:
+                faults.append(f"{tensor} is {tensors[tensor].get_shape()} there, {shape} here")
+            elif (kind := tensors[tensor].get_dtype()) not in TENSOR_DTYPES:
+                faults.append(f"{tensor} is of dtype {kind}, not a float of 16 bits or more")
+    used = {tensor for pieces, _ in wanted.values() for tensor in pieces.values()}
+    faults += [f"{tensor} has no place in this model" for tensor in sorted(tensors.keys() - used)
+               if not any(fnmatch.fnmatchcase(tensor, pattern) for pattern in unused)]
+    if faults:
+        raise ValueError("\n  ".join([f"{folder}:", *faults]))
+    return {name: _place_tensors(like[name], tensors, *wanted[name]) for name in wanted}
+
+
+def _open_tensors(folder):
+    """{name: slice of safetensors} of all files of a folder, their headers checked."""
+    safetensors, index, tensors, faults = (
+        _import_safetensors(), folder / "model.safetensors.index.json", {}, [])
+    names = {"model.safetensors"}
+    if not (folder / "model.safetensors").exists() and index.exists():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{index}: damaged: {e!r}") from None
+    elif not (folder / "model.safetensors").exists():
+        found = any(folder.glob("pytorch_model*.bin"))
+        why = ": convert its pytorch_model.bin to safetensors" if found else ""
+        raise ValueError(f"{folder}: holds no model.safetensors{why}")
+    for name in sorted(names, key=str):
+        try:
+            if not re.fullmatch(r"[\w.-]+\.safetensors", str(name)):  # a path could leave it
+                raise ValueError("not the name of a safetensors file")
+            file = safetensors.safe_open(folder / name, framework="np")
+            held = file.keys()
+            tensors |= {tensor: file.get_slice(tensor) for tensor in held}
+        except (OSError, ValueError, safetensors.SafetensorError) as e:
+            faults.append(f"{name}: cannot be read: {e}")
+    if faults:
+        raise ValueError("\n  ".join([f"{folder}:", *faults]))
+    return tensors
+
+
+def _place_tensors(like, tensors, pieces, transposed):
+    """Return the array that `pieces` of `tensors` make up, placed as `like`."""
+    blocks, fresh, sharding = {}, set(), getattr(like, "sharding", None)
+    dtypes = {TENSOR_DTYPES[tensors[tensor].get_dtype()] for tensor in pieces.values()}
+
+    def read(index, layer=None):
+        key, dtype = str(index), like.dtype
+        if layer is not None:  # the device converts
+            index = slice(layer, layer + 1), *index[1:]
+            dtype = np.dtype(*dtypes) if len(dtypes) == 1 else dtype
+        if key not in fresh:
+            blocks[key] = _read_block(
+                index, like.shape, dtype, tensors, pieces, transposed, blocks.get(key))
+            fresh.add(key)
+        return blocks[key]
+
+    if sharding is None:
+        return read((slice(None),) * len(like.shape))
+    on_host = next(iter(sharding.addressable_devices)).platform in HOST_PLATFORMS
+    n_layers = like.shape[0] if pieces.keys() != {()} else 0
+    if on_host or not n_layers or sharding.shard_shape(like.shape)[0] < n_layers:
+        return jax.make_array_from_callback(like.shape, sharding, read)  # on_host: of these blocks
+    stack = jax.numpy.zeros(like.shape, like.dtype, device=sharding)
+    for layer in range(n_layers):
+        stack = _put_layer(stack, jax.make_array_from_callback(
+            (1, *like.shape[1:]), sharding, partial(read, layer=layer)), layer)
+        stack.block_until_ready()  # the next layer is read into the same memory
+        fresh.clear()
+    return stack
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_layer(stack, part, layer):
+    return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
+
+
+TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _read_block(index, shape, dtype, tensors, pieces, transposed, block=None):
+    """Read the part `index` of an array slice by slice, by several cores, into `block`."""
+    ranges = [range(*part.indices(n)) for part, n in zip(index, shape)]
+    lengths, n_stacked = [len(r) for r in ranges], len(next(iter(pieces)))
+    if block is None:  # not np.empty: JAX takes aligned memory as it is, of any other a copy
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, prod(lengths) * np.dtype(dtype).itemsize, flags=flags)
+        block = np.frombuffer(memory, dtype).reshape(lengths)
+    rows, *others = ranges[n_stacked:][::-1] if transposed else ranges[n_stacked:]
+    n_rows = max(SLICE_BYTES // (4 * prod(map(len, others))), 1)
+
+    def read(job):
+        at, first = job
+        tensor = tensors[pieces[tuple(r[i] for r, i in zip(ranges, at))]]
+        target = block[at].T if transposed else block[at]
+        target[first : first + n_rows] = tensor[tuple(
+            slice(r.start, r.stop) for r in (rows[first : first + n_rows], *others))]
+
+    jobs = product(np.ndindex(*lengths[:n_stacked]), range(0, len(rows), n_rows))
+    with ThreadPoolExecutor(min(os.cpu_count(), 8)) as pool:
+        list(pool.map(read, jobs))
+    return block
+
+
+def each_tensor(arrays, pieces, dtype):
+    """Yield (tensor's name, NumPy array in dtype), one at a time: `wanted` of read_safetensors the
+    other way round. Every process must take all of them.
+    """
+    for name, (tensors, transposed) in pieces.items():
+        x = arrays[name]
+
+        def take(x, index, transposed=transposed):
+            for i in index:
+                x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+            return (x.T if transposed else x).astype(dtype)
+
+        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+        whole = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        take = jax.jit(take, out_shardings=whole)
+        for index, tensor in tensors.items():
+            yield tensor, np.asarray(take(x, index))
+
+
+def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
+    """Write an iterator of (name, array) into a folder as Hugging Face does: stem.safetensors, or
+    several files of at most shard_bytes and an index. One file at a time is in memory. Every
+    process must call it, process 0 writes.
+    """
+    safetensors, folder = _import_safetensors(), Path(folder)
+    shard, files, sizes = {}, [], []
+
+    def flush():
+        path = folder / f"{stem}-{len(files) + 1:05d}.safetensors"
+        if jax.process_index() == 0:
+            safetensors.numpy.save_file(shard, path, {"format": "pt"})
+            _sync(path)
+        files.append((path, list(shard)))
+        shard.clear()
+
+    for name, x in tensors:
+        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > shard_bytes:
+            flush()
+        shard[name] = np.ascontiguousarray(x)
+        sizes.append(x.nbytes)
+    flush()
+    if jax.process_index() == 0:
+        names = [f"{stem}.safetensors"] if len(files) == 1 else [
+            f"{stem}-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+        for (path, _), name in zip(files, names):
+            os.rename(path, folder / name)
+        if len(files) > 1:
+            index = folder / f"{stem}.safetensors.index.json"
+            index.write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": {
+                tensor: name for (_, held), name in zip(files, names) for tensor in held}},
+                indent=1, sort_keys=True))
+            _sync(index)
+        _sync(folder)
 
 
 if __name__ == "__main__":

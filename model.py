@@ -932,3 +932,223 @@ def _experts(y_BTD, w, cfg, drop):
     out = jnp.take_along_axis(h_BPECD.reshape(*x.shape), slots[..., None], axis=2)
     weights = weights[..., None].astype(y_BTD.dtype)
     return (out.reshape(B, T, -1, D) * weights).sum(axis=2), stats
+
+
+# Hugging Face's names of our parameters, {i} the layer and {e} the expert. Theirs are one tensor a
+# layer, linear weights [out, in]; heads are rotated in the same order as here.
+_HF_LAYER = "model.layers.{i}."
+HF_NAMES = {
+    "embed": "model.embed_tokens.weight", "unembed": "lm_head.weight",
+    "final_norm": "model.norm.weight", "layers.attn_norm": _HF_LAYER + "input_layernorm.weight",
+    "layers.mlp_norm": _HF_LAYER + "post_attention_layernorm.weight",
+    **{f"layers.w{x}": f"{_HF_LAYER}self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{f"layers.b{x}": f"{_HF_LAYER}self_attn.{x}_proj.bias" for x in "qkv"},
+    **{f"layers.{x}_norm": f"{_HF_LAYER}self_attn.{x}_norm.weight" for x in "qk"},
+    **{f"layers.w_{x}": f"{_HF_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}}
+HF_EXPERT_NAMES = {
+    family: {"layers.w_router": f"{_HF_LAYER}{block}.gate.weight", **{
+        f"layers.w_{x}": f"{_HF_LAYER}{block}.experts.{{e}}.{theirs}.weight"
+        for x, theirs in zip(("gate", "up", "down"), experts.split())}}
+    for family, block, experts in (("mixtral", "block_sparse_moe", "w1 w3 w2"),
+                                   ("qwen3_moe", "mlp", "gate_proj up_proj down_proj"))}
+# Tensors of their files that a model can do without: buffers, and a copy of tied embeddings.
+HF_UNUSED = ("*.rotary_emb.inv_freq", "lm_head.weight")
+
+# By model_type: the class, and what transformers takes where config.json is silent.
+_SILENT = dict(rope_theta=1e4, rms_norm_eps=1e-6)
+_SILENT_QWEN = _SILENT | dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
+HF_FAMILIES = {
+    "llama": ("LlamaForCausalLM", _SILENT),
+    "mistral": ("MistralForCausalLM", _SILENT | dict(num_key_value_heads=8, sliding_window=4096)),
+    "qwen2": ("Qwen2ForCausalLM", _SILENT_QWEN),
+    "qwen3": ("Qwen3ForCausalLM", _SILENT_QWEN | dict(head_dim=128)),
+    "mixtral": ("MixtralForCausalLM", dict(
+        rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, num_local_experts=8,
+        num_experts_per_tok=2)),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _SILENT | dict(
+        num_key_value_heads=4, sliding_window=4096, num_experts_per_tok=8))}
+
+
+def hf_fields(hf):
+    """The fields of Config that describe a model, from its config.json as a dict, in the form of
+    transformers 4 or 5. A value that is left out is the one that transformers takes.
+
+    Raises: ValueError that lists all that this model cannot express.
+    """
+    family = hf.get("model_type")
+    if family not in HF_FAMILIES:
+        why = ": its positions are learnt, and here they are rotary" if family == "gpt2" else ""
+        raise ValueError(f"config.json: model_type {family!r}{why}; can be read: "
+                         + ", ".join(HF_FAMILIES))
+    hf, moe = HF_FAMILIES[family][1] | hf, family == "qwen3_moe"
+    sizes = dict(d_model="hidden_size", n_layers="num_hidden_layers", vocab_size="vocab_size",
+                 n_heads="num_attention_heads",
+                 d_ff="moe_intermediate_size" if moe else "intermediate_size")
+    if family in HF_EXPERT_NAMES:  # transformers 5 renames Qwen's
+        local = not moe or "num_local_experts" in hf
+        sizes |= dict(n_experts="num_local_experts" if local else "num_experts",
+                      experts_per_token="num_experts_per_tok")
+    optional = "num_key_value_heads head_dim sliding_window max_window_layers".split()
+    _raise_hf(hf, [(name, "must be a whole number") for name in (*sizes.values(), *optional)
+                   if type(hf.get(name)) not in (int, type(None) if name in optional else int)])
+    window, layers_differ = _hf_window(hf, family)
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    _raise_hf(hf, _hf_faults(hf, family, rope, layers_differ))
+    fields = {ours: hf[name] for ours, name in sizes.items()}
+    fields |= dict(
+        n_kv_heads=hf.get("num_key_value_heads") or fields["n_heads"],
+        head_dim=hf.get("head_dim") or fields["d_model"] // fields["n_heads"],
+        rope_theta=float(rope.get("rope_theta") or hf["rope_theta"]), rope_factor=1.0,
+        norm_eps=float(hf["rms_norm_eps"]), qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias=family == "qwen2", tie_embeddings=bool(hf.get("tie_word_embeddings")),
+        sliding_window=window)
+    fields |= dict(capacity_factor=0.0) if "n_experts" in fields else dict(n_experts=0)
+    if _rope_type(rope) == "llama3":
+        fields |= dict(rope_factor=float(rope["factor"]), rope_original_len=rope.get(
+            "original_max_position_embeddings", hf.get("max_position_embeddings")))
+    return fields
+
+
+def _raise_hf(hf, faults):
+    if faults:
+        raise ValueError("\n  ".join(["config.json: this model cannot express"] + [
+            f"{name} {hf.get(name)!r}: {rule}" for name, rule in faults]))
+
+
+def _rope_type(rope):
+    by_layer = any(isinstance(value, dict) for value in rope.values())
+    return "by layer" if by_layer else rope.get("rope_type", rope.get("type", "default"))
+
+
+def _hf_window(hf, family):
+    """(sliding_window of all layers, whether layers differ in it)."""
+    by_layer = family in ("qwen2", "qwen3")
+    used = hf.get("use_sliding_window") if family.startswith("qwen") else family != "llama"
+    window = (used and hf.get("sliding_window")) or 0
+    first = (hf.get("max_window_layers") or 0) if by_layer else 0
+    types = set(hf.get("layer_types") or (
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(hf["num_hidden_layers"])))
+    window = 0 if by_layer and types == {"full_attention"} else window
+    return window, types != {"sliding_attention" if window else "full_attention"}
+
+
+def _hf_faults(hf, family, rope, layers_differ):
+    """[(name, rule)] of the values that change the forward pass and have no field here."""
+    scaling = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    llama3 = _rope_type(rope) == "llama3"
+    factor, length = rope.get("factor"), rope.get(
+        "original_max_position_embeddings", hf.get("max_position_embeddings"))
+    rules = (
+        ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be silu"),
+        ("attention_bias", hf.get("attention_bias") and family != "qwen2",
+         "must be false: the output projection has no bias here"),
+        ("mlp_bias", hf.get("mlp_bias"), "must be false"),
+        (scaling, _rope_type(rope) not in ("default", "llama3"), "must be of type default or "
+         "llama3"),
+        (scaling, llama3 and (rope.get("low_freq_factor"), rope.get("high_freq_factor")) != (1, 4),
+         "must have low_freq_factor 1 and high_freq_factor 4"),
+        (scaling, llama3 and not (isinstance(factor, (int, float)) and isinstance(length, int)),
+         "must have a factor and original_max_position_embeddings"),
+        ("partial_rotary_factor", (rope | hf).get("partial_rotary_factor", 1) != 1, "must be 1"),
+        ("layer_types" if hf.get("layer_types") else "max_window_layers", layers_differ,
+         "all layers must have one sliding window, or none"),
+        ("norm_topk_prob", family == "qwen3_moe" and not hf.get("norm_topk_prob"), "must be true"),
+        ("decoder_sparse_step", family == "qwen3_moe" and hf.get("decoder_sparse_step", 1) != 1,
+         "must be 1: all layers have experts"),
+        ("mlp_only_layers", hf.get("mlp_only_layers"), "must be empty: all layers have experts"),
+        ("quantization_config", hf.get("quantization_config"), "weights must not be quantized"))
+    return [(name, rule) for name, wrong, rule in rules if wrong]
+
+
+def _hf_family(cfg):
+    """The model_type whose forward pass is that of cfg."""
+    if cfg.n_experts or cfg.qk_norm:
+        if cfg.qkv_bias:
+            raise ValueError("qkv_bias True: no model of Hugging Face's has it with "
+                             + ("n_experts" if cfg.n_experts else "qk_norm"))
+        if cfg.n_experts:
+            return "qwen3_moe" if cfg.qk_norm else "mixtral"
+        return "qwen3"
+    if cfg.qkv_bias:
+        return "qwen2"
+    # Their Llama needs heads that divide d_model.
+    return "mistral" if cfg.sliding_window or cfg.d_model % cfg.n_heads else "llama"
+
+
+def hf_config(cfg, more=()):
+    """The config.json of cfg, derived, as a dict that transformers 4.56 and 5 read. more: entries
+    to add or replace, as the ids of special tokens, which are none otherwise.
+
+    Raises: ValueError when no family of theirs has this combination of fields.
+    """
+    family, window, length = _hf_family(cfg), cfg.sliding_window, cfg.seq_len
+    hf = dict(
+        architectures=[HF_FAMILIES[family][0]], model_type=family, hidden_act="silu",
+        hidden_size=cfg.d_model, intermediate_size=cfg.d_ff, num_hidden_layers=cfg.n_layers,
+        num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim,
+        vocab_size=cfg.vocab_size, max_position_embeddings=length, rms_norm_eps=cfg.norm_eps,
+        rope_theta=cfg.rope_theta, rope_scaling=None, tie_word_embeddings=cfg.tie_embeddings,
+        sliding_window=window or None, **dict.fromkeys(
+            ("bos_token_id", "eos_token_id", "pad_token_id")))
+    if cfg.rope_factor != 1:
+        scaled = int(cfg.rope_original_len * cfg.rope_factor)
+        hf |= dict(max_position_embeddings=max(length, scaled), rope_scaling=dict(
+            rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=cfg.rope_original_len))
+    if family.startswith("qwen"):
+        hf |= dict(use_sliding_window=bool(window), max_window_layers=0 if window else cfg.n_layers)
+    if family == "mixtral":
+        hf |= dict(num_local_experts=cfg.n_experts)
+    if family == "qwen3_moe":
+        hf |= dict(num_experts=cfg.n_experts, moe_intermediate_size=cfg.d_ff, norm_topk_prob=True,
+                   decoder_sparse_step=1, mlp_only_layers=[])
+    if cfg.n_experts:
+        hf |= dict(num_experts_per_tok=cfg.experts_per_token)
+    return hf | dict(more)
+
+
+def hf_pieces(cfg, adapter=False):
+    """{our name: ({index: Hugging Face's name}, transposed)}: array[index], transposed or not, is
+    the tensor of that name. adapter: only the LoRA factors, by PEFT's names; else all but them.
+    """
+    names, pieces = HF_NAMES | HF_EXPERT_NAMES.get(_hf_family(cfg), {}), {}
+    for name, row in param_table(cfg).items():
+        base, _, factor = name.partition(".lora_")
+        if bool(factor) == adapter:
+            n_stacked = sum(index in names[base] for index in ("{i}", "{e}"))
+            theirs = names[base]
+            if adapter:
+                theirs = "base_model.model." + theirs.replace(
+                    ".weight", f".lora_{factor.upper()}.weight")
+            pieces[name] = ({index: theirs.format(**dict(zip("ie", index)))
+                             for index in np.ndindex(*row["shape"][:n_stacked])},
+                            len(row["shape"]) - n_stacked == 2 and name != "embed")
+    return pieces
+
+
+def merge_lora(params, cfg):
+    """params without LoRA factors, each update added to its weight in float32."""
+    merged = {name: x for name, x in params.items() if ".lora_" not in name}
+    for name in merged:
+        if f"{name}.lora_a" in params:
+            w, a, b = (params[name + end].astype(jnp.float32) for end in ("", ".lora_a", ".lora_b"))
+            update = cfg.lora_alpha / cfg.lora_rank * jnp.matmul(a, b, precision="highest")
+            merged[name] = (w + update).astype(params[name].dtype)
+    return merged
+
+
+def peft_config(cfg, base=None):
+    """The adapter_config.json of cfg's LoRA factors as a dict. base: name or folder of the model
+    that they tune.
+
+    Raises: ValueError when experts are among the targets: PEFT tunes modules, and transformers 5
+    keeps all experts of a layer in one parameter.
+    """
+    targets = [n.removesuffix(".lora_a") for n in param_table(cfg) if n.endswith(".lora_a")]
+    if experts := [n for n in targets if cfg.n_experts and n.startswith("layers.w_")]:
+        raise ValueError(f"lora_targets {', '.join(experts)}: PEFT cannot tune experts, which "
+                         "transformers keeps in one parameter; export the merged weights")
+    return dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base,
+                r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none",
+                target_modules=sorted({HF_NAMES[n].split(".")[-2] for n in targets}))

@@ -812,10 +812,13 @@ def choose_start(run, state, params, meta):
     chosen = choose_parameters(run, sources) if left_out or not meta else {}
 
     def first(programs):
-        loaded = load_parameters(sources, chosen, programs["state"]["params"])
-        return programs["from_params"](key, loaded) if loaded else programs["init"](key)
+        if not chosen:
+            return programs["init"](key)
+        like = programs["state"]["params"]
+        return programs["from_params"](key, load_parameters(sources, chosen, like))
 
-    origin = f"the parameters of {', '.join(cfg.init_from)}" if chosen else "a fresh initialization"
+    paths = ", ".join(source["path"] for source in sources)
+    origin = f"the parameters of {paths}" if chosen else "a fresh initialization"
     if not meta:
         return origin, first
     also = f", and {len(left_out)} parameters that it left out from {origin}" if left_out else ""
@@ -942,6 +945,7 @@ def open_hf(path, cfg):
         path, {name: pieces[name] for name in like}, like, model.HF_UNUSED)}
 
 
+KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of init_from
 TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
                    "generation_config.json")
 
@@ -959,12 +963,15 @@ def export_hf(cfg, params):
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
     base = next((path for path in paths if hf_config(path)), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
+    theirs = (hf_config(base) if base else None) or {}
     if params is None:
         return
     if not apart:
         params = model.merge_lora(params, cfg)
         tokenizer = data.make_tokenizer(cfg.tokenizer)
-        about |= {"bos_token_id": tokenizer["begin"], "eos_token_id": tokenizer["end"]}
+        about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
+                  "eos_token_id": tokenizer["end"]}
+        about |= {name: theirs[name] for name in KEPT if name in theirs}
     if is_main():
         shutil.rmtree(partial_out, ignore_errors=True)
         partial_out.mkdir(parents=True)

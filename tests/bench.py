@@ -345,6 +345,64 @@ def ckpt_raw(folder):
     return {"committed s": committed_s, "restored s": time.perf_counter() - began}
 
 
+# ---- safetensors: 1.2 GB in Llama's shapes, in the page cache
+
+LLAMA_TENSORS = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo": (2048, 2048),
+                 "w_gate": (5632, 2048), "w_up": (5632, 2048), "w_down": (2048, 5632)}
+
+
+def make_tensors():
+    """Two files with five layers of those and an embedding, float32; the bytes."""
+    import numpy as np
+
+    import ckpt
+    folder, rng = tensors_folder(), np.random.default_rng(0)
+    folder.mkdir()
+    shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in LLAMA_TENSORS.items()}
+    shapes["embed"] = (32000, 2048)
+    ckpt.write_safetensors(folder, ((name, rng.random(shape, np.float32))
+                                    for name, shape in shapes.items()), shard_bytes=2**30)
+    return 0
+
+
+def tensors_folder():
+    return Path(tempfile.gettempdir()) / "sixfile_bench_tensors"
+
+
+def tensors_rate(read):
+    """GB a second of read(folder); the files are made in another process, whose memory is gone."""
+    folder = tensors_folder()
+    if not folder.exists():
+        subprocess.run([sys.executable, __file__, "--one", "make_tensors"], check=True)
+    n_bytes = sum(len(path.read_bytes()) for path in folder.glob("*.safetensors"))
+    began = time.perf_counter()
+    arrays = read(folder)
+    assert arrays
+    return n_bytes / (time.perf_counter() - began) / 1e9
+
+
+def tensors_ours():
+    """Into stacked and transposed arrays on the device."""
+    import jax
+    import jax.numpy as jnp
+
+    import ckpt
+    sharding = jnp.zeros(()).sharding
+    wanted = {name: ({(i,): f"{i}.{name}" for i in range(5)}, True) for name in LLAMA_TENSORS}
+    like = {name: jax.ShapeDtypeStruct((5, n_in, n_out), jnp.float32, sharding=sharding)
+            for name, (n_out, n_in) in LLAMA_TENSORS.items()}
+    wanted["embed"] = {(): "embed"}, False
+    like["embed"] = jax.ShapeDtypeStruct((32000, 2048), jnp.float32, sharding=sharding)
+    return tensors_rate(lambda folder: jax.block_until_ready(
+        ckpt.read_safetensors(folder, wanted, like)))
+
+
+def tensors_load_file():
+    """Into NumPy arrays as they are."""
+    from safetensors.numpy import load_file
+    return tensors_rate(lambda folder: [load_file(p) for p in folder.glob("*.safetensors")])
+
+
 # ---- loaders: batches of 12 x 1024 from 100M uint16 tokens on disk
 
 def token_file():
@@ -561,6 +619,7 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
                                 "torch.compile": "start_torch_compile"}),
     "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
     "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),
+    "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
                                    "grain": "loader_grain", "torch": "loader_torch"}),
     **{f"attention {T}": ("tokens/s", True, {

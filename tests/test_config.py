@@ -458,11 +458,12 @@ def test_a_resume_may_change_what_is_free_and_nothing_else():
             refused.append(field.name)
     free = [f.name for f in dataclasses.fields(Fork) if f.name not in refused]
     assert "d_hidden" in refused and set(free) == set(config.FREE) == set(
-        "dp fsdp ep tp sp mode config out_dir resume allow_change hooks cache_dir "
+        "dp fsdp ep tp sp mode config out_dir ckpt_dir resume allow_change hooks cache_dir "
         "prepared wait_s steps epochs micro_batches scale attention remat logit_tiles mlp_tiles "
         "moments_on slices coordinator n_processes process_id log_every eval_every eval_batches "
-        "save_every keep sample_every watch profile prompt n_samples sample_tokens temperature "
-        "top_k top_p"
+        "save_every keep keep_every leave_out weights_every export export_every export_dtype "
+        "export_lora reload_every sample_every watch profile prompt n_samples sample_tokens "
+        "temperature top_k top_p"
         .split())
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from jax.sharding import PartitionSpec as P
 
 import ckpt
@@ -275,7 +276,24 @@ def last(event, key):
 
 
 def checkpoints(cfg):
-    return ckpt.steps(Path(cfg.out_dir, "ckpt"))
+    return ckpt.steps(train.ckpt_root(cfg))
+
+
+def saves(kind):
+    return lambda cfg: [r["step"] for r in train.read_log(cfg.out_dir)
+                        if r["event"] == "save" and r["kind"] == kind]
+
+
+def saved_embed(cfg):
+    return "params/embed" in ckpt.newest_meta(train.ckpt_root(cfg))[1]["arrays"]
+
+
+def exported_dtype(cfg):
+    path = Path(cfg.export, "model.safetensors")
+    if not cfg.export:
+        return ""
+    with safetensors.safe_open(path, framework="np") as file:
+        return file.get_slice("model.norm.weight").get_dtype()
 
 
 def n_batches(cfg):
@@ -341,8 +359,15 @@ FIELDS = {
                   "finished before", "resume never: first holds a run at step 4", FINISHED),
     "allow_change": row(dict(allow_change=("b1",)), outcome("b1 was 0.9, is 0.5"),
                         "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
-    "init_from": row(dict(init_from=("first",)), last("start", "origin"), "a fresh initialization",
-                     "the parameters of first", RUN),
+    "ckpt_dir": row(dict(ckpt_dir="elsewhere"), lambda cfg: Path(cfg.out_dir, "ckpt").exists(),
+                    True, False, RUN),
+    "init_from": row(dict(init_from=("first dynamic=yes",)), last("start", "origin"),
+                     "a fresh initialization", "the parameters of first", RUN),
+    "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
+                  and bool(cfg.export), False, True, RUN),
+    "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
+    "export_lora": row(dict(export_lora="apart"), refused("PEFT cannot tune experts"), False, True,
+                       EXPERTS | dict(lora_rank=2, export="apart")),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
         Path(cfg.cache_dir).glob("jit_train_step*")) and cfg.cache_dir, "programs", "other", RUN),
@@ -460,8 +485,13 @@ FIELDS = {
     "log_every": row(dict(log_every=3), logged("log"), [1, 2, 3, 4], [3, 6], RUN),
     "eval_every": row(dict(eval_every=5), logged("eval"), [2, 4], [5, 8], RUN),
     "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),
-    "save_every": row(dict(save_every=3), logged("save"), [2, 4], [3, 6, 8], RUN),
-    "keep": row(dict(keep=1), checkpoints, [2, 4], [8], RUN),
+    "save_every": row(dict(save_every=3), saves("save"), [2, 4], [3, 6, 8], RUN),
+    "keep": row(dict(keep=1), checkpoints, [2, 4], [6, 8], RUN),
+    "keep_every": row(dict(keep_every=6), checkpoints, [2, 4], [6, 8], RUN),
+    "leave_out": row(dict(leave_out=("embed",)), saved_embed, True, False, RUN),
+    "weights_every": row(dict(weights_every=4), saves("weights"), [], [4, 8], RUN),
+    "export_every": row(dict(export_every=5), logged("export"), [], [5, 8], RUN),
+    "reload_every": row(dict(reload_every=3), logged("reload"), [], [3, 6], RUN),
     "sample_every": row(dict(sample_every=3), logged("sample"), [], [3, 6, 8], RUN),
     "watch": row(dict(watch=("w",)), watched, [], ["w"], dict(log_every=1)),
     "profile": row(dict(profile="2:3"), traces, 0, 1, RUN),

@@ -1490,6 +1490,138 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tiny, capsys):
     assert ckpt.steps(tiny().out_dir + "/ckpt") == [8]
 
 
+# ---- how often, what is left out, and from where
+
+def due(step, last=(), second=0.0, **fields):
+    """due_events of a run of 20 updates, 4 sequences of 10 each, with windows of 3 updates."""
+    cfg = config.Config(**dict(steps=20, batch_size=4, eval_every=0, save_every=0, sample_every=0)
+                        | fields)
+    run = {"cfg": cfg, "train": {"n": 10, "finished": lambda step: step // 3}, "periods": {
+        event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}}
+    return train.due_events(run, step, dict(last), second)
+
+
+def test_what_is_due_when():
+    """Updates, epochs (of 2.5 updates), windows and seconds; each event once a step, and after the
+    last update those that always are; weights, reloads and exports only where they are wanted.
+
+    Break: train.py: progress[unit](step) // n > progress[unit](step - 1) // n):
+    => progress[unit](step) % n == 0):
+    """
+    def steps(**fields):
+        event, = fields
+        event = event.removesuffix("_every")
+        return [step for step in range(1, 20) if event in due(step, **fields)]
+
+    assert steps(save_every=7) == [7, 14] and steps(save_every=0) == []
+    assert steps(save_every="1epoch") == [3, 5, 8, 10, 13, 15, 18]
+    assert steps(sample_every="2 epochs") == [5, 10, 15]
+    assert steps(reload_every="2windows") == [6, 12, 18]
+    assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # one after each window
+    assert steps(weights_every="5,1window") == [3, 5, 6, 9, 10, 12, 15, 18]
+    assert due(5, {"save": (5, 0.0)}, save_every=5) == {}
+    assert due(5, {"save": (4, 60.0)}, 119.9, save_every="1m") == {}
+    assert due(5, {"save": (4, 60.0)}, 120, save_every="1m") == {"save": "second"}
+    assert due(5, {"save": (4, 60.0)}, 120, save_every="5,1m")["save"] == "step"
+    ends = dict.fromkeys(("save", "eval", "sample"), "end")
+    assert due(20) == ends
+    assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
+
+
+def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
+    """The clock gives one after each update; the run keeps the two by steps, and none of the
+    others.
+
+    Break: train.py: temporary=due[kind] == "second") => temporary=False)
+    """
+    cfg = tiny(steps=6, save_every="3,1s", keep=0, eval_every=0)
+    monkeypatch.setattr(train, "agreed_second", lambda run, step, clock: float(step))
+    train.main(cfg)
+    saved = [row["step"] for row in rows(cfg.out_dir, "save")]
+    assert saved == [1, 2, 3, 4, 5, 6]
+    assert ckpt.steps(cfg.out_dir + "/ckpt") == [3, 6]
+
+
+def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_path, capsys):
+    """LoRA factors alone are saved; a resumed run takes the rest from the run that it tunes, says
+    so, and ends equal to the bit to one that never stopped.
+
+    Break: train.py: loaded = ckpt.flatten(first)[0] | loaded => loaded = loaded | ckpt.flatten(
+    first)[0]
+    """
+    base = tiny(steps=4, eval_every=0)
+    train.main(base)
+    make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, leave_out=("*", "!*.lora_?"),
+                   eval_every=0, schedule="constant")
+    whole = train.main(make(steps=8, out_dir=str(tmp_path / "whole")))
+    half = make(steps=4, out_dir=str(tmp_path / "half"))
+    train.main(half)
+    names = ckpt.newest_meta(half.out_dir + "/ckpt")[1]["arrays"]
+    assert all(".lora_" in name for name in names if name.startswith("params/"))
+    capsys.readouterr()
+    summary = train.main(make(steps=8, out_dir=half.out_dir))
+    assert same(summary["state"]["params"], whole["state"]["params"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "its own checkpoint, and 13 parameters that it left out from the parameters of" in said
+    assert "13 of 27 parameters from " in said
+
+
+def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
+    """The last one wins; what no source gives is fresh, and said; a table says what is from where.
+
+    Break: train.py: chosen.items() if at == i} => chosen.items() if at == 0}
+    """
+    runs = [tiny(steps=1, seed=seed, out_dir=str(tmp_path / str(seed)), weights_every=1)
+            for seed in (1, 2)]
+    first, second = (train.main(cfg)["state"]["params"] for cfg in runs)
+    began = []
+    cfg = tiny(steps=1, out_dir=str(tmp_path / "next"), init_from=(
+        f"{runs[0].out_dir} exclude=final_norm", f"{runs[1].out_dir}/ckpt/weights load=layers.w*"))
+    capsys.readouterr()
+    train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(value["params"]))
+                           if event == "load" else None])
+    for name, x in began[0].items():
+        source = second if name.startswith("layers.w") else first
+        assert (x == 1).all() if name == "final_norm" else (x == source[name]).all(), name
+    said = capsys.readouterr().out
+    assert "1 of 13 parameters from a fresh initialization: final_norm" in said
+    assert f"7 of 13 parameters from {runs[1].out_dir}/ckpt/weights: layers.wq, layers.wk" in (
+        " ".join(said.split()))
+
+
+def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
+    """Its newest parameters replace those of the run; step, moments and the rate's schedule stay.
+
+    Break: train.py: and (source["dynamic"] or not dynamic)] => and not dynamic]
+    """
+    other = tiny(steps=1, eval_every=0, out_dir=str(tmp_path / "other"), seed=5)
+    train.main(other)
+    newest, states = {}, []
+
+    def watch(event, value):
+        if event == "state":
+            states.append(jax.device_get(value))
+        if event == "state" and len(states) == 3:  # before the second reload
+            params = jax.tree.map(lambda x: np.full_like(x, 0.5), states[-1]["params"])
+            newest.update(params)
+            meta = ckpt.newest_meta(other.out_dir + "/ckpt")[1]
+            ckpt.wait(ckpt.save(other.out_dir + "/ckpt", 2, {"params": params}, {
+                "config": meta["config"]}))
+
+    cfg = tiny(steps=6, eval_every=0, reload_every=4, lr=0.0, out_dir=str(tmp_path / "out"),
+               init_from=(f"{other.out_dir} load=embed,final_norm dynamic=yes",))
+    train.main(cfg, hooks=[watch])
+    assert [row["step"] for row in rows(cfg.out_dir, "reload")] == [4]
+    before, after = states[3], states[4]
+    assert before["params"]["embed"].max() != 0.5
+    assert (after["params"]["embed"] == 0.5).all() and (after["params"]["final_norm"] == 0.5).all()
+    assert (after["params"]["layers.wq"] == before["params"]["layers.wq"]).all()
+    assert after["step"] == 5
+    moments = jax.tree_util.tree_leaves_with_path(after["opt"])
+    mu = [x for path, x in moments if "embed" in str(path)]
+    assert any(abs(x).max() > 0 for x in mu)  # moments go on
+
+
 # ---- kill
 
 def kill_until_done(cfg, devices, n_kills, rng):
