@@ -16,6 +16,7 @@ import pytest
 import ckpt
 import config
 import model
+import train
 from conftest import ROOT
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -683,3 +684,97 @@ def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path)
     assert [run.returncode for run in runs] == [0, 0], "\n".join(ends)
     got = read_files(tmp_path / "out")
     assert got.keys() == tensors.keys() and all((got[k] == tensors[k]).all() for k in got)
+
+
+# ---- through train.py
+
+def run_config(tiny, tmp_path, **changes):
+    """A run on ids below 40, whose model is left to what it starts from."""
+    np.save(tmp_path / "ids.npy", TOKENS.ravel().repeat(9).astype(np.uint16))
+    default = config.Config()
+    fields = {name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
+                                                         "n_kv_heads")}
+    return tiny(**dict(data=(str(tmp_path / "ids.npy"),), steps=3, eval_every=0, fsdp=-1, dp=1,
+                       dtype="float32", lr=0.01) | fields | changes)
+
+
+def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
+    """--init_from a folder sets the model's fields and the first parameters; --export leaves what
+    transformers loads, with the logits of the tuned parameters; --mode export does so later, in
+    another dtype; a tokenizer comes along.
+
+    Break: train.py: cfg = dataclasses.replace(cfg, **fields) => pass
+    """
+    torch, transformers = torch_and_transformers()
+    make_theirs("qwen3", tmp_path / "theirs")
+    (tmp_path / "theirs/tokenizer_config.json").write_text('{"model_max_length": 77}')
+    began = []
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "theirs"),), export_every=2,
+                     export=str(tmp_path / "ours"), tokenizer=str(tmp_path / "theirs"),
+                     sample_tokens=0, vocab_size=40)
+    (tmp_path / "theirs/tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [], "model": {
+            "type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "</s>"}}))
+    summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
+        value["params"])) if event == "load" else None])
+    assert "exported to" in capsys.readouterr().out
+    plain = read_config(tmp_path / "theirs")
+    first = read_params(tmp_path / "theirs", plain, make_mesh(None))
+    assert all((began[0][name] == first[name]).all() for name in first)
+    params = jax.device_get(summary["state"]["params"])
+    assert not (params["embed"] == first["embed"]).all()
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert_close(our_logits(params, plain, make_mesh(None)), their_logits(back))
+    assert back.config.max_position_embeddings == SIZES["max_position_embeddings"]
+    assert (tmp_path / "ours/tokenizer_config.json").read_text() == '{"model_max_length": 77}'
+    half = dataclasses.replace(cfg, mode="export", export_dtype="bfloat16")
+    assert train.main(half)["exit_code"] == 0
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert back.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"theirs: exists, and no export wrote it; choose another"):
+        train.main(dataclasses.replace(half, export=str(tmp_path / "theirs")))
+
+
+def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
+    """PEFT's adapter on their model and the merged weights give the logits of the run.
+
+    Break: train.py: params = model.merge_lora(params, cfg) => pass
+    """
+    torch_and_transformers()
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    import transformers
+    make_theirs("llama", tmp_path / "theirs")
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "theirs"),), lora_rank=2, lr=0.1,
+                     vocab_size=40, export=str(tmp_path / "merged"))
+    summary = train.main(cfg)
+    train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "apart"),
+                                   export_lora="apart"))
+    run = train.prepare(cfg)["cfg"]
+    ours = our_logits(jax.device_get(summary["state"]["params"]),
+                      dataclasses.replace(run, seq_len=64), make_mesh(None))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_close(ours, their_logits(merged))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert np.abs(their_logits(base) - ours).max() > 0.01
+    assert_close(ours, their_logits(peft.PeftModel.from_pretrained(base, tmp_path / "apart")))
+
+
+def test_what_contradicts_their_config_is_refused(tiny, tmp_path):
+    """Fields that were set to something else, a model that is none of ours, a model that no family
+    of theirs has: before anything is read or trained.
+
+    Break: train.py: not in (value, getattr(type(cfg)(), name))], =>
+    not in (value, getattr(cfg, name))],
+    """
+    folder = tmp_path / "theirs"
+    stored(folder, {"model.safetensors": {"x": np.ones(3, np.float32)}})
+    hf = SIZES | dict(model_type="llama", rms_norm_eps=1e-5)
+    (folder / "config.json").write_text(json.dumps(hf))
+    cfg = run_config(tiny, tmp_path, init_from=(str(folder),), n_layers=3, norm_eps=1e-4)
+    with pytest.raises(ValueError, match=r"n_layers 3: is 2 there(.|\n)*norm_eps 0.0001: is 1e-05"):
+        train.main(cfg)
+    (folder / "config.json").write_text(json.dumps(hf | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="its positions are learnt"):
+        train.main(cfg)
+    with pytest.raises(ValueError, match="no model of Hugging Face's has it with qk_norm"):
+        train.main(tiny(qkv_bias=True, export=str(tmp_path / "out2")))
