@@ -35,7 +35,7 @@ FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores an
 CHUNK_BYTES = 2**20  # largest part of a file that has a checksum and is read by itself
 SMALL_BYTES = 2**16  # arrays up to this size, whole on process 0, share one array of bytes
 SMALL = ".small"  # its name
-META_BYTES = 2**26  # largest meta.json that is read
+META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has some 2**21
 
 
 def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=print):
@@ -68,47 +68,59 @@ def _write(root, body, shards, temporary, tell, then):
     """Write the shards of this process; process 0 commits, the others wait until it has."""
     folder, data, rank = _name(body["step"]), body["folder"], jax.process_index()
     path, peers = _join(root, folder), range(1, jax.process_count())
+    store, arrays, writes = None, {}, []
     try:
         _check_space(root, sum(x.nbytes for _, _, x in shards))
         store = _open(root, folder)
         # In a bucket that is not there TensorStore would try for ever to create an array.
-        store.write(f"{data}.{rank}", b"").result()
-        arrays = {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
-                  for name, _, _ in shards}
-        writes = [arrays[name].result()[index].write(x, can_reference_source_data_indefinitely=True)
-                  for name, index, x in shards]
+        store.write(f"{data}.{rank}", b"begun").result()
+        arrays |= {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
+                   for name, _, _ in shards}
+        writes += (arrays[name].result()[index].write(
+            x, can_reference_source_data_indefinitely=True) for name, index, x in shards)
         for write in writes:
             write.result()
         if rank:
             store.write(f"{data}.{rank}", b"written").result()
             _await(store, data, lambda: [] if data.encode() in _read(store, "meta.json") else [0])
         else:
-            _await(store, data, lambda: [r for r in peers if not _read(store, f"{data}.{r}")])
-            _commit(root, store, body, temporary, tell)
-            then()
-        return path
+            _await(store, data, lambda: [
+                r for r in peers if _read(store, f"{data}.{r}") != b"written"])
+            _commit(root, store, body, temporary)
     except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
         fault = _message(e)
+        for under_way in (*arrays.values(), *writes):  # what they write later nobody would delete
+            under_way.exception()
         with contextlib.suppress(ValueError, OSError):
-            if rank == 0 and data.encode() not in _read(store, "meta.json"):
-                _delete(tell, root, folder, data)
-            if peers:  # ends the wait of the others
+            if store and rank == 0 and data.encode() not in _read(store, "meta.json"):
+                _delete(store, data, tell)
+                _delete(store, f"{data}.0", tell)
+            if store and peers:  # ends the wait of the others
                 store.write(f"{data}.failed", f"process {rank}: {fault}".encode()).result()
         raise ValueError(f"{path} could not be written, older ones are whole: {fault}") from e
+    if rank == 0:
+        try:
+            _sweep(store, tell)
+            then()
+        except (ValueError, OSError) as e:
+            tell(f"{path} is written; deleting what it replaces failed: {_message(e)}")
+    return path
 
 
-def _commit(root, store, body, temporary, tell):
-    """Make what was written the checkpoint, by one atomic write, and delete what it replaces."""
+def _commit(root, store, body, temporary):
+    """Make what was written the checkpoint, by one atomic write."""
     if _is_local(root):  # TensorStore syncs the folder of a file, not those above it
         path = Path(root, _name(body["step"])).resolve()
         inside = [Path(above) for above, subfolders, _ in os.walk(path) if subfolders]
         for above in (*inside, *path.parents[:3]):  # also those that a run makes
             _sync(above)
     store.write("temporary", b"yes" if temporary else None).result()
-    text = json.dumps(body, sort_keys=True)
-    stored = {"crc32": zlib.crc32(text.encode()), "body": body}
-    store.write("meta.json", json.dumps(stored, indent=1).encode()).result()
-    _sweep(root, body["step"], tell)
+    crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    text = json.dumps({"crc32": crc32, "body": body}, indent=1).encode()
+    if len(text) > META_BYTES:
+        raise ValueError(f"meta.json would have {len(text):,} bytes, {META_BYTES:,} are allowed: "
+                         "use fewer arrays or a shorter meta")
+    store.write("meta.json", text).result()
 
 
 def wait(future):
@@ -138,16 +150,17 @@ def restore(root, step, like, meta=None):
         raise TypeError(f"checkpoint {path} has other shapes: {'; '.join(other)}")
     large = {name: x for name, x in wanted.items() if "offset" not in stored[name]}
     small = wanted.keys() - large.keys()
-    opened = {name: ts.open(_zarr_spec(root, meta, name), open=True, read=True)
-              for name in [*large, *([SMALL] if small else [])]}
-    reads, leaves, name = {}, [], min(small, default="")
+    opened, reads, leaves = {}, {}, []
     try:
-        packed = opened[SMALL].result().read() if small else None
+        for name in [*large, *([SMALL] if SMALL in stored and small else [])]:
+            opened[name] = ts.open(_zarr_spec(root, meta, name), open=True, read=True)
+        name = min(small, default="")
+        packed = opened[SMALL].result().read() if SMALL in opened else None
         for name, x in large.items():  # start all reads before waiting for the first
             reads[name] = _start_reads(opened[name].result(), x)
         for name, x in wanted.items():
             if name in small:
-                whole = _unpack(packed.result(), stored[name])
+                whole = _unpack(packed.result() if packed else b"", stored[name])
                 leaves.append(_assemble(x, whole.__getitem__))
             else:
                 parts = {index: read.result() for index, read in reads.pop(name).items()}
@@ -228,6 +241,10 @@ def _open(root, *names):
     return ts.KvStore.open(_kvstore(root, *names)).result()
 
 
+def _is_folder(store):
+    return store.spec().to_json()["driver"] == "file"
+
+
 def _zarr_spec(root, meta, name):
     """Describe an array; opening one whose zarr.json says something else is an error."""
     layout = meta["arrays"][name]
@@ -244,32 +261,49 @@ def _zarr_spec(root, meta, name):
 
 
 def _read(store, key):
-    """The bytes of a key; none when there is no such key."""
+    """The bytes of a key; none when there is no such key. Raises ValueError for a large file."""
+    with contextlib.suppress(FileNotFoundError):
+        if _is_folder(store) and Path(store.path, key).stat().st_size > META_BYTES:
+            raise ValueError(f"{key} is larger than {META_BYTES:,} bytes")
     return store.read(key).result().value
 
 
-def _delete(tell, root, *names):
-    """Delete a file or a folder. Errors are told, as they must not end a run."""
-    path = Path(root, *names)
+def _delete(store, key, tell):
+    """Delete a key and what is below it; give whether it is gone. Errors are told, as they must
+    not end a run.
+    """
+    path = Path(store.path, key)
     try:
-        if not _is_local(root):
-            key = "/".join(names)
-            _open(root).delete_range(ts.KvStore.KeyRange(key, key + "0")).result()  # after key/
-        elif path.is_dir() and not path.is_symlink():
+        if not _is_folder(store):
+            store.delete_range(ts.KvStore.KeyRange(f"{key}/", f"{key}0")).result()  # "0": after "/"
+            store.write(key, None).result()
+        elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+        return True
     except (ValueError, OSError) as e:
-        tell(f"{_join(root, *names)} is left over: {_message(e)}")
+        tell(f"{store.path}{key} is left over: {_message(e)}")
+        return False
 
 
 def _contents(root):
     """{step: names directly in its folder}."""
-    found = {}
-    for key in _open(root).list().result():
-        folder, *names = key.decode().split("/")
-        if re.fullmatch(r"\d{9,}", folder) and names:
-            found.setdefault(int(folder), set()).add(names[0])
+    found, keys = {}, []
+    try:
+        if not _is_local(root):
+            listed = _open(root).list().result()
+            keys = [key.decode(errors="replace").split("/")[:2] for key in listed]
+        elif os.path.lexists(root):
+            for entry in os.scandir(root):
+                if entry.is_dir(follow_symlinks=False) and entry.name.isdecimal():
+                    with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                        keys += [(entry.name, name) for name in ["", *os.listdir(entry.path)]]
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{root} cannot be listed: {_message(e)}") from None
+    for folder, *names in keys:
+        if re.fullmatch("[0-9]{9,}", folder) and folder == _name(int(folder)):
+            found.setdefault(int(folder), set()).update(names)
     return found
 
 
@@ -279,19 +313,44 @@ def read_meta(root, step):
     """
     path = _join(root, _name(step), "meta.json")
     try:
-        if _is_local(root) and Path(path).stat().st_size > META_BYTES:
-            raise ValueError(f"is larger than {META_BYTES:,} bytes")
-        stored = json.loads(_read(_open(root, _name(step)), "meta.json"))
-        body = stored["body"]
-        crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-        if crc32 != stored["crc32"] or body["step"] != step:
-            raise ValueError("its checksum does not match")
-        names = [body["folder"], *body["arrays"]]
-        if bad := [name for name in names if {".", ".."} & set(name.split("/"))]:
-            raise ValueError(f"a name in it leads elsewhere: {bad[0]!r}")
+        body = _parse(_read(_open(root, _name(step)), "meta.json"))
+        if body["step"] != step:
+            raise ValueError("it is that of another step")
+        if not re.fullmatch("[0-9a-f]{8}", body["folder"]):
+            raise ValueError(f"its arrays would be in {body['data']!r}")
+        if bad := [name for name, layout in body["arrays"].items() if not _is_ours(name, layout)]:
+            raise ValueError(f"no save writes such an entry: {bad[0]!r}: {body['arrays'][bad[0]]}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{path}: missing or damaged: {_message(e)}") from None
+        why = _message(e) if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path}: missing or damaged: {why}") from None
     return body
+
+
+def _parse(text):
+    """Return the body of a meta.json. Raises whatever shows that it is damaged."""
+    if len(text) > META_BYTES:
+        raise ValueError(f"is larger than {META_BYTES:,} bytes")
+    stored = json.loads(text)
+    body = stored["body"]
+    if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != stored["crc32"]:
+        raise ValueError("its checksum does not match")
+    return body
+
+
+def _is_ours(name, layout):
+    """Whether `save` writes such an entry of "arrays"; errors are a no, too."""
+    shape, offset, dtype = layout["shape"], layout.get("offset", 0), layout["dtype"]
+    parts = () if "offset" in layout else (layout["file"], layout.get("chunk", layout["file"]))
+    return (_is_path(name) and isinstance(dtype, str) and np.dtype(dtype).itemsize
+            and all(type(n) is int and n >= 0 for n in (*shape, offset))
+            and all(type(n) is int and 0 < n <= max(most, 1)
+                    for whole, part in zip((shape, *parts), parts)
+                    for most, n in zip(whole, part, strict=True)))
+
+
+def _is_path(name):
+    """Whether the name of an array stays below its folder."""
+    return not {".", ".."} & set(name.split("/"))
 
 
 def _message(error):
@@ -321,12 +380,13 @@ PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the ot
 
 def _await(store, data, late):
     """Poll until late() lists no process. Raises OSError when one has failed or takes too long."""
-    deadline = time.monotonic() + PEER_TIMEOUT_S
+    patience_s = PEER_TIMEOUT_S * (2 if jax.process_index() else 1)  # process 0 knows who is late
+    deadline = time.monotonic() + patience_s
     while ranks := late():
         if fault := _read(store, f"{data}.failed"):
             raise OSError(fault.decode())
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {PEER_TIMEOUT_S} s; have "
+            raise TimeoutError(f"processes {ranks} are not done after {patience_s} s; have "
                                "they ended, or do they not share this folder?")
         time.sleep(0.05)
 
@@ -339,6 +399,10 @@ def flatten(tree):
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     arrays = dict(zip(names, (x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves),
                       strict=True))
+    if bad := [name for name, x in arrays.items()
+               if not _is_path(name) or name == SMALL or x.dtype == object]:
+        raise ValueError(f"{bad[0]!r}: no array can be saved under that name, or no array of "
+                         f"{arrays[bad[0]].dtype}")
     if len(arrays) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
@@ -410,7 +474,7 @@ def _start_reads(array, like):
 def _unpack(packed, layout):
     dtype = np.dtype(layout["dtype"])
     values = packed[layout["offset"]:][:prod(layout["shape"]) * dtype.itemsize]
-    return values.view(dtype).reshape(layout["shape"])
+    return np.frombuffer(values, dtype).reshape(layout["shape"])
 
 
 def _assemble(like, part_at):
@@ -437,31 +501,33 @@ def prune(root, keep, keep_every=0, tell=print):
     kept = {*lasting[-keep:], *whole[-1:], *for_ever}
     oldest = min(lasting[-keep:], default=0) if keep else 0
     for step in found.keys() - kept:
-        if step < oldest or step in whole:
-            _delete(tell, root, _name(step), "meta.json")  # first: half of one is none
-            _delete(tell, root, _name(step))
+        if ((step < oldest or step in whole)
+                and _delete(_open(root, _name(step)), "meta.json", tell)):  # half of one is none
+            _delete(_open(root), _name(step), tell)
 
 
 def clean(root, tell=print):
     """Delete what interrupted saves and deletions left. Call it only while no save is under way."""
     for step, names in _contents(root).items():
         if names & {"meta.json", "damaged.json"}:
-            _sweep(root, step, tell)
+            _sweep(_open(root, _name(step)), tell)
         else:
-            _delete(tell, root, _name(step))
+            _delete(_open(root), _name(step), tell)
 
 
-def _sweep(root, step, tell):
-    """Delete what the meta.json of this step, whole or set aside, does not name."""
-    store, used = _open(root, _name(step)), {"temporary"}
+def _sweep(store, tell):
+    """Delete what the meta.json of this folder, whole or set aside, does not name."""
+    used = {"temporary"}
     for index in ("meta.json", "damaged.json"):
-        if text := _read(store, index):
-            try:
-                used |= {index, json.loads(text)["body"]["folder"]}
-            except (ValueError, KeyError, TypeError, RecursionError):
-                return  # nothing says what is garbage
-    for name in {key.decode().split("/")[0] for key in store.list().result()} - used:
-        _delete(tell, root, _name(step), name)
+        try:
+            if text := _read(store, index):
+                used |= {index, _parse(text)["folder"]}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return  # nothing says what is garbage
+    names = os.listdir(store.path) if _is_folder(store) else [
+        key.decode().split("/")[0] for key in store.list().result()]
+    for name in {*names} - used:
+        _delete(store, name, tell)
 
 
 def newest_meta(root):
@@ -503,9 +569,12 @@ def restore_newest(root, like, tell=print, set_aside=False):
             fault = fault or f"another process could not read checkpoint {step}"
         if not fault:
             for old in damaged if set_aside and jax.process_index() == 0 else ():
-                store = _open(root, _name(old))
-                store.write("damaged.json", _read(store, "meta.json")).result()
-                _delete(tell, root, _name(old), "meta.json")
+                try:
+                    store = _open(root, _name(old))
+                    store.write("damaged.json", _read(store, "meta.json")).result()
+                    _delete(store, "meta.json", tell)
+                except ValueError as e:
+                    tell(f"checkpoint {old} could not be set aside: {_message(e)}")
             return step, tree
         tell(f"passing over a damaged checkpoint: {fault}")
         damaged.append(step)
@@ -515,8 +584,8 @@ def restore_newest(root, like, tell=print, set_aside=False):
 def delete_all(root, tell=print):
     """Delete every checkpoint of root."""
     for step in _contents(root):
-        _delete(tell, root, _name(step), "meta.json")
-        _delete(tell, root, _name(step))
+        if _delete(_open(root, _name(step)), "meta.json", tell):
+            _delete(_open(root), _name(step), tell)
 
 
 # Choosing what is loaded from where.
@@ -595,8 +664,8 @@ def verify(root, tell=print):
             n = len(meta["arrays"].keys() - {SMALL})
             tell(f"{_join(root, _name(step))}: {n} arrays, {n_bytes / 1e9:,.3g} GB, "
                  f"{len(found) or 'no'} faults")
-        except (ValueError, KeyError, TypeError, OverflowError) as e:
-            found = [f"{_join(root, _name(step))}: {_message(e)}"]
+        except ValueError as e:
+            found = [_message(e)]
         faults += found
     return faults
 
@@ -613,22 +682,40 @@ def _check_array(root, meta, name):
         return 0, [f"{path}: {_message(e)}"]
     keys = {key.decode() for key in folder.list().result() if re.match(rb"c(/\d+)*$", key)}
     if len(keys) < prod(grid):
-        missing = ("/".join(map(str, ("c", *place))) for place in product(*map(range, grid)))
+        missing = (_chunk_key(i, grid) for i in range(prod(grid)))
         some = [key for key in islice(missing, len(keys) + 10) if key not in keys]
         faults.append(f"{path}: {prod(grid) - len(keys)} of {prod(grid)} chunks are missing, "
                       f"{', '.join(some)} ...")
-    for key in (*sorted(keys), *[None] * 16):  # 16 reads at a time
+    file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
+    n_at_once = min(16, 2**30 // file_bytes)  # reads at a time
+    if n_at_once == 0:
+        faults.append(f"{path}: not read, files of {file_bytes:,} bytes are too large for verify")
+        keys = set()
+    for key in (*sorted(keys), *[None] * n_at_once):
         if key:
-            place = zip(map(int, key.split("/")[1:]), layout["file"], layout["shape"])
-            index = tuple(slice(i * n, min((i + 1) * n, size)) for i, n, size in place)
+            place = list(map(int, key.split("/")[1:]))
+            if len(place) != len(grid) or any(i >= n for i, n in zip(place, grid)):
+                faults.append(f"{path}/{key}: no chunk of this array")
+                continue
+            index = tuple(slice(i * n, min((i + 1) * n, size))
+                          for i, n, size in zip(place, layout["file"], layout["shape"]))
             reads.append((key, array[index].read()))
-        if len(reads) == 16 or (reads and not key):
+        if len(reads) == n_at_once or (reads and not key):
             key, read = reads.popleft()
             try:
                 n_bytes += read.result().nbytes
             except ValueError as e:
                 faults.append(f"{path}/{key}: {_message(e)}")
     return n_bytes, faults
+
+
+def _chunk_key(i, grid):
+    """The key of chunk i, counted with the last dim fastest."""
+    place = []
+    for n in reversed(grid):
+        i, last = divmod(i, n)
+        place.append(str(last))
+    return "/".join(["c", *reversed(place)])
 
 
 # Hugging Face's tensors.

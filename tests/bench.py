@@ -277,7 +277,7 @@ def first_torch_compile():
 
 # ---- checkpoints: a state of 124M parameters and two moments
 
-def state_124m():
+def state_124m(kinds=("params", "mu", "nu")):
     import jax.numpy as jnp
     import numpy as np
 
@@ -286,7 +286,7 @@ def state_124m():
     shapes = [(50304, 768)] + [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
     shapes.append((12, 2048, 768))
     return {f"{kind}/{i}": jnp.asarray(rng.random(shape, np.float32))
-            for kind in ("params", "mu", "nu") for i, shape in enumerate(shapes)}
+            for kind in kinds for i, shape in enumerate(shapes)}
 
 
 @contextlib.contextmanager
@@ -297,36 +297,99 @@ def scratch():
         yield Path(folder)
 
 
-def ckpt_ours(folder):
-    import ckpt
-    state = state_124m()
+def ckpt_times(folder, state, like, peer):
+    """Seconds that a save blocks and takes, and that a restore takes; ours, or Orbax's."""
+    if peer == "orbax":
+        import orbax.checkpoint as ocp
+        checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    else:
+        import ckpt
+    import jax
     began = time.perf_counter()
-    future = ckpt.save(folder, 1, state)
+    if peer == "orbax":
+        checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
+    else:
+        future = ckpt.save(folder, 1, state)
     blocked_s = time.perf_counter() - began
-    ckpt.wait(future)
-    committed_s = time.perf_counter() - began
-    began = time.perf_counter()
-    ckpt.restore(folder, 1, state)
+    checkpointer.wait_until_finished() if peer == "orbax" else ckpt.wait(future)
+    committed_s, began = time.perf_counter() - began, time.perf_counter()
+    if peer == "orbax":
+        back = checkpointer.restore(folder / "1", args=ocp.args.StandardRestore(like))
+    else:
+        back = ckpt.restore(folder, 1, like)
+    jax.block_until_ready(back)
     return {"blocked s": blocked_s, "committed s": committed_s,
             "restored s": time.perf_counter() - began}
+
+
+def shapes_of(state):
+    import jax
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def ckpt_ours(folder, peer="ours"):
+    state = state_124m()
+    return ckpt_times(folder, state, shapes_of(state), peer)
 
 
 def ckpt_orbax(folder):
+    return ckpt_ours(folder, "orbax")
+
+
+def ckpt_mesh(folder, peer="ours"):
+    """The parameters over 8 devices: rows are saved, as fsdp has them, and columns restored."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     import jax
-    import orbax.checkpoint as ocp
-    state = state_124m()
-    checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-    began = time.perf_counter()
-    checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
-    blocked_s = time.perf_counter() - began
-    checkpointer.wait_until_finished()
-    committed_s = time.perf_counter() - began
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    began = time.perf_counter()
-    jax.block_until_ready(checkpointer.restore(folder / "1", args=ocp.args.StandardRestore(like)))
-    return {"blocked s": blocked_s, "committed s": committed_s,
-            "restored s": time.perf_counter() - began}
+    mesh = jax.make_mesh((8,), ("x",))
+    rows, columns = (
+        {name: jax.device_put(x, jax.sharding.NamedSharding(
+            mesh, jax.P(*[None] * (x.ndim - 2), *axes))) for name, x in state.items()}
+        for state in [state_124m(["params"])] for axes in (("x", None), (None, "x")))
+    return ckpt_times(folder, rows, shapes_of(columns), peer)
+
+
+def ckpt_mesh_orbax(folder):
+    return ckpt_mesh(folder, "orbax")
+
+
+def ckpt_leaves(folder, peer="ours"):
+    """10,000 arrays of 100 numbers."""
+    import jax.numpy as jnp
+    state = {f"layer_{i}": jnp.full(100, float(i)) for i in range(10000)}
+    return ckpt_times(folder, state, shapes_of(state), peer)
+
+
+def ckpt_leaves_orbax(folder):
+    return ckpt_leaves(folder, "orbax")
+
+
+def ckpt_memory(folder, peer="ours"):
+    """Host memory that a save takes at its peak, over the size of the state."""
+    import jax
+    state = state_124m(["params"])
+    jax.block_until_ready(state)
+
+    def kb(key):
+        return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
+
+    if peer == "orbax":
+        import orbax.checkpoint as ocp
+        checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    else:
+        import ckpt
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before_kb = kb("VmRSS")
+    if peer == "orbax":
+        checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
+        checkpointer.wait_until_finished()
+    else:
+        ckpt.wait(ckpt.save(folder, 1, state))
+    return (kb("VmHWM") - before_kb) * 1024 / sum(x.nbytes for x in state.values())
+
+
+def ckpt_memory_orbax(folder):
+    return ckpt_memory(folder, "orbax")
 
 
 def ckpt_raw(folder):
@@ -620,6 +683,9 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
     "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
     "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),
     "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
+    "ckpt mesh": ("", False, {"ours": "ckpt_mesh", "orbax": "ckpt_mesh_orbax"}),
+    "ckpt 10,000 leaves": ("", False, {"ours": "ckpt_leaves", "orbax": "ckpt_leaves_orbax"}),
+    "ckpt memory": ("of the state", False, {"ours": "ckpt_memory", "orbax": "ckpt_memory_orbax"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
                                    "grain": "loader_grain", "torch": "loader_torch"}),
     **{f"attention {T}": ("tokens/s", True, {

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kill processes that save, replace, prune and restore, and damage files; count what comes back.
+
+    python tests/faults.py [--kills 500] [--damage 1000] [--seed 0]
+
+Every number of a saved tree is its n, so a mixture or a wrong number shows. Ends with 1 when there
+was one, or when less came back than must. One kill in 25 is of one of four processes. This process
+imports JAX and forks, but never starts it, so a fork is safe and quick.
+"""
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+import ckpt
+
+
+def tree_of(n):
+    """Packed arrays, a 0-d one, an empty one and one of four files of two chunks."""
+    return {"a": np.full(100, n, np.float32), "b": {"step": np.int32(n), "none": np.zeros((0, 2))},
+            "big": np.full((8, 2**13), n, np.float32)}
+
+
+def value_of(tree):
+    """The number that fills a tree, or None where there are several."""
+    values = {float(x) for leaf in jax.tree.leaves(tree) for x in np.unique(np.asarray(leaf))}
+    return values.pop() if len(values) == 1 else None
+
+
+# ---- kills
+
+def fork(call, *args):
+    """Run call(*args, out) in a process of its own; (its id, the other end of out)."""
+    end, out = os.pipe()
+    if pid := os.fork():
+        os.close(out)
+        return pid, open(end)
+    try:
+        os.close(end)
+        call(*args, out)
+    except Exception as e:
+        os.write(out, json.dumps(f"{call.__name__}: {e}").encode())
+    os._exit(0)
+
+
+def lines_of(pid, end):
+    """What a process wrote and nobody read, by line, when it is gone."""
+    os.waitpid(pid, 0)
+    with end:
+        return [json.loads(line) for line in end]
+
+
+def save_for_ever(root, n, tree, out):
+    """Save every step twice, some as temporary, and restore each; tell of each that is done."""
+    ckpt.clean(root)
+    while True:
+        os.write(out, f"{n}\n".encode())
+        n += 1
+        ckpt.wait(ckpt.save(root, n // 2, tree(n), keep=2, temporary=n % 5 == 0))
+        ckpt.restore_newest(root, tree(n), set_aside=True)
+
+
+def save_as_one_of_four(root, n, port, rank, out):
+    for words in (1, 2):  # the begin of a run and the end of a peer have many
+        os.dup2(os.open(os.devnull, os.O_WRONLY), words)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 4, rank)
+    rows = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P("x"))
+    ckpt.from_main(lambda: None)  # so that all have begun
+    save_for_ever(root, n, lambda n: tree_of(n) | {"big": jax.make_array_from_callback(
+        (8, 2**13), rows, lambda index: tree_of(n)["big"][index])}, out)
+
+
+def look(root, out):
+    """Tell the value of the newest checkpoint, and what `clean` leaves though nothing names it."""
+    value = value_of(ckpt.restore_newest(root, tree_of(0))[1])
+    ckpt.clean(root)
+    named = {f"{step:09d}/{name}" for step in ckpt.steps(root) for name in (
+        "meta.json", "temporary", ckpt.read_meta(root, step)["folder"])}
+    there = {str(p.relative_to(root)) for p in Path(root).glob("*/*")}
+    empty = {p.name for p in Path(root).iterdir() if not any(p.iterdir())}
+    os.write(out, json.dumps([value, sorted(there - named | empty)]).encode())
+
+
+def kill(root, n, rng, n_processes):
+    """Kill a run that saves n + 1 and on, at a random moment: (what came back, its value)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    runs = [fork(save_as_one_of_four, root, n, port, rank) if n_processes > 1 else
+            fork(save_for_ever, root, n, tree_of) for rank in range(n_processes)]
+    told = [int(runs[0][1].readline())]
+    time.sleep(rng.uniform(0, 0.3))
+    os.kill(rng.choice(runs)[0], signal.SIGKILL)
+    time.sleep(0.5 * (n_processes - 1))  # the others see it
+    for pid, _ in runs:
+        os.kill(pid, signal.SIGKILL)
+    told += [x for run in runs for x in lines_of(*run) if n_processes == 1 or type(x) is int]
+    ((value, left),) = lines_of(*fork(look, root))
+    words = {max(told): "the last that was done", max(told) + 1: "the one being written"}
+    return f"WRONG: left are {left}" if left else words.get(value, f"WRONG: {value}, {told}"), value
+
+
+def count_kills(n_kills, n_processes, seed, root):
+    rng, counts, n = random.Random(seed), Counter(), 0
+    lines_of(*fork(lambda out: ckpt.wait(ckpt.save(root, 0, tree_of(0)))))
+    for _ in range(n_kills):
+        words, n = kill(root, int(n), rng, n_processes)
+        counts[f"killed, one of {n_processes} processes: {words}"] += 1
+    return counts
+
+
+# ---- damage
+
+def damage(path, kind, rng):
+    whole = bytearray(path.read_bytes())
+    if kind == "bit flipped":
+        whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+    path.write_bytes(whole[: rng.randrange(len(whole))] if kind == "truncated" else whole)
+    path.unlink() if kind == "deleted" else None
+
+
+def count_damages(n_damages, seed, root):
+    """Each to one file of three checkpoints: one has another that was set aside beside it, the
+    newest is temporary.
+    """
+    rng, counts, whole, path = random.Random(seed), Counter(), Path(root, "whole"), Path(root, "d")
+    for n in (1, 2, 3):
+        ckpt.wait(ckpt.save(whole, n, tree_of(n), temporary=n == 3))
+    shutil.copy(whole / "000000001/meta.json", whole / "000000002/damaged.json")
+    files = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file())
+    for i in range(n_damages):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(whole, path)
+        file, kind = files[i % len(files)], rng.choice(["bit flipped", "truncated", "deleted"])
+        step = int(file.parts[0])
+        damage(path / file, kind, rng)
+        try:
+            value = value_of(ckpt.restore(path, step, tree_of(0)))
+            words = "harmless" if value == step else f"WRONG: {value} at {step}"
+        except ValueError as e:
+            words = "an error" if str(path) in str(e) else f"WRONG: no name in {e}"
+        faults = ckpt.verify(path, tell=lambda _: None)
+        if bool(faults) != (words == "an error") and step in ckpt.steps(path):
+            words = f"WRONG: {words}, and verify says {faults}"
+        newest = value_of(ckpt.restore_newest(path, tree_of(0), tell=lambda _: None)[1])
+        if newest != (2 if step == 3 and words == "an error" else 3):
+            words = f"WRONG: {newest} came back as the newest"
+        counts[f"{'a chunk' if 'c' in file.parts else file.name} {kind}: {words}"] += 1
+    return counts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for flag, default in (("--kills", 500), ("--damage", 1000), ("--seed", 0)):
+        parser.add_argument(flag, type=int, default=default)
+    args = parser.parse_args()
+    ckpt.SMALL_BYTES, ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**10, 2**16, 2**15
+    with tempfile.TemporaryDirectory() as root:
+        counts = count_kills(args.kills, 1, args.seed, f"{root}/one")
+        counts += count_kills(args.kills // 25, 4, args.seed, f"{root}/four")
+        counts += count_damages(args.damage, args.seed, root)
+    for words, n in sorted(counts.items()):
+        print(f"{n:6} {words}")
+    return int(any("WRONG" in words for words in counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
