@@ -61,7 +61,8 @@ def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=
     data = from_main(lambda: os.urandom(4).hex())
     body = {"step": step, "folder": data, "arrays": layouts} | dict(meta)
     return ThreadPoolExecutor(1, "ckpt").submit(
-        _write, root, body, shards, temporary, tell, lambda: prune(root, keep, keep_every, tell))
+        _write, root, body, shards, temporary, tell,
+        lambda: prune(root, keep, keep_every, tell, saved=step))
 
 
 def _write(root, body, shards, temporary, tell, then):
@@ -77,7 +78,8 @@ def _write(root, body, shards, temporary, tell, then):
         arrays |= {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
                    for name, _, _ in shards}
         writes += (arrays[name].result()[index].write(
-            x, can_reference_source_data_indefinitely=True) for name, index, x in shards)
+            np.asarray(x), can_reference_source_data_indefinitely=True)
+            for name, index, x in shards)
         for write in writes:
             write.result()
         if rank:
@@ -414,9 +416,12 @@ def _in_host_memory(x):
 
 
 def _snapshot(x):
-    """Copy an array to NumPy, so that x may be overwritten or donated."""
-    view = not isinstance(x, jax.Array) or _in_host_memory(x)
-    return np.array(x) if view else np.asarray(x)
+    """A copy of an array, so that x may be overwritten or donated; of a jax.Array in host memory,
+    where NumPy's would be a view, one that JAX makes in the background.
+    """
+    if not isinstance(x, jax.Array):
+        return np.array(x)
+    return jax.device_put(x, x.sharding, may_alias=False) if _in_host_memory(x) else np.asarray(x)
 
 
 def _is_small(x):
@@ -489,16 +494,17 @@ def _assemble(like, part_at):
 
 # Keeping house.
 
-def prune(root, keep, keep_every=0, tell=print):
+def prune(root, keep, keep_every=0, tell=print, saved=None):
     """Delete all but the `keep` newest checkpoints (0: keep all), those of steps that keep_every
-    divides, and the newest of all; temporary ones, once there is a newer one; and the remains of
-    damaged ones older than those kept. `tell` gets a sentence for each that cannot be deleted.
+    divides, the newest of all and the one just saved; temporary ones, once there is a newer one;
+    and the remains of damaged ones older than those kept. `tell` gets a sentence for each that
+    cannot be deleted.
     """
     found = _contents(root)
     whole = [step for step in sorted(found) if "meta.json" in found[step]]
     lasting = [step for step in whole if "temporary" not in found[step]]
     for_ever = [step for step in lasting if keep_every and step % keep_every == 0]
-    kept = {*lasting[-keep:], *whole[-1:], *for_ever}
+    kept = {*lasting[-keep:], *whole[-1:], *for_ever, saved}
     oldest = min(lasting[-keep:], default=0) if keep else 0
     for step in found.keys() - kept:
         if ((step < oldest or step in whole)
