@@ -116,13 +116,16 @@ def _commit(root, store, body, temporary):
         inside = [Path(above) for above, subfolders, _ in os.walk(path) if subfolders]
         for above in (*inside, *path.parents[:3]):  # also those that a run makes
             _sync(above)
-    store.write("temporary", b"yes" if temporary else None).result()
     crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     text = json.dumps({"crc32": crc32, "body": body}, indent=1).encode()
     if len(text) > META_BYTES:
         raise ValueError(f"meta.json would have {len(text):,} bytes, {META_BYTES:,} are allowed: "
                          "use fewer arrays or a shorter meta")
+    if not temporary:  # a kill in between leaves a checkpoint too many, none too few
+        store.write("temporary", None).result()
     store.write("meta.json", text).result()
+    if temporary:
+        store.write("temporary", b"yes").result()
 
 
 def wait(future):

@@ -43,6 +43,7 @@ import data
 import model
 import step as steplib
 import train
+from test_ckpt import s3_server
 from test_data import chat_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1622,6 +1623,35 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     moments = jax.tree_util.tree_leaves_with_path(after["opt"])
     mu = [x for path, x in moments if "embed" in str(path)]
     assert any(abs(x).max() > 0 for x in mu)  # moments go on
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypatch):
+    """--ckpt_dir s3://...: stopped and resumed, a run ends as one on the disk, to the bit; another
+    starts from its parameters; overwriting it deletes it there; out_dir itself must be a folder.
+
+    Break: train.py: return cfg.ckpt_dir or => return
+    """
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(key, "true")
+    make = partial(tiny, eval_every=0, schedule="constant")
+    local = train.main(make(out_dir=str(tmp_path / "local")))
+    with s3_server() as address:
+        root = address.format("bucket")
+        assert train.main(make(steps=4, ckpt_dir=root))["step"] == 4
+        summary = train.main(make(ckpt_dir=root))
+        assert same(summary["state"]["params"], local["state"]["params"])
+        assert ckpt.steps(root) == [4, 8] and not Path(tiny().out_dir, "ckpt").exists()
+        assert summary["checkpoint"] == ckpt.below(root, "000000008")
+        began = []
+        train.main(make(steps=1, init_from=(root,), out_dir=str(tmp_path / "next")), hooks=[
+            lambda event, value: began.append(jax.device_get(value["params"]))
+            if event == "load" else None])
+        assert same(began[0], jax.device_get(local["state"]["params"]))
+        train.main(make(steps=2, ckpt_dir=root, resume="overwrite"))
+        assert ckpt.steps(root) == [2]
+    with pytest.raises(ValueError, match=r"out_dir 's3://a/b': must be a folder on this machine"):
+        train.main(tiny(out_dir="s3://a/b"))
 
 
 # ---- kill
