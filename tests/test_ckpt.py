@@ -1122,7 +1122,7 @@ def test_four_processes_write_once_and_survive_a_kill(tmp_path, capsys):
 @contextmanager
 def s3_server():
     """Amazon's protocol, by moto; the root of a bucket there."""
-    server = pytest.importorskip("moto.server", reason="moto[s3,server] is not installed")
+    server = pytest.importorskip("moto.server", reason="moto[s3] and flask are not installed")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
