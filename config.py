@@ -163,9 +163,10 @@ class Config:
 
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
-EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_every is of
 
 # ---- optional
+
+EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_every is of
 
 # A checkpoint fits no config that differs in one of these ...
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "

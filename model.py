@@ -934,9 +934,9 @@ def _experts(y_BTD, w, cfg, drop):
     return (out.reshape(B, T, -1, D) * weights).sum(axis=2), stats
 
 
-# Hugging Face's names of our parameters, {i} the layer and {e} the expert. Theirs are one tensor a
+# Hugging Face's names of our parameters, {} the layer and the expert. Theirs are one tensor a
 # layer, linear weights [out, in]; heads are rotated in the same order as here.
-_HF_LAYER = "model.layers.{i}."
+_HF_LAYER = "model.layers.{}."
 HF_NAMES = {
     "embed": "model.embed_tokens.weight", "unembed": "lm_head.weight",
     "final_norm": "model.norm.weight", "layers.attn_norm": _HF_LAYER + "input_layernorm.weight",
@@ -947,133 +947,121 @@ HF_NAMES = {
     **{f"layers.w_{x}": f"{_HF_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}}
 HF_EXPERT_NAMES = {
     family: {"layers.w_router": f"{_HF_LAYER}{block}.gate.weight", **{
-        f"layers.w_{x}": f"{_HF_LAYER}{block}.experts.{{e}}.{theirs}.weight"
+        f"layers.w_{x}": f"{_HF_LAYER}{block}.experts.{{}}.{theirs}.weight"
         for x, theirs in zip(("gate", "up", "down"), experts.split())}}
     for family, block, experts in (("mixtral", "block_sparse_moe", "w1 w3 w2"),
                                    ("qwen3_moe", "mlp", "gate_proj up_proj down_proj"))}
 # Tensors of their files that a model can do without: buffers, and a copy of tied embeddings.
 HF_UNUSED = ("*.rotary_emb.inv_freq", "lm_head.weight")
 
-# By model_type: the class, and what transformers takes where config.json is silent.
-_SILENT = dict(rope_theta=1e4, rms_norm_eps=1e-6)
+# Names in config.json of our fields: of all models, and of those with experts.
+HF_FIELDS = dict(
+    d_model="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads",
+    n_kv_heads="num_key_value_heads", head_dim="head_dim", d_ff="intermediate_size",
+    vocab_size="vocab_size", rope_theta="rope_theta", norm_eps="rms_norm_eps",
+    tie_embeddings="tie_word_embeddings", sliding_window="sliding_window")
+HF_EXPERT_FIELDS = dict(n_experts="num_local_experts", experts_per_token="num_experts_per_tok")
+HF_QWEN_NAMES = dict(intermediate_size="moe_intermediate_size", num_local_experts="num_experts")
+
+# By model_type: (experts, qk_norm, qkv_bias), and what transformers takes where config.json is
+# silent.
+_SILENT = dict(rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False)
 _SILENT_QWEN = _SILENT | dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
 HF_FAMILIES = {
-    "llama": ("LlamaForCausalLM", _SILENT),
-    "mistral": ("MistralForCausalLM", _SILENT | dict(num_key_value_heads=8, sliding_window=4096)),
-    "qwen2": ("Qwen2ForCausalLM", _SILENT_QWEN),
-    "qwen3": ("Qwen3ForCausalLM", _SILENT_QWEN | dict(head_dim=128)),
-    "mixtral": ("MixtralForCausalLM", dict(
+    "llama": ((False, False, False), _SILENT),
+    "mistral": ((False, False, False), _SILENT | dict(num_key_value_heads=8, sliding_window=4096)),
+    "qwen2": ((False, False, True), _SILENT_QWEN),
+    "qwen3": ((False, True, False), _SILENT_QWEN | dict(head_dim=128)),
+    "mixtral": ((True, False, False), _SILENT | dict(
         rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, num_local_experts=8,
         num_experts_per_tok=2)),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", _SILENT | dict(
-        num_key_value_heads=4, sliding_window=4096, num_experts_per_tok=8))}
+    "qwen3_moe": ((True, True, False), _SILENT | dict(
+        num_key_value_heads=4, sliding_window=4096, num_experts_per_tok=8, norm_topk_prob=False,
+        num_local_experts=128, moe_intermediate_size=768))}
+
+# (names in config.json or in its rope_parameters, the values and types that can be expressed, the
+# rule). config.py checks the rest.
+HF_RULES = (
+    ("hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size", (int,),
+     "must be a whole number"),
+    ("num_key_value_heads head_dim sliding_window max_window_layers num_local_experts "
+     "num_experts_per_tok", (int, None), "must be a whole number"),
+    ("rope_theta rms_norm_eps factor", (int, float), "must be a number"),
+    ("hidden_act", ("silu", "swish", None), "must be silu"),
+    ("attention_bias", (False, None), "must be false: the output projection has no bias here"),
+    ("mlp_bias", (False, None), "must be false"),
+    ("rope_type", ("default", "llama3"), "must be default or llama3"),
+    ("full_attention sliding_attention", (None,), "all layers must have one rope_parameters"),
+    ("low_freq_factor", (1,), "must be 1"), ("high_freq_factor", (4,), "must be 4"),
+    ("partial_rotary_factor decoder_sparse_step", (1, None), "must be 1"),
+    ("norm_topk_prob", (True, None), "must be true"),
+    ("mlp_only_layers", ([], None), "must be empty: all layers have experts"),
+    ("quantization_config", (None,), "weights must not be quantized"))
 
 
 def hf_fields(hf):
     """The fields of Config that describe a model, from its config.json as a dict, in the form of
     transformers 4 or 5. A value that is left out is the one that transformers takes.
 
-    Raises: ValueError that lists all that this model cannot express.
+    Raises: ValueError that lists what this model cannot express.
     """
     family = hf.get("model_type")
     if family not in HF_FAMILIES:
         why = ": its positions are learnt, and here they are rotary" if family == "gpt2" else ""
         raise ValueError(f"config.json: model_type {family!r}{why}; can be read: "
                          + ", ".join(HF_FAMILIES))
-    hf, moe = HF_FAMILIES[family][1] | hf, family == "qwen3_moe"
-    sizes = dict(d_model="hidden_size", n_layers="num_hidden_layers", vocab_size="vocab_size",
-                 n_heads="num_attention_heads",
-                 d_ff="moe_intermediate_size" if moe else "intermediate_size")
-    if family in HF_EXPERT_NAMES:  # transformers 5 renames Qwen's
-        local = not moe or "num_local_experts" in hf
-        sizes |= dict(n_experts="num_local_experts" if local else "num_experts",
-                      experts_per_token="num_experts_per_tok")
-    optional = "num_key_value_heads head_dim sliding_window max_window_layers".split()
-    _raise_hf(hf, [(name, "must be a whole number") for name in (*sizes.values(), *optional)
-                   if type(hf.get(name)) not in (int, type(None) if name in optional else int)])
-    window, layers_differ = _hf_window(hf, family)
+    (experts, qk_norm, qkv_bias), silent = HF_FAMILIES[family]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    _raise_hf(hf, _hf_faults(hf, family, rope, layers_differ))
-    fields = {ours: hf[name] for ours, name in sizes.items()}
-    fields |= dict(
-        n_kv_heads=hf.get("num_key_value_heads") or fields["n_heads"],
-        head_dim=hf.get("head_dim") or fields["d_model"] // fields["n_heads"],
-        rope_theta=float(rope.get("rope_theta") or hf["rope_theta"]), rope_factor=1.0,
-        norm_eps=float(hf["rms_norm_eps"]), qk_norm=family in ("qwen3", "qwen3_moe"),
-        qkv_bias=family == "qwen2", tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        sliding_window=window)
-    fields |= dict(capacity_factor=0.0) if "n_experts" in fields else dict(n_experts=0)
-    if _rope_type(rope) == "llama3":
-        fields |= dict(rope_factor=float(rope["factor"]), rope_original_len=rope.get(
-            "original_max_position_embeddings", hf.get("max_position_embeddings")))
-    return fields
-
-
-def _raise_hf(hf, faults):
+    hf = silent | hf | dict(rope_type=rope.get("type", "default")) | rope
+    if hf["rope_type"] != "llama3":
+        hf |= dict(factor=1.0, low_freq_factor=1, high_freq_factor=4)
+    if family == "qwen2":  # has its biases whatever config.json says
+        hf |= dict(attention_bias=False)
+    if family == "qwen3_moe":
+        hf |= {name: hf[theirs] for name, theirs in HF_QWEN_NAMES.items() if theirs in hf}
+    faults = [f"{name} {hf.get(name)!r}: {rule}" for names, legal, rule in HF_RULES
+              for name in names.split()
+              if not any(hf.get(name) == x or type(hf.get(name)) is x for x in legal)]
+    windows = _hf_windows(hf) if not faults else ()
+    if len(windows) > 1:
+        name = "layer_types" if hf.get("layer_types") else "max_window_layers"
+        faults = [f"{name} {hf.get(name)!r}: all layers must have one sliding window, or none"]
     if faults:
-        raise ValueError("\n  ".join(["config.json: this model cannot express"] + [
-            f"{name} {hf.get(name)!r}: {rule}" for name, rule in faults]))
+        raise ValueError("\n  ".join(["config.json: this model cannot express", *faults]))
+    names = HF_FIELDS | (HF_EXPERT_FIELDS if experts else {})
+    fields = {name: hf.get(theirs) for name, theirs in names.items()} | dict(
+        rope_theta=float(hf["rope_theta"]), rope_factor=float(hf["factor"]), qk_norm=qk_norm,
+        norm_eps=float(hf["rms_norm_eps"]), qkv_bias=qkv_bias, sliding_window=windows.pop())
+    fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
+    fields["head_dim"] = fields["head_dim"] or fields["d_model"] // fields["n_heads"]
+    if hf["rope_type"] == "llama3":
+        fields["rope_original_len"] = hf.get(
+            "original_max_position_embeddings", hf.get("max_position_embeddings"))
+    return fields | (dict(capacity_factor=0.0) if experts else dict(n_experts=0))
 
 
-def _rope_type(rope):
-    by_layer = any(isinstance(value, dict) for value in rope.values())
-    return "by layer" if by_layer else rope.get("rope_type", rope.get("type", "default"))
-
-
-def _hf_window(hf, family):
-    """(sliding_window of all layers, whether layers differ in it)."""
-    by_layer = family in ("qwen2", "qwen3")
+def _hf_windows(hf):
+    """The set of the layers' sliding windows; 0: none."""
+    family, n_layers = hf["model_type"], hf["num_hidden_layers"]
     used = hf.get("use_sliding_window") if family.startswith("qwen") else family != "llama"
     window = (used and hf.get("sliding_window")) or 0
-    first = (hf.get("max_window_layers") or 0) if by_layer else 0
-    types = set(hf.get("layer_types") or (
-        "sliding_attention" if window and i >= first else "full_attention"
-        for i in range(hf["num_hidden_layers"])))
-    window = 0 if by_layer and types == {"full_attention"} else window
-    return window, types != {"sliding_attention" if window else "full_attention"}
-
-
-def _hf_faults(hf, family, rope, layers_differ):
-    """[(name, rule)] of the values that change the forward pass and have no field here."""
-    scaling = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    llama3 = _rope_type(rope) == "llama3"
-    factor, length = rope.get("factor"), rope.get(
-        "original_max_position_embeddings", hf.get("max_position_embeddings"))
-    rules = (
-        ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be silu"),
-        ("attention_bias", hf.get("attention_bias") and family != "qwen2",
-         "must be false: the output projection has no bias here"),
-        ("mlp_bias", hf.get("mlp_bias"), "must be false"),
-        (scaling, _rope_type(rope) not in ("default", "llama3"), "must be of type default or "
-         "llama3"),
-        (scaling, llama3 and (rope.get("low_freq_factor"), rope.get("high_freq_factor")) != (1, 4),
-         "must have low_freq_factor 1 and high_freq_factor 4"),
-        (scaling, llama3 and not (isinstance(factor, (int, float)) and isinstance(length, int)),
-         "must have a factor and original_max_position_embeddings"),
-        ("partial_rotary_factor", (rope | hf).get("partial_rotary_factor", 1) != 1, "must be 1"),
-        ("layer_types" if hf.get("layer_types") else "max_window_layers", layers_differ,
-         "all layers must have one sliding window, or none"),
-        ("norm_topk_prob", family == "qwen3_moe" and not hf.get("norm_topk_prob"), "must be true"),
-        ("decoder_sparse_step", family == "qwen3_moe" and hf.get("decoder_sparse_step", 1) != 1,
-         "must be 1: all layers have experts"),
-        ("mlp_only_layers", hf.get("mlp_only_layers"), "must be empty: all layers have experts"),
-        ("quantization_config", hf.get("quantization_config"), "weights must not be quantized"))
-    return [(name, rule) for name, wrong, rule in rules if wrong]
+    if family not in ("qwen2", "qwen3"):  # theirs ignore layer_types: it must say the same
+        return {window, *(0 for x in hf.get("layer_types") or () if x != "sliding_attention")}
+    n_full = min(hf["max_window_layers"] or 0, n_layers)
+    types = hf.get("layer_types") or (
+        ["full_attention"] * n_full + ["sliding_attention"] * (n_layers - n_full))
+    return {window if x == "sliding_attention" else 0 for x in types}
 
 
 def _hf_family(cfg):
     """The model_type whose forward pass is that of cfg."""
-    if cfg.n_experts or cfg.qk_norm:
-        if cfg.qkv_bias:
-            raise ValueError("qkv_bias True: no model of Hugging Face's has it with "
-                             + ("n_experts" if cfg.n_experts else "qk_norm"))
-        if cfg.n_experts:
-            return "qwen3_moe" if cfg.qk_norm else "mixtral"
-        return "qwen3"
-    if cfg.qkv_bias:
-        return "qwen2"
-    # Their Llama needs heads that divide d_model.
-    return "mistral" if cfg.sliding_window or cfg.d_model % cfg.n_heads else "llama"
+    form = bool(cfg.n_experts), cfg.qk_norm, cfg.qkv_bias
+    families = [name for name, (theirs, _) in HF_FAMILIES.items() if theirs == form]
+    if not families:
+        raise ValueError("qkv_bias True: no model of Hugging Face's has it with "
+                         + ("n_experts" if cfg.n_experts else "qk_norm"))
+    # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
+    return families[-1 if cfg.sliding_window or cfg.d_model % cfg.n_heads else 0]
 
 
 def hf_config(cfg, more=()):
@@ -1083,14 +1071,10 @@ def hf_config(cfg, more=()):
     Raises: ValueError when no family of theirs has this combination of fields.
     """
     family, window, length = _hf_family(cfg), cfg.sliding_window, cfg.seq_len
-    hf = dict(
-        architectures=[HF_FAMILIES[family][0]], model_type=family, hidden_act="silu",
-        hidden_size=cfg.d_model, intermediate_size=cfg.d_ff, num_hidden_layers=cfg.n_layers,
-        num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim,
-        vocab_size=cfg.vocab_size, max_position_embeddings=length, rms_norm_eps=cfg.norm_eps,
-        rope_theta=cfg.rope_theta, rope_scaling=None, tie_word_embeddings=cfg.tie_embeddings,
-        sliding_window=window or None, **dict.fromkeys(
-            ("bos_token_id", "eos_token_id", "pad_token_id")))
+    hf = {theirs: getattr(cfg, name) for name, theirs in HF_FIELDS.items()} | dict(
+        architectures=[f"{family.title().replace('_', '')}ForCausalLM"], model_type=family,
+        hidden_act="silu", max_position_embeddings=length, rope_scaling=None,
+        sliding_window=window or None, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     if cfg.rope_factor != 1:
         scaled = int(cfg.rope_original_len * cfg.rope_factor)
         hf |= dict(max_position_embeddings=max(length, scaled), rope_scaling=dict(
@@ -1098,13 +1082,11 @@ def hf_config(cfg, more=()):
             original_max_position_embeddings=cfg.rope_original_len))
     if family.startswith("qwen"):
         hf |= dict(use_sliding_window=bool(window), max_window_layers=0 if window else cfg.n_layers)
-    if family == "mixtral":
-        hf |= dict(num_local_experts=cfg.n_experts)
-    if family == "qwen3_moe":
-        hf |= dict(num_experts=cfg.n_experts, moe_intermediate_size=cfg.d_ff, norm_topk_prob=True,
-                   decoder_sparse_step=1, mlp_only_layers=[])
     if cfg.n_experts:
-        hf |= dict(num_experts_per_tok=cfg.experts_per_token)
+        hf |= {theirs: getattr(cfg, name) for name, theirs in HF_EXPERT_FIELDS.items()}
+    if family == "qwen3_moe":
+        hf |= {theirs: hf[name] for name, theirs in HF_QWEN_NAMES.items()}
+        hf |= dict(norm_topk_prob=True)
     return hf | dict(more)
 
 
@@ -1115,13 +1097,11 @@ def hf_pieces(cfg, adapter=False):
     names, pieces = HF_NAMES | HF_EXPERT_NAMES.get(_hf_family(cfg), {}), {}
     for name, row in param_table(cfg).items():
         base, _, factor = name.partition(".lora_")
+        theirs, n_stacked = names[base], names[base].count("{}")
+        if factor:
+            theirs = "base_model.model." + theirs.replace("weight", f"lora_{factor.upper()}.weight")
         if bool(factor) == adapter:
-            n_stacked = sum(index in names[base] for index in ("{i}", "{e}"))
-            theirs = names[base]
-            if adapter:
-                theirs = "base_model.model." + theirs.replace(
-                    ".weight", f".lora_{factor.upper()}.weight")
-            pieces[name] = ({index: theirs.format(**dict(zip("ie", index)))
+            pieces[name] = ({index: theirs.format(*index)
                              for index in np.ndindex(*row["shape"][:n_stacked])},
                             len(row["shape"]) - n_stacked == 2 and name != "embed")
     return pieces

@@ -91,13 +91,6 @@ TEXT = {
     "weights": lambda path, cfg: open_hf(path, cfg),
     "export": lambda cfg, params: export_hf(cfg, params),
 }
-TASK_DEFAULTS = {
-    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
-    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
-    "metrics": lambda means, source: {}, "preview": None,
-    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
-    "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
-    "export": None}
 
 
 def prepare(cfg, task=TEXT, devices=None):
@@ -375,6 +368,15 @@ def evaluate(run, eval_step, params, signals=()):
 
 
 # ---- optional
+
+TASK_DEFAULTS = {
+    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
+    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
+    "metrics": lambda means, source: {}, "preview": None,
+    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
+    "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
+    "export": None}
+
 
 def program_parts(run):
     """The arguments of lower_steps and compile_steps."""

@@ -1884,7 +1884,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
     (run, log), out = command(cfg), Path(cfg.out_dir)
     ready = {"step": lambda: (out / "metrics.jsonl").exists() and rows(out, "log"),
              "eval": lambda: (out / "metrics.jsonl").exists() and len(rows(out, "log")) >= 5,
-             "compile": lambda: (out / "ckpt").is_dir()}[moment]
+             "compile": lambda: (out / ".lock").exists()}[moment]
     while not ready() and run.is_alive():
         time.sleep(0.02)
     time.sleep(0.3 if moment == "compile" else 0)
@@ -1904,7 +1904,7 @@ def test_a_second_signal_ends_at_once(tiny):
     cfg = tiny(steps=10**6, eval_every=0, save_every=0, n_layers=48, cache_dir="", seq_len=256,
                d_model=256, batch_size=64)
     run, log = command(cfg)
-    while not (Path(cfg.out_dir) / "ckpt").is_dir() and run.is_alive():
+    while not (Path(cfg.out_dir) / ".lock").exists() and run.is_alive():
         time.sleep(0.02)
     time.sleep(0.5)  # it compiles now, for long
     os.kill(run.pid, signal.SIGINT)
