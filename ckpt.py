@@ -35,6 +35,7 @@ FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores an
 CHUNK_BYTES = 2**20  # largest part of a file that has a checksum and is read by itself
 SMALL_BYTES = 2**16  # arrays up to this size, whole on process 0, share one array of bytes
 SMALL = ".small"  # its name
+RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
 META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has some 2**21
 
 
@@ -224,8 +225,9 @@ def _kvstore(root, *names):
     url, _, endpoint = str(root).partition("?endpoint=")
     kind, _, rest = url.partition("://")
     bucket, *folders = rest.rstrip("/").split("/")
-    drivers = {"gs": {"driver": "gcs"},
-               "s3": {"driver": "s3"} | ({"endpoint": endpoint} if endpoint else {})}
+    drivers = {"gs": {"driver": "gcs", "gcs_request_retries": RETRIES},
+               "s3": {"driver": "s3", "s3_request_retries": RETRIES}
+               | ({"endpoint": endpoint} if endpoint else {})}
     if kind not in drivers:
         raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
     return drivers[kind] | {"bucket": bucket, "path": "/".join([*folders, *names, ""])}

@@ -22,7 +22,8 @@ import digits
 def saved_arrays(out):
     root = Path(out) / "ckpt"
     like = {name: np.zeros(d["shape"], d["dtype"])
-            for name, d in ckpt.read_meta(root, ckpt.latest(root))["arrays"].items()}
+            for name, d in ckpt.read_meta(root, ckpt.latest(root))["arrays"].items()
+            if name != ckpt.SMALL}
     return ckpt.restore(root, ckpt.latest(root), like)
 
 
