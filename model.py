@@ -410,7 +410,8 @@ def names_to_load(cfg, table, saved):
         raise ValueError(f"lora_rank {cfg.lora_rank}: a fresh initialization has nothing to tune; "
                          "name the --out_dir of a trained run with --init_from")
     if not cfg.lora_rank and any(".lora_" in name for name in saved):
-        raise ValueError(f"init_from {cfg.init_from!r}: has LoRA updates; set its --lora_rank")
+        raise ValueError(f"init_from {' '.join(cfg.init_from)}: has LoRA updates; set its "
+                         "--lora_rank")
     return {name for name in table if ".lora_" not in name or name in saved}
 
 

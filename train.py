@@ -880,8 +880,9 @@ def choose_parameters(run, sources):
     of this model that none of them has, though no pattern left them out.
     """
     cfg, table = run["cfg"], run["table"]
+    there = {name for source in sources for name in source["names"]}
+    expected = run["task"]["init_names"](cfg, table, there)
     chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
-    expected = run["task"]["init_names"](cfg, table, set(chosen))
     whole = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
                 for source in sources)
     config.raise_all([f"{name} is not there" for name in table
