@@ -148,6 +148,9 @@ def restore(root, step, like, meta=None):
     if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
                  for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
         raise TypeError(f"checkpoint {path} has other shapes: {'; '.join(other)}")
+    if lossy := [f"{name} is {stored[name]['dtype']} there, {x.dtype} here" for name, x
+                 in wanted.items() if _is_float(stored[name]["dtype"]) > _is_float(x.dtype)]:
+        raise TypeError(f"checkpoint {path} has other kinds of numbers: {'; '.join(lossy)}")
     where = {name: SMALL if "offset" in stored[name] else name for name in wanted}
     opened, reads, leaves = {}, {}, []
     try:
@@ -196,6 +199,8 @@ def from_main(decide):
 # What is where.
 
 def _name(step):
+    if not isinstance(step, (int, np.integer)) or step < 0:
+        raise ValueError(f"step {step!r}: must be a whole number, at least 0")
     return f"{step:09d}"
 
 
@@ -309,7 +314,9 @@ def read_meta(root, step):
     """
     path = _join(root, _name(step), "meta.json")
     try:
-        body = _parse(_read(_open(root, _name(step)), "meta.json"))
+        if not (text := _read(_open(root, _name(step)), "meta.json")):
+            raise ValueError("there is none")
+        body = _parse(text)
         if body["step"] != step:
             raise ValueError("it is that of another step")
         if not re.fullmatch("[0-9a-f]{8}", body["folder"]):
@@ -408,10 +415,11 @@ def flatten(tree):
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     arrays = dict(zip(names, (x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves),
                       strict=True))
-    if bad := [name for name, x in arrays.items()
-               if not _is_path(name) or name == SMALL or x.dtype == object]:
-        raise ValueError(f"{bad[0]!r}: no array can be saved under that name, or no array of "
-                         f"{arrays[bad[0]].dtype}")
+    for name, x in arrays.items():
+        if not _is_path(name) or name == SMALL:
+            raise ValueError(f"{name!r}: no array can be saved under that name")
+        if x.dtype.kind in "OSU":
+            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers")
     if len(arrays) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
@@ -474,6 +482,10 @@ def _owned_shards(arrays):
             parts.append((name, (), _snapshot(x)))
     packed = np.frombuffer(b"".join(small), np.uint8)
     return parts + ([(SMALL, (), packed)] if packed.size else [])
+
+
+def _is_float(dtype):
+    return bool(jax.numpy.issubdtype(dtype, np.inexact))
 
 
 def _start_reads(array, like):
@@ -610,15 +622,16 @@ def parse_source(text):
     load and exclude: patterns of names here; rename: beginnings of names, there:here; dynamic:
     loaded again while a run goes on. Raises ValueError for an option that there is not.
     """
-    path, *words = re.split(r"\s+(?=\w+=)", text.strip())
+    path, *words = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
     default = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
     source = default | dict(word.split("=", 1) for word in words)
     lists = {name: [*filter(None, source[name].split(","))] for name in default}
     answers = {source["strict"], source["dynamic"]}
-    if (source.keys() != default.keys() or not answers <= {"yes", "no"} or not path
-            or not all(":" in pair for pair in lists["rename"])):
-        raise ValueError(f"init_from {text!r}: must be DIR, or 'DIR load=PATTERNS exclude=PATTERNS "
-                         "rename=THERE:HERE strict=yes|no dynamic=yes|no', each of them if wanted")
+    if (source.keys() != default.keys() or not answers <= {"yes", "no"} or not lists["load"]
+            or re.match(r"\w+=|$", path) or not all(":" in pair for pair in lists["rename"])):
+        raise ValueError(f"init_from {text!r}: must be DIR, or within one pair of quotes 'DIR "
+                         "load=PATTERNS exclude=PATTERNS rename=THERE:HERE strict=yes|no "
+                         "dynamic=yes|no', each of them if wanted")
     return {"path": path, "load": lists["load"], "exclude": lists["exclude"],
             "rename": dict(pair.split(":", 1) for pair in lists["rename"]),
             "strict": source["strict"] == "yes", "dynamic": source["dynamic"] == "yes"}
@@ -658,8 +671,8 @@ def choose(sources, shapes):
                               if wanted is None else f"{source['path']}: {name} is {tuple(shape)} "
                               f"there, {tuple(wanted)} here")
     if faults:
-        raise ValueError("init_from: another model? To take what fits: strict=no\n  "
-                         + "\n  ".join(faults))
+        raise ValueError("init_from does not fit (for a run's own shape: --config DIR/config.json; "
+                         "to take only what fits: strict=no)\n  " + "\n  ".join(faults))
     return chosen
 
 
@@ -667,7 +680,7 @@ def verify(root, tell=print):
     """Read every chunk of every checkpoint; return all faults, in words. `tell` gets a line for
     each checkpoint. Memory is bounded, whatever the folder claims.
     """
-    faults = []
+    faults = [] if steps(root) else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
     for step in steps(root):
         try:
             meta, n_bytes, found = read_meta(root, step), 0, []
@@ -879,11 +892,14 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
     several files of at most shard_bytes and an index. One file at a time is in memory. Every
     process must call it, process 0 writes.
     """
-    save_file, folder, sizes = _import_safetensors().numpy.save_file, Path(folder), []
+    safetensors, folder, sizes = _import_safetensors(), Path(folder), []
     for i, shard in enumerate(_shards(tensors, shard_bytes)):
         sizes.append({name: x.nbytes for name, x in shard.items()})
         if jax.process_index() == 0:
-            save_file(shard, folder / f"{stem}.{i}", {"format": "pt"})
+            try:
+                safetensors.numpy.save_file(shard, folder / f"{stem}.{i}", {"format": "pt"})
+            except safetensors.SafetensorError as e:
+                raise OSError(str(e)) from None
             _sync(folder / f"{stem}.{i}")
     if jax.process_index():
         return
@@ -913,5 +929,7 @@ def _shards(tensors, shard_bytes):
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "verify":
         sys.exit("usage: python ckpt.py verify DIR, a folder of checkpoints, as out/ckpt")
-    if faults := verify(sys.argv[2]):
-        sys.exit("\n".join(faults))
+    try:
+        sys.exit("\n".join(verify(sys.argv[2])) or None)
+    except ValueError as e:
+        sys.exit(f"error: {e}")

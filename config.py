@@ -44,10 +44,10 @@ class Config:
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     ckpt_dir: str = ""  # checkpoints: a folder, s3://bucket/path or gs://...; empty: in out_dir
     seed: int = 0  # random seed of initialization, data order and sampling
-    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # out_dir's run, or overwrite it
+    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # its run, or delete it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
-    init_from: tuple[str, ...] = ()  # runs or Hugging Face folders with parameters; later ones win
-    export: str = ""  # folder for the newest parameters as Hugging Face weights
+    init_from: tuple[str, ...] = ()  # runs, Hugging Face folders, 'DIR load=w* strict=no', ...
+    export: str = ""  # folder to fill with the newest parameters as Hugging Face weights
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
     export_lora: Literal["merged", "apart"] = "merged"  # into the weights, or as a PEFT adapter
     hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:in_bits
@@ -147,7 +147,7 @@ class Config:
     keep: Whole = 2  # newest checkpoints kept on disk; 0: all
     keep_every: Whole = 0  # checkpoints of steps that this divides are kept for ever; 0: none
     leave_out: tuple[str, ...] = ()  # patterns of parameters not to save
-    weights_every: Period = 0  # between checkpoints of the parameters alone, in out_dir/weights
+    weights_every: Period = 0  # between checkpoints of the parameters alone, in ckpt/weights
     export_every: Period = 0  # between exports; there is always one at the end
     reload_every: Period = 0  # between loads of the newest parameters of dynamic sources
     sample_every: Period = 500  # between printed samples; there is always one at the end
@@ -414,7 +414,7 @@ RULES = (
     ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
     ("order", lambda c: c.order != "windows" and any(
         "window" in str(getattr(c, f"{event}_every")) for event in EVENTS),
-     "must be windows where something is done every so many windows"),
+     "must be windows for a period in windows, as of save_every or eval_every"),
     ("reload_every", lambda c: periods(c.reload_every) and "dynamic=yes" not in str(c.init_from),
      "needs a source with dynamic=yes in init_from {init_from}"),
     ("lora_targets", lambda c: c.lora_rank and not c.lora_targets, "name some, as in 'layers.w*'"),
@@ -450,7 +450,7 @@ IDLE = (
 def _idle_faults(cfg):
     """Faults of options that are set, by a flag rather than by cfg.config, and have no effect."""
     default = load(cfg.config, type(cfg)) if cfg.config else type(cfg)()
-    return [fault(cfg, name, f"has no effect with {field} {getattr(cfg, field)}; leave it at "
+    return [fault(cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
                              f"{getattr(default, name)}")
             for field, idles, names in IDLE if idles(getattr(cfg, field))
             for name in names.split() if getattr(cfg, name) != getattr(default, name)]

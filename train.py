@@ -152,7 +152,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             try:
                 started = start_run(run, hooks, observers, state, params)
                 return train(*started, signals, began) if started else {
-                    "step": newest_meta(run["cfg"])[0], "exit_code": 0, "reason": "finished before"}
+                    "step": newest_meta(ckpt_root(run["cfg"]))[0], "exit_code": 0,
+                    "reason": "finished before"}
             except BaseException as e:
                 call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
@@ -168,7 +169,7 @@ def start_run(run, hooks, observers, state, params):
         steps = math.ceil(cfg.epochs * opened["train"]["n"] / cfg.batch_size)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
-    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods,
+    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "sources": [],
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if meta and "windows" in meta["data"]:
@@ -178,6 +179,8 @@ def start_run(run, hooks, observers, state, params):
         return None
     say(headline(run))
     tell_data(opened, say)
+    if lost := [name for name in sorted(run["left_out"]) if run["table"][name].get("trained", 1)]:
+        say(f"leave_out: {', '.join(lost)} will be trained, not saved: lost when the run stops")
     say(f"compiling the update for {cfg.steps} steps ...")
     began = time.perf_counter()
     with explain_memory(run):
@@ -458,8 +461,8 @@ def export(run, params, step):
     try:
         run["task"]["export"](run["cfg"], params)
         row = {"export_s": time.perf_counter() - began}
-    except OSError as e:
-        row = {"fault": f"not exported: {e}"}
+    except ValueError as e:
+        row = {"fault": str(e)}
     run["emit"]("fault" if "fault" in row else "export", {"step": step} | row)
 
 
@@ -474,8 +477,8 @@ def end_run(run, state, step, stop, saving, latest, began):
     rest = {"exit_code": exit_code, "wall_s": time.perf_counter() - began}
     kept = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
     saved = None if fault else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
-    return run["emit"]("end", kept | why | rest) | {
-        "state": state, "mesh": run["mesh"], "checkpoint": saved}
+    return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
+        "state": state, "mesh": run["mesh"]}
 
 
 def call(hooks, event, value):
@@ -582,7 +585,7 @@ def screen(cfg):
         if event == "end":
             words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte", ", "),
                      "loss" in row and f"training {in_words(row, 'loss')}",
-                     f"{row['wall_s']:.0f} s", f"saved in {ckpt_root(cfg)}"]
+                     f"{row['wall_s']:.0f} s", row["checkpoint"] and f"saved in {ckpt_root(cfg)}"]
             say(f"done: {row['reason']}; {', '.join(filter(None, words))}")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
                 flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
@@ -677,6 +680,7 @@ def describe(run, meta):
            "unit": unit, f"{unit}s_per_step": size(cfg),
            "memory_bytes_per_device": run["programs"]["memory"],
            "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
+           "sources": run["sources"] or meta.get("sources", []),
            "run_id": meta.get("run_id", os.urandom(4).hex()),
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
@@ -762,14 +766,21 @@ def ckpt_root(cfg):
     return cfg.ckpt_dir or f"{cfg.out_dir}/ckpt"
 
 
-def newest_meta(cfg, needed_for=""):
-    """(step, meta) of the newest checkpoint of a run; (None, {}) for none, which is a ValueError
+def root_of(out_dir):
+    """Where the run that left its config.json in out_dir keeps its checkpoints."""
+    path, elsewhere = Path(out_dir, "config.json"), ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        elsewhere = json.loads(path.read_bytes()).get("ckpt_dir", "")
+    return elsewhere or ckpt.below(out_dir, "ckpt")
+
+
+def newest_meta(root, needed_for=""):
+    """(step, meta) of the newest checkpoint of a root; (None, {}) for none, which is a ValueError
     when one is needed.
     """
-    saved, meta = ckpt.newest_meta(ckpt_root(cfg))
+    saved, meta = ckpt.newest_meta(root)
     if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {ckpt_root(cfg)} holds no checkpoint; is {cfg.out_dir} a "
-                         "run's --out_dir?")
+        raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
     return saved, meta
 
 
@@ -781,7 +792,11 @@ def find_start(cfg, given=False):
     """
     if cfg.resume == "overwrite":
         return None, {}
-    saved, meta = newest_meta(cfg, "resume must" if cfg.resume == "must" else "")
+    before = ckpt.from_main(lambda: root_of(cfg.out_dir))
+    if before != ckpt_root(cfg) and newest_meta(before)[1]:
+        raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
+                         "set --ckpt_dir to that, or choose another --out_dir")
+    saved, meta = newest_meta(ckpt_root(cfg), "resume must" if cfg.resume == "must" else "")
     if meta and (given or cfg.resume == "never"):
         also = ", and a state or parameters to start from were given" if given else ""
         raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}{also}; "
@@ -819,6 +834,11 @@ def choose_start(run, state, params, meta):
         like = programs["state"]["params"]
         return programs["from_params"](key, load_parameters(sources, chosen, like))
 
+    run["sources"] = [source.get("about", source["path"]) for source in sources]
+    if left_out and meta.get("sources") != run["sources"] and "init_from" not in cfg.allow_change:
+        raise ValueError(f"init_from changed since {cfg.out_dir} was saved without "
+                         f"{', '.join(sorted(left_out))}: {meta.get('sources')} then, "
+                         f"{run['sources']} now (on purpose: --allow_change init_from)")
     paths = ", ".join(source["path"] for source in sources)
     origin = f"the parameters of {paths}" if chosen else "a fresh initialization"
     if not meta:
@@ -826,6 +846,22 @@ def choose_start(run, state, params, meta):
     also = f", and {len(left_out)} parameters that it left out from {origin}" if left_out else ""
     return "its own checkpoint" + also, lambda programs: load_state(
         cfg, programs["state"], left_out, first(programs) if left_out else None)
+
+
+def load_saved(run, like, meta):
+    """(step, parameters) of the newest sound checkpoint of the run, with what it left out from
+    where the run began. like: {name: shape with sharding}.
+    """
+    left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
+    sources = open_sources(run) if left_out else []
+    loaded = load_parameters(sources, choose_parameters(run, sources) if left_out else {}, like)
+    if lost := sorted(left_out - loaded.keys()):
+        raise ValueError(f"leave_out: {', '.join(lost)} is in no checkpoint and in no source of "
+                         "init_from")
+    wanted = {"params": {name: x for name, x in like.items() if name not in left_out}}
+    root, config_file = ckpt_root(run["cfg"]), f"{run['cfg'].out_dir}/config.json"
+    step, saved = load_checkpoint(root, wanted, config_file)
+    return step, {name: (loaded | saved["params"])[name] for name in like}
 
 
 def load_state(cfg, like, left_out, first):
@@ -850,13 +886,17 @@ def open_sources(run, dynamic=False):
         if weights := task["weights"](source["path"], cfg):
             sources[i] |= weights
             continue
-        inside = ckpt.below(source["path"], "ckpt")
-        root, (_, meta) = inside, ckpt.newest_meta(inside)
+        if "://" not in source["path"] and not Path(source["path"]).is_dir():
+            raise ValueError(f"init_from {source['path']}: no such folder; nothing is downloaded")
+        root = ckpt.from_main(partial(root_of, source["path"]))
+        step, meta = ckpt.newest_meta(root)
         if not meta:
-            root, (_, meta) = source["path"], ckpt.newest_meta(source["path"])
+            root = source["path"]
+            step, meta = ckpt.newest_meta(root)
         if not meta:
-            raise ValueError(f"init_from: {source['path']} holds no checkpoint and no weights; is "
-                             "it a run's --out_dir, or a folder of Hugging Face's?")
+            raise ValueError(f"init_from {source['path']}: holds no checkpoint and no weights; "
+                             "must be a run's --out_dir, a folder of checkpoints or one of "
+                             "Hugging Face's")
         names = {name.removeprefix("params/"): layout["shape"]
                  for name, layout in meta["arrays"].items() if name.startswith("params/")}
         then = meta.get("config", {})
@@ -864,7 +904,8 @@ def open_sources(run, dynamic=False):
                   f"--allow_change {name})" for name in config.FORWARD
                   if source["strict"] and name not in cfg.allow_change
                   and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]
-        sources[i] |= {"names": names, "read": partial(read_parameters, root), "faults": faults}
+        sources[i] |= {"names": names, "read": partial(read_parameters, root), "faults": faults,
+                       "about": f"{source['path']} at step {step} of run {meta.get('run_id')}"}
     return sources
 
 
@@ -911,15 +952,21 @@ def load_parameters(sources, chosen, like):
 
 # Weights in Hugging Face's format.
 
-def hf_config(path):
-    """The config.json of a folder of Hugging Face weights, or None."""
+def read_json(path):
+    """The object in a JSON file, or {} where there is no such file. Raises ValueError."""
     try:
-        hf = json.loads(Path(path, "config.json").read_bytes())
-    except OSError:
-        return None
-    except ValueError as e:
-        raise ValueError(f"init_from {path}: config.json is no JSON: {e}") from None
-    return hf if isinstance(hf, dict) and "model_type" in hf else None
+        found = json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: cannot be read: {e}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def hf_config(path):
+    """The config.json of a folder of Hugging Face weights, or {}."""
+    found = {} if "://" in path else read_json(Path(path, "config.json"))
+    return found if "model_type" in found else {}
 
 
 def adopt_hf(cfg):
@@ -961,37 +1008,48 @@ def export_hf(cfg, params):
     """
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
     out, partial_out = Path(cfg.export), Path(f"{cfg.export}.partial")
-    if out.exists() and not (out / "sixfile.json").exists():
-        raise ValueError(f"export {cfg.export}: exists, and no export wrote it; choose another")
+    mine = {"out_dir": os.path.abspath(cfg.out_dir)}
+    if out.exists() and any(out.iterdir()) and mine != read_json(out / "sixfile.json"):
+        raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
+                         "another")
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
     base = next((path for path in paths if hf_config(path)), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
-    theirs = (hf_config(base) if base else None) or {}
     if params is None:
         return
     if not apart:
-        params = model.merge_lora(params, cfg)
-        tokenizer = data.make_tokenizer(cfg.tokenizer)
+        params, tokenizer = model.merge_lora(params, cfg), data.make_tokenizer(cfg.tokenizer)
+        theirs = hf_config(base) if base else {}
         about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
                   "eos_token_id": tokenizer["end"]}
         about |= {name: theirs[name] for name in KEPT if name in theirs}
-    if is_main():
-        shutil.rmtree(partial_out, ignore_errors=True)
-        partial_out.mkdir(parents=True)
+    texts = {"adapter_config.json" if apart else "config.json": about, "sixfile.json": mine}
     tensors = ckpt.each_tensor(params, model.hf_pieces(cfg, apart), cfg.export_dtype)
-    ckpt.write_safetensors(partial_out, tensors, "adapter_model" if apart else "model")
-    if is_main():
-        texts = {"adapter_config.json" if apart else "config.json": about,
-                 "sixfile.json": {"out_dir": cfg.out_dir}}
-        for name, text in texts.items():
-            (partial_out / name).write_text(json.dumps(text, indent=1))
-        folder = Path(cfg.tokenizer)
-        for file in {file for name in TOKENIZER_FILES for file in folder.glob(name)}:
-            shutil.copy(file, partial_out)
-        if folder.is_file():
-            shutil.copy(folder, partial_out / "tokenizer.json")
-        shutil.rmtree(out, ignore_errors=True)
-        os.rename(partial_out, out)
+    try:
+        if is_main():
+            shutil.rmtree(partial_out, ignore_errors=True)
+            partial_out.mkdir(parents=True)
+        ckpt.write_safetensors(partial_out, tensors, "adapter_model" if apart else "model")
+        if is_main():
+            complete_export(cfg, partial_out, texts)
+            shutil.rmtree(out, ignore_errors=True)
+            os.rename(partial_out, out)
+    except OSError as e:
+        shutil.rmtree(partial_out, ignore_errors=True)
+        raise ValueError(f"export {cfg.export}: could not be written: {e}") from None
+
+
+def complete_export(cfg, out, texts):
+    """Write the JSON files of an export, and copy the tokenizer's."""
+    for name, text in texts.items():
+        (out / name).write_text(json.dumps(text, indent=1))
+    folder = Path(cfg.tokenizer)
+    for file in {file for name in TOKENIZER_FILES for file in folder.glob(name)}:
+        shutil.copy(file, out)
+    if folder.is_file():
+        shutil.copy(folder, out / "tokenizer.json")
+    elif not folder.is_dir():
+        say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging Face's")
 
 
 def reload(run, state, step):
@@ -1105,7 +1163,7 @@ def explain_memory(run):
 
 def run_saved(cfg, task=TEXT):
     """Evaluate or sample the newest checkpoint of cfg.out_dir, as cfg.mode says; the summary."""
-    newest_meta(cfg, needed_for=f"mode {cfg.mode}")
+    meta = newest_meta(ckpt_root(cfg), needed_for=f"mode {cfg.mode}")[1]
     run = prepare(cfg, task)
     cfg, task = run["cfg"], run["task"]
     if cfg.mode == "sample" and not task["preview"]:
@@ -1115,17 +1173,16 @@ def run_saved(cfg, task=TEXT):
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, lowered, _ = steplib.lower_steps(*program_parts(run))
-    step, loaded = load_checkpoint(
-        ckpt_root(cfg), {"params": like["params"]}, f"{cfg.out_dir}/config.json")
+    step, params = load_saved(run, like["params"], meta)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
-        summary |= evaluate(run, lowered["eval_step"]().compile(), loaded["params"])
+        summary |= evaluate(run, lowered["eval_step"]().compile(), params)
         say(json.dumps(summary))
     elif cfg.mode == "export":
-        task["export"](cfg, loaded["params"])
+        task["export"](cfg, params)
         say(f"exported step {step} to {cfg.export}")
     else:
-        summary["texts"] = sample_texts(run, loaded["params"], 0)
+        summary["texts"] = sample_texts(run, params, 0)
         show_texts(summary["texts"])
     return summary
 

@@ -223,14 +223,29 @@ def test_missing_arrays_and_other_shapes_are_listed(tmp_path):
         ckpt.restore(tmp_path, 1, {"a": np.ones(4), "b": np.ones(4)})
 
 
+def test_fractions_are_not_cut_and_steps_are_counts(tmp_path):
+    """Floats are not restored into integers; a step that is none, or is not there, is told.
+
+    Break: ckpt.py: in wanted.items() if _is_float(stored => in () if _is_float(stored
+    """
+    save(tmp_path, 1, tree={"a": np.array([0.5, 300.2]), "b": np.ones(2, np.int32)})
+    with pytest.raises(TypeError, match="other kinds of numbers: a is float64 there, int8 here$"):
+        ckpt.restore(tmp_path, 1, {"a": np.ones(2, np.int8), "b": np.ones(2)})
+    with pytest.raises(ValueError, match=r"000000002/meta.json: missing or damaged: there is none"):
+        ckpt.restore(tmp_path, 2, {"a": np.ones(2)})
+    for step in (None, "5", -5):
+        with pytest.raises(ValueError, match="must be a whole number, at least 0"):
+            ckpt.save(tmp_path, step, {"a": np.ones(2)}).result()
+
+
 @pytest.mark.parametrize("tree, words", [
     ({"a/b": np.ones(2), "a": {"b": np.zeros(2)}}, "two arrays of the tree have one name, a/b"),
     ({"a": {"..": np.ones(2)}}, "'a/..'"), ({".small": np.ones(2)}, "'.small'"),
-    ({"a": np.array([None])}, "'a': .* array of object")])
+    ({"a": np.array([None])}, "'a': arrays of object"), ({"a": "hi"}, "'a': arrays of <U2")])
 def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words):
     """A key with a slash that names another array, one that leads elsewhere, Python's objects.
 
-    Break: ckpt.py: raise ValueError(f"{bad[0]!r}: no array => print(f"{bad[0]!r}: no array
+    Break: ckpt.py: if not _is_path(name) or name == SMALL: => if name == SMALL:
     """
     with pytest.raises(ValueError, match=words):
         ckpt.save(tmp_path, 1, tree)
@@ -598,6 +613,9 @@ def test_verify_names_all_damage_at_once(tmp_path, parts):
     command = [sys.executable, "ckpt.py", "verify"]
     whole = run([*command, tmp_path])
     assert (whole.returncode, whole.stdout.count("no faults")) == (0, 4)
+    for other, words in (("none", "holds no checkpoint"), ("000000001/meta.json", "be listed")):
+        nothing = run([*command, tmp_path / other])
+        assert nothing.returncode == 1 and words in nothing.stderr and "Trace" not in nothing.stderr
     harm(tmp_path, 1, "a"), harm(tmp_path, 1, ".small")
     for name in ("b/c/c/0", "b/c/c/1", "a/zarr.json"):
         (data_of(tmp_path, 2) / name).unlink()
@@ -1260,13 +1278,14 @@ def test_a_source_is_a_path_and_options(text, source):
     assert ckpt.parse_source(text) == default | source
 
 
-@pytest.mark.parametrize("text", ["", "out lod=embed", "out strict=maybe", "out rename=old"])
+@pytest.mark.parametrize("text", ["", "out lod=embed", "out strict=maybe", "out rename=old",
+                                  "load=a", "out load="])
 def test_a_malformed_source_is_refused(text):
     """With what may stand there.
 
     Break: ckpt.py: if (source.keys() != default.keys() or not answers => if (not answers
     """
-    with pytest.raises(ValueError, match=r"must be DIR, or 'DIR load=PATTERNS"):
+    with pytest.raises(ValueError, match=r"must be DIR, or within one pair of quotes 'DIR load="):
         ckpt.parse_source(text)
 
 

@@ -278,7 +278,7 @@ def test_what_would_do_nothing_is_refused():
             (dict(temperature=0.0, top_k=3, top_p=0.5),
              ("top_k 3: has no effect with temperature 0", "top_p 0.5: has no effect")),
             (dict(decay_frac=0.5, poly_power=3.0),
-             ("decay_frac 0.5: has no effect with schedule cosine",
+             ("decay_frac 0.5: has no effect with schedule 'cosine'",
               "poly_power 3.0: has no effect")),
             (dict(schedule="constant", min_lr_frac=0.1), ("min_lr_frac 0.1: has no effect",)),
             (dict(optimizer="sgd", eps=1e-6), ("eps 1e-06: has no effect",)),

@@ -734,14 +734,20 @@ def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
     assert train.main(half)["exit_code"] == 0
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     assert back.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"theirs: exists, and no export wrote it; choose another"):
+    with pytest.raises(ValueError, match=r"theirs: exists, and no export of this run wrote it"):
         train.main(dataclasses.replace(half, export=str(tmp_path / "theirs")))
+    (tmp_path / "ours/sixfile.json").write_text('{"out_dir": "another"}')
+    with pytest.raises(ValueError, match=r"ours: exists, and no export of this run wrote it"):
+        train.main(half)
+    with pytest.raises(ValueError, match=r"export .*: could not be written: "):
+        train.main(dataclasses.replace(half, export=str(tmp_path / "ids.npy/within")))
 
 
 def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
     """PEFT's adapter on their model and the merged weights give the logits of the run.
 
-    Break: train.py: params = model.merge_lora(params, cfg) => pass
+    Break: train.py: params, tokenizer = model.merge_lora(params, cfg), =>
+    params, tokenizer = params,
     """
     torch_and_transformers()
     peft = pytest.importorskip("peft", reason="PEFT is not installed")

@@ -842,7 +842,7 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
              "flops_formula": "6 N"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
     held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
-    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6}
+    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it"}
     events = [("start", start), ("step", row), ("log", row), ("eval", held),
               ("sample", {"step": 4, "texts": ["one", "two"]}),
               ("sample", {"step": 4, "texts": [], "fault": "no sample: none left"}),
@@ -884,8 +884,10 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
             ("auto", {"reason": "all 4 steps are done"}, done.format("all 4 steps are done"))):
         cfg.resume = resume
         assert say(observe, ("end", end | change)) == words and calls == [("close",)]
-    alone = {k: end[k] for k in ("step", "reason", "exit_code", "wall_s")} | {"exit_code": 1}
+    alone = {k: end[k] for k in ("step", "reason", "checkpoint", "wall_s")} | {"exit_code": 1}
     assert say(observe, ("end", alone)) == "done: SIGTERM; step 4, 62 s, saved in out/ckpt\n"
+    lost = alone | {"checkpoint": None}
+    assert say(observe, ("end", lost)) == "done: SIGTERM; step 4, 62 s\n"
     for kind, known in (("abacus", False), ("TPU v4", True)):
         device = types.SimpleNamespace(platform="tpu", device_kind=kind)
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])
@@ -967,7 +969,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
     once. From then on it is finished, and what would start over is refused.
 
-    Break: train.py: "step": newest_meta(run["cfg"])[0], => "step": 0,
+    Break: train.py: "step": newest_meta(ckpt_root(run["cfg"]))[0], => "step": 0,
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
@@ -1124,8 +1126,7 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     """Of the last step, as saved.
 
-    Break: train.py: "state": state, "mesh": run["mesh"], "checkpoint" =>
-    "mesh": run["mesh"], "checkpoint"
+    Break: train.py: "state": state, "mesh": run["mesh"]} => "mesh": run["mesh"]}
     """
     summary = train.main(tiny())
     saved = ckpt.restore(Path(summary["checkpoint"]).parent, 8, summary["state"])
@@ -1563,9 +1564,42 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
     summary = train.main(make(steps=8, out_dir=half.out_dir))
     assert same(summary["state"]["params"], whole["state"]["params"])
     assert rows(half.out_dir, "start")[-1]["step"] == 4
+    row = train.main(make(mode="eval", eval_batches=2, out_dir=half.out_dir))
+    assert row["val_loss"] == train.main(
+        make(mode="eval", eval_batches=2, out_dir=str(tmp_path / "whole")))["val_loss"]
     said = " ".join(capsys.readouterr().out.split())
     assert "its own checkpoint, and 13 parameters that it left out from the parameters of" in said
-    assert "13 of 27 parameters from " in said
+    assert "13 of 27 parameters from " in said and "will be trained" not in said
+    train.main(tiny(steps=5, eval_every=0))  # the run that it tunes goes on
+    with pytest.raises(ValueError, match=r"init_from changed since .* was saved without embed, "):
+        train.main(make(steps=9, out_dir=half.out_dir))
+
+
+def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
+    """It starts anew when the run goes on; without that it could not be evaluated.
+
+    Break: train.py: say(f"leave_out: {', '.join(lost)} will => print(f"{', '.join(lost)} may
+    """
+    train.main(tiny(steps=1, eval_every=0, leave_out=("embed",)))
+    assert "leave_out: embed will be trained, not saved: lost when" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="leave_out: embed is in no checkpoint and in no source"):
+        train.main(tiny(mode="eval", leave_out=("embed",)))
+
+
+def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
+    """A run whose checkpoints are in --ckpt_dir is not started anew without it; as a source it is
+    found by its out_dir.
+
+    Break: train.py: if before != ckpt_root(cfg) and newest_meta(before)[1]: => if False:
+    """
+    cfg = tiny(steps=1, eval_every=0, ckpt_dir=str(tmp_path / "elsewhere"))
+    train.main(cfg)
+    with pytest.raises(ValueError, match=r"the checkpoints of its run are in .*elsewhere; set"):
+        train.main(tiny(steps=2))
+    other = tiny(steps=1, eval_every=0, init_from=(cfg.out_dir,), out_dir=str(tmp_path / "next"))
+    assert train.main(other)["step"] == 1
+    with pytest.raises(ValueError, match=r"init_from .*none: no such folder; nothing is downloade"):
+        train.main(tiny(init_from=(str(tmp_path / "none"),), out_dir=str(tmp_path / "third")))
 
 
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
