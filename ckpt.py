@@ -143,14 +143,7 @@ def restore(root, step, like, meta=None):
     """
     meta, path = meta or read_meta(root, step), _join(root, _name(step))
     (wanted, treedef), stored = flatten(like), meta["arrays"]
-    if missing := [name for name in wanted if name not in stored]:
-        raise KeyError(f"checkpoint {path} has no {', '.join(missing)}")
-    if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
-                 for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
-        raise TypeError(f"checkpoint {path} has other shapes: {'; '.join(other)}")
-    if lossy := [f"{name} is {stored[name]['dtype']} there, {x.dtype} here" for name, x
-                 in wanted.items() if _is_float(stored[name]["dtype"]) > _is_float(x.dtype)]:
-        raise TypeError(f"checkpoint {path} has other kinds of numbers: {'; '.join(lossy)}")
+    _check_fit(wanted, stored, path)
     where = {name: SMALL if "offset" in stored[name] else name for name in wanted}
     opened, reads, leaves = {}, {}, []
     try:
@@ -482,6 +475,18 @@ def _owned_shards(arrays):
             parts.append((name, (), _snapshot(x)))
     packed = np.frombuffer(b"".join(small), np.uint8)
     return parts + ([(SMALL, (), packed)] if packed.size else [])
+
+
+def _check_fit(wanted, stored, path):
+    """Raise KeyError or TypeError when a checkpoint is not of these names, shapes and kinds."""
+    if missing := [name for name in wanted if name not in stored]:
+        raise KeyError(f"checkpoint {path} has no {', '.join(missing)}")
+    if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
+                 for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
+        raise TypeError(f"checkpoint {path} has other shapes: {'; '.join(other)}")
+    if lossy := [f"{name} is {stored[name]['dtype']} there, {x.dtype} here" for name, x
+                 in wanted.items() if _is_float(stored[name]["dtype"]) > _is_float(x.dtype)]:
+        raise TypeError(f"checkpoint {path} has other kinds of numbers: {'; '.join(lossy)}")
 
 
 def _is_float(dtype):
