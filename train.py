@@ -28,6 +28,7 @@ import signal
 import textwrap
 import threading
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +118,8 @@ def prepare(cfg, task=TEXT, devices=None):
     table, mesh = task["table"](cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
+    if cfg.export and not task["export"]:
+        raise ValueError(f"export {cfg.export!r}: this task has no export")
     if cfg.export:
         task["export"](cfg, None)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
@@ -763,7 +766,7 @@ def lock_out_dir(cfg):
 
 
 def ckpt_root(cfg):
-    return cfg.ckpt_dir or f"{cfg.out_dir}/ckpt"
+    return cfg.ckpt_dir or ckpt.below(cfg.out_dir, "ckpt")
 
 
 def root_of(out_dir):
@@ -873,15 +876,14 @@ def load_state(cfg, like, left_out, first):
     return jax.tree.unflatten(treedef, [loaded[name] for name in wanted])
 
 
-def open_sources(run, dynamic=False):
-    """The sources of cfg.init_from, or the dynamic ones alone, with "names", what there is, and
-    "read", {name there: like} -> {name there: array}.
+def open_sources(run):
+    """The sources of cfg.init_from with "names", what there is, and "read", {name there: like} ->
+    {name there: array}.
 
     Raises ValueError when one holds no parameters, or its model is another one.
     """
     cfg, task = run["cfg"], run["task"]
-    sources = [source for text in cfg.init_from if (source := ckpt.parse_source(text))
-               and (source["dynamic"] or not dynamic)]
+    sources = [ckpt.parse_source(text) for text in cfg.init_from]
     for i, source in enumerate(sources):
         if weights := task["weights"](source["path"], cfg):
             sources[i] |= weights
@@ -1009,7 +1011,8 @@ def export_hf(cfg, params):
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
     out, partial_out = Path(cfg.export), Path(f"{cfg.export}.partial")
     mine = {"out_dir": os.path.abspath(cfg.out_dir)}
-    if out.exists() and any(out.iterdir()) and mine != read_json(out / "sixfile.json"):
+    taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    if taken and mine != read_json(out / "sixfile.json"):
         raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
                          "another")
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
@@ -1025,38 +1028,51 @@ def export_hf(cfg, params):
         about |= {name: theirs[name] for name in KEPT if name in theirs}
     texts = {"adapter_config.json" if apart else "config.json": about, "sixfile.json": mine}
     tensors = ckpt.each_tensor(params, model.hf_pieces(cfg, apart), cfg.export_dtype)
-    try:
+    try:  # every process takes all tensors, whatever the disk of process 0 does
         if is_main():
             shutil.rmtree(partial_out, ignore_errors=True)
             partial_out.mkdir(parents=True)
         ckpt.write_safetensors(partial_out, tensors, "adapter_model" if apart else "model")
-        if is_main():
-            complete_export(cfg, partial_out, texts)
-            shutil.rmtree(out, ignore_errors=True)
-            os.rename(partial_out, out)
+        fault = ""
     except OSError as e:
-        shutil.rmtree(partial_out, ignore_errors=True)
+        fault = str(e)
+        deque(tensors, maxlen=0)
+    ckpt.from_main(lambda: complete_export(cfg, partial_out, texts, fault))
+
+
+def complete_export(cfg, folder, texts, fault):
+    """Write the JSON files of an export, copy the tokenizer's, and give it its name."""
+    tokenizer = Path(cfg.tokenizer)
+    try:
+        if fault:
+            raise OSError(fault)
+        for name, text in texts.items():
+            (folder / name).write_text(json.dumps(text, indent=1))
+        for file in {file for name in TOKENIZER_FILES for file in tokenizer.glob(name)}:
+            shutil.copy(file, folder)
+        if tokenizer.is_file():
+            shutil.copy(tokenizer, folder / "tokenizer.json")
+        shutil.rmtree(cfg.export, ignore_errors=True)
+        os.rename(folder, cfg.export)
+    except OSError as e:
+        shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(f"export {cfg.export}: could not be written: {e}") from None
-
-
-def complete_export(cfg, out, texts):
-    """Write the JSON files of an export, and copy the tokenizer's."""
-    for name, text in texts.items():
-        (out / name).write_text(json.dumps(text, indent=1))
-    folder = Path(cfg.tokenizer)
-    for file in {file for name in TOKENIZER_FILES for file in folder.glob(name)}:
-        shutil.copy(file, out)
-    if folder.is_file():
-        shutil.copy(folder, out / "tokenizer.json")
-    elif not folder.is_dir():
+    if not tokenizer.exists():
         say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging Face's")
 
 
 def reload(run, state, step):
-    """state with the newest parameters of the dynamic sources; step and moments stay."""
-    sources = open_sources(run, dynamic=True)
-    chosen = ckpt.choose(sources, {name: row["shape"] for name, row in run["table"].items()})
-    params = load_parameters(sources, chosen, run["programs"]["state"]["params"])
+    """state with the newest parameters of the dynamic sources; step and moments stay. A source that
+    cannot be read is told, and training goes on.
+    """
+    try:
+        sources = open_sources(run)
+        chosen = ckpt.choose(sources, {name: row["shape"] for name, row in run["table"].items()})
+        dynamic = {name: row for name, row in chosen.items() if sources[row[0]]["dynamic"]}
+        params = load_parameters(sources, dynamic, run["programs"]["state"]["params"])
+    except ValueError as e:
+        run["emit"]("fault", {"step": step, "fault": str(e)})
+        return state
     run["emit"]("reload", {"step": step, "names": sorted(params)})
     return state | {"params": state["params"] | params}
 

@@ -1628,7 +1628,7 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
 def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     """Its newest parameters replace those of the run; step, moments and the rate's schedule stay.
 
-    Break: train.py: and (source["dynamic"] or not dynamic)] => and not dynamic]
+    Break: train.py: if sources[row[0]]["dynamic"]} => if not sources[row[0]]["dynamic"]}
     """
     other = tiny(steps=1, eval_every=0, out_dir=str(tmp_path / "other"), seed=5)
     train.main(other)
