@@ -784,6 +784,8 @@ def newest_meta(root, needed_for=""):
     saved, meta = ckpt.newest_meta(root)
     if needed_for and not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
+    if meta and not {"config", "data"} <= meta.keys():
+        raise ValueError(f"{root} holds checkpoints that no run of this kind wrote; name another")
     return saved, meta
 
 

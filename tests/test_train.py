@@ -1596,6 +1596,9 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
     train.main(cfg)
     with pytest.raises(ValueError, match=r"the checkpoints of its run are in .*elsewhere; set"):
         train.main(tiny(steps=2))
+    ckpt.wait(ckpt.save(tmp_path / "foreign", 3, {"x": np.ones(3)}))
+    with pytest.raises(ValueError, match=r"foreign holds checkpoints that no run of this kind"):
+        train.main(tiny(ckpt_dir=str(tmp_path / "foreign"), out_dir=str(tmp_path / "fourth")))
     other = tiny(steps=1, eval_every=0, init_from=(cfg.out_dir,), out_dir=str(tmp_path / "next"))
     assert train.main(other)["step"] == 1
     with pytest.raises(ValueError, match=r"init_from .*none: no such folder; nothing is downloade"):
@@ -1671,7 +1674,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
     make = partial(tiny, eval_every=0, schedule="constant")
     local = train.main(make(out_dir=str(tmp_path / "local")))
     with s3_server() as address:
-        root = address.format("bucket")
+        root = address.format("bucket").replace("some/run", "another/run")
         assert train.main(make(steps=4, ckpt_dir=root))["step"] == 4
         summary = train.main(make(ckpt_dir=root))
         assert same(summary["state"]["params"], local["state"]["params"])
