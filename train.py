@@ -118,8 +118,6 @@ def prepare(cfg, task=TEXT, devices=None):
     table, mesh = task["table"](cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
-    if cfg.export and not task["export"]:
-        raise ValueError(f"export {cfg.export!r}: this task has no export")
     if cfg.export:
         task["export"](cfg, None)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
@@ -182,8 +180,7 @@ def start_run(run, hooks, observers, state, params):
         return None
     say(headline(run))
     tell_data(opened, say)
-    if lost := [name for name in sorted(run["left_out"]) if run["table"][name].get("trained", 1)]:
-        say(f"leave_out: {', '.join(lost)} will be trained, not saved: lost when the run stops")
+    tell_lost(run)
     say(f"compiling the update for {cfg.steps} steps ...")
     began = time.perf_counter()
     with explain_memory(run):
@@ -381,7 +378,7 @@ TASK_DEFAULTS = {
     "metrics": lambda means, source: {}, "preview": None,
     "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
     "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
-    "export": None}
+    "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
 
 
 def program_parts(run):
@@ -408,6 +405,11 @@ def tell_data(sources, tell):
     for part, source in sources.items():
         if source and "about" in source:
             tell(f"{part} data: {source['about']}")
+
+
+def tell_lost(run):
+    if lost := [name for name in sorted(run["left_out"]) if run["table"][name].get("trained", 1)]:
+        say(f"leave_out: {', '.join(lost)} will be trained, not saved: lost when the run stops")
 
 
 def sample_texts(run, params, step):
