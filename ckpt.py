@@ -201,14 +201,20 @@ def _is_local(root):
     return "://" not in str(root)
 
 
+def _split(root):
+    """(path, "?endpoint=..." or "")."""
+    path, mark, rest = (str(root), "", "") if _is_local(root) else str(root).partition("?")
+    return path.rstrip("/") or "/", mark + rest
+
+
 def _join(root, *names):
-    return "/".join([str(root).partition("?")[0].rstrip("/") or "/", *names])
+    return "/".join([_split(root)[0], *names])
 
 
 def below(root, name):
     """The root `name` within another."""
-    path, mark, endpoint = str(root).partition("?")
-    return f"{path.rstrip('/')}/{name}{mark}{endpoint}"
+    path, endpoint = _split(root)
+    return f"{path}/{name}{endpoint}"
 
 
 def _kvstore(root, *names):
@@ -313,7 +319,7 @@ def read_meta(root, step):
         if body["step"] != step:
             raise ValueError("it is that of another step")
         if not re.fullmatch("[0-9a-f]{8}", body["folder"]):
-            raise ValueError(f"its arrays would be in {body['data']!r}")
+            raise ValueError(f"its arrays would be in {body['folder']!r}")
         if bad := [name for name, layout in body["arrays"].items() if not _is_ours(name, layout)]:
             raise ValueError(f"no save writes such an entry: {bad[0]!r}: {body['arrays'][bad[0]]}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:

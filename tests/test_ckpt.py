@@ -166,14 +166,16 @@ def test_large_arrays_are_cut_into_files_of_chunks(tmp_path, monkeypatch):
 
 
 def test_a_folder_may_be_named_by_the_way_to_it(tmp_path, monkeypatch):
-    """A relative path, and paths with "..".
+    """A relative path, and paths with ".."; in an object store the endpoint stays last.
 
     Break: ckpt.py: path = Path(root).resolve().joinpath(*names) =>
     path = Path(root).joinpath(*names)
     """
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for root in ("run", "../run", tmp_path / "here" / ".." / "other"):
+    assert ckpt.below("s3://a/b/?endpoint=x", "c") == "s3://a/b/c?endpoint=x"
+    assert ckpt.below("why?/", "c") == "why?/c"
+    for root in ("run", "../run", tmp_path / "here" / ".." / "other", "why?"):
         save(root, 1)
         assert ckpt.restore(root, 1, {"a": np.zeros(3)})["a"].min() == 1
 
