@@ -522,7 +522,7 @@ def _assemble(like, layout, reads):
         like.shape, like.sharding, lambda index: np.asarray(part_at(index), like.dtype))
 
 
-# Keeping house.
+# Retention and clean-up.
 
 def prune(root, keep, keep_every=0, tell=print, saved=None):
     """Delete all but the `keep` newest checkpoints (0: keep all), those of steps that keep_every
@@ -537,9 +537,8 @@ def prune(root, keep, keep_every=0, tell=print, saved=None):
     kept = {*lasting[-keep:], *whole[-1:], *for_ever, saved}
     oldest = min(lasting[-keep:], default=0) if keep else 0
     for step in found.keys() - kept:
-        if ((step < oldest or step in whole)
-                and _delete(_open(root, _name(step)), "meta.json", tell)):  # half of one is none
-            _delete(_open(root), _name(step), tell)
+        if step < oldest or step in whole:
+            _delete_step(root, step, tell)
 
 
 def clean(root, tell=print):
@@ -588,7 +587,7 @@ def newest_meta(root):
 
 def restore_newest(root, like, tell=print, set_aside=False):
     """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
-    Process 0 says which are there. like: a tree, or a function of the meta that returns one.
+    Process 0 says which are there.
 
     `tell` gets a sentence for each damaged one. With set_aside these are renamed to damaged.json,
     once an older one has been read. Raises ValueError when there is none, KeyError and TypeError as
@@ -598,7 +597,7 @@ def restore_newest(root, like, tell=print, set_aside=False):
     for step in reversed(from_main(lambda: steps(root))):
         try:
             meta = from_main(lambda step=step: read_meta(root, step))
-            tree, fault = restore(root, step, like(meta) if callable(like) else like, meta), ""
+            tree, fault = restore(root, step, like, meta), ""
         except ValueError as e:
             fault = str(e)
         if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
@@ -620,8 +619,12 @@ def restore_newest(root, like, tell=print, set_aside=False):
 def delete_all(root, tell=print):
     """Delete every checkpoint of root."""
     for step in _contents(root):
-        if _delete(_open(root, _name(step)), "meta.json", tell):
-            _delete(_open(root), _name(step), tell)
+        _delete_step(root, step, tell)
+
+
+def _delete_step(root, step, tell):
+    if _delete(_open(root, _name(step)), "meta.json", tell):  # first: half a checkpoint is none
+        _delete(_open(root), _name(step), tell)
 
 
 # Choosing what is loaded from where.
@@ -670,7 +673,7 @@ def choose(sources, shapes):
         faults += [f"{source['path']}: {fault}" for fault in source.get("faults", ())]
         faults += [f"{source['path']}: {pattern!r} matches nothing there"
                    for pattern in source["load"] + source["exclude"]
-                   if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+                   if not any(among(name, [pattern]) for name in names)]
         for name, there in names.items():
             shape, wanted = source["names"][there], shapes.get(name)
             if not among(name, source["load"]) or among(name, source["exclude"]):
@@ -691,8 +694,9 @@ def verify(root, tell=print):
     """Read every chunk of every checkpoint; return all faults, in words. `tell` gets a line for
     each checkpoint. Memory is bounded, whatever the folder claims.
     """
-    faults = [] if steps(root) else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
-    for step in steps(root):
+    there = steps(root)
+    faults = [] if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
+    for step in there:
         try:
             meta, n_bytes, found = read_meta(root, step), 0, []
             for name in (name for name, layout in meta["arrays"].items() if "file" in layout):

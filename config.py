@@ -39,12 +39,12 @@ LossNorm = Literal["tokens", "positions", "sequences", "constant"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
-    mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"  # what to do
+    mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"  # data: prepare it
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     ckpt_dir: str = ""  # checkpoints: a folder, s3://bucket/path or gs://...; empty: in out_dir
     seed: int = 0  # random seed of initialization, data order and sampling
-    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # its run, or delete it
+    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # go on in out_dir, or delete it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
     init_from: tuple[str, ...] = ()  # runs, Hugging Face folders, 'DIR load=w* strict=no', ...
     export: str = ""  # folder to fill with the newest parameters as Hugging Face weights
@@ -143,7 +143,7 @@ class Config:
     log_every: Whole = 10  # updates between lines of metrics.jsonl
     eval_every: Period = 250  # between evaluations; there is always one at the end
     eval_batches: Whole = 40  # batches per evaluation; 0: all held-out data
-    save_every: Period = 250  # between checkpoints; one by time lasts until the next
+    save_every: Period = 250  # between checkpoints; one by time is deleted after the next
     keep: Whole = 2  # newest checkpoints kept on disk; 0: all
     keep_every: Whole = 0  # checkpoints of steps that this divides are kept for ever; 0: none
     leave_out: tuple[str, ...] = ()  # patterns of parameters not to save

@@ -435,8 +435,8 @@ else:
 def test_what_cannot_be_deleted_is_told_and_left_whole(open_root):
     """By another user, in folders of root: in a save that prunes, and in clean.
 
-    Break: ckpt.py: and _delete(_open(root, _name(step)), "meta.json", tell)): =>
-    and (_delete(_open(root, _name(step)), "meta.json", tell) or 1)):
+    Break: ckpt.py: if _delete(_open(root, _name(step)), "meta.json", tell): =>
+    if _delete(_open(root, _name(step)), "meta.json", tell) or 1:
     """
     run_code(DROP_ROOT + """
 ckpt.wait(ckpt.save(root, 3, tree, keep=1, tell=told.append))
@@ -638,7 +638,7 @@ def test_verify_names_all_damage_at_once(tmp_path, parts):
 def test_damaged_checkpoints_are_passed_over_set_aside_and_pruned(tmp_path):
     """Their arrays stay for a look until checkpoints of that age go; the step can be saved again.
 
-    Break: ckpt.py: if ((step < oldest or step in whole) => if ((step in whole)
+    Break: ckpt.py: if step < oldest or step in whole: => if step in whole:
     """
     tree, told = {"a": np.ones(2**15)}, []
     save(tmp_path, 1, 2, 3, tree=tree)
