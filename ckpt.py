@@ -78,9 +78,8 @@ def _write(root, body, shards, temporary, tell, then):
         store.write(f"{data}.{rank}", b"begun").result()
         arrays |= {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
                    for name, _, _ in shards}
-        writes += (arrays[name].result()[index].write(
-            np.asarray(x), can_reference_source_data_indefinitely=True)
-            for name, index, x in shards)
+        writes += (arrays[name].result()[index].write(x, can_reference_source_data_indefinitely=True)
+                   for name, *shard in shards for index, x in _files(*shard, body["arrays"][name]))
         for write in writes:
             write.result()
         if rank:
@@ -481,6 +480,18 @@ def _owned_shards(arrays):
             parts.append((name, (), _snapshot(x)))
     packed = np.frombuffer(b"".join(small), np.uint8)
     return parts + ([(SMALL, (), packed)] if packed.size else [])
+
+
+def _files(index, x, layout):
+    """Each file's part of a shard, as (index in the array, part): TensorStore's one write of several
+    files ends at the first error, while it still writes the others.
+    """
+    x, file = np.asarray(x), layout["file"]
+    starts = [part.start or 0 for part in index] or [0] * x.ndim
+    for corner in product(*map(range, [0] * x.ndim, x.shape, file)):
+        yield (tuple(slice(start + i, start + min(i + n, size)) for start, i, n, size
+                     in zip(starts, corner, file, x.shape, strict=True)),
+               x[tuple(map(slice, corner, np.add(corner, file)))])
 
 
 def _check_fit(wanted, stored, path):
