@@ -78,8 +78,9 @@ def _write(root, body, shards, temporary, tell, then):
         store.write(f"{data}.{rank}", b"begun").result()
         arrays |= {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
                    for name, _, _ in shards}
-        writes += (arrays[name].result()[index].write(x, can_reference_source_data_indefinitely=True)
-                   for name, *shard in shards for index, x in _files(*shard, body["arrays"][name]))
+        writes += (
+            arrays[name].result()[index].write(x, can_reference_source_data_indefinitely=True)
+            for name, *shard in shards for index, x in _files(*shard, body["arrays"][name]))
         for write in writes:
             write.result()
         if rank:
@@ -483,8 +484,8 @@ def _owned_shards(arrays):
 
 
 def _files(index, x, layout):
-    """Each file's part of a shard, as (index in the array, part): TensorStore's one write of several
-    files ends at the first error, while it still writes the others.
+    """Each file's part of a shard, as (index in the array, part): one write of several files would
+    end at the first error, while TensorStore still writes the others.
     """
     x, file = np.asarray(x), layout["file"]
     starts = [part.start or 0 for part in index] or [0] * x.ndim
