@@ -5,9 +5,11 @@ Owns the one class of the project, its text forms (command line, JSON, named pre
 between its fields. Refuses a config that cannot run, naming every fault at once.
 Invariant: `from_json(to_json(cfg)) == cfg`, and a `Config` is hashable: a static jit argument.
 """
+import contextlib
 import dataclasses
 import difflib
 import json
+import operator
 import re
 from decimal import Decimal
 from itertools import pairwise
@@ -73,6 +75,7 @@ class Config:
     # ---- length and batch
     steps: Count = 600  # optimizer updates in all: the horizon of the schedule
     epochs: Amount = 0.0  # passes over the training data; above 0 it sets steps
+    stop: tuple[str, ...] = ()  # earlier, at any of 500 (updates), +100 more, 2h30m, val_loss<3 ...
     batch_size: Count = 16  # sequences per update, all devices
     micro_batches: Count = 1  # microbatches per update, for gradient accumulation
     seq_len: Count = 128  # tokens per sequence
@@ -121,6 +124,9 @@ class Config:
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
     moments_on: Literal["device", "host"] = "device"  # memory of the moments between updates
     freeze: tuple[str, ...] = ()  # patterns of parameters not to train; a later !pattern trains
+    lr_mult: tuple[str, ...] = ()  # factors on lr for some parameters: 'embed=0.3' 'layers.w*=2'
+    decay_mult: tuple[str, ...] = ()  # factors on weight_decay for some: 'embed=0'
+    optimizers: tuple[str, ...] = ()  # another optimizer for some: 'embed=sgd'
     clip_norm: Amount = 1.0  # largest global gradient norm; 0: no clipping
     label_smoothing: Below1 = 0.0  # probability moved from the label to all other tokens
     z_loss: Amount = 0.0  # weight of the squared log-partition
@@ -140,6 +146,7 @@ class Config:
     n_processes: Count = 1  # processes of this run, with coordinator host:port
     process_id: Whole = 0  # number of this process, with coordinator host:port
     # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
+    track: tuple[str, ...] = ()  # wandb, tensorboard: where metrics go beside metrics.jsonl
     log_every: Whole = 10  # updates between lines of metrics.jsonl
     eval_every: Period = 250  # between evaluations; there is always one at the end
     eval_batches: Whole = 40  # batches per evaluation; 0: all held-out data
@@ -170,9 +177,11 @@ EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_
 
 # A checkpoint fits no config that differs in one of these ...
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
-         "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer").split()
+         "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer "
+         "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
 FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change hooks cache_dir prepared wait_s "
+        "stop track "
         "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
         "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
         "keep_every leave_out weights_every export export_every export_dtype export_lora "
@@ -303,6 +312,43 @@ def periods(value):
     return found
 
 
+def is_factor(text):
+    """Whether it is PATTERN=NUMBER, of at least 0."""
+    with contextlib.suppress(ValueError):
+        return "=" in text and number(text.rpartition("=")[2]) >= 0
+    return False
+
+
+# What a condition of cfg.stop counts, and why it ends the run, in the order in which they hold.
+STOPS = {"updates": "{1:g} updates since the start are done", "step": "step {1:g} is reached",
+         "file": "{}/stop is there", "second": "the time of {1:g} s is over"}
+
+
+def stop_at(text):
+    """(what it counts, or a metric; sign; bound) of a condition of cfg.stop; None if malformed."""
+    metric = re.fullmatch(r"([\w/.]+)([<>])(.+)", text)
+    name = ("updates" if text[:1] == "+" else "second" if text[-1:] in [*"smhd"] else "step")
+    try:
+        bound = number(metric[3] if metric else text)
+    except ValueError:
+        return None
+    return (metric[1], metric[2], bound) if metric else (name, ">=", bound)
+
+
+def stops(cfg):
+    """Conditions that end a run, in order: [(name of a value, test, its second operand, reason with
+    a place for the value, exit code)]. A loss above its bound is a failure.
+    """
+    found = [("file", operator.ge, 1, STOPS["file"].format(cfg.out_dir), 0)]
+    for text in cfg.stop:
+        name, sign, bound = stop_at(text)
+        test = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}[sign]
+        reason = STOPS.get(name, f"{name} {{:.4g}} is {'below' if sign == '<' else 'above'} {{}}")
+        found.append((name, test, bound, reason, int(sign == ">" and "loss" in name)))
+    order = {name: i for i, name in enumerate(STOPS)}
+    return sorted(found, key=lambda each: (order.get(each[0], len(order)), each[4]))
+
+
 def profile_span(cfg):
     """(first, last) update of cfg.profile, counted from 1; (0, 0) when it is empty, None when it is
     malformed.
@@ -331,15 +377,17 @@ def nearest(name, known):
 def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     """Raise one ValueError with every fault: name, value, rule, nearest legal value.
 
-    n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer.
+    n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer;
+    of a field with PATTERN=VALUE, of the values.
     task_faults(cfg, {axis: size}): faults of what is trained, empty ones among them: text_faults.
     """
     (mistyped, out_of_bounds), names = _field_faults(cfg), vars(cfg)
     raise_all(mistyped)
-    faults = [fault(cfg, name, f"unknown ({nearest(getattr(cfg, name), known)})")
-              for name, known in dict(choices).items() if getattr(cfg, name) not in known]
-    faults += [f"allow_change {name!r}: no such field ({nearest(name, names)})"
-               for name in cfg.allow_change if name not in names]
+    faults = []
+    for name, known in ({"allow_change": names} | dict(choices)).items():
+        given = names[name] if isinstance(names[name], tuple) else (names[name],)
+        faults += [f"{name} {text!r}: unknown ({nearest(text.rpartition('=')[2], known)})"
+                   for text in given if text.rpartition("=")[2] not in known]
     faults += out_of_bounds + _idle_faults(cfg)
     raise_all(faults if out_of_bounds else [])  # the rules below divide by numbers
     faults += [fault(cfg, name, rule.format(**names)) for name, wrong, rule in RULES if wrong(cfg)]
@@ -401,6 +449,10 @@ RULES = (
      "needs --coordinator host:port, as process_id does"),
     ("profile", lambda c: not profile_span(c) or (profile_span(c)[0] > c.steps and not c.epochs),
      "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
+    ("stop", lambda c: not all(map(stop_at, c.stop)),
+     "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9"),
+    *((name, lambda c, name=name: not all(map(is_factor, getattr(c, name))),
+       "must be PATTERN=NUMBER, as in 'embed=0.3'") for name in ("lr_mult", "decay_mult")),
     ("loss_divisor", lambda c: c.loss_norm == "constant" and not c.loss_divisor,
      "must be above 0 with loss_norm constant"),
     ("data", lambda c: c.mix and c.data, "must be empty with mix, which names its own"),
@@ -453,6 +505,7 @@ def _idle_faults(cfg):
     return [fault(cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
                              f"{getattr(default, name)}")
             for field, idles, names in IDLE if idles(getattr(cfg, field))
+            and not (field == "optimizer" and cfg.optimizers)
             for name in names.split() if getattr(cfg, name) != getattr(default, name)]
 
 

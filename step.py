@@ -74,25 +74,37 @@ def lr_at(step, cfg):
 
 
 # Update directions before weight decay and the factor -lr_at(step), which train_step applies.
-# stacked: {name: whether it is a stack of matrices, one per layer}.
 OPTIMIZERS = {
-    "adamw": lambda cfg, _: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
-    "adafactor": lambda cfg, _: optax.chain(  # no first moment
+    "adamw": lambda cfg: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
+    "adafactor": lambda cfg: optax.chain(  # no first moment
         optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
-    "lion": lambda cfg, _: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
-    "muon": lambda cfg, stacked: _muon(cfg, stacked),
-    "rmsprop": lambda cfg, _: optax.scale_by_rms(cfg.b2, cfg.eps),
-    "sgd": lambda cfg, _: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
+    "lion": lambda cfg: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
+    "muon": lambda cfg: _muon(cfg),  # of stacks of matrices, one per layer; of the rest, adamw
+    "rmsprop": lambda cfg: optax.scale_by_rms(cfg.b2, cfg.eps),
+    "sgd": lambda cfg: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
 }
 
 
 def make_optimizer(cfg, table):
-    """The optax optimizer of the trained parameters; only those of a ("normal", std) init decay."""
-    rows = _trained(table, table)
-    decays = {name: row["init"][0] == "normal" for name, row in rows.items()}
-    stacked = {name: decays[name] and len(row["shape"]) > 2 for name, row in rows.items()}
-    return optax.chain(OPTIMIZERS[cfg.optimizer](cfg, stacked),
-                       optax.add_decayed_weights(cfg.weight_decay, decays))
+    """The optax optimizer of the trained parameters. Their rows may have an "optimizer" of their
+    own, and "lr_mult" and "decay_mult"; by default only those of a ("normal", std) init decay.
+    """
+    kinds, decay, rate = {}, {}, {}
+    for name, row in _trained(table, table).items():
+        is_matrix, kind = row["init"][0] == "normal", row.get("optimizer", cfg.optimizer)
+        is_stack = is_matrix and len(row["shape"]) > 2
+        kinds[name] = "adamw" if kind == "muon" and not is_stack else kind
+        decay[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
+        rate[name] = row.get("lr_mult", 1.0)
+
+    def finish(updates, params):
+        return {name: rate[name] * (u + decay[name] * params[name] if decay[name] else u)
+                for name, u in updates.items()}
+
+    parts = {kind: OPTIMIZERS[kind](cfg) for kind in sorted({*kinds.values()})}
+    direction = optax.partition(parts, kinds) if len(parts) > 1 else next(
+        iter(parts.values()), optax.identity())
+    return optax.chain(direction, optax.stateless(finish))
 
 
 _f32 = partial(optax.tree.cast, dtype=jnp.float32)
@@ -298,9 +310,8 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
     return jax.tree.map(lambda *values: sum(values), *results) if results else {}
 
 
-def _muon(cfg, stacked):
-    """Matrices stacked over layers by Muon, at Adam's size so that they share a rate, the rest by
-    Adam.
+def _muon(cfg):
+    """Muon at Adam's size, so that they share a rate.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; size, Liu et al. 2025,
     arXiv:2502.16982, equation 4.
@@ -308,10 +319,8 @@ def _muon(cfg, stacked):
     dims = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1))
     momentum = optax.contrib.scale_by_muon(
         beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims)
-    at_adam_size = optax.stateless_with_tree_map(lambda u, _: 0.2 * max(u.shape[-2:]) ** 0.5 * u)
-    muon = optax.chain(momentum, at_adam_size)
-    kinds = {name: "muon" if is_stacked else "adam" for name, is_stacked in stacked.items()}
-    return optax.partition({"muon": muon, "adam": OPTIMIZERS["adamw"](cfg, stacked)}, kinds)
+    return optax.chain(momentum, optax.stateless_with_tree_map(
+        lambda u, _: 0.2 * max(u.shape[-2:]) ** 0.5 * u))
 
 
 def _next_scale(scale, finite):
@@ -432,16 +441,13 @@ def check_fits(kinds, mesh):
         raise MemoryError(*words)
 
 
-def memory_advice(cfg, mesh, savers):
-    """The first thing to change about an update that needs too much memory. savers: flags of the
-    model that would help.
-    """
+def memory_flags(cfg, mesh, savers):
+    """Flags not set yet that lower the memory of an update. savers: those of the model."""
     rows = prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
     more = cfg.batch_size // rows % (2 * cfg.micro_batches) == 0
     micro = [f"--micro_batches {2 * cfg.micro_batches}"] if more else []
-    remat = [flag for flag in savers if flag == "--remat full"]
     host = ["--moments_on host"] if cfg.moments_on == "device" else []
-    return [*remat, *micro, *savers, *host, "more devices along tp or sp"][0]
+    return [*micro, *savers, *host]
 
 
 def check_host_memory(cfg, device):

@@ -21,6 +21,7 @@ import importlib.util
 import json
 import math
 import os
+import queue
 import resource
 import runpy
 import shutil
@@ -108,14 +109,15 @@ def prepare(cfg, task=TEXT, devices=None):
     keep_programs(cfg)
     cfg = task["adopt"](cfg)
     config.validate(cfg, len(devices), {
-        "optimizer": steplib.OPTIMIZERS, "schedule": steplib.SCHEDULES}, task["faults"])
+        "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
+        "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["faults"])
     steplib.check_host_memory(cfg, devices[0])
     platform = devices[0].platform
     if platform == "gpu" and "cuda" in devices[0].client.platform_version:
         platform = "cuda"
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](cfg, platform)
-    table, mesh = task["table"](cfg), steplib.make_mesh(cfg, devices)
+    table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
@@ -146,23 +148,26 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     if cfg.mode == "data":
         return prepare_data(cfg, task)
     hooks = (*hooks, *map(load_hook, cfg.hooks))
-    with catch_signals() as signals:
+    with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
         with lock_out_dir(run["cfg"]):
-            observers = [make(run["cfg"]) for make in OBSERVERS] if is_main() else []
+            observers = make_observers(run["cfg"]) if is_main() else []
             try:
-                started = start_run(run, hooks, observers, state, params)
-                return train(*started, signals, began) if started else {
-                    "step": newest_meta(ckpt_root(run["cfg"]))[0], "exit_code": 0,
-                    "reason": "finished before"}
+                started = start_run(run, hooks, observers, state, params, began)
+                if not started:
+                    step, _ = newest_meta(ckpt_root(run["cfg"]))
+                    return {"step": step, "exit_code": 0, "reason": "finished before"}
+                in_loop.set()
+                with explain_memory(run):
+                    return train(*started, signals)
             except BaseException as e:
                 call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
 
 
-def start_run(run, hooks, observers, state, params):
+def start_run(run, hooks, observers, state, params, began):
     """Data, compilation, first state, log: (run with all that is fixed while it lasts, state,
-    {event: (step, second)} of what was done at its step), or None when nothing is left to do.
+    {event: (step, second)} of what was done at its step, clock), or None when nothing is left.
     """
     cfg, task = run["cfg"], run["task"]
     opened = task["open"](cfg, ("train", "val"))
@@ -171,6 +176,7 @@ def start_run(run, hooks, observers, state, params):
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
     run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "sources": [],
+                 "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if meta and "windows" in meta["data"]:
@@ -182,62 +188,70 @@ def start_run(run, hooks, observers, state, params):
     tell_data(opened, say)
     tell_lost(run)
     say(f"compiling the update for {cfg.steps} steps ...")
-    began = time.perf_counter()
+    clock = start_clock(began)
+    spend(clock, "start")
     with explain_memory(run):
         programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
         steplib.check_fits(programs["memory"], run["mesh"])
-    compile_s = time.perf_counter() - began
+    compile_s = spend(clock, "compile")
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
     begin_out_dir(cfg)
-    done = ckpt.from_main(lambda: [row["event"] for row in read_log(cfg.out_dir)
-                                   if row["step"] == step])
+    rows = ckpt.from_main(lambda: [[row["step"], row["event"], row.get("time_s")]
+                                   for row in read_log(cfg.out_dir)])
+    go_on_counting(clock, rows, step)
+    done = [event for row_step, event, _ in rows if row_step == step]
+
+    wishes = []
 
     def emit(event, row):
         row = call(hooks, event, row)
+        wishes.extend([str(row["stop"])] if "stop" in row else [])
         call(observers, event, row)
+        spend(clock, event)
         return row
 
-    run |= {"programs": programs, "emit": emit}
+    run |= {"programs": programs, "emit": emit, "wishes": wishes, "first_step": step}
     run["meta"] = describe(run, meta)
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
-    return run, state, dict.fromkeys([*done, *(["save"] if meta else [])], (step, 0.0))
+    last = dict.fromkeys([*done, *(["save"] if meta else [])], (step, 0.0))
+    return run, state, last, clock
 
 
-def train(run, state, last, signals, began):
+def train(run, state, last, clock, signals):
     """The loop, to cfg.steps or until why_stop says so; the summary.
 
     last: {event: (step, second)} of what happened at the first step already. signals: names of
     those caught.
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
-    step, latest, previous, saving = int(state["step"]), {}, None, {}
-    clock = start_clock(began)
-    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps,
-                            stopped=partial(interrupted, signals))
+    step, latest, previous, saving = run["first_step"], {}, None, {}
+    asked = {"step": None, "second": 0.0, "signal": None, "file": False}
+    batches = data.prefetch(
+        make_batch_at(run, run["train"]), step, cfg.steps, stopped=lambda: jax.process_count() == 1
+        and why_stop(run, step, ask(run, None, asked, signals, clock), latest))
     while True:
-        second = agreed_second(run, step, clock)
-        if due := due_events(run, step, last, second):
+        if due := due_events(run, step, last, asked["second"]):
             latest, previous = latest | report(run, previous, clock), None
+        for event in [event for event in ("epoch", "window") if event in due]:
+            emit(event, {"step": step, event: int(progress(run)[event](step))})
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
             saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             row = evaluate(run, programs["eval_step"], state["params"], signals)
-            latest |= emit("eval", {"step": step} | row) if row else {}
+            latest |= newest(run, "eval", emit("eval", {"step": step} | row)) if row else {}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if "export" in due and not interrupted(signals):
             export(run, state["params"], step)
-        if due:
-            last |= dict.fromkeys(due, (step, second))
-            clock["at"] = time.perf_counter()
-        signal_name = agreed_signal(cfg, step, signals)
-        if why_stop(cfg, step, signal_name, latest):
+        last |= dict.fromkeys(due, (step, asked["second"]))
+        asked = ask(run, step, asked, signals, clock)
+        if why_stop(run, step, asked, latest):
             break
         batch, waited_s = next_batch(run, batches, state, step, saving)
-        if batch is None:  # a signal came while there was no data
+        if batch is None:  # none yet, or a reason to stop came while there was none
             continue
         batch = call(run["hooks"], "data", batch)
         emit("dispatch", {"step": step + 1})
@@ -252,73 +266,53 @@ def train(run, state, last, signals, began):
     batches.close()
     if last.get("save", (None, 0))[0] != step:
         saving = save_state(run, state, step, saving)
-    stop = why_stop(cfg, step, signal_name, latest)
-    return end_run(run, state, step, stop, saving, latest, began)
+    return end_run(run, state, step, why_stop(run, step, asked, latest), saving, latest, clock)
 
 
-def due_events(run, step, last, second):
-    """{event: why} of what is due at this step and was not done at it: "step", "epoch", "window",
-    "second" or, after the last update, "end". last: {event: (step, second) of the last time}.
-    """
-    cfg, train = run["cfg"], run["train"]
-    progress = {"step": lambda step: step, "window": train.get("finished", lambda step: 0),
-                "epoch": lambda step: step * cfg.batch_size / train["n"]}
-    optional, due = {"weights", "reload", *([] if cfg.export else ["export"])}, {}
-    for event, periods in run["periods"].items():
-        last_step, last_second = last.get(event, (0, 0.0))
-        if step == last_step:
-            continue
-        if event == "eval":  # of windows there is one after each
-            periods = {"window": 1} | periods
-        for unit, n in periods.items():
-            if (second - last_second >= n if unit == "second" else
-                    progress[unit](step) // n > progress[unit](step - 1) // n):
-                due.setdefault(event, unit)
-        if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
-            due[event] = "end"
-    return due
-
-
-def why_stop(cfg, step, signal_name, latest):
+def why_stop(run, step, asked, latest):
     """The one answer to whether to stop before the next batch: (reason in words, exit code), or
-    None to go on. latest: values of rows; a hook asks for a stop by a "stop" in one.
+    None to go on. asked: of `ask`. latest: {metric: newest value}.
     """
+    cfg = run["cfg"]
     if not latest.get("finite", True) and cfg.nan == "stop":
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
-    if signal_name:
-        return signal_name, 0
+    if asked["signal"]:
+        return asked["signal"], 0
+    values = latest | asked | {"step": step, "updates": step - run["first_step"]}
+    for name, test, bound, reason, exit_code in run["stops"]:
+        if name in values and test(values[name], bound):
+            return reason.format(values[name], bound), exit_code
+    if run["wishes"]:
+        return run["wishes"][0], 0
     if step >= cfg.steps:
         return ALL_DONE.format(cfg.steps), 0
-    if "stop" in latest:
-        return str(latest["stop"]), 0
     return None
 
 
 def report(run, previous, clock):
     """Wait for the metrics of the step before and emit "step", at a log point also "log". Returns
-    what why_stop and the summary read: loss, finite, stop. clock: running sums of seconds, without
-    saves, evaluations and samples.
+    {metric: value} for why_stop and the summary.
     """
     if previous is None:
         return {}
     (step, metrics, waited_s), cfg, emit = previous, run["cfg"], run["emit"]
     watched = metrics.pop("watch", {})  # stays on the device until it is logged
-    means, now = jax.device_get(metrics), time.perf_counter()
-    elapsed_s = now - clock["at"]
-    clock |= {"at": now, "n": clock["n"] + 1, "step_s": clock["step_s"] + elapsed_s,
-              "wait_s": clock["wait_s"] + waited_s, "all_s": clock["all_s"] + elapsed_s}
-    finite = bool(means.pop("finite"))
+    finite = bool(metrics.pop("finite"))
+    logged = not finite or (cfg.log_every and step % cfg.log_every == 0)
+    means = jax.device_get(metrics) if logged or run["hooks"] else {}  # takes up to a millisecond
+    clock["data"] += waited_s
+    clock["step"] -= waited_s
     row = emit("step", {"step": step} | scalars(means))
-    latest = {k: row[k] for k in ("stop",) if k in row} | ({} if finite else {"finite": False})
+    latest = {} if finite else {"finite": False}
     if not finite and cfg.nan == "raise":
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
-    if not finite or (cfg.log_every and step % cfg.log_every == 0):
-        row = row | run["task"]["metrics"](means, run["train"]) | rates(run, step, clock, row)
+    if logged:
+        row = row | run["task"]["metrics"](means, run["train"])
+        of_this_process = rates(run, step, clock, row)
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
-        row = emit("log", row)
-        latest |= {k: row[k] for k in ("loss", "objective", "stop") if k in row}
-        clock |= {"n": 0, "step_s": 0, "wait_s": 0}
+        row = emit("log", row | of_this_process)
+        latest |= newest(run, "log", {k: row[k] for k in row.keys() - of_this_process.keys()})
     return latest
 
 
@@ -327,7 +321,8 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
     run stands in its data, and under what config.
     """
-    cfg, train, began = run["cfg"], run["train"], time.perf_counter()
+    train, began = run["train"], time.perf_counter()
+    cfg = run["cfg"]
     end_saves(run, saving, [kind])
     waited_s = time.perf_counter() - began
     epoch, sequence = divmod(step * cfg.batch_size, train["n"])
@@ -344,6 +339,64 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
     return saving | {kind: (step, future)}
+
+
+# ---- optional
+
+TASK_DEFAULTS = {
+    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
+    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
+    "metrics": lambda means, source: {}, "preview": None,
+    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
+    "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
+    "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
+
+
+def grouped(table, cfg):
+    """The table, with what lr_mult, decay_mult and optimizers say of some of its rows; of several
+    that match a parameter the last holds.
+    """
+    for field, key, convert in (("lr_mult", "lr_mult", config.number), (
+            "decay_mult", "decay_mult", config.number), ("optimizers", "optimizer", str)):
+        for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
+            for name in model.matching(field, (pattern,), table):
+                table[name] = table[name] | {key: convert(value)}
+    return table
+
+
+def program_parts(run):
+    """The arguments of lower_steps and compile_steps."""
+    task = run["task"]
+    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
+
+
+def due_events(run, step, last, second):
+    """{event: why} of what is due at this step and was not done at it: "step", "epoch", "window",
+    "second" or, after the last update, "end". last: {event: (step, second) of the last time}.
+    """
+    cfg, done, due = run["cfg"], progress(run), {}
+    optional = {"weights", "reload", "epoch", "window", *([] if cfg.export else ["export"])}
+    always = {"epoch": {"epoch": 1}, "window": {"window": 1}}
+    for event, periods in (run["periods"] | always).items():
+        last_step, last_second = last.get(event, (0, 0.0))
+        if step == last_step:
+            continue
+        if event == "eval":  # of windows there is one after each
+            periods = {"window": 1} | periods
+        for unit, n in periods.items():
+            if (second - last_second >= n if unit == "second" else
+                    done[unit](step) // n > done[unit](step - 1) // n):
+                due.setdefault(event, unit)
+        if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
+            due[event] = "end"
+    return due
+
+
+def progress(run):
+    """{unit of a period: function of the step, how many of it are done}."""
+    cfg, train = run["cfg"], run["train"]
+    return {"step": lambda step: step, "window": train.get("finished", lambda step: 0),
+            "epoch": lambda step: step * cfg.batch_size / train["n"]}
 
 
 def evaluate(run, eval_step, params, signals=()):
@@ -368,23 +421,6 @@ def evaluate(run, eval_step, params, signals=()):
     found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
     row |= {f"val_{name}": value for name, value in found.items()}
     return row | {"eval_s": time.perf_counter() - began}
-
-
-# ---- optional
-
-TASK_DEFAULTS = {
-    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
-    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
-    "metrics": lambda means, source: {}, "preview": None,
-    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
-    "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
-    "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
-
-
-def program_parts(run):
-    """The arguments of lower_steps and compile_steps."""
-    task = run["task"]
-    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
 
 
 def make_batch_at(run, source):
@@ -433,18 +469,56 @@ def end_saves(run, saving, kinds=("weights", "save")):
     return fault
 
 
+# What wall time is spent on: the event at whose end it is counted, else "other". data: waiting for
+# it; lost: updates and all else that a kill undid.
+SPENT = ("start", "compile", "step", "data", "save", "eval", "other", "lost")
+
+
 def start_clock(began):
-    """Running sums of seconds for `report`; "second" for `agreed_second`."""
-    sums = dict.fromkeys(("n", "step_s", "wait_s", "all_s", "second"), 0)
-    return sums | {"from": began, "at": (now := time.perf_counter()), "opened": now}
+    """Running sums of seconds of wall time by SPENT, and "at", when the last was added."""
+    return dict.fromkeys(SPENT, 0.0) | {"from": began, "at": began, "logged": (0, 0.0, 0.0)}
+
+
+def spend(clock, event):
+    """Add the seconds since the last call to what they were spent on; return them."""
+    if event in ("dispatch", "epoch", "window"):
+        return 0.0
+    now = time.perf_counter()
+    spent_s, clock["at"] = now - clock["at"], now
+    clock[event if event in SPENT else "other"] += spent_s
+    return spent_s
+
+
+def go_on_counting(clock, rows, step):
+    """Add what the starts before this one spent. rows: [step, event, "time_s"] of metrics.jsonl."""
+    times = [(row_step, time_s) for row_step, _, time_s in rows if time_s]
+    kept = next((time_s for row_step, time_s in reversed(times) if row_step <= step), {})
+    for what, spent_s in kept.items():
+        clock[what] += spent_s
+    clock["lost"] += sum(times[-1][1].values()) - sum(kept.values()) if times else 0
+    clock["logged"] = step, clock["step"], clock["data"]
+
+
+def newest(run, event, row):
+    """The numbers of a row. Raises ValueError when a condition of cfg.stop names none of them."""
+    numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
+    for name, *_ in run["stops"]:
+        if (name not in numbers and name not in config.STOPS
+                and name.startswith("val_") == (event == "eval")):
+            raise ValueError(f"stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
+                             f"({config.nearest(name, numbers)})")
+    return numbers
 
 
 def next_batch(run, batches, state, step, saving):
-    """(batch, seconds waited); (None, 0) when a signal ended the wait. When the data has a fault
-    the state is saved before it is raised.
+    """(batch, seconds waited); no batch when there is none yet, or a reason to stop came. When the
+    data has a fault the state is saved before it is raised.
     """
     try:
-        return next(batches, (None, 0))
+        batch, waited_s = next(batches, (None, None))
+        if batch is None and waited_s is not None:
+            run["emit"]("out_of_data", {"step": step})
+        return batch, waited_s
     except (ValueError, OSError):
         end_saves(run, save_state(run, state, step, saving))
         raise
@@ -471,16 +545,17 @@ def export(run, params, step):
     run["emit"]("fault" if "fault" in row else "export", {"step": step} | row)
 
 
-def end_run(run, state, step, stop, saving, latest, began):
-    """Emit "stop" and "end", which has the newest values of all rows; the summary. stop: of
-    why_stop.
-    """
+def end_run(run, state, step, stop, saving, latest, clock):
+    """Emit "stop" and "end", which has the newest metrics; the summary. stop: of why_stop."""
     fault = end_saves(run, saving)
     reason, exit_code = (f"{stop[0]}; {fault}", 1) if fault else stop
     why = {"step": step, "reason": reason}
     run["emit"]("stop", why)
-    rest = {"exit_code": exit_code, "wall_s": time.perf_counter() - began}
-    kept = {k: v for k, v in latest.items() if k not in ("finite", "stop", "eval_s")}
+    if is_main():
+        Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True)
+    rest = {"exit_code": exit_code, "wall_s": clock["at"] - clock["from"],
+            "time_s": {what: clock[what] for what in SPENT}}
+    kept = {k: v for k, v in latest.items() if k not in ("finite", "eval_s")}
     saved = None if fault else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
     return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
         "state": state, "mesh": run["mesh"]}
@@ -489,7 +564,11 @@ def end_run(run, state, step, stop, saving, latest, began):
 def call(hooks, event, value):
     """Give `value` to every hook(event, value); what one returns, unless None, replaces it."""
     for hook in hooks:
-        new = hook(event, value)
+        try:
+            new = hook(event, value)
+        except Exception as e:
+            e.add_note(f"in the hook {getattr(hook, '__qualname__', hook)}, at the event {event}")
+            raise
         value = value if new is None else new
     return value
 
@@ -591,12 +670,20 @@ def screen(cfg):
             words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte", ", "),
                      "loss" in row and f"training {in_words(row, 'loss')}",
                      f"{row['wall_s']:.0f} s", row["checkpoint"] and f"saved in {ckpt_root(cfg)}"]
+            show_time(row["time_s"])
             say(f"done: {row['reason']}; {', '.join(filter(None, words))}")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
                 flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
                 say(f"the same command{flag} goes on from here")
 
     return observe
+
+
+def show_time(time_s):
+    """Print the shares of wall time of all starts."""
+    total = sum(time_s.values())
+    say("".join(f"{what:>8}" for what in time_s) + "  wall time")
+    say("".join(f"{spent_s / total:8.1%}" for spent_s in time_s.values()) + f"  {total:,.0f} s")
 
 
 def show_texts(texts):
@@ -632,30 +719,119 @@ def tracing(cfg):
 
 
 def plot(cfg):
-    """Draw plot.png, training and held-out loss over steps, when a run ends and matplotlib is
-    installed.
+    """Draw plot.png when a run ends and matplotlib is installed: training and held-out loss,
+    learning rate, gradient norm and throughput over steps.
     """
     def observe(event, row):
-        if event != "end" or not importlib.util.find_spec("matplotlib"):
+        rows = read_log(cfg.out_dir) if event == "end" else []
+        rates = {name for row in rows for name in row if name.endswith("s_per_s")}
+        if not rates or not importlib.util.find_spec("matplotlib"):
             return
         from matplotlib.figure import Figure
-        figure, rows = Figure(figsize=(8, 4.5), layout="constrained"), read_log(cfg.out_dir)
-        axes = figure.subplots()
-        for event, key, label, style in (("log", "loss", "training", "-"),
-                                         ("eval", "val_loss", "held-out", "o-")):
-            points = [(r["step"], r[key]) for r in rows if r["event"] == event and key in r]
-            if points:
-                axes.plot(*zip(*points), style, label=label, linewidth=1, markersize=4)
-        axes.set(xlabel="step (optimizer updates)", ylabel="loss (nats)", title=str(cfg.out_dir))
-        axes.grid(alpha=0.3)
-        if axes.has_data():
-            axes.legend()
-            figure.savefig(Path(cfg.out_dir) / "plot.png", dpi=120)
+        panels = {"loss (nats)": {"loss": "training", "val_loss": "held-out"},
+                  "learning rate": {"lr": ""}, "gradient norm": {"grad_norm": ""},
+                  f"{min(rates).removesuffix('_per_s')} a second": {min(rates): ""}}
+        figure = Figure(figsize=(10, 6), layout="constrained")
+        for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+            for name, label in lines.items():
+                points = [(row["step"], row[name]) for row in rows if name in row
+                          and row["event"] == ("eval" if label == "held-out" else "log")]
+                steps, values = zip(*points, strict=True) if points else ((), ())
+                axes.plot(steps, values, "o-" if label == "held-out" else "-", label=label,
+                          linewidth=1.2, markersize=4)
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.grid(alpha=0.3)
+        figure.axes[0].legend()
+        figure.supxlabel("step (optimizer updates)", fontsize=10)
+        figure.suptitle(str(cfg.out_dir))
+        figure.savefig(Path(cfg.out_dir) / "plot.png", dpi=100)
 
     return observe
 
 
-OBSERVERS = (jsonl, tracing, plot, screen)
+def wandb(cfg):
+    """Send metrics to Weights & Biases, under the run's own id, so that a resumed run goes on
+    there; offline where WANDB_MODE says so.
+    """
+    import wandb
+    run = None
+
+    def observe(event, row):
+        nonlocal run
+        if event == "start":
+            run = wandb.init(id=row["run_id"], resume="allow", dir=cfg.out_dir,
+                             config=row["config"], name=Path(cfg.out_dir).name,
+                             settings={"console": "off"})
+            run.define_metric("*", step_metric="step")
+        elif run and event in ("log", "eval", "end"):
+            run.log({name: x for name, x in row.items() if isinstance(x, (int, float))})
+        if run and event in ("end", "error"):
+            run.finish(row.get("exit_code", 1))
+
+    return observe
+
+
+def tensorboard(cfg):
+    """Write event files for TensorBoard into out_dir/tensorboard."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    writer = EventFileWriter(str(Path(cfg.out_dir) / "tensorboard"))
+
+    def observe(event, row):
+        at = {"wall_time": time.time(), "step": row.get("step", 0)}
+        if event == "start":  # TensorBoard forgets what an earlier start wrote of later steps
+            writer.add_event(Event(session_log=SessionLog(status=SessionLog.START), **at))
+        elif event in ("log", "eval", "end"):
+            values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()
+                      if isinstance(x, (int, float)) and name != "step"]
+            writer.add_event(Event(summary=Summary(value=values), **at))
+        if event in ("end", "error"):
+            writer.close()
+
+    return observe
+
+
+OBSERVERS = (jsonl, tracing, screen)
+TRACKERS = {"wandb": wandb, "tensorboard": tensorboard}  # of --track
+TRACKER_S = 60  # how long the end of a run waits for a tracker
+
+
+def make_observers(cfg):
+    trackers = {"plot": plot} | {name: TRACKERS[name] for name in cfg.track}
+    return [*(make(cfg) for make in OBSERVERS),
+            *(in_thread(name, make, cfg) for name, make in trackers.items())]
+
+
+def in_thread(name, make, cfg):
+    """The observer make(cfg), in a thread of its own, so that the run neither waits for it nor ends
+    with it: one that raises is told and dropped, one that hangs is left behind at the end.
+    """
+    rows = queue.Queue(10_000)
+
+    def work():
+        try:
+            observe, event = make(cfg), None
+            while event not in ("end", "error"):
+                event, row = rows.get()
+                observe(event, row)
+        except Exception as e:
+            say(f"{name}: {type(e).__name__}: {e}; it is dropped, and the run goes on")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def observe(event, row):
+        if event in ("step", "dispatch") or not thread.is_alive():
+            return
+        with contextlib.suppress(queue.Full):
+            rows.put_nowait((event, row))
+        if event in ("end", "error"):
+            thread.join(TRACKER_S)
+            if thread.is_alive():
+                say(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
+
+    return observe
 
 
 # What a run reports of itself.
@@ -695,23 +871,32 @@ def describe(run, meta):
 
 
 def rates(run, step, clock, means):
-    """What a log row says of progress, speed and memory. mfu and hfu are shares of the peak in
-    [0, 1], None where it is not known; hfu counts what backward recomputes.
+    """What a log row says of progress, speed and memory: unit and formula stand beside each. None
+    where the device's peak rate is not known.
     """
-    cfg, train, (unit, size), n = run["cfg"], run["train"], run["task"]["unit"], clock["n"]
-    per_s = n * size(cfg) / clock["step_s"]
+    cfg, (unit, size) = run["cfg"], run["task"]["unit"]
+    now = step, clock["step"], clock["data"]
+    n, step_s, data_s = (new - old for new, old in zip(now, clock["logged"], strict=True))
+    clock["logged"] = now
+    per_s = n * size(cfg) / (step_s + data_s)
     memory = jax.local_devices()[0].memory_stats()  # None on a CPU: then what the process held
-    row = {f"{unit}s": step * size(cfg), f"{unit}s_per_s": per_s,
-           "epoch": step * cfg.batch_size / train["n"], "step_s": clock["step_s"] / n,
-           "data_wait_s": clock["wait_s"] / n,
-           "goodput": clock["all_s"] / (clock["at"] - clock["from"]),
-           "memory_peak_bytes": memory["peak_bytes_in_use"] if memory else
-           1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    row = {
+        f"{unit}s": step * size(cfg),  # in all updates so far
+        f"{unit}s_per_s": per_s,  # of the updates since the last row: size of a batch / step_s
+        "epoch": step * cfg.batch_size / run["train"]["n"],  # examples seen / examples there are
+        "step_s": (step_s + data_s) / n,  # wall time of an update, with its wait for data
+        "data_wait_s": data_s / n,  # seconds in which the device had no batch
+        "goodput": clock["step"] / sum(clock[what] for what in SPENT),  # of wall time, all starts
+        "time_s": {what: clock[what] for what in SPENT},  # seconds, all starts
+        "memory_peak_bytes": memory["peak_bytes_in_use"] if memory else
+        1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if run["task"]["flops"]:
-        peak = steplib.peaks(jax.devices()[0].device_kind)[0]
-        flops, recomputed, _ = run["task"]["flops"](cfg, means)
+        flops, recomputed, _ = run["task"]["flops"](cfg, means)  # of one unit
+        peak = steplib.peaks(jax.devices()[0].device_kind)[0]  # TFLOP/s of a device
         scale = per_s / jax.device_count() / 1e12
-        row |= {"model_tflops_per_device": flops * scale, "mfu": peak and flops * scale / peak,
+        row |= {"model_tflops_per_device": flops * scale,
+                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
+                "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
                 "hfu": peak and (flops + recomputed) * scale / peak}
     return row
 
@@ -1129,14 +1314,14 @@ def prepare_data(cfg, task):
 def plan(cfg, task=TEXT):
     """Print what an update would take, allocating nothing; the summary."""
     run = prepare(cfg, task)
-    cost = estimate(run)
+    cost = estimate(run, measure=True)
     show_estimate(run, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
 
 
-def estimate(run):
+def estimate(run, measure=False):
     """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
-    device by kind, "compiled", "compile_s"}, or "fault" in words.
+    device by kind, "compiled", "compile_s"}, or "fault" in words. measure: as in explain_memory.
     """
     cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}}
     if run["task"]["flops"]:
@@ -1146,7 +1331,7 @@ def estimate(run):
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
     began = time.perf_counter()
     try:
-        with explain_memory(run):
+        with explain_memory(run, measure):
             cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
             cost["compile_s"] = time.perf_counter() - began
             cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
@@ -1168,15 +1353,39 @@ def show_estimate(run, cost):
 
 
 @contextlib.contextmanager
-def explain_memory(run):
-    """Turn a MemoryError of step.py into a ValueError that says what to change first."""
+def explain_memory(run, measure=True):
+    """Turn an error of memory, when compiling or running, into a ValueError that says what to
+    change. measure: also say what an update would need then, least first.
+    """
     try:
         yield
-    except MemoryError as e:
-        cfg, mesh = run["cfg"], run["mesh"]
-        savers = run["task"]["savers"](cfg, mesh.shape["sp"])
-        fault, remedy = (*e.args, steplib.memory_advice(cfg, mesh, savers))[:2]
-        raise ValueError(f"does not fit: {fault}; first to change: {remedy}") from None
+    except (MemoryError, jax.errors.JaxRuntimeError) as e:
+        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        fault, remedy = (*map(str, e.args), "")[:2]
+        raise ValueError(f"does not fit: {fault.splitlines()[0]}; to change: "
+                         f"{remedy or savings(run, measure)}") from None
+
+
+def savings(run, measure):
+    """Flags that would lower the memory of an update."""
+    cfg, mesh, needs = run["cfg"], run["mesh"], {}
+    flags = steplib.memory_flags(cfg, mesh, run["task"]["savers"](cfg, mesh.shape["sp"]))
+    if measure:
+        say("out of memory: compiling what would need less ...")
+    for flag in ("", *flags) if measure else ():
+        changed = cfg
+        if flag:
+            name, value = flag.removeprefix("--").split()
+            changed = dataclasses.replace(cfg, **{name: type(getattr(cfg, name))(value)})
+        with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
+            state, lowered, _ = steplib.lower_steps(*program_parts(
+                prepare(changed, run["task"], mesh.devices.flatten().tolist())))
+            compiled = steplib.compile_lowered(lowered["train_step"]())
+            needs[flag] = steplib.memory_by_kind(state, compiled)["total"] / 2**30
+    words = [f"{flag} ({needs[flag]:,.4g} GiB)" for flag in sorted(needs, key=needs.get)
+             if needs[flag] < 0.99 * needs.get("", math.inf)]
+    return ", ".join([*(words or flags), "more devices along tp or sp"])
 
 
 # Without a loop: evaluate or sample what was saved.
@@ -1211,13 +1420,14 @@ def run_saved(cfg, task=TEXT):
 
 @contextlib.contextmanager
 def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
-    """A list that gets the name of the first such signal; a second one ends the process at once.
+    """A list that gets the name of the first such signal, and an Event to set once there is
+    something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
 
     A thread reads them, since Python runs no handler while the main thread is inside a compilation.
     """
-    caught = []
+    caught, in_loop = [], threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield caught
+        yield caught, in_loop
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -1231,16 +1441,22 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
             caught.append(name)
-            os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n".encode())
+            if in_loop.is_set():
+                os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
+                         .encode())
         os.close(reader)
+
+    def handle(number, frame):
+        if not in_loop.is_set():
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, writer)
         undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
         for number in numbers:
-            undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+            undo.callback(signal.signal, number, signal.signal(number, handle))
         threading.Thread(target=watch, daemon=True).start()
-        yield caught
+        yield caught, in_loop
 
 
 def interrupted(signals):
@@ -1248,30 +1464,22 @@ def interrupted(signals):
     return jax.process_count() == 1 and bool(signals)
 
 
-def agreed_second(run, step, clock):
-    """Seconds of the loop so far on process 0. Several processes ask it only at multiples of
-    log_every, and for periods of time; between, it is as before.
+def ask(run, step, asked, signals, clock):
+    """What asks for a stop from outside: {"signal": name or None, "file": whether out_dir/stop is
+    there, "second": since the start}, and the step. Several processes ask each other, at multiples
+    of log_every; between, it is as before.
     """
-    timed = any("second" in periods for periods in run["periods"].values())
-    if jax.process_count() == 1:
-        clock["second"] = time.perf_counter() - clock["opened"]
-    elif timed and step % (run["cfg"].log_every or 10) == 0:
-        second = np.float32(time.perf_counter() - clock["opened"])
-        clock["second"] = float(multihost_utils.broadcast_one_to_all(second))
-    return clock["second"]
-
-
-def agreed_signal(cfg, step, signals):
-    """The signal that all processes stop for, or None. Several processes ask each other only at
-    multiples of log_every.
-    """
-    if jax.process_count() == 1:
-        return signals[0] if signals else None
-    if step % (cfg.log_every or 10):
-        return None
-    codes = multihost_utils.process_allgather(
-        np.array(signal.Signals[signals[0]] if signals else 0))
-    return signal.Signals(int(codes.max())).name if codes.any() else None
+    several = jax.process_count() > 1
+    if several and (step % (run["cfg"].log_every or 10) or step == asked["step"]):
+        return asked
+    number = signal.Signals[signals[0]].value if signals else 0
+    file = Path(run["cfg"].out_dir, "stop").exists()
+    found = np.float32([time.perf_counter() - clock["from"], file, number])
+    if several:
+        found = multihost_utils.process_allgather(found).max(axis=0)
+    second, file, number = found.tolist()
+    return {"step": step, "second": second, "file": bool(file),
+            "signal": signal.Signals(int(number)).name if number else None}
 
 
 # The command line.
@@ -1287,9 +1495,9 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
             raise
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while evaluating or sampling a finished run
-        print("SIGINT: ended; nothing was changed", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as e:  # before the first step, or in a mode that trains nothing
+        print(f"{str(e) or 'SIGINT'}: ended; nothing was changed", file=sys.stderr, flush=True)
+        os._exit(0 if e.args else 128 + signal.SIGINT)  # not waiting for a compilation to end
 
 
 def raised_by_us(error):

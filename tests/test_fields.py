@@ -398,6 +398,8 @@ FIELDS = {
     "steps": row(dict(steps=8), rates, [0.5, 0.375, 0.25, 0.125], [0.5, 0.4375, 0.375, 0.3125],
                  LINEAR),
     "epochs": row(dict(epochs=0.75, steps=600), last("end", "step"), 4, 8, RUN),
+    "stop": row(dict(stop=("+1",)), lambda cfg: train.main(cfg)["step"], 3, 1,
+                RUN | dict(out_dir="stopped", resume="overwrite", steps=3)),
     "batch_size": row(dict(batch_size=16), batch_shape, (8, 16), (16, 16)),
     "micro_batches": row(dict(micro_batches=2), splits_rows, False, True, dict(batch_size=16)),
     "seq_len": row(dict(seq_len=24), batch_shape, (8, 16), (8, 24)),
@@ -459,6 +461,10 @@ FIELDS = {
     "moments_on": row(dict(moments_on="host"), lambda cfg: moments(
         cfg)["embed"].sharding.memory_kind, "device", "pinned_host"),
     "freeze": row(dict(freeze=("*", "!final_norm")), lambda cfg: len(moments(cfg)), 13, 1),
+    "lr_mult": row(dict(lr_mult=("w=0.5",)), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
+    "decay_mult": row(dict(decay_mult=("*=0",)), first_moves, [-1.125, -0.984375], [-1, -1],
+                      PLAIN | dict(weight_decay=0.25)),
+    "optimizers": row(dict(optimizers=("w=lion",)), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
     "clip_norm": row(dict(clip_norm=1.0), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
     "label_smoothing": row(dict(label_smoothing=0.375), constant(0.375), False, True),
     "z_loss": row(dict(z_loss=0.375), constant(0.375), False, True),
@@ -482,6 +488,8 @@ FIELDS = {
     "process_id": row(dict(process_id=1), place, "joined, 0 of 2", "joined, 1 of 2",
                       JOINED | dict(n_processes=2)),
 
+    "track": row(dict(track=("tensorboard",)), lambda cfg: [
+        path.name for path in Path(cfg.out_dir).glob("tensor*")], [], ["tensorboard"], RUN),
     "log_every": row(dict(log_every=3), logged("log"), [1, 2, 3, 4], [3, 6], RUN),
     "eval_every": row(dict(eval_every=5), logged("eval"), [2, 4], [5, 8], RUN),
     "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),

@@ -214,8 +214,8 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     flops, recomputed, _ = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
     assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
     # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
-    # the save and the evaluation after step 4 took 110.
-    for row, goodput in ((four, 4 / 19), (eight, 8 / 133)):
+    # the save and the evaluation after step 4 took 110. Of a step an eighth is a wait.
+    for row, goodput in ((four, 3.5 / 19), (eight, 7 / 133)):
         assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
         assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
         assert row["goodput"] == goodput and row["memory_peak_bytes"] == 70_000 * 1024
@@ -224,6 +224,8 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
         np.testing.assert_allclose(row["hfu"], 128 * (flops + recomputed) / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-6)
         assert row["n_labels"] == 8 * 16
+    assert eight["time_s"] == {"start": 12, "compile": 3, "step": 7, "data": 1, "save": 10,
+                               "eval": 100, "other": 0, "lost": 0}
     assert [r["blocked_s"] for r in rows(cfg.out_dir, "save")] == [0, 0]
     assert [r["eval_s"] for r in rows(cfg.out_dir, "eval")] == [0, 0]
     assert rows(cfg.out_dir, "end")[0]["wall_s"] == 1243 and not rows(cfg.out_dir, "sample")
@@ -475,7 +477,7 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     assert f"from its own checkpoint, at step {summary['step']}" in capsys.readouterr().out
 
 
-def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
+def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch):
     """--hooks file.py:function; what is not there is one clear sentence, and a fault inside the
     file keeps its traceback, as does every ValueError that no `raise` of the six files made.
 
@@ -508,7 +510,10 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys):
     for fault, words in ((in_words, "Unknown format code"), (of_another, "unknown archive format")):
         with pytest.raises(ValueError, match=words):
             train.cli([], main=fault)
-    assert train.cli([], main=interrupted) == 130
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    train.cli([], main=interrupted)
+    assert codes == [130]
     assert capsys.readouterr().err.endswith("SIGINT: ended; nothing was changed\n")
 
 
@@ -793,30 +798,32 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
 
 
 def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
-    """Training and held-out loss over steps, drawn at the end; nothing where nothing was logged.
+    """Losses, rate, gradient norm and throughput over steps, drawn at the end; nothing where
+    nothing was logged.
 
-    Break: train.py: r["event"] == event and key in r] => key in r]
+    Break: train.py: "eval" if label == "held-out" else "log" => "log"
     """
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (
         drawn.append(figure), savefig(figure, *args, **options)))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
-        {"event": "log", "step": 1, "loss": 3.0}, {"event": "log", "step": 2, "loss": 2.0},
+        {"event": "log", "step": 1, "loss": 3.0, "lr": 0.5, "images_per_s": 70},
+        {"event": "log", "step": 2, "loss": 2.0, "lr": 0.25, "images_per_s": 90},
         {"event": "log", "step": 3}, {"event": "eval", "step": 2, "val_loss": 2.5},
         {"event": "end", "step": 3, "loss": 9.0, "val_loss": 9.0})))
     observe = train.plot(types.SimpleNamespace(out_dir=tmp_path))
     observe("eval", {})
     assert not drawn
     observe("end", {})
-    axes, = drawn[0].axes
-    assert [(line.get_label(), line.get_xydata().tolist(), line.get_linestyle(), line.get_marker(),
-             line.get_linewidth(), line.get_markersize()) for line in axes.lines] == [
-        ("training", [[1, 3], [2, 2]], "-", "None", 1, 4), ("held-out", [[2, 2.5]], "-", "o", 1, 4)]
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
-        "step (optimizer updates)", "loss (nats)", str(tmp_path))
-    assert axes.get_legend() and axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
-    png = (tmp_path / "plot.png").read_bytes()
-    assert struct.unpack(">II", png[16:24]) == (8 * 120, 4.5 * 120)
+    figure, = drawn
+    assert figure.get_suptitle() == str(tmp_path) and "optimizer updates" in figure.get_supxlabel()
+    assert [(axes.get_title("left"), [(line.get_label(), line.get_xydata().tolist())
+            for line in axes.lines if len(line.get_xydata())]) for axes in figure.axes] == [
+        ("loss (nats)", [("training", [[1, 3], [2, 2]]), ("held-out", [[2, 2.5]])]),
+        ("learning rate", [("_child0", [[1, 0.5], [2, 0.25]])]), ("gradient norm", []),
+        ("images a second", [("_child0", [[1, 70], [2, 90]])])]
+    assert figure.axes[0].get_legend()
+    assert struct.unpack(">II", (tmp_path / "plot.png").read_bytes()[16:24]) == (1000, 600)
     (tmp_path / "none").mkdir()
     train.plot(types.SimpleNamespace(out_dir=tmp_path / "none"))("end", {})
     assert not os.listdir(tmp_path / "none")
@@ -842,7 +849,8 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
              "flops_formula": "6 N"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
     held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
-    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it"}
+    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
+                        "time_s": {"start": 10.0, "compile": 0.25, "lost": 989.75}}
     events = [("start", start), ("step", row), ("log", row), ("eval", held),
               ("sample", {"step": 4, "texts": ["one", "two"]}),
               ("sample", {"step": 4, "texts": [], "fault": "no sample: none left"}),
@@ -852,8 +860,10 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
     rest = ("step      4  held-out loss 2.5000  accuracy 0.250  1.500 bits/byte\n"
             "-------- sample --------\none\n-------- sample --------\ntwo\n"
             "------------------------\nstep      4  no sample: none left\n")
-    done = ("done: {}; step 4, held-out loss 2.5000, 1.500 bits/byte, training loss 2.3457, 62 s, "
-            "saved in out/ckpt\n")
+    table = ("   start compile    lost  wall time\n"
+             "    1.0%    0.0%   99.0%  1,000 s\n")
+    done = (table + "done: {}; step 4, held-out loss 2.5000, 1.500 bits/byte, training loss "
+            "2.3457, 62 s, saved in out/ckpt\n")
     cfg, calls = types.SimpleNamespace(
         steps=9, out_dir="out", ckpt_dir="", resume="auto"), []
     monkeypatch.setattr(train, "tqdm", Bar)
@@ -884,10 +894,12 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
             ("auto", {"reason": "all 4 steps are done"}, done.format("all 4 steps are done"))):
         cfg.resume = resume
         assert say(observe, ("end", end | change)) == words and calls == [("close",)]
-    alone = {k: end[k] for k in ("step", "reason", "checkpoint", "wall_s")} | {"exit_code": 1}
-    assert say(observe, ("end", alone)) == "done: SIGTERM; step 4, 62 s, saved in out/ckpt\n"
+    alone = {k: end[k] for k in ("step", "reason", "checkpoint", "wall_s", "time_s")}
+    alone |= {"exit_code": 1}
+    short = table + "done: SIGTERM; step 4, 62 s"
+    assert say(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
     lost = alone | {"checkpoint": None}
-    assert say(observe, ("end", lost)) == "done: SIGTERM; step 4, 62 s\n"
+    assert say(observe, ("end", lost)) == short + "\n"
     for kind, known in (("abacus", False), ("TPU v4", True)):
         device = types.SimpleNamespace(platform="tpu", device_kind=kind)
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])
@@ -1507,8 +1519,8 @@ def test_what_is_due_when():
     """Updates, epochs (of 2.5 updates), windows and seconds; each event once a step, and after the
     last update those that always are; weights, reloads and exports only where they are wanted.
 
-    Break: train.py: progress[unit](step) // n > progress[unit](step - 1) // n):
-    => progress[unit](step) % n == 0):
+    Break: train.py: done[unit](step) // n > done[unit](step - 1) // n):
+    => done[unit](step) % n == 0):
     """
     def steps(**fields):
         event, = fields
@@ -1521,11 +1533,13 @@ def test_what_is_due_when():
     assert steps(reload_every="2windows") == [6, 12, 18]
     assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # one after each window
     assert steps(weights_every="5,1window") == [3, 5, 6, 9, 10, 12, 15, 18]
-    assert due(5, {"save": (5, 0.0)}, save_every=5) == {}
-    assert due(5, {"save": (4, 60.0)}, 119.9, save_every="1m") == {}
-    assert due(5, {"save": (4, 60.0)}, 120, save_every="1m") == {"save": "second"}
-    assert due(5, {"save": (4, 60.0)}, 120, save_every="5,1m")["save"] == "step"
-    ends = dict.fromkeys(("save", "eval", "sample"), "end")
+    assert due(4, {"save": (4, 0.0)}, save_every=4) == {}
+    assert due(4, {"save": (3, 60.0)}, 119.9, save_every="1m") == {}
+    assert due(4, {"save": (3, 60.0)}, 120, save_every="1m") == {"save": "second"}
+    assert due(4, {"save": (3, 60.0)}, 120, save_every="4,1m")["save"] == "step"
+    assert due(3) == {"epoch": "epoch", "window": "window", "eval": "window"}
+    assert due(3, dict.fromkeys(("epoch", "window", "eval"), (3, 0.0))) == {}
+    ends = {"epoch": "epoch"} | dict.fromkeys(("save", "eval", "sample"), "end")
     assert due(20) == ends
     assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
 
@@ -1537,7 +1551,9 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
     Break: train.py: temporary=due[kind] == "second") => temporary=False)
     """
     cfg = tiny(steps=6, save_every="3,1s", keep=0, eval_every=0)
-    monkeypatch.setattr(train, "agreed_second", lambda run, step, clock: float(step))
+    ask = train.ask
+    monkeypatch.setattr(train, "ask", lambda run, step, *rest: (
+        ask(run, step, *rest) | {"second": step + 1.0}))
     train.main(cfg)
     saved = [row["step"] for row in rows(cfg.out_dir, "save")]
     assert saved == [1, 2, 3, 4, 5, 6]
@@ -1858,7 +1874,8 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
     old = signal.signal(signal.SIGUSR1, lambda *_: None)
     monkeypatch.setattr(os, "_exit", codes.append)
     try:
-        with train.catch_signals() as caught:
+        with train.catch_signals() as (caught, in_loop):
+            in_loop.set()
             for n in (signal.SIGUSR1, signal.SIGTERM):
                 os.kill(os.getpid(), n)
             wait_for(lambda: caught)
@@ -1876,7 +1893,7 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
     wait_for(lambda: all(map(closed, ends)))
 
     def elsewhere():
-        with train.catch_signals() as seen:
+        with train.catch_signals() as (seen, _):
             codes.append((seen, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=elsewhere)
@@ -1885,71 +1902,95 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
     assert codes[1:] == [([], handlers[1])]
 
 
-def test_processes_agree_on_a_signal_at_multiples_of_log_every(tiny, monkeypatch):
-    """Of two with different ones all take the same; one alone needs to ask no one.
+def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
+    """Of two that were asked different things both take the later time, the signal and the file;
+    in between, and when asked again at the step, all is as before. One alone asks no one.
 
-    Break: train.py: int(codes.max()) => int(codes[0])
+    Break: train.py: process_allgather(found).max(axis=0) => process_allgather(found)[0]
     """
-    asked, others = [], []
+    gathered, other = [], [0, 0, 0]
 
-    def allgather(code):
-        asked.append(int(code))
-        return np.array([code, *others])
+    def allgather(found):
+        gathered.append(int(found[2]))
+        return np.stack([found, np.float32(other)])
+
+    def asked(step, signals, before=None, log_every=7):
+        run = {"cfg": tiny(log_every=log_every)}
+        return train.ask(run, step, before or {"step": None}, signals, {"from": 0.0})
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
-    assert train.agreed_signal(tiny(), 3, []) is None and not train.interrupted([])
-    assert train.agreed_signal(tiny(), 3, ["SIGINT"]) == "SIGINT" and train.interrupted(["SIGINT"])
-    assert not asked
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
+    assert asked(3, []) == {"step": 3, "second": 100, "file": False, "signal": None}
+    assert asked(3, ["SIGINT"])["signal"] == "SIGINT" and train.interrupted(["SIGINT"])
+    stop = Path(tiny().out_dir) / "stop"
+    stop.parent.mkdir()
+    stop.touch()
+    assert asked(3, [])["file"] is True
+    stop.unlink()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not train.interrupted(["SIGINT"])
-    for log_every, step, mine, other, seen in (
-            (7, 8, ["SIGINT"], 0, None), (7, 14, ["SIGINT"], 0, "SIGINT"),
-            (7, 14, [], 15, "SIGTERM"), (7, 14, ["SIGINT"], 15, "SIGTERM"), (7, 14, [], 0, None),
-            (0, 14, [], 15, None), (0, 20, [], 15, "SIGTERM")):
-        others[:] = [other]
-        assert train.agreed_signal(tiny(log_every=log_every), step, mine) == seen
-    assert asked == [2, 0, 2, 0, 0]
+    assert not train.interrupted(["SIGINT"]) and not gathered
+    before = {"step": 7, "second": 5.0}
+    assert asked(8, ["SIGINT"], before) is asked(7, ["SIGINT"], before) is before and not gathered
+    other[:] = 250, 1, signal.SIGTERM
+    for step, log_every in ((14, 7), (20, 0)):
+        assert asked(step, ["SIGINT"], before, log_every) == {
+            "step": step, "second": 250, "file": True, "signal": "SIGTERM"}
+    assert gathered == [2, 2] and asked(14, [], before, 0) is before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
-    ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGTERM", "compile"), ("SIGINT", "eval"),
-])
+    ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGINT", "eval")])
 def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
-    """In a step, during compilation and during an evaluation; the next run goes on from there.
+    """In a step and during an evaluation; the next run goes on from there.
 
     Break: train.py: caught.append(name) => pass
     """
     cfg = tiny(steps=10**6, save_every=0, log_every=10, eval_batches=0,
-               eval_every=50 if moment == "eval" else 0,
-               n_layers=12 if moment == "compile" else 2,
-               cache_dir="" if moment == "compile" else tiny().cache_dir)
+               eval_every=50 if moment == "eval" else 0, n_layers=2)
     (run, log), out = command(cfg), Path(cfg.out_dir)
-    ready = {"step": lambda: (out / "metrics.jsonl").exists() and rows(out, "log"),
-             "eval": lambda: (out / "metrics.jsonl").exists() and len(rows(out, "log")) >= 5,
-             "compile": lambda: (out / ".lock").exists()}[moment]
-    while not ready() and run.is_alive():
-        time.sleep(0.02)
-    time.sleep(0.3 if moment == "compile" else 0)
+    n = {"step": 1, "eval": 5}[moment]
+    wait_for(lambda: rows_or_none(out) and len(rows(out, "log")) >= n)
     os.kill(run.pid, getattr(signal, name))
     code, said = ended(run, log)
     assert code == 0 and f"done: {name}" in said, said
-    step = ckpt.latest(out / "ckpt")
-    assert step == rows(out, "stop")[-1]["step"] and (step == 0) == (moment == "compile")
+    assert ckpt.latest(out / "ckpt") == rows(out, "stop")[-1]["step"] > 0
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(tiny):
-    """Even while the first is waiting for a long step, save or evaluation.
+@pytest.mark.parametrize("moment", ["data", "compile"])
+def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
+    """While text is tokenized, and in a compilation that takes far longer than the run then lives;
+    nothing is left that a run goes on from, and the same command starts.
+
+    Break: train.py: if not in_loop.is_set(): => if False:
+    """
+    cfg = tiny(steps=2, n_layers=48, d_model=256, seq_len=256, cache_dir="", eval_every=0)
+    if moment == "data":
+        Path(cfg.data[0]).write_text("a word and " * 10**7)
+        cfg = dataclasses.replace(cfg, prepared=str(Path(cfg.out_dir).parent / "prepared"))
+    (run, log), out = command(cfg), Path(cfg.out_dir)
+    words = "compiling the update"
+    wait_for(lambda: (out / ".lock").exists() and (moment == "data" or words in log.read_text()))
+    time.sleep(0.3)
+    os.kill(run.pid, signal.SIGTERM)
+    code, said = ended(run, log, 5)
+    assert code == 0 and said.endswith("SIGTERM: ended; nothing was changed\n"), said
+    assert (words in said) == (moment == "compile") and not (out / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(tiny, tmp_path):
+    """Even while the first is waiting for a long step, save or evaluation; here, a hook.
 
     Break: train.py: os._exit(128 + number[0]) => pass
     """
-    cfg = tiny(steps=10**6, eval_every=0, save_every=0, n_layers=48, cache_dir="", seq_len=256,
-               d_model=256, batch_size=64)
+    (tmp_path / "slow.py").write_text("import time\ndef slow(event, value):\n"
+                                      "    if event == 'eval': time.sleep(60)\n")
+    cfg = tiny(eval_every=1, save_every=0, hooks=(f"{tmp_path}/slow.py:slow",))
     run, log = command(cfg)
-    while not (Path(cfg.out_dir) / ".lock").exists() and run.is_alive():
-        time.sleep(0.02)
-    time.sleep(0.5)  # it compiles now, for long
+    wait_for(lambda: rows_or_none(cfg.out_dir))
+    time.sleep(0.5)  # it is in its first evaluation now, or about to be
     os.kill(run.pid, signal.SIGINT)
     time.sleep(0.2)
     os.kill(run.pid, signal.SIGINT)
@@ -2304,12 +2345,12 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     assert said[-1] == f"compiled in 0 s; fits in {limit:,.4g} GiB" and cost["compile_s"] == 0
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
-                                         "first to change: --micro_batches 2"):
+                                         r"to change: --micro_batches 2 \(0.0.* GiB\), "):
         train.main(cfg)
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [] and not rows_or_none(cfg.out_dir)
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     assert cost["exit_code"] == 1 and not cost["fits"]
-    assert "first to change: --micro_batches 2" in capsys.readouterr().out
+    assert "to change: --micro_batches 2 (0.0" in capsys.readouterr().out
     config.validate(dataclasses.replace(cfg, micro_batches=2), 8)
 
 
