@@ -145,6 +145,7 @@ class Config:
     coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
     n_processes: Count = 1  # processes of this run, with coordinator host:port
     process_id: Whole = 0  # number of this process, with coordinator host:port
+    peer_timeout_s: Amount = 1800.0  # without progress of any process, until they end; 0: never
     # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
     track: tuple[str, ...] = ()  # wandb, tensorboard: where metrics go beside metrics.jsonl
     log_every: Whole = 10  # updates between lines of metrics.jsonl
@@ -181,7 +182,7 @@ SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm q
          "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
 FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change hooks cache_dir prepared wait_s "
-        "stop track "
+        "stop track peer_timeout_s "
         "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
         "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
         "keep_every leave_out weights_every export export_every export_dtype export_lora "
@@ -343,7 +344,7 @@ def stops(cfg):
     for text in cfg.stop:
         name, sign, bound = stop_at(text)
         test = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}[sign]
-        reason = STOPS.get(name, f"{name} {{:.4g}} is {'below' if sign == '<' else 'above'} {{}}")
+        reason = STOPS.get(name, f"{name} {{:.4g}} is {'below' if sign == '<' else 'above'} {{:g}}")
         found.append((name, test, bound, reason, int(sign == ">" and "loss" in name)))
     order = {name: i for i, name in enumerate(STOPS)}
     return sorted(found, key=lambda each: (order.get(each[0], len(order)), each[4]))

@@ -168,23 +168,27 @@ def to_device(batch, shardings, batch_size):
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False):
     """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
-    ahead by a thread. While make(i) is None it is asked again; ends early once stopped().
+    ahead by a thread. While make(i) is None it is asked again, and one (None, seconds) yielded;
+    ends early once stopped().
     """
-    pool, closed = ThreadPoolExecutor(1, "data"), threading.Event()
+    pool, closed, missing = ThreadPoolExecutor(1, "data"), threading.Event(), set()
 
     def made(i):
         while (item := make(i)) is None and not closed.wait(0.2):
-            pass
+            missing.add(i)
         return item
 
     items = (pool.submit(made, i) for i in range(start, stop))  # each when it is asked for
     try:
         ahead = deque(islice(items, depth))
-        while ahead:
-            began, item = time.perf_counter(), ahead.popleft()
+        for i in range(start, stop):
+            began, item, told = time.perf_counter(), ahead.popleft(), False
             while not wait([item], 0.1).done:
                 if stopped():
                     return
+                if i in missing and not told:
+                    told = True
+                    yield None, time.perf_counter() - began
             ahead.extend(islice(items, 1))
             yield item.result(), time.perf_counter() - began
     finally:

@@ -26,9 +26,11 @@ import resource
 import runpy
 import shutil
 import signal
+import socket
 import textwrap
 import threading
 import time
+import traceback
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -96,8 +98,8 @@ TEXT = {
 
 
 def prepare(cfg, task=TEXT, devices=None):
-    """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings)} on these
-    devices (default: all at hand).
+    """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
+    watch_peers)} on these devices (default: all at hand).
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -124,7 +126,8 @@ def prepare(cfg, task=TEXT, devices=None):
         task["export"](cfg, None)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
-    return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch}
+    return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch,
+            "beat": lambda **changes: None}
 
 
 # ---- a run
@@ -152,6 +155,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         run = prepare(cfg, task)
         with lock_out_dir(run["cfg"]):
             observers = make_observers(run["cfg"]) if is_main() else []
+            run["beat"] = watch_peers(run["cfg"], partial(end_at_once, observers))
             try:
                 started = start_run(run, hooks, observers, state, params, began)
                 if not started:
@@ -161,8 +165,10 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
                 with explain_memory(run):
                     return train(*started, signals)
             except BaseException as e:
-                call(observers, "error", {"error": f"{type(e).__name__}: {e}"})
+                end_observed(run, observers, e)
                 raise
+            finally:
+                run["beat"](done=True)
 
 
 def start_run(run, hooks, observers, state, params, began):
@@ -205,6 +211,7 @@ def start_run(run, hooks, observers, state, params, began):
     wishes = []
 
     def emit(event, row):
+        run["beat"](doing=event, step=row["step"])
         row = call(hooks, event, row)
         wishes.extend([str(row["stop"])] if "stop" in row else [])
         call(observers, event, row)
@@ -408,8 +415,8 @@ def evaluate(run, eval_step, params, signals=()):
     for name, part in parts.items():
         n = -(-part["n"] // cfg.batch_size)
         batches = data.prefetch(make_batch_at(run, part), 0, min(cfg.eval_batches or n, n))
-        totals = steplib.evaluate(
-            eval_step, params, (batch for batch, _ in batches), partial(interrupted, signals))
+        beating = ((batch, run["beat"](doing="eval"))[0] for batch, _ in batches)
+        totals = steplib.evaluate(eval_step, params, beating, partial(interrupted, signals))
         if totals is None:
             return {}
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
@@ -779,13 +786,14 @@ def tensorboard(cfg):
     writer = EventFileWriter(str(Path(cfg.out_dir) / "tensorboard"))
 
     def observe(event, row):
-        at = {"wall_time": time.time(), "step": row.get("step", 0)}
-        if event == "start":  # TensorBoard forgets what an earlier start wrote of later steps
-            writer.add_event(Event(session_log=SessionLog(status=SessionLog.START), **at))
+        now, step = time.time(), row.get("step", 0)
+        if event == "start":  # TensorBoard forgets what was written of later steps
+            log = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(session_log=log, wall_time=now, step=step + 1))
         elif event in ("log", "eval", "end"):
             values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()
                       if isinstance(x, (int, float)) and name != "step"]
-            writer.add_event(Event(summary=Summary(value=values), **at))
+            writer.add_event(Event(summary=Summary(value=values), wall_time=now, step=step))
         if event in ("end", "error"):
             writer.close()
 
@@ -794,7 +802,7 @@ def tensorboard(cfg):
 
 OBSERVERS = (jsonl, tracing, screen)
 TRACKERS = {"wandb": wandb, "tensorboard": tensorboard}  # of --track
-TRACKER_S = 60  # how long the end of a run waits for a tracker
+TRACKER_S, QUEUE_ROWS = 60, 10_000  # how long the end of a run waits for one; rows not yet taken
 
 
 def make_observers(cfg):
@@ -807,7 +815,7 @@ def in_thread(name, make, cfg):
     """The observer make(cfg), in a thread of its own, so that the run neither waits for it nor ends
     with it: one that raises is told and dropped, one that hangs is left behind at the end.
     """
-    rows = queue.Queue(10_000)
+    rows = queue.Queue(QUEUE_ROWS)
 
     def work():
         try:
@@ -1482,6 +1490,94 @@ def ask(run, step, asked, signals, clock):
             "signal": signal.Signals(int(number)).name if number else None}
 
 
+# Other processes.
+
+def end_observed(run, observers, error):
+    """Tell observers and the other processes of an exception that ends the run."""
+    if jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+        run["beat"](silent_s=3.0)  # that may be of a process that died: the thread gets time to see
+        time.sleep(8)
+    words = f"{type(error).__name__}: {error}"
+    call(observers, "error", {"error": words})
+    run["beat"](fault=words.splitlines()[0][:500])
+
+
+def end_at_once(observers, words):
+    print(f"process {jax.process_index()} ends: {words}", file=sys.stderr, flush=True)
+    call(observers, "error", {"error": words})
+    os._exit(1)
+
+
+SIGN_BYTES, SILENT_S = 1024, 30  # of a sign of life; how long a process may go without giving one
+
+
+def watch_peers(cfg, end):
+    """beat(**changes), which tells the other processes what this one is "doing" and at which
+    "step"; also "fault", why it ends, or that it is "done". A thread shows that in out_dir/.alive
+    every second, looks at the others, and calls end(words) once one has ended, is silent, or none
+    gets any further.
+
+    A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
+    """
+    if jax.process_count() == 1 or not cfg.peer_timeout_s:
+        return lambda **changes: None
+    start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
+    mine = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "n": 0, "beats": 0}
+    signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+
+    def beat(**changes):
+        mine.update({"n": mine["n"] + 1} | changes)
+        if {"fault", "done"} & changes.keys():
+            show()
+
+    def show():
+        mine["beats"] += 1
+        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
+            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
+
+    def watch():
+        while not {"fault", "done"} & mine.keys():
+            show()
+            for rank in range(jax.process_count()):
+                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
+                    new, now = json.loads((folder / str(rank)).read_text()), time.monotonic()
+                    old, _, moved = signs.get(rank, ({}, 0, 0))
+                    if new["start"] == start and new != old:
+                        signs[rank] = new, now, moved if new["n"] == old.get("n") else now
+            silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
+            if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
+                end(words)
+            time.sleep(min(1, silent_s / 3))
+
+    threading.Thread(target=watch, daemon=True).start()
+    return beat
+
+
+def peer_fault(signs, now, timeout_s, silent_s):
+    """Why to end a run, which process is at fault and how, or None. signs: {rank: (sign of life,
+    when it was heard of, when it last did something)}.
+    """
+    def who(rank):
+        return f"process {rank} (pid {signs[rank][0]['pid']} on {signs[rank][0]['host']})"
+
+    running = {rank: sign for rank, sign in signs.items() if "done" not in sign[0]}
+    for rank, (sign, heard, _) in running.items():
+        if "fault" in sign:
+            return f"{who(rank)} has ended: {sign['fault']}"
+        if now - heard > silent_s:
+            return (f"{who(rank)} has given no sign of life for {now - heard:.0f} s: it is dead, "
+                    "stopped or cut off")
+    if running and all(sign["n"] and now - moved > timeout_s for sign, _, moved in
+                       running.values()):
+        last = min(running, key=lambda rank: signs[rank][0]["n"])
+        sign = signs[last][0]
+        return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
+                f"{who(last)}, after {sign.get('doing')} at step {sign.get('step')}")
+    return None
+
+
 # The command line.
 
 def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
@@ -1490,10 +1586,14 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """
     try:
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
-    except ValueError as e:
-        if not raised_by_us(e):
+    except Exception as e:
+        ours = isinstance(e, ValueError) and raised_by_us(e)
+        if not ours and not jax.distributed.is_initialized():
             raise
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {e}" if ours else traceback.format_exc(), file=sys.stderr, flush=True)
+        if jax.distributed.is_initialized():  # its shutdown would wait for the others
+            time.sleep(2)  # they end when process 0 does: first let them see why
+            os._exit(2 if ours else 1)
         return 2
     except KeyboardInterrupt as e:  # before the first step, or in a mode that trains nothing
         print(f"{str(e) or 'SIGINT'}: ended; nothing was changed", file=sys.stderr, flush=True)

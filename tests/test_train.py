@@ -457,7 +457,7 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
     words, and exit code 0; the metrics of every step are read. The same command goes on.
 
-    Break: train.py: if "stop" in latest: => if False:
+    Break: train.py: wishes.extend([str(row["stop"])] => wishes.extend([]
     """
     steps, eval_every = [], 4 if event == "eval" else 0
     cfg = tiny(log_every=2, save_every=3, eval_every=eval_every)
@@ -1832,7 +1832,7 @@ def test_two_processes_train_as_one(tiny, tmp_path):
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path):
     """They agree on it at the next multiple of log_every, save, and exit with 0.
 
-    Break: train.py: if step % (cfg.log_every or 10): => if True:
+    Break: train.py: if several and (step % => if several and (1 + step %
     """
     cfg = tiny(dp=1, fsdp=2, steps=10**6, eval_every=0, save_every=0, log_every=7,
                out_dir=str(tmp_path / "two"))
@@ -2356,3 +2356,289 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
 
 def rows_or_none(out):
     return (Path(out) / "metrics.jsonl").exists()
+
+# ---- every stop, and what it says
+
+@pytest.mark.parametrize("stop, values, reason, code", [
+    ("", {"step": 20}, "all 20 steps are done", 0),
+    ("9", {"step": 9}, "step 9 is reached", 0),
+    ("9", {"step": 8}, None, None),
+    ("+3", {"step": 7}, "3 updates since the start are done", 0),
+    ("+3", {"step": 6}, None, None),
+    ("1h30m", {"second": 5400.0}, "the time of 5400 s is over", 0),
+    ("1h30m", {"second": 5399.0}, None, None),
+    ("", {"file": True}, "runs/stop is there", 0),
+    ("val_loss<2.5", {"val_loss": 2.4375}, "val_loss 2.438 is below 2.5", 0),
+    ("val_loss<2.5", {"val_loss": 2.5}, None, None),
+    ("val_acc>0.5", {"val_acc": 0.625}, "val_acc 0.625 is above 0.5", 0),
+    ("loss>9", {"loss": 12.0}, "loss 12 is above 9", 1),
+    ("loss>9", {"loss": 9.0}, None, None),
+    ("", {"wish": "enough"}, "enough", 0),
+    ("", {"signal": "SIGTERM"}, "SIGTERM", 0),
+    ("", {"finite": False}, "a loss or gradient is not finite near step 4; the last good state is "
+                            "saved", 1),
+    # Of several the first in this order.
+    ("9 +5 1s", {"step": 9, "second": 1.0, "file": True}, "5 updates since the start are done", 0),
+    ("9 1s", {"step": 9, "second": 1.0, "file": True}, "step 9 is reached", 0),
+    ("1s loss<9", {"second": 1.0, "file": True, "loss": 1.0}, "runs/stop is there", 0),
+    ("loss<9 loss>0.5 1s", {"second": 1.0, "loss": 1.0}, "the time of 1 s is over", 0),
+    ("loss>0.5 loss<9", {"step": 20, "loss": 1.0, "wish": "x"}, "loss 1 is below 9", 0),
+    ("loss>0.5", {"step": 20, "loss": 1.0, "wish": "x"}, "loss 1 is above 0.5", 1),
+    ("", {"step": 20, "wish": "enough"}, "enough", 0)])
+def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
+    """Of a run of 20 updates that began at step 4.
+
+    Break: config.py: "<": operator.lt => "<": operator.le
+    """
+    cfg = config.Config(steps=20, out_dir="runs", stop=tuple(stop.split()))
+    config.validate(cfg, 1)
+    run = {"cfg": cfg, "first_step": 4, "stops": config.stops(cfg),
+           "wishes": [values[k] for k in ("wish",) if k in values]}
+    asked = {"signal": None, "file": False, "second": 0.0}
+    asked |= {k: values[k] for k in asked.keys() & values.keys()}
+    latest = {k: x for k, x in values.items() if k not in ("step", "wish", *asked)}
+    found = train.why_stop(run, values.get("step", 4), asked, latest)
+    assert found == (reason and (reason, code))
+
+
+@pytest.mark.parametrize("text", ["soon", "loss=3", "+", "loss<", "-5x", "", "3 h 2"])
+def test_a_malformed_stop_is_refused(text):
+    """Break: config.py: not all(map(stop_at, c.stop)) => False"""
+    with pytest.raises(ValueError, match="must be 500 .updates in all., .100 .of this start., 2h"):
+        config.validate(config.Config(stop=(text,)), 1)
+
+
+def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
+    """By a number of updates of each start, by the kill file, which is gone afterwards, and by a
+    metric; each is saved, and in metrics.jsonl. A metric that no row has is refused at the first
+    row that should have it.
+
+    Break: train.py: Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True) => pass
+    """
+    cfg = tiny(stop=("+2",), save_every=0, eval_every=0)
+    out = Path(cfg.out_dir)
+    assert [train.main(cfg)["step"] for _ in range(2)] == [2, 4]
+
+    def kill(event, value):
+        if event == "step" and value["step"] == 5:
+            (out / "stop").touch()
+
+    summary = train.main(dataclasses.replace(cfg, stop=()), [kill])
+    assert (summary["step"], summary["reason"]) == (6, f"{out}/stop is there")
+    assert not (out / "stop").exists() and ckpt.steps(out / "ckpt") == [4, 6]
+    first = rows(out, "log")[-1]["loss"]
+    summary = train.main(dataclasses.replace(cfg, stop=(f"loss<{first + 9}",), log_every=1))
+    assert summary["step"] == 8 and summary["exit_code"] == 0  # read while the next step ran
+    assert summary["reason"].startswith("loss ") and " is below " in summary["reason"]
+    assert [row["reason"] for row in rows(out, "stop")] == [summary["reason"]]
+    assert "the same command goes on from here" in capsys.readouterr().out
+    for text, word in (("los<3", "los (nearest: loss)"), ("val_los<3", "val_los (nearest: val_l"),
+                       ("tokens_per_s<9", "tokens_per_s (")):
+        cfg = tiny(stop=(text,), out_dir=f"{out}{text[:5]}", eval_every=2)
+        with pytest.raises(ValueError, match=re.escape(f"stop {text}: there is no metric {word}")):
+            train.main(cfg)
+
+
+@pytest.mark.slow
+def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days):
+    """The folder has no new file; an event says so, once, and here its hook makes the kill file.
+
+    Break: train.py: stopped=lambda: jax.process_count() == 1 => stopped=lambda: False
+    """
+    cfg, seen = days(wait_s=60.0, windows_per_epoch=0, steps=10**6), []
+
+    def kill(event, value):
+        seen.append(event)
+        if event == "out_of_data":
+            Path(cfg.out_dir, "stop").touch()
+
+    assert train.main(cfg, [kill])["reason"] == f"{cfg.out_dir}/stop is there"
+    assert seen.count("out_of_data") == 1 == len(rows(cfg.out_dir, "out_of_data"))
+    assert seen.count("window") == len(rows(cfg.out_dir, "window")) > 0
+
+
+# ---- events, time, trackers
+
+def test_epochs_are_events_and_any_row_may_ask_for_a_stop(tiny):
+    """After 1, 2 and 3 passes of 8 batches; the third's row asks for the end.
+
+    Break: train.py: int(progress(run)[event](step)) => step
+    """
+    cfg = tiny(epochs=5.0, steps=600, save_every=0, eval_every=0)
+    text = Path(cfg.data[0])
+    text.write_text(text.read_text()[:1130])  # 1,017 tokens to train on, in 64 rows
+
+    def enough(event, value):
+        if event == "epoch" and value["epoch"] == 3:
+            return value | {"stop": "three epochs"}
+
+    summary = train.main(cfg, [enough])
+    assert (summary["step"], summary["reason"]) == (24, "three epochs")
+    epochs = [(r["step"], r["epoch"]) for r in rows(cfg.out_dir, "epoch")]
+    assert epochs == [(8, 1), (16, 2), (24, 3)]
+
+
+def test_a_hook_that_fails_is_named(tiny):
+    """With the event, in a note to the exception that ends the run.
+
+    Break: train.py: e.add_note( => str(
+    """
+    def divides(event, value):
+        return 1 / 0 if event == "data" else None
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train.main(tiny(), [divides])
+    note, = caught.value.__notes__
+    assert note.startswith("in the hook ") and note.endswith("divides, at the event data")
+
+
+def test_time_of_all_starts_is_counted_once(monkeypatch):
+    """What a kill undid is lost time; what came before it stays with what it was spent on.
+
+    Break: train.py: if row_step <= step), {}) => if row_step), {})
+    """
+    now = [50.0]
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = train.start_clock(40.0)
+    assert train.spend(clock, "start") == 10 and train.spend(clock, "dispatch") == 0
+    for event, seconds in (("compile", 3), ("step", 2), ("sample", 4)):
+        now[0] += seconds
+        assert train.spend(clock, event) == seconds
+    spent = {what: clock[what] for what in train.SPENT}
+    assert spent == dict.fromkeys(train.SPENT, 0) | {
+        "start": 10, "compile": 3, "step": 2, "other": 4}
+    later = spent | {"step": 32.0, "lost": 5.0}
+    train.go_on_counting(clock, [[1, "log", spent], [2, "save", None], [3, "log", later]], 2)
+    assert {what: clock[what] for what in train.SPENT} == dict.fromkeys(train.SPENT, 0) | {
+        "start": 20, "compile": 6, "step": 4, "other": 8, "lost": 35}
+    assert clock["logged"] == (2, 4, 0)
+
+
+def leveldb_records(data, first):
+    """Of LevelDB's log format: blocks of 32 KiB, of which `first` bytes are gone; each part has a
+    checksum, its length and whether it is whole (1), first, in the middle or last (4).
+    """
+    at, text = 0, b""
+    while at + 7 <= len(data):
+        if 32768 - (at + first) % 32768 < 7:
+            at += 32768 - (at + first) % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4:at + 7])
+        text += data[at + 7:at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield text
+            text = b""
+
+
+def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
+    """Offline, as there is no network: two starts of one run write one id, which is run_id, and
+    the resumed one knows it.
+
+    Break: train.py: id=row["run_id"] => id=None
+    """
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from wandb.proto import wandb_internal_pb2
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    cfg = tiny(track=("wandb",), stop=("+4",), eval_every=0)
+    assert [train.main(cfg)["step"] for _ in range(2)] == [4, 8]
+    run_id = rows(cfg.out_dir, "start")[0]["run_id"]
+    files, losses = sorted(Path(cfg.out_dir, "wandb").glob("offline-run-*/run-*.wandb")), {}
+    for file in files:
+        for text in leveldb_records(file.read_bytes()[7:], first=7):
+            record = wandb_internal_pb2.Record.FromString(text)
+            row = {item.key or "/".join(item.nested_key): item.value_json
+                   for item in record.history.item}
+            if "loss" in row and "lr" in row and "checkpoint" not in row:
+                losses[int(row["step"])] = float(row["loss"])
+    assert {file.stem for file in files} == {f"run-{run_id}"}
+    assert losses == {row["step"]: row["loss"] for row in rows(cfg.out_dir, "log")}
+
+
+def test_tensorboard_reads_back_what_was_logged(tiny):
+    """By TensorBoard's own reader, also of a run that was resumed from before its last row.
+
+    Break: train.py: status=SessionLog.START => status=SessionLog.STOP
+    """
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
+                                 reason="TensorBoard is not installed")
+    cfg = tiny(track=("tensorboard",), steps=6)
+
+    def crash(event, value):
+        if event == "step" and value["step"] == 6:
+            wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4])
+            raise RuntimeError("as if killed")
+
+    with pytest.raises(RuntimeError):
+        train.main(cfg, [crash])
+    train.main(cfg)  # from step 4
+    found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
+    found.Reload()
+    log = {row["step"]: row for row in rows(cfg.out_dir, "log")}
+    for name in ("loss", "lr", "grad_norm"):
+        points = {event.step: event.value for event in found.Scalars(name)}
+        assert points.keys() == log.keys() == set(range(1, 7))
+        np.testing.assert_allclose([points[k] for k in sorted(points)],
+                                   [log[k][name] for k in sorted(log)], rtol=1e-6)
+    assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
+
+
+def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys):
+    """One that cannot be made, one that fails at the second row, one that never returns and whose
+    queue runs full: the run ends as without them, and says it of each.
+
+    Break: train.py: thread.join(TRACKER_S) => thread.join()
+    """
+    freed = threading.Event()
+
+    def unmade(cfg):
+        raise OSError("no key")
+
+    def failing(cfg):
+        def observe(event, row):
+            if event == "log":
+                raise KeyError("no such chart")
+        return observe
+
+    def hanging(cfg):
+        return lambda event, row: freed.wait()
+
+    monkeypatch.setattr(train, "TRACKERS", {f.__name__: f for f in (unmade, failing, hanging)})
+    monkeypatch.setattr(train, "TRACKER_S", 0.2)
+    monkeypatch.setattr(train, "QUEUE_ROWS", 3)
+    plain, tracked = tiny(), tiny(track=tuple(train.TRACKERS), out_dir=tiny().out_dir + "2")
+    expected = train.main(plain)["loss"]
+    capsys.readouterr()
+    finished = threading.Event()
+    threading.Timer(30, freed.set).start()
+    summary = train.main(tracked)
+    finished.set()
+    assert not freed.is_set() and summary["exit_code"] == 0 and summary["loss"] == expected
+    freed.set()
+    said = capsys.readouterr().out
+    assert "unmade: OSError: no key; it is dropped, and the run goes on" in said
+    assert "failing: KeyError: 'no such chart'; it is dropped, and the run goes on" in said
+    assert "hanging: not done after 0.2 s; its last rows may be lost" in said
+
+
+# ---- memory that runs out later
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
+    """A real process whose address space ends before the first update: one sentence, what each
+    flag would need, exit code 2, and an "error" row.
+
+    Break: train.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
+    """
+    cfg = tiny(batch_size=512, seq_len=256, eval_every=0)
+    hook = Path(cfg.out_dir + "_hook.py")
+    hook.write_text("import resource\ndef shrink(event, value):\n"
+                    "    if event == 'start':\n"
+                    "        used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+                    "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, 2**62))\n"
+                    "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
+    code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
+    assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
+    assert "--micro_batches 2 (" in said and "--remat full (" in said
+    assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
