@@ -43,15 +43,17 @@ def cache_dir(tmp_path_factory, worker_id):
 
 @pytest.fixture
 def tiny(tmp_path, cache_dir):
-    """tiny(**changes): a Config that trains in seconds, on its own text, into its own folder."""
+    """tiny(**changes): a Config that trains in seconds, on its own text, into its own folder. Its
+    rate does not depend on the number of steps, so runs of any length share one compiled update.
+    """
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer. "
                             for i in range(400)))
     base = dict(
         data=(str(text),), out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=8,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2,
-        warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4, save_every=4,
-        sample_every=0, sample_tokens=0, dp=-1, fsdp=1)
+        schedule="constant", warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4,
+        save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1)
 
     def make(**changes):
         return config.Config(**base | changes)
