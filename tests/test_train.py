@@ -2149,9 +2149,9 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
     chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
              for q, a in answers.items()]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 30))
-    cfg = tiny(data=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "tok"), steps=150,
-               fill="best_fit", seq_len=64, d_model=64, n_layers=2, lr=3e-3, eval_every=0,
-               save_every=0, log_every=50, batch_size=8)
+    cfg = tiny(data=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "tok"), steps=40,
+               fill="best_fit", seq_len=64, d_model=64, n_layers=2, lr=6e-3, eval_every=0,
+               save_every=0, log_every=20, batch_size=8)
     train.main(cfg)
     for question, answer in answers.items():
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
