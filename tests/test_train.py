@@ -1545,6 +1545,7 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
     assert ckpt.steps(cfg.out_dir + "/ckpt") == [3, 6]
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_path, capsys):
     """LoRA factors alone are saved; a resumed run takes the rest from the run that it tunes, says
     so, and ends equal to the bit to one that never stopped.
