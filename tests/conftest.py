@@ -2,16 +2,20 @@
 """Eight fake CPU devices, quick compilation, no silent broadcasting; puts the project's folder on
 the path.
 """
+import gc
 import os
 import sys
 from pathlib import Path
 
 # The older fusion emitters halve the time of compilation. `--xla_cpu_use_fusion_emitters=false`
 # chooses them up to jax 0.10 alone, and an unknown flag ends the process; an extra option does not.
+# Code is generated in one piece: splitting it for threads costs a seventh of the compilation, and
+# the other worker has the other core.
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"])
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,25 +27,33 @@ import pytest
 import config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(50_000, 20, 20)  # tracing allocates much, little of it in cycles
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported stays; each full collection would look at all of it
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory):
-    """Compilation cache shared by all runs of the session."""
-    return str(tmp_path_factory.mktemp("cache"))
+def cache_dir(tmp_path_factory, worker_id):
+    """Compilation cache shared by all runs of the session, of all workers."""
+    base = tmp_path_factory.getbasetemp()
+    return str((base if worker_id == "master" else base.parent) / "cache")
 
 
 @pytest.fixture
 def tiny(tmp_path, cache_dir):
-    """tiny(**changes): a Config that trains in seconds, on its own text, into its own folder."""
+    """tiny(**changes): a Config that trains in seconds, on its own text, into its own folder. Its
+    rate does not depend on the number of steps, so runs of any length share one compiled update.
+    """
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer. "
                             for i in range(400)))
     base = dict(
         data=(str(text),), out_dir=str(tmp_path / "out"), cache_dir=cache_dir, steps=8,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2,
-        warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4, save_every=4,
-        sample_every=0, sample_tokens=0, dp=-1, fsdp=1)
+        schedule="constant", warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4,
+        save_every=4, sample_every=0, sample_tokens=0, dp=-1, fsdp=1)
 
     def make(**changes):
         return config.Config(**base | changes)

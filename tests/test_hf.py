@@ -743,6 +743,7 @@ def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
         train.main(dataclasses.replace(half, export=str(tmp_path / "ids.npy/within")))
 
 
+@pytest.mark.slow
 def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
     """PEFT's adapter on their model and the merged weights give the logits of the run.
 
