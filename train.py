@@ -1562,16 +1562,14 @@ def peer_fault(signs, now, timeout_s, silent_s):
     def who(rank):
         return f"process {rank} (pid {signs[rank][0]['pid']} on {signs[rank][0]['host']})"
 
-    running = {rank: sign for rank, sign in signs.items() if "done" not in sign[0]}
-    for rank, (sign, heard, _) in running.items():
+    for rank, (sign, heard, _) in signs.items():
         if "fault" in sign:
             return f"{who(rank)} has ended: {sign['fault']}"
-        if now - heard > silent_s:
+        if now - heard > silent_s and "done" not in sign:
             return (f"{who(rank)} has given no sign of life for {now - heard:.0f} s: it is dead, "
                     "stopped or cut off")
-    if running and all(sign["n"] and now - moved > timeout_s for sign, _, moved in
-                       running.values()):
-        last = min(running, key=lambda rank: signs[rank][0]["n"])
+    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs.values()):
+        last = min(signs, key=lambda rank: signs[rank][0]["n"])
         sign = signs[last][0]
         return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
                 f"{who(last)}, after {sign.get('doing')} at step {sign.get('step')}")

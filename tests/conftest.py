@@ -35,10 +35,9 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory, worker_id):
-    """Compilation cache shared by all runs of the session, of all workers."""
-    base = tmp_path_factory.getbasetemp()
-    return str((base if worker_id == "master" else base.parent) / "cache")
+def cache_dir(tmp_path_factory):
+    """Compilation cache shared by all runs of the session."""
+    return str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

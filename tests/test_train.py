@@ -1798,13 +1798,16 @@ def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_r
             np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
 
 
-def two(cfg, *flags):
-    """Both processes of a run, started: [(process, log), ...]."""
+def several(n, cfg, *flags):
+    """All n processes of a run, started: [(process, log), ...]."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    flags = [*flags, "--coordinator", f"127.0.0.1:{port}", "--n_processes", "2", "--process_id"]
-    return [command(cfg, 1, [*flags, str(i)]) for i in (0, 1)]
+    flags = [*flags, "--coordinator", f"127.0.0.1:{port}", "--n_processes", str(n), "--process_id"]
+    return [command(cfg, 1, [*flags, str(i)]) for i in range(n)]
+
+
+two = partial(several, 2)
 
 
 @pytest.mark.slow
@@ -2648,3 +2651,84 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
     assert "--micro_batches 2 (" in said and "--remat full (" in said
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
+
+
+# ---- many processes
+
+def test_which_process_ends_a_run():
+    """One that says so, one that is silent, and of those that all wait the one furthest behind;
+    one that is done is none of them.
+
+    Break: train.py: key=lambda rank: signs[rank][0]["n"] => key=lambda rank: -signs[rank][0]["n"]
+    """
+    def fault(*changes):
+        """Three processes at time 100 that were heard of and got further at 99."""
+        signs = {rank: ({"pid": 70 + rank, "host": "box", "n": 9, "doing": "step", "step": 5}
+                        | dict(change.get("sign", {})), change.get("heard", 99),
+                        change.get("moved", 99)) for rank, change in enumerate(changes)}
+        return train.peer_fault(signs, 100, timeout_s=20, silent_s=3)
+
+    assert fault({}, {}, {}) is None
+    assert fault({}, {"sign": {"fault": "OSError: no"}}, {}) == (
+        "process 1 (pid 71 on box) has ended: OSError: no")
+    assert fault({}, {}, {"heard": 96}) == ("process 2 (pid 72 on box) has given no sign of life "
+                                            "for 4 s: it is dead, stopped or cut off")
+    assert fault({}, {}, {"heard": 96, "sign": {"done": True}}) is None
+    waits = {"moved": 79}
+    assert fault(waits, waits, {}) is None
+    assert fault(waits, {"sign": {"n": 8, "doing": "dispatch"}} | waits, waits) == (
+        "no process has done anything for 20 s; the furthest behind is process 1 (pid 71 on box), "
+        "after dispatch at step 5")
+    assert fault(waits, waits, {"sign": {"n": 0}} | waits) is None  # it may still compile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n, how, words", [
+    (2, "KILL", "has given no sign of life for"), (4, "STOP", "has given no sign of life for"),
+    (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh")])
+def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
+    """Killed, stopped, stuck or failed: within seconds the others end with exit code 1 and words
+    that name it, its host and its number there; what was saved stays.
+
+    Break: train.py: os.pwrite(file, json => (file, json
+    """
+    cfg = tiny(steps=10**6, dp=1, fsdp=n, save_every=5, eval_every=0, peer_timeout_s=4.0)
+    hook = Path(cfg.out_dir + "_hook.py")
+    hook.write_text("import jax, time\ndef lose(event, value):\n"
+                    "    late = event == 'step' and value['step'] * jax.process_index() == 30\n"
+                    f"    if late and {how == 'hang'}: time.sleep(99)\n"
+                    f"    if late and {how == 'raise'}: raise RuntimeError('oh')\n")
+    runs = several(n, cfg, "--hooks", f"{hook}:lose")
+    wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
+    try:
+        if how in ("KILL", "STOP"):
+            os.kill(runs[1][0].pid, getattr(signal, f"SIG{how}"))
+        found = [ended(*run, 40) for i, run in enumerate(runs) if i != 1]
+    finally:
+        runs[1][0].kill()
+    for code, said in found:
+        assert code == 1 and words in said and f"process 1 (pid {runs[1][0].pid} on" in said, said
+    assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
+    assert "process 1" in rows(cfg.out_dir, "error")[-1]["error"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_process_costs_one_save(tiny):
+    """Files that process 1 writes end at 2,000 bytes until step 6: the save at 4 fails on both,
+    that at 8 is whole, and the run ends as if nothing had been.
+
+    Break: ckpt.py: if jax.process_count() > 1:
+            words => if False:
+            words
+    """
+    cfg = tiny(steps=8, dp=1, fsdp=2, d_model=64, eval_every=0, log_every=2)
+    hook = Path(cfg.out_dir + "_hook.py")
+    hook.write_text("import jax, resource\ndef fill(event, value):\n"
+                    "    if event in ('start', 'step') and jax.process_index() == 1:\n"
+                    "        size = 2000 if value['step'] < 6 else -1\n"
+                    "        resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))\n")
+    found = [ended(*run) for run in two(cfg, "--hooks", f"{hook}:fill")]
+    assert [code for code, _ in found] == [0, 0], found
+    fault, = rows(cfg.out_dir, "fault")
+    assert fault["step"] == 4 and "could not be written, older ones are whole" in fault["fault"]
+    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [8]
