@@ -36,10 +36,8 @@ class RayConfig(config.Config):
 
 
 def connect(address, n_cpus):
-    """Ray, connected to the cluster at `address` or to one of n_cpus that starts here. Its
-    processes find modules, and have JAX's flags, as this one does.
-    """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    """Ray, connected to a cluster or to a new one here; modules and JAX's flags are as here."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # say nothing
     try:
         import ray
     except ImportError:
@@ -82,9 +80,10 @@ def work(cfg, i, n, coordinator, folder, queue):
 
 def run(cfg, on_row=lambda event, row: None):
     """(summary of process 0, restarts). on_row(event, row) gets its "log" and "eval" rows as they
-    come. Raises ValueError for what the trainer says is the user's fault; SystemExit when a worker
-    died once more than cfg.max_restarts.
+    come. Raises ValueError for the user's fault, SystemExit for a death after cfg.max_restarts.
     """
+    given = (cfg.coordinator, cfg.n_processes, cfg.process_id) != ("", 1, 0)
+    config.raise_all([given and "coordinator, n_processes, process_id: this recipe sets them"])
     plain = config.Config(**{x.name: getattr(cfg, x.name) for x in fields(config.Config)})
     ray, restarts = connect(cfg.ray_address, cfg.n_workers * cfg.n_cpus), 0
     with train.catch_signals() as signals:
@@ -96,12 +95,12 @@ def run(cfg, on_row=lambda event, row: None):
             if "summary" in seen:
                 return seen["summary"], restarts
             if signals or restarts == cfg.max_restarts:
-                sys.exit(f"error: {seen['death']}, after {restarts} restarts")
+                sys.exit(f"error: {seen['death']}, after {restarts} of {cfg.max_restarts} restarts")
             if "start" in seen:  # what resume says of an older run is done
                 plain = replace(plain, resume="auto")
             restarts += 1
-            print(f"{seen['death']}: restart {restarts} of {cfg.max_restarts}, from the last "
-                  "checkpoint", flush=True)
+            print(f"{seen['death']}: restart {restarts} of {cfg.max_restarts}, from the last save",
+                  flush=True)
 
 
 def attempt(ray, cfg, plain, on_row, signals):
@@ -110,16 +109,12 @@ def attempt(ray, cfg, plain, on_row, signals):
     """
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
-
-    def free_address():
-        with socket.create_server(("", 0)) as s:
-            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
-
-    n, seen, asked = cfg.n_workers, {}, False
+    n, seen, asked, host = cfg.n_workers, {}, False, ray.util.get_node_ip_address
     queue = Queue(actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}})
     group = ray.util.placement_group(n * [{"CPU": cfg.n_cpus, "GPU": cfg.n_gpus}], "SPREAD")
     once, places = ray.remote(max_calls=1, max_retries=0), [InGroup(group, i) for i in range(n)]
-    address = once(free_address).options(num_cpus=0, scheduling_strategy=places[0]).remote()
+    address = once(lambda: f"{host()}:{socket.create_server(('', 0)).getsockname()[1]}").options(
+        num_cpus=0, scheduling_strategy=places[0]).remote()
     waiting = workers = [once(work).options(
         num_cpus=cfg.n_cpus, num_gpus=cfg.n_gpus, scheduling_strategy=place).remote(
         plain, i, n, address, os.getcwd(), queue) for i, place in enumerate(places)]
