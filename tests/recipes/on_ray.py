@@ -71,7 +71,7 @@ def work(cfg, i, n, coordinator, folder, queue):
         jax.distributed.shutdown()  # waits for the others
     except Exception as e:
         fault = isinstance(e, ValueError) and train.raised_by_us(e)
-        time.sleep(0 if fault else 1)  # if the cause is another's death, this one ends untold
+        time.sleep(0 if fault else 5)  # if the cause is another's death, this one ends untold
         queue.put(("fault", str(e)) if fault else ("text", traceback.format_exc()))
         os._exit(1)  # any other exit would wait for the others
 
