@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two recipes for Ray, on a cluster of one host that all tests here share."""
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+import config
+import train
+from conftest import ROOT
+from test_recipes import saved_arrays
+
+if not importlib.util.find_spec("ray"):
+    pytest.skip("ray is not installed: pip install 'ray[tune]'", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "tests/recipes"))
+import on_ray
+import tune
+
+pytestmark = pytest.mark.slow
+TINY = dict(data=("text.txt",), steps=8, batch_size=8, seq_len=16, d_model=32, n_layers=1,
+            n_heads=4, warmup_steps=2.0, eval_batches=2, log_every=1, eval_every=4, save_every=4,
+            sample_every=0, sample_tokens=0, dtype="float32")
+TEXT = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer. " for i in range(400))
+# A process of the cluster has one CPU device.
+FLAGS = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Address of a cluster of four CPUs, whatever this machine has, to which we are connected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", FLAGS)
+        ray = on_ray.connect("", 4)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder that relative paths are relative to, with a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def events(out_dir, *names):
+    return [row for row in train.read_log(out_dir) if row["event"] in names]
+
+
+def losses(out_dir):
+    return [(row["step"], row.get("loss"), row.get("val_loss"))
+            for row in events(out_dir, "log", "eval")]
+
+
+KILL = """
+import os, pathlib, signal, time, jax
+def once(event, value):
+    mark, saved = pathlib.Path("killed"), pathlib.Path("killed_run/ckpt/000000004/meta.json")
+    if event == "step" and value["step"] == 6 and jax.process_index() == 1 and not mark.exists():
+        while not saved.exists():
+            time.sleep(0.01)
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+def always(event, value):
+    if event == "step" and value["step"] == 2 and jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
+        folder, address, cache_dir, capfd):
+    """Losses are those of one process to float32 rounding, the same in the rows that reach the
+    caller. Then one of two is killed between two saves of a run that must not find an older one:
+    the job starts again from the save, said in one line, and ends equal to the bit.
+
+    Break: tests/recipes/on_ray.py: if "start" in seen: => if False:
+    """
+    cfg = on_ray.RayConfig(**TINY, out_dir="two", cache_dir=cache_dir)
+    came = []
+    summary, restarts = on_ray.run(cfg, lambda event, row: came.append((event, row, time.time())))
+    assert restarts == 0 and summary["step"] == 8 and summary["exit_code"] == 0
+    rows = [(row["step"], row.get("loss"), row.get("val_loss")) for _, row, _ in came]
+    assert rows == losses("two") and len(rows) == 10
+    assert {row["processes"] for row in events("two", "start")} == {2}
+    assert came[0][2] < Path("two/ckpt/000000008/meta.json").stat().st_mtime  # while it goes on
+    alone = config.Config(**TINY, out_dir="one", cache_dir=cache_dir)
+    train.main(alone)
+    for ours, theirs in zip(losses("two"), losses("one"), strict=True):
+        np.testing.assert_allclose(np.float64(ours), np.float64(theirs), rtol=2e-6)
+    capfd.readouterr()
+    Path("kill.py").write_text(KILL)
+    killed = replace(cfg, out_dir="killed_run", hooks=("kill.py:once",), resume="never")
+    again, restarts = on_ray.run(killed)
+    said = capfd.readouterr()
+    assert restarts == 1 and Path("killed").exists()
+    assert said.out.count("\nworker 1 died: restart 1 of 3, from the last save\n") == 1
+    assert "from its own checkpoint, at step 4\n" in said.out
+    assert "raylet" not in said.out + said.err and "Traceback" not in said.out + said.err
+    assert losses("killed_run") == losses("two") and again["val_loss"] == summary["val_loss"]
+    straight, resumed = saved_arrays("two"), saved_arrays("killed_run")
+    assert straight.keys() == resumed.keys()
+    assert all(np.array_equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_deaths_beyond_max_restarts_and_faults_of_the_user_are_told_in_a_sentence(
+        folder, address, cache_dir, capfd):
+    """With exit code 1 and 2; a fault, which a restart would not mend, causes none.
+
+    Break: tests/recipes/on_ray.py: restarts == cfg.max_restarts => restarts > cfg.max_restarts
+    """
+    Path("kill.py").write_text(KILL)
+    cfg = on_ray.RayConfig(**TINY, out_dir="dead", cache_dir=cache_dir, hooks=("kill.py:always",),
+                           max_restarts=0)
+    with pytest.raises(SystemExit, match="^error: worker 1 died, after 0 of 0 restarts$"):
+        on_ray.run(cfg)  # Python ends with code 1 and prints it
+    assert "restart 1" not in capfd.readouterr().out
+    flags = ["--n_workers", "1", "--out_dir", "fault", "--data", "missing.txt"]
+    code = train.cli(flags, kind=on_ray.RayConfig, main=lambda cfg, hooks, task: on_ray.run(cfg)[0])
+    said = capfd.readouterr()
+    assert code == 2 and said.out == ""
+    assert said.err == "error: data 'missing.txt': no such file, and no file matches it as a glob\n"
+
+
+def test_a_signal_to_the_caller_stops_the_workers_saved(folder, address, cache_dir):
+    """SIGTERM: all finish the same step and save; exit code 0 and the reason; the same command
+    goes on.
+
+    Break: tests/recipes/on_ray.py: ray.cancel(workers[0], force=False) =>
+    ray.cancel(workers[0], force=True)
+    """
+    given = TINY | dict(out_dir="long", steps=10**6, log_every=5, save_every=0, eval_every=0,
+                        cache_dir=cache_dir, ray_address=address, data="text.txt")
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    env = os.environ | {"XLA_FLAGS": FLAGS}
+    with subprocess.Popen([sys.executable, str(ROOT / "tests/recipes/on_ray.py"), *flags], env=env,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while not events("long", "log") and run.poll() is None:
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, out + err
+    stop = events("long", "stop")[-1]
+    assert stop["step"] % 5 == 0 and f"step {stop['step']}, " in out and "saved in long/ckpt" in out
+    meta = ckpt.read_meta("long/ckpt", stop["step"])
+    assert meta["config"]["steps"] == 10**6 and "n_workers" not in meta["config"]
+    assert err.strip() == "SIGTERM: finishing the step and saving; again to end at once"
+
+
+def test_a_sweep_stops_what_is_hopeless_and_names_the_best(folder, address, cache_dir, capfd):
+    """Four trials, two at a time: the first two reach the end, the third, which cannot learn, and
+    the fourth, which is slow, stop at the first rung. The table has all, the best first; what the
+    last line says repeats it.
+
+    Break: tests/recipes/tune.py: grace_period=cfg.grace_steps => grace_period=cfg.steps
+    """
+    cfg = tune.SweepConfig(
+        **TINY, out_dir="sweep", cache_dir=cache_dir, n_trials=4, grace_steps=4, n_cpus=2,
+        seed=61, sweep=("lr=1e-3,3e-3,1e-9", "keep=2:99"))
+    rows = {row["trial"]: row for row in tune.run(cfg)}
+    out = capfd.readouterr().out.splitlines()
+    assert [rows[i]["values"]["lr"] for i in range(4)] == [3e-3, 3e-3, 1e-9, 1e-3]
+    for i, state, step in ((0, "done", 8), (1, "done", 8), (2, "stopped", 4), (3, "stopped", 4)):
+        assert (rows[i]["state"], rows[i]["step"]) == (state, step)
+        ends = events(f"sweep/{i}", "end")
+        assert [row["val_loss"] for row in ends] == [rows[i]["val_loss"]] * (state == "done")
+    head, *table = out[-6:-1]
+    assert head.split() == ["trial", "step", "held-out", "loss", "lr", "keep"]
+    assert [int(line.split()[0]) for line in table] == [*rows] == [0, 1, 3, 2]
+    assert len({row["values"]["keep"] for row in rows.values()}) > 1
+    assert all(2 <= row["values"]["keep"] <= 99 for row in rows.values())
+    assert all(len(line) <= 80 for line in out[:-1])
+    said, _, line = out[-1].partition("; to repeat it: ")
+    assert said == "best: trial 0"
+    assert train.cli([*shlex.split(line)[2:], "--fsdp", "-1"]) == 0
+    again = events("sweep/0-again", "end")[-1]["val_loss"]
+    np.testing.assert_allclose(again, rows[0]["val_loss"], rtol=2e-6)
