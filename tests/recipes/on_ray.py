@@ -86,7 +86,8 @@ def run(cfg, on_row=lambda event, row: None):
     config.raise_all([given and "coordinator, n_processes, process_id: this recipe sets them"])
     plain = config.Config(**{x.name: getattr(cfg, x.name) for x in fields(config.Config)})
     ray, restarts = connect(cfg.ray_address, cfg.n_workers * cfg.n_cpus), 0
-    with train.catch_signals() as signals:
+    with train.catch_signals() as (signals, in_loop):
+        in_loop.set()
         while True:
             seen = attempt(ray, cfg, plain, on_row, signals)
             if "fault" in seen:
