@@ -18,6 +18,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import digits
+import hooks
 
 
 def saved_arrays(out):
@@ -82,3 +83,53 @@ def test_digits_by_its_command_line(tmp_path):
     run = subprocess.run([*call, "--d_hidden", "0"], env=env, cwd=tmp_path, capture_output=True,
                          text=True)
     assert run.returncode == 2 and "d_hidden 0: must be at least 1" in run.stderr
+
+
+def test_early_stopping_counts_evaluations_of_all_starts(tiny):
+    """The held-out loss of a run whose rate is far too high does not fall in 2 evaluations, one of
+    them of the start before.
+
+    Break: tests/recipes/hooks.py: losses.extend( => list(
+    """
+    losses = iter([3.0, 2.0, 2.5, 2.25, 1.0])
+
+    def scripted(event, row):
+        return row | {"val_loss": next(losses)} if event == "eval" else None
+
+    cfg = tiny(steps=8, eval_every=1, save_every=0)
+    train.main(dataclasses.replace(cfg, stop=("+3",)), [scripted, hooks.stop_early(2)])
+    summary = train.main(cfg, [scripted, hooks.stop_early(2)])
+    assert (summary["step"], summary["reason"]) == (
+        4, "no better in 2 evaluations than 2.0000")
+
+
+def test_what_is_frozen_after_a_step_stays(tiny):
+    """The embedding changes in updates 1 and 2 alone, all else in each.
+
+    Break: tests/recipes/hooks.py: jnp.where(state["step"] < step, x => jnp.where(True, x
+    """
+    states = []
+
+    def keep(event, state):
+        if event in ("load", "state"):
+            states.append({name: np.array(x) for name, x in state["params"].items()})
+
+    train.main(tiny(steps=4, eval_every=0), [hooks.freeze_after(2, "emb*"), keep])
+    changed = {name: [not np.array_equal(old[name], new[name])
+                      for old, new in zip(states, states[1:])] for name in states[0]}
+    assert changed.pop("embed") == [True, True, False, False]
+    assert all(map(all, changed.values()))
+
+
+def test_a_metric_of_ones_own_is_in_every_row(tiny):
+    """By NumPy in float64, in training, over microbatches, and in evaluation.
+
+    Break: tests/recipes/hooks.py: optax.tree.norm(params) => jnp.float32(1)
+    """
+    cfg = tiny(steps=2, batch_size=16, micro_batches=2, eval_every=2, lr=0.0, weight_decay=0.0)
+    summary = train.main(cfg, [hooks.weight_norm])
+    params = summary["state"]["params"].values()
+    expected = sum((np.float64(x) ** 2).sum() for x in params) ** 0.5
+    rows = {row["event"]: row for row in train.read_log(cfg.out_dir)}
+    np.testing.assert_allclose(rows["log"]["weight_norm"], expected, rtol=1e-5)
+    np.testing.assert_allclose(rows["eval"]["val_weight_norm"], expected, rtol=1e-5)

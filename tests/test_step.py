@@ -1226,3 +1226,57 @@ def test_host_memory_that_a_device_lacks_is_refused():
         step.check_host_memory(cfg, jax.devices()[0])
         with pytest.raises(ValueError, match=f"TPU v0 has no pinned_host.*set {instead}"):
             step.check_host_memory(cfg, bare)
+
+
+# ---- parameter groups
+
+def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
+    """Three updates by float64 NumPy: of AdamW for the matrix, at half the rate and twice the
+    decay; of Lion for the stack; the bias, which decays when it is told to, by AdamW as it is.
+
+    Break: step.py: rate[name] * (u + decay => (u + decay
+    """
+    cfg = dataclasses.replace(BASE, optimizer="adamw", weight_decay=0.25, clip_norm=0.0, b1=0.5,
+                              b2=0.75, eps=1e-8)
+    changes = {"embed": {"lr_mult": 0.5, "decay_mult": 2.0}, "layers": {"optimizer": "lion"},
+               "bias": {"decay_mult": 1.0}}
+    table = {name: row | changes.get(name, {}) for name, row in STACK.items()}
+    rng = np.random.default_rng(3)
+    params = {k: rng.normal(size=row["shape"]) for k, row in STACK.items()}
+    optimizer = step.make_optimizer(cfg, table)
+    ours = jax.tree.map(jnp.float32, params)
+    state, m = optimizer.init(ours), dict.fromkeys(params, 0.0)
+    v = dict(m)
+    for t in range(1, 4):
+        grads = {k: rng.normal(size=x.shape) for k, x in params.items()}
+        updates, state = optimizer.update(jax.tree.map(jnp.float32, grads), state, ours)
+        for name, g in grads.items():
+            if name == "layers":
+                u = np.sign(cfg.b1 * m[name] + (1 - cfg.b1) * g)
+                m[name] = cfg.b2 * m[name] + (1 - cfg.b2) * g
+            else:
+                m[name] = cfg.b1 * m[name] + (1 - cfg.b1) * g
+                v[name] = cfg.b2 * v[name] + (1 - cfg.b2) * g * g
+                u = m[name] / (1 - cfg.b1**t) / (np.sqrt(v[name] / (1 - cfg.b2**t)) + cfg.eps)
+            u += {"embed": 0.5, "layers": 0.25, "bias": 0.25}[name] * params[name]
+            np.testing.assert_allclose(updates[name], u * (0.5 if name == "embed" else 1),
+                                       rtol=2e-5, atol=1e-6)
+
+
+def test_muon_may_be_of_some_parameters_alone():
+    """With --optimizers 'layers*=muon' the stack moves as under muon, the rest as under sgd.
+
+    Break: step.py: row.get("optimizer", cfg.optimizer) => cfg.optimizer
+    """
+    rng = np.random.default_rng(4)
+    grads = {k: np.float32(rng.normal(size=row["shape"])) for k, row in STACK.items()}
+    zeros, moved = jax.tree.map(jnp.zeros_like, grads), {}
+    mixed = {name: row | ({"optimizer": "muon"} if name == "layers" else {})
+             for name, row in STACK.items()}
+    for kind, table in (("sgd", mixed), ("muon", STACK), ("sgd ", STACK)):
+        cfg = dataclasses.replace(BASE, optimizer=kind.strip(), clip_norm=0.0)
+        optimizer = step.make_optimizer(cfg, table)
+        moved[kind] = optimizer.update(grads, optimizer.init(zeros), zeros)[0]
+    for name in STACK:
+        expected = moved["muon" if name == "layers" else "sgd "][name]
+        np.testing.assert_array_equal(moved["sgd"][name], expected)

@@ -2366,6 +2366,30 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
 def rows_or_none(out):
     return (Path(out) / "metrics.jsonl").exists()
 
+def test_patterns_choose_the_groups():
+    """The last that matches holds; one that matches nothing, or has no factor, is told.
+
+    Break: train.py: text.rpartition("=") for text in getattr(cfg, field)) =>
+    text.rpartition("=") for text in reversed(getattr(cfg, field)))
+    """
+    cfg = config.Config(lr_mult=("*=2", "embed=0.5"), decay_mult=("*norm=1",),
+                        optimizers=("layers.w*=muon",))
+    table = train.prepare(cfg, devices=jax.devices()[:1])["table"]
+    assert {name: row["lr_mult"] for name, row in table.items()} == {
+        name: 0.5 if name == "embed" else 2 for name in table}
+    assert {n for n, row in table.items() if "decay_mult" in row} == {
+        n for n in table if n.endswith("norm")}
+    assert {n for n, row in table.items() if "optimizer" in row} == {
+        n for n in table if n.startswith("layers.w")}
+    for changes, words in (
+            (dict(lr_mult=("embd=2",)), "lr_mult 'embd': matches no parameter; there are"),
+            (dict(lr_mult=("embed",)), "must be PATTERN=NUMBER, as in 'embed=0.3'"),
+            (dict(decay_mult=("embed=-1",)), "must be PATTERN=NUMBER, as in 'embed=0.3'"),
+            (dict(optimizers=("embed=adamm",)), "optimizers 'embed=adamm': unknown .nearest: a")):
+        with pytest.raises(ValueError, match=words):
+            train.prepare(config.Config(**changes), devices=jax.devices()[:1])
+
+
 # ---- every stop, and what it says
 
 @pytest.mark.parametrize("stop, values, reason, code", [
