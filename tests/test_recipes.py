@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every recipe is run for real, and edits none of the six files."""
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
@@ -116,7 +117,7 @@ def test_what_is_frozen_after_a_step_stays(tiny):
 
     train.main(tiny(steps=4, eval_every=0), [hooks.freeze_after(2, "emb*"), keep])
     changed = {name: [not np.array_equal(old[name], new[name])
-                      for old, new in zip(states, states[1:])] for name in states[0]}
+                      for old, new in itertools.pairwise(states)] for name in states[0]}
     assert changed.pop("embed") == [True, True, False, False]
     assert all(map(all, changed.values()))
 

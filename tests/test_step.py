@@ -160,8 +160,7 @@ def test_adamw_equals_numpy():
     """Six updates are those of a float64 NumPy AdamW that decays the matrix and not the bias, to
     1e-5 (float32).
 
-    Break: step.py: optax.add_decayed_weights(cfg.weight_decay, decays) =>
-    optax.add_decayed_weights(cfg.weight_decay)
+    Break: step.py: row.get("decay_mult", float(is_matrix)) => 1
     """
     updates_like_numpy(clip_norm=0.0, weight_decay=0.3, eps=0.01)
 
