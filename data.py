@@ -183,7 +183,7 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False):
         ahead = deque(islice(items, depth))
         for i in range(start, stop):
             began, item, told = time.perf_counter(), ahead.popleft(), False
-            while not wait([item], 0.1).done:
+            while not (item.done() or wait([item], 0.1).done):
                 if stopped():
                     return
                 if i in missing and not told:

@@ -1481,11 +1481,11 @@ def ask(run, step, asked, signals, clock):
     if several and (step % (run["cfg"].log_every or 10) or step == asked["step"]):
         return asked
     number = signal.Signals[signals[0]].value if signals else 0
-    file = Path(run["cfg"].out_dir, "stop").exists()
-    found = np.float32([time.perf_counter() - clock["from"], file, number])
+    file = os.path.exists(f"{run['cfg'].out_dir}/stop")
+    found = time.perf_counter() - clock["from"], file, number
     if several:
-        found = multihost_utils.process_allgather(found).max(axis=0)
-    second, file, number = found.tolist()
+        found = multihost_utils.process_allgather(np.float32(found)).max(axis=0).tolist()
+    second, file, number = found
     return {"step": step, "second": second, "file": bool(file),
             "signal": signal.Signals(int(number)).name if number else None}
 

@@ -277,6 +277,59 @@ def first_torch_compile():
 
 # ---- checkpoints: a state of 124M parameters and two moments
 
+def one_parameter():
+    """A task whose update takes next to nothing."""
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import PartitionSpec as P
+
+    def loss(params, batch, cfg):
+        y = (params["w"] * batch["x"]).sum()
+        return {"objective": y, "loss": y}, {"objective": 1.0, "loss": 1.0}
+
+    source = {"n": 10**9, "fingerprint": "ones",
+              "batch": lambda step, rows: {"x": np.ones(len(rows), np.float32)}}
+    return {"table": lambda cfg: {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0))},
+            "init": lambda key, cfg: {"w": jnp.ones(1)}, "loss": loss,
+            "batch": lambda cfg: {"x": ((1,), np.float32, P())},
+            "open": lambda cfg, parts: {"train": source, "val": None}}
+
+
+def loop_ours(*track, n=20_000):
+    """Wall time of an update of one parameter, from the first to the last row of its log."""
+    import train
+    os.environ["WANDB_MODE"] = "offline"
+    with scratch() as folder, contextlib.redirect_stdout(sys.stderr):
+        cfg = train.config.Config(out_dir=str(folder), steps=n, batch_size=1, eval_every=0,
+                                  save_every=0, log_every=100, track=track)
+        train.main(cfg, task=one_parameter())
+        rows = [row for row in train.read_log(folder) if row["event"] == "log"]
+    spent = [sum(row["time_s"].values()) for row in rows]
+    return (spent[-1] - spent[0]) / (rows[-1]["step"] - rows[0]["step"]) * 1e6
+
+
+def loop_tracked():
+    return loop_ours("tensorboard", "wandb")
+
+
+def loop_bare(n=20_000):
+    """The same compiled update and one batch, called again and again; of each, one flag is read."""
+    import jax
+
+    import train
+    run = train.prepare(train.config.Config(batch_size=1), one_parameter())
+    programs = train.steplib.compile_steps(*train.program_parts(run))
+    state, flag = programs["init"](jax.random.key(0)), True
+    batch = {name: jax.device_put(x, run["batch"][name].sharding)
+             for name, x in run["task"]["open"](None, ())["train"]["batch"](0, range(1)).items()}
+    began = time.perf_counter()
+    for _ in range(n):
+        state, metrics = programs["train_step"](state, batch)
+        bool(flag)
+        flag = metrics["finite"]
+    return (time.perf_counter() - began) / n * 1e6
+
+
 def state_124m(kinds=("params", "mu", "nu")):
     import jax.numpy as jnp
     import numpy as np
@@ -681,6 +734,8 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
     "start cold": ("s", False, {"ours": "start_ours_cold", "torch": "start_torch",
                                 "torch.compile": "start_torch_compile"}),
     "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
+    "loop": ("us a step", False, {"ours": "loop_ours", "tracked": "loop_tracked",
+                                  "bare": "loop_bare"}),
     "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),
     "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
     "ckpt mesh": ("", False, {"ours": "ckpt_mesh", "orbax": "ckpt_mesh_orbax"}),
