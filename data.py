@@ -166,6 +166,8 @@ def to_device(batch, shardings, batch_size):
     return jax.make_array_from_process_local_data(shardings, batch, shapes)
 
 
+# ---- optional
+
 def prefetch(make, start, stop, depth=2, stopped=lambda: False):
     """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
     ahead by a thread. While make(i) is None it is asked again, and one (None, seconds) yielded;
@@ -195,8 +197,6 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False):
         closed.set()
         pool.shutdown(cancel_futures=True)
 
-
-# ---- optional
 
 def open_text(cfg, parts=("train", "val")):
     """{"train", "val"}: None where nothing is held out or the part is not asked for, else {"n":

@@ -206,7 +206,7 @@ def start_run(run, hooks, observers, state, params, began):
     rows = ckpt.from_main(lambda: [[row["step"], row["event"], row.get("time_s")]
                                    for row in read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
-    done = [event for row_step, event, _ in rows if row_step == step]
+    last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
 
     wishes = []
 
@@ -221,8 +221,7 @@ def start_run(run, hooks, observers, state, params, began):
     run |= {"programs": programs, "emit": emit, "wishes": wishes, "first_step": step}
     run["meta"] = describe(run, meta)
     emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
-    last = dict.fromkeys([*done, *(["save"] if meta else [])], (step, 0.0))
-    return run, state, last, clock
+    return run, state, last | ({"save": (step, 0.0)} if meta else {}), clock
 
 
 def train(run, state, last, clock, signals):

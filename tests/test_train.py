@@ -2474,19 +2474,21 @@ def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
 
 @pytest.mark.slow
 def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days):
-    """The folder has no new file; an event says so, once, and here its hook makes the kill file.
+    """The folder has no new file; an event says so, once, and a second later the kill file is
+    there.
 
     Break: train.py: stopped=lambda: jax.process_count() == 1 => stopped=lambda: False
     """
-    cfg, seen = days(wait_s=60.0, windows_per_epoch=0, steps=10**6), []
+    cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
 
     def kill(event, value):
         seen.append(event)
         if event == "out_of_data":
-            Path(cfg.out_dir, "stop").touch()
+            threading.Timer(1, Path(cfg.out_dir, "stop").touch).start()
 
-    assert train.main(cfg, [kill])["reason"] == f"{cfg.out_dir}/stop is there"
-    assert seen.count("out_of_data") == 1 == len(rows(cfg.out_dir, "out_of_data"))
+    summary = train.main(cfg, [kill])
+    assert summary["reason"] == f"{cfg.out_dir}/stop is there" and seen.count("out_of_data") == 1
+    assert [row["step"] for row in rows(cfg.out_dir, "out_of_data")] == [summary["step"]]
     assert seen.count("window") == len(rows(cfg.out_dir, "window")) > 0
 
 
