@@ -207,7 +207,6 @@ def start_run(run, hooks, observers, state, params, began):
                                    for row in read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
-
     wishes = []
 
     def emit(event, row):
@@ -327,8 +326,7 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
     run stands in its data, and under what config.
     """
-    train, began = run["train"], time.perf_counter()
-    cfg = run["cfg"]
+    cfg, train, began = run["cfg"], run["train"], time.perf_counter()
     end_saves(run, saving, [kind])
     waited_s = time.perf_counter() - began
     epoch, sequence = divmod(step * cfg.batch_size, train["n"])
@@ -642,12 +640,8 @@ def screen(cfg):
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
-            unit, total = row["unit"], row["memory_bytes_per_device"]["total"] / 2**20
-            known = steplib.peaks(jax.devices()[0].device_kind)[0]
-            if "flops_formula" in row and not known and jax.devices()[0].platform != "cpu":
-                say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
-            say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
-                f"{row['origin']}, at step {row['step']}")
+            show_start(row)
+            unit = row["unit"]
             bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
         elif event == "step":
@@ -673,16 +667,26 @@ def screen(cfg):
         if event in ("end", "error"):
             bar.close()
         if event == "end":
+            saved = f", saved in {ckpt_root(cfg)}" if row["checkpoint"] else ""
             words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte", ", "),
-                     "loss" in row and f"training {in_words(row, 'loss')}",
-                     f"{row['wall_s']:.0f} s", row["checkpoint"] and f"saved in {ckpt_root(cfg)}"]
+                     "loss" in row and f"training {in_words(row, 'loss')}"]
             show_time(row["time_s"])
-            say(f"done: {row['reason']}; {', '.join(filter(None, words))}")
+            say(", ".join(filter(None, words)))
+            say(f"done: {row['reason']}; {row['wall_s']:.0f} s{saved}")
             if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
                 flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
                 say(f"the same command{flag} goes on from here")
 
     return observe
+
+
+def show_start(row):
+    device, total = jax.devices()[0], row["memory_bytes_per_device"]["total"] / 2**20
+    known = device.platform == "cpu" or steplib.peaks(device.device_kind)[0]
+    if "flops_formula" in row and not known:
+        say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
+    say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
+        f"{row['origin']}, at step {row['step']}")
 
 
 def show_time(time_s):
@@ -1521,8 +1525,11 @@ def watch_peers(cfg, end):
     if jax.process_count() == 1 or not cfg.peer_timeout_s:
         return lambda **changes: None
     start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
+    except OSError:  # only process 0 needs it
+        return lambda **changes: None
     mine = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "n": 0, "beats": 0}
     signs = {}  # {rank: (sign, when it was heard of, when it got further)}
 

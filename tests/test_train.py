@@ -185,7 +185,8 @@ def test_a_run_leaves_what_it_promises(tiny, capsys):
     for row in log:
         assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said
     assert said.count(" sample -") == len(rows(out, "sample")) == 2
-    assert "done: all 10 steps are done; step 10, held-out loss" in lines[-1]
+    assert lines[-2].startswith("step 10, held-out loss ")
+    assert lines[-1].startswith("done: all 10 steps are done; ")
 
 
 def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
@@ -862,8 +863,8 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
             "------------------------\nstep      4  no sample: none left\n")
     table = ("   start compile    lost  wall time\n"
              "    1.0%    0.0%   99.0%  1,000 s\n")
-    done = (table + "done: {}; step 4, held-out loss 2.5000, 1.500 bits/byte, training loss "
-            "2.3457, 62 s, saved in out/ckpt\n")
+    done = (table + "step 4, held-out loss 2.5000, 1.500 bits/byte, training loss 2.3457\n"
+            "done: {}; 62 s, saved in out/ckpt\n")
     cfg, calls = types.SimpleNamespace(
         steps=9, out_dir="out", ckpt_dir="", resume="auto"), []
     monkeypatch.setattr(train, "tqdm", Bar)
@@ -896,7 +897,7 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
         assert say(observe, ("end", end | change)) == words and calls == [("close",)]
     alone = {k: end[k] for k in ("step", "reason", "checkpoint", "wall_s", "time_s")}
     alone |= {"exit_code": 1}
-    short = table + "done: SIGTERM; step 4, 62 s"
+    short = table + "step 4\ndone: SIGTERM; 62 s"
     assert say(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
     lost = alone | {"checkpoint": None}
     assert say(observe, ("end", lost)) == short + "\n"
