@@ -75,7 +75,7 @@ class Config:
     # ---- length and batch
     steps: Count = 600  # optimizer updates in all: the horizon of the schedule
     epochs: Amount = 0.0  # passes over the training data; above 0 it sets steps
-    stop: tuple[str, ...] = ()  # earlier, at any of 500 (updates), +100 more, 2h30m, val_loss<3 ...
+    stop: tuple[str, ...] = ()  # end early: 500 (updates), +100 (of this start), 2h30m, val_loss<3
     batch_size: Count = 16  # sequences per update, all devices
     micro_batches: Count = 1  # microbatches per update, for gradient accumulation
     seq_len: Count = 128  # tokens per sequence
@@ -145,9 +145,9 @@ class Config:
     coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
     n_processes: Count = 1  # processes of this run, with coordinator host:port
     process_id: Whole = 0  # number of this process, with coordinator host:port
-    peer_timeout_s: Amount = 1800.0  # without progress of any process, until they end; 0: never
+    peer_timeout_s: Amount = 1800.0  # seconds without progress after which all processes end; 0: never
     # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
-    track: tuple[str, ...] = ()  # wandb, tensorboard: where metrics go beside metrics.jsonl
+    track: tuple[str, ...] = ()  # wandb, tensorboard: trackers of metrics, beside metrics.jsonl
     log_every: Whole = 10  # updates between lines of metrics.jsonl
     eval_every: Period = 250  # between evaluations; there is always one at the end
     eval_batches: Whole = 40  # batches per evaluation; 0: all held-out data
