@@ -145,7 +145,7 @@ class Config:
     coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
     n_processes: Count = 1  # processes of this run, with coordinator host:port
     process_id: Whole = 0  # number of this process, with coordinator host:port
-    peer_timeout_s: Amount = 1800.0  # seconds without progress after which all processes end; 0: never
+    peer_timeout_s: Amount = 1800.0  # seconds without progress until all processes end; 0: never
     # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
     track: tuple[str, ...] = ()  # wandb, tensorboard: trackers of metrics, beside metrics.jsonl
     log_every: Whole = 10  # updates between lines of metrics.jsonl
