@@ -93,8 +93,8 @@ def stop_at(step):
     return hook
 
 
-def wait_for(ready):
-    deadline = time.monotonic() + 60
+def wait_for(ready, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert ready()
