@@ -168,16 +168,15 @@ def count_damages(n_damages, seed, root):
 
 # ---- kills of runs
 
-RUN_STEPS = 400
 END_S, JAX_END_S = 60, 20  # for a process to end once the other is dead; before they watch it
 
 
-def make_run(root, name):
+def make_run(root, name, steps=400):
     """A config of a run of two processes that saves every few updates."""
     text = Path(root, "text.txt")
     text.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(400)))
     return config.Config(
-        data=(str(text),), out_dir=f"{root}/{name}", cache_dir=f"{root}/cache", steps=RUN_STEPS,
+        data=(str(text),), out_dir=f"{root}/{name}", cache_dir=f"{root}/cache", steps=steps,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, warmup_steps=2.0,
         dp=1, fsdp=2, eval_batches=1, log_every=5, eval_every=50, save_every=7, keep=2,
         sample_tokens=0, peer_timeout_s=4.0)
@@ -210,7 +209,7 @@ def how_ended(run, log, limit_s):
     if run.exitcode is None:
         run.kill()
         run.join()
-        return f"none after {limit_s} s", limit_s
+        return f"no exit code, waiting {limit_s} s", limit_s
     by = "watch_peers" if " ends: " in log.read_text() else "JAX"
     return f"exit code {run.exitcode} by {by}", time.monotonic() - began
 
@@ -257,15 +256,16 @@ def kill_run(several, cfg, rng, seconds):
 
 
 def count_run_kills(n_kills, seed, root):
-    """Of runs one after another, each as often as it takes to its end."""
+    """Of one run after another, each killed until it reaches its end."""
     import conftest  # noqa: F401 fake devices, before JAX starts
     import test_train as tests
     rng, counts, killed = random.Random(seed), Counter(), 0
     seconds = {"restart": [], "end of the other": []}
-    straight = make_run(root, "straight")
+    steps = min(400, 30 * n_kills)
+    straight = make_run(root, "straight", steps)
     assert [tests.ended(*run, 600)[0] for run in tests.several(2, straight)] == [0, 0]
     for n in range(n_kills):
-        cfg = make_run(root, f"killed{n}")
+        cfg = make_run(root, f"killed{n}", steps)
         while killed < n_kills and (words := kill_run(tests.several, cfg, rng, seconds)):
             counts[words] += 1
             killed += 1
@@ -282,7 +282,9 @@ def count_run_kills(n_kills, seed, root):
         if killed == n_kills:
             break
     for what, found in seconds.items():
-        print(f"seconds, {what}: median {statistics.median(found):.1f}, most {max(found):.1f}")
+        if found:
+            print(f"seconds, {what}: median {statistics.median(found):.1f}, "
+                  f"most {max(found):.1f}")
     return +counts
 
 
