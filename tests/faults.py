@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill processes that save, replace, prune and restore, and damage files; count what comes back.
 
-    python tests/faults.py [--kills 500] [--damage 1000] [--seed 0]
+    python tests/faults.py [--kills 500] [--damage 1000] [--run_kills 0] [--seed 0]
 
 Every number of a saved tree is its n, so a mixture or a wrong number shows. Ends with 1 when there
 was one, or when less came back than must. One kill in 25 is of one of four processes. This process
-imports JAX and forks, but never starts it, so a fork is safe and quick.
+imports JAX and forks, but never starts it, so a fork is safe and quick. --run_kills is of whole
+runs of two processes, which must end equal to the bit to one that nothing disturbed.
 """
 import argparse
 import json
@@ -14,6 +15,7 @@ import random
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ import jax
 import numpy as np
 
 import ckpt
+import config
 
 
 def tree_of(n):
@@ -163,9 +166,130 @@ def count_damages(n_damages, seed, root):
     return counts
 
 
+# ---- kills of runs
+
+END_S, JAX_END_S = 60, 20  # for a process to end once the other is dead; before they watch it
+
+
+def make_run(root, name, steps=400):
+    """A config of a run of two processes that saves every few updates."""
+    text = Path(root, "text.txt")
+    text.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(400)))
+    return config.Config(
+        data=(str(text),), out_dir=f"{root}/{name}", cache_dir=f"{root}/cache", steps=steps,
+        batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, warmup_steps=2.0,
+        dp=1, fsdp=2, eval_batches=1, log_every=5, eval_every=50, save_every=7, keep=2,
+        sample_tokens=0, peer_timeout_s=4.0)
+
+
+def phase(out, pids, log_before):
+    """What a run is in, as its files show. log_before: inode of its log when it was started."""
+    log, folders = out / "metrics.jsonl", sorted(out.glob("ckpt/0*"))
+    if not log.exists() or log.stat().st_ino == log_before:
+        signs = [path.read_text() for path in out.glob(".alive/*")]
+        watched = all(any(f'"pid": {pid},' in sign for sign in signs) for pid in pids)
+        return "starting" if watched else "starting, not yet watched"
+    torn = [folder for folder in folders if not (folder / "meta.json").exists()]
+    return ("saving" if torn[-1] == folders[-1] else "pruning") if torn else "stepping"
+
+
+def wait_in(ready, runs, timeout_s=120):
+    """Wait until ready(), at most until a process of the run has ended."""
+    deadline = time.monotonic() + timeout_s
+    while not ready() and all(run.is_alive() for run, _ in runs):
+        time.sleep(0.0005)
+        assert time.monotonic() < deadline, [log.read_text() for _, log in runs]
+
+
+def how_ended(run, log, limit_s):
+    """A process that is left alone: its exit code and who ended it, in words, and after how long.
+    """
+    began = time.monotonic()
+    run.join(limit_s)
+    if run.exitcode is None:
+        run.kill()
+        run.join()
+        return f"no exit code, waiting {limit_s} s", limit_s
+    by = "watch_peers" if " ends: " in log.read_text() else "JAX"
+    return f"exit code {run.exitcode} by {by}", time.monotonic() - began
+
+
+def kill_run(several, cfg, rng, seconds):
+    """Start a run, kill one or both of its processes at a random moment: what happened, or None
+    when it had reached its end.
+    """
+    out, log, root = Path(cfg.out_dir), Path(cfg.out_dir, "metrics.jsonl"), f"{cfg.out_dir}/ckpt"
+    log_before, saved = log.exists() and log.stat().st_ino, ckpt.latest(root)
+    began, runs = time.monotonic(), several(2, cfg)
+    pids, killed = [run.pid for run, _ in runs], rng.choice([[0], [0], [1], [1], [0, 1]])
+    wanted = rng.choices(["starting", "stepping", "saving"], [1, 4, 4])[0]
+    if wanted == "starting":
+        end = began + rng.uniform(0, 5)
+        wait_in(lambda: time.monotonic() > end, runs)
+    else:
+        wait_in(lambda: ckpt.latest(root) != saved, runs)
+        seconds["restart"].append(time.monotonic() - began)
+        end = time.monotonic() + rng.uniform(0, 1)
+        wait_in(lambda: time.monotonic() > end, runs)
+        if wanted == "saving":
+            wait_in(lambda: phase(out, pids, log_before) == "saving", runs)
+            time.sleep(rng.uniform(0, 0.2))
+    found, alive = phase(out, pids, log_before), all(run.is_alive() for run, _ in runs)
+    for i in killed:
+        runs[i][0].kill()
+    words = [f"killed, {found}, process {' and '.join(map(str, killed))}"]
+    limit_s, ends = JAX_END_S if "not yet" in found else END_S, []
+    for i in {0, 1} - set(killed):
+        end, second = how_ended(*runs[i], limit_s)
+        ends.append(end)
+        words.append(f"process {i} ended with {end}")
+        seconds["end of the other"].append(second)
+    for i in killed:
+        runs[i][0].join()
+    said = [log.read_text() for _, log in runs]
+    if "done: all" in said[0] or "is finished" in said[0]:
+        return None
+    as_told = all("code 1 " in end or "code -6 " in end for end in ends) or limit_s == JAX_END_S
+    return ": ".join(words) if alive and as_told else f"WRONG: {words}: {said}"
+
+
+def count_run_kills(n_kills, seed, root):
+    """Of one run after another, each killed until it reaches its end."""
+    import conftest  # noqa: F401 fake devices, before JAX starts
+    import test_train as tests
+    rng, counts, killed = random.Random(seed), Counter(), 0
+    seconds = {"restart": [], "end of the other": []}
+    steps = min(400, 30 * n_kills)
+    straight = make_run(root, "straight", steps)
+    assert [tests.ended(*run, 600)[0] for run in tests.several(2, straight)] == [0, 0]
+    for n in range(n_kills):
+        cfg = make_run(root, f"killed{n}", steps)
+        while killed < n_kills and (words := kill_run(tests.several, cfg, rng, seconds)):
+            counts[words] += 1
+            killed += 1
+            print(f"{killed:6} step {ckpt.latest(f'{cfg.out_dir}/ckpt')} {words}", flush=True)
+        if killed == n_kills:
+            codes = [tests.ended(*run, 600)[0] for run in tests.several(2, cfg)]
+            counts[f"WRONG: the last start ended with {codes}"] += codes != [0, 0]
+        counts["runs that ended"] += 1
+        equal = (tests.losses(cfg.out_dir) == tests.losses(straight.out_dir)
+                 and tests.same(tests.arrays(cfg.out_dir), tests.arrays(straight.out_dir)))
+        damaged = list(Path(cfg.out_dir).rglob("damaged.json"))
+        counts[f"WRONG: {cfg.out_dir} is not equal"] += not equal
+        counts[f"WRONG: set aside: {damaged}"] += bool(damaged)
+        if killed == n_kills:
+            break
+    for what, found in seconds.items():
+        if found:
+            print(f"seconds, {what}: median {statistics.median(found):.1f}, "
+                  f"most {max(found):.1f}")
+    return +counts
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for flag, default in (("--kills", 500), ("--damage", 1000), ("--seed", 0)):
+    for flag, default in (("--kills", 500), ("--damage", 1000), ("--run_kills", 0),
+                          ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default)
     args = parser.parse_args()
     ckpt.SMALL_BYTES, ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**10, 2**16, 2**15
@@ -173,6 +297,8 @@ def main():
         counts = count_kills(args.kills, 1, args.seed, f"{root}/one")
         counts += count_kills(args.kills // 25, 4, args.seed, f"{root}/four")
         counts += count_damages(args.damage, args.seed, root)
+        if args.run_kills:  # last, as nothing may fork once this process read a checkpoint
+            counts += count_run_kills(args.run_kills, args.seed, root)
     for words, n in sorted(counts.items()):
         print(f"{n:6} {words}")
     return int(any("WRONG" in words for words in counts))

@@ -93,8 +93,8 @@ def stop_at(step):
     return hook
 
 
-def wait_for(ready):
-    deadline = time.monotonic() + 60
+def wait_for(ready, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert ready()
@@ -2706,6 +2706,20 @@ def test_which_process_ends_a_run():
         "no process has done anything for 20 s; the furthest behind is process 1 (pid 71 on box), "
         "after dispatch at step 5")
     assert fault(waits, waits, {"sign": {"n": 0}} | waits) is None  # it may still compile
+
+
+@pytest.mark.slow
+def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
+    """One or both, by SIGKILL, 4 times; what is left ends by itself: tests/faults.py.
+
+    Break: data.py: return step * batch_size + rows.astype(np.int64) =>
+    return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
+    """
+    done = subprocess.run([sys.executable, "tests/faults.py", "--kills", "0", "--damage", "0",
+                           "--run_kills", "4"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n     4 step ") == 1 and "1 runs that ended" in done.stdout
 
 
 @pytest.mark.slow
