@@ -22,7 +22,6 @@ import train
 from conftest import ROOT
 from test_train import command, ended, losses, rows, wait_for
 
-pytestmark = pytest.mark.slow
 KILL_S = 10  # from a SIGTERM to mpirun to that of its processes, and from there to their SIGKILL
 # A process that a launcher starts has one device.
 ONE = {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")}
@@ -51,6 +50,7 @@ def logged(cfg, n_starts=1):
     return events.count("start") == n_starts and events[-1] == "log"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed: Open MPI has it")
 def test_mpirun_starts_a_run(tiny):
     """Two processes that find each other by Open MPI's variables train as one process with two
@@ -153,6 +153,7 @@ def submit_until_saved(cfg, n_starts):
     return rows(cfg.out_dir, "save")[-1]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("slurmctld", path=os.environ["PATH"] + ":/usr/sbin"),
                     reason="slurmctld is not installed")
 def test_slurm_starts_a_run_and_ends_it_saved(tiny, slurm):
@@ -166,3 +167,22 @@ def test_slurm_starts_a_run_and_ends_it_saved(tiny, slurm):
     starts = rows(cfg.out_dir, "start")
     assert [row["processes"] for row in starts] == [2, 2]
     assert starts[1]["step"] == saved[0] < saved[1]
+
+
+def test_the_kubernetes_job_is_a_command_line_of_every_process():
+    """Both processes are told where process 0 is, by the name that the Service gives its pod.
+
+    Break: tests/recipes/job.yaml: --n_processes, "2" => --n_processes, "3"
+    """
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    service, job = yaml.safe_load_all((ROOT / "tests/recipes/job.yaml").read_text())
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    _, script, *argv = pod["containers"][0]["command"]
+    cfgs = [config.parse([word.replace("$(JOB_COMPLETION_INDEX)", str(i)) for word in argv])
+            for i in range(spec["completions"])]
+    name = job["metadata"]["name"]
+    assert (ROOT / script).is_file() and spec["completionMode"] == "Indexed"
+    assert [(cfg.n_processes, cfg.process_id) for cfg in cfgs] == [(2, 0), (2, 1)]
+    assert {cfg.coordinator for cfg in cfgs} == {f"{name}-0.{pod['subdomain']}:1234"}
+    assert service["metadata"]["name"] == pod["subdomain"] and spec["parallelism"] == 2
+    assert service["spec"]["selector"] == {"job-name": name}
