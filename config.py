@@ -328,12 +328,14 @@ STOPS = {"updates": "{1:g} updates since the start are done", "step": "step {1:g
 def stop_at(text):
     """(what it counts, or a metric; sign; bound) of a condition of cfg.stop; None if malformed."""
     metric = re.fullmatch(r"([\w/.]+)([<>])(.+)", text)
-    name = ("updates" if text[:1] == "+" else "second" if text[-1:] in [*"smhd"] else "step")
+    name = "updates" if text[:1] == "+" else "second" if text[-1:] in [*"smhd"] else "step"
     try:
-        bound = number(metric[3] if metric else text)
+        if metric:
+            return None if metric[1] in STOPS else (metric[1], metric[2], number(metric[3]))
+        bound = number(text, float if name == "second" else int)
     except ValueError:
         return None
-    return (metric[1], metric[2], bound) if metric else (name, ">=", bound)
+    return (name, ">=", bound) if bound > 0 else None
 
 
 def stops(cfg):

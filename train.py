@@ -119,6 +119,8 @@ def prepare(cfg, task=TEXT, devices=None):
         platform = "cuda"
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](cfg, platform)
+    config.raise_all([f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
+                      if not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
@@ -141,15 +143,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     from disk.
     """
     began = time.perf_counter()
-    if cfg.coordinator:  # before anything touches a device
-        where = cfg.coordinator, cfg.n_processes, cfg.process_id
-        jax.distributed.initialize(*() if cfg.coordinator == "auto" else where)
-    if cfg.mode == "plan":
-        return plan(cfg, task)
-    if cfg.mode in ("eval", "sample", "export"):
-        return run_saved(cfg, task)
-    if cfg.mode == "data":
-        return prepare_data(cfg, task)
+    join_processes(cfg)  # JAX then catches SIGTERM itself, so this is before catch_signals
+    if cfg.mode != "train":
+        return {"plan": plan, "data": prepare_data}.get(cfg.mode, run_saved)(cfg, task)
     hooks = (*hooks, *map(load_hook, cfg.hooks))
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
@@ -187,6 +183,8 @@ def start_run(run, hooks, observers, state, params, began):
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if meta and "windows" in meta["data"]:
         run["train"]["resume"](meta["data"]["windows"])
+    if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
+        raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
     origin, first_state = choose_start(run, state, params, meta)
     if meta and is_finished(cfg, saved):
         return None
@@ -207,19 +205,10 @@ def start_run(run, hooks, observers, state, params, began):
                                    for row in read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
-    wishes = []
-
-    def emit(event, row):
-        run["beat"](doing=event, step=row["step"])
-        row = call(hooks, event, row)
-        wishes.extend([str(row["stop"])] if "stop" in row else [])
-        call(observers, event, row)
-        spend(clock, event)
-        return row
-
-    run |= {"programs": programs, "emit": emit, "wishes": wishes, "first_step": step}
-    run["meta"] = describe(run, meta)
-    emit("start", {"step": step, "origin": origin, "compile_s": compile_s} | run["meta"])
+    run |= {"programs": programs, "first_step": step, "wishes": []}
+    run |= {"meta": describe(run, meta), "emit": make_emit(run, observers, clock)}
+    run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
+                          "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
     return run, state, last | ({"save": (step, 0.0)} if meta else {}), clock
 
 
@@ -283,12 +272,13 @@ def why_stop(run, step, asked, latest):
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if asked["signal"]:
         return asked["signal"], 0
-    values = latest | asked | {"step": step, "updates": step - run["first_step"]}
+    values = latest | {"step": step, "updates": step - run["first_step"],
+                       "second": asked["second"], "file": asked["file"]}
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
     if run["wishes"]:
-        return run["wishes"][0], 0
+        return run["wishes"][0]
     if step >= cfg.steps:
         return ALL_DONE.format(cfg.steps), 0
     return None
@@ -473,6 +463,21 @@ def end_saves(run, saving, kinds=("weights", "save")):
     return fault
 
 
+def make_emit(run, observers, clock):
+    """emit(event, row): the row as hooks make it, for which observers and other processes are told,
+    its wish to stop noted, and the time since the last event booked.
+    """
+    def emit(event, row):
+        run["beat"](doing=event, step=row["step"])
+        row = call(run["hooks"], event, row)
+        run["wishes"].extend([(str(row["stop"]), 0)] if "stop" in row else [])
+        call(observers, event, row)
+        spend(clock, event)
+        return row
+
+    return emit
+
+
 # What wall time is spent on: the event at whose end it is counted, else "other". data: waiting for
 # it; lost: updates and all else that a kill undid.
 SPENT = ("start", "compile", "step", "data", "save", "eval", "other", "lost")
@@ -504,13 +509,13 @@ def go_on_counting(clock, rows, step):
 
 
 def newest(run, event, row):
-    """The numbers of a row. Raises ValueError when a condition of cfg.stop names none of them."""
+    """The numbers of a row. When a condition of cfg.stop is on none of them the run is to end."""
     numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
     for name, *_ in run["stops"]:
         if (name not in numbers and name not in config.STOPS
                 and name.startswith("val_") == (event == "eval")):
-            raise ValueError(f"stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
-                             f"({config.nearest(name, numbers)})")
+            run["wishes"].append((f"--stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
+                                  f"({config.nearest(name, sorted(numbers))})", 2))
     return numbers
 
 
@@ -672,10 +677,12 @@ def screen(cfg):
                      "loss" in row and f"training {in_words(row, 'loss')}"]
             show_time(row["time_s"])
             say(", ".join(filter(None, words)))
-            say(f"done: {row['reason']}; {row['wall_s']:.0f} s{saved}")
-            if not row["exit_code"] and row["reason"] != ALL_DONE.format(row["step"]):
+            done = row["reason"] == ALL_DONE.format(row["step"])
+            say(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
+            if not row["exit_code"] and not done:
                 flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
-                say(f"the same command{flag} goes on from here")
+                limit = ", as far as --stop allows" if cfg.stop else ""
+                say(f"the same command{flag} goes on from here{limit}")
 
     return observe
 
@@ -692,7 +699,7 @@ def show_start(row):
 def show_time(time_s):
     """Print the shares of wall time of all starts."""
     total = sum(time_s.values())
-    say("".join(f"{what:>8}" for what in time_s) + "  wall time")
+    say("".join(f"{what:>8}" for what in time_s) + "  all starts")
     say("".join(f"{spent_s / total:8.1%}" for spent_s in time_s.values()) + f"  {total:,.0f} s")
 
 
@@ -1435,8 +1442,10 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
 
     A thread reads them, since Python runs no handler while the main thread is inside a compilation.
+    It also ends a process whose main thread has not left 3 s after the first, as it runs no Python.
+    Of one that comes twice within a second, as from `timeout`, the other is not a second.
     """
-    caught, in_loop = [], threading.Event()
+    caught, in_loop, left = [], threading.Event(), threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield caught, in_loop
         return
@@ -1444,17 +1453,24 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     os.set_blocking(writer, False)
 
     def watch():
+        noted = 0.0
         while number := os.read(reader, 1):
             if number[0] not in numbers:
                 continue
-            name = signal.Signals(number[0]).name
-            if caught:
+            name, now = signal.Signals(number[0]).name, time.monotonic()
+            if caught and now - noted > 1:
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
+            if caught:
+                continue
+            noted = now
             caught.append(name)
             if in_loop.is_set():
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                          .encode())
+            elif not left.wait(3) and not in_loop.is_set():
+                os.write(2, f"\n{name}: ended; nothing was changed\n".encode())
+                os._exit(0)
         os.close(reader)
 
     def handle(number, frame):
@@ -1462,6 +1478,7 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     with contextlib.ExitStack() as undo:
+        undo.callback(left.set)
         undo.callback(os.close, writer)
         undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
         for number in numbers:
@@ -1495,9 +1512,32 @@ def ask(run, step, asked, signals, clock):
 
 # Other processes.
 
+def join_processes(cfg):
+    """Meet the other processes, before anything touches a device. Raises ValueError in all of them
+    when one has another config than process 0.
+    """
+    if not cfg.coordinator:
+        return
+    config.validate(cfg, None)
+    if cfg.coordinator == "auto":
+        jax.distributed.initialize()
+    else:
+        print(f"process {cfg.process_id} meets the others of {cfg.n_processes} at "
+              f"{cfg.coordinator} ...", file=sys.stderr, flush=True)
+        jax.distributed.initialize(cfg.coordinator, cfg.n_processes, cfg.process_id)
+    alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
+    mine = json.loads(config.to_json(alike))
+    others = ckpt.from_main(lambda: mine)
+    faults = [f"{name} is {mine[name]!r} in process {jax.process_index()}, {others[name]!r} in 0"
+              for name in mine if mine[name] != others[name]]
+    if multihost_utils.process_allgather(np.array(bool(faults))).any():
+        config.raise_all(faults or ["another process was given other flags than process 0"])
+
+
 def end_observed(run, observers, error):
     """Tell observers and the other processes of an exception that ends the run."""
-    if jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    if jax.process_count() > 1 and of_jax:
         run["beat"](silent_s=3.0)  # that may be of a process that died: the thread gets time to see
         time.sleep(8)
     words = f"{type(error).__name__}: {error}"
@@ -1554,6 +1594,8 @@ def watch_peers(cfg, end):
                         signs[rank] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
             if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
+                mine["fault"] = words
+                show()
                 end(words)
             time.sleep(min(1, silent_s / 3))
 

@@ -56,7 +56,7 @@ def test_mpirun_starts_a_run(tiny):
     """Two processes that find each other by Open MPI's variables train as one process with two
     devices, to float32 rounding; a long run to which mpirun passes on SIGTERM ends saved.
 
-    Break: train.py: if cfg.coordinator: => if cfg.n_processes > 1:
+    Break: train.py: if not cfg.coordinator: => if cfg.n_processes == 1:
     """
     cfg = tiny(dp=1, fsdp=2, dtype="float32", coordinator="auto")
     alone = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_alone", coordinator="")
@@ -149,7 +149,7 @@ def submit_until_saved(cfg, n_starts):
     wait_for(lambda: logged(cfg, n_starts) or not ask("squeue", "-h"), 240)
     ask("scancel", "--signal=TERM", job)
     wait_for(lambda: not ask("squeue", "-h"), 240)
-    assert "done: SIGTERM" in said.read_text(), said.read_text()
+    assert "stopped: SIGTERM" in said.read_text(), said.read_text()
     return rows(cfg.out_dir, "save")[-1]["step"]
 
 
@@ -160,7 +160,7 @@ def test_slurm_starts_a_run_and_ends_it_saved(tiny, slurm):
     """A script with srun, submitted twice: two processes that find each other; each time the
     signal that ends a job in good time saves the run, and the second goes on from the first.
 
-    Break: train.py: if cfg.coordinator: => if cfg.n_processes > 1:
+    Break: train.py: if not cfg.coordinator: => if cfg.n_processes == 1:
     """
     cfg = tiny(dp=1, fsdp=2, coordinator="auto", steps=10**6, save_every=0, eval_every=0)
     saved = [submit_until_saved(cfg, n_starts) for n_starts in (1, 2)]
