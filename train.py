@@ -1548,6 +1548,7 @@ def end_observed(run, observers, error):
 def end_at_once(observers, words):
     print(f"process {jax.process_index()} ends: {words}", file=sys.stderr, flush=True)
     call(observers, "error", {"error": words})
+    time.sleep(3 if is_main() else 0)  # JAX ends the others with it: first let them see why
     os._exit(1)
 
 

@@ -488,6 +488,9 @@ FIELDS = {
     "process_id": row(dict(process_id=1), place, "joined, 0 of 2", "joined, 1 of 2",
                       JOINED | dict(n_processes=2)),
 
+    "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(train.peer_fault(
+        {0: ({"pid": 1, "host": "box", "n": 1}, 99, 0)}, 100, cfg.peer_timeout_s, 30)),
+        False, True),
     "track": row(dict(track=("tensorboard",)), lambda cfg: [
         path.name for path in Path(cfg.out_dir).glob("tensor*")], [], ["tensorboard"], RUN),
     "log_every": row(dict(log_every=3), logged("log"), [1, 2, 3, 4], [3, 6], RUN),

@@ -250,7 +250,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
              "--warmup_steps 1 --log_every 1").split()
     code = train.cli([*flags, "--cache_dir", "", "--out_dir", str(tmp_path / "out")])
     out, seen = capsys.readouterr().out, [r["loss"] for r in rows(tmp_path / "out", "log")]
-    assert code == 0 and "sample" in out and "held-out loss" in out.splitlines()[-1]
+    assert code == 0 and "sample" in out and "held-out loss" in out.splitlines()[-2]
     assert seen[-1] < seen[0] - 0.3
 
 
@@ -2755,8 +2755,9 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
         found = [ended(*run, 40) for i, run in enumerate(runs) if i != 1]
     finally:
         runs[1][0].kill()
-    for code, said in found:
-        assert code == 1 and words in said and f"process 1 (pid {runs[1][0].pid} on" in said, said
+    for i, (code, said) in enumerate(found):  # one that JAX ends has seen that process 0 is gone
+        assert code == 1 or (i and code == -signal.SIGABRT), said
+        assert code != 1 or (words in said and f"process 1 (pid {runs[1][0].pid} on" in said), said
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
     assert "process 1" in rows(cfg.out_dir, "error")[-1]["error"]
 
