@@ -157,13 +157,19 @@ def local_rows(sharding, shape):
     return np.unique(np.concatenate([np.arange(shape[0])[i[0]] for i in indices]))
 
 
-def to_device(batch, shardings, batch_size):
+def to_device(batch, shardings, rows, batch_size):
     """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` holds.
 
-    shardings: {name: sharding}; local_rows tells which rows each name needs, in order.
+    shardings: {name: sharding}. rows: what local_rows gives for them, a row of `batch` each.
     """
-    shapes = {name: (batch_size, *x.shape[1:]) for name, x in batch.items()}
-    return jax.make_array_from_process_local_data(shardings, batch, shapes)
+    def place(x, sharding):
+        def part(index):  # a device's rows are consecutive, so they are in `rows` too
+            first, last, _ = index[0].indices(batch_size)
+            return x[(slice(*np.searchsorted(rows, (first, last))), *index[1:])]
+
+        return jax.make_array_from_callback((batch_size, *x.shape[1:]), sharding, part)
+
+    return {name: place(x, shardings[name]) for name, x in batch.items()}
 
 
 # ---- optional

@@ -426,7 +426,7 @@ def make_batch_at(run, source):
 
     def batch_at(index):
         batch = source["batch"](0 if pinned else index, rows)
-        return batch and data.to_device(batch, shardings, run["cfg"].batch_size)
+        return batch and data.to_device(batch, shardings, rows, run["cfg"].batch_size)
 
     return batch_at
 

@@ -96,7 +96,8 @@ def step_ours(dtype, shape):
         0, cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1)).astype(np.int32)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
-    batch = data.to_device(batch, dict.fromkeys(batch, sharding), cfg.batch_size)
+    batch = data.to_device(batch, dict.fromkeys(batch, sharding), np.arange(cfg.batch_size),
+                           cfg.batch_size)
     state = programs["init"](jax.random.key(0))
 
     def update():
