@@ -38,7 +38,7 @@ IGNORE = -100  # label ignored by the loss
 
 # ---- the shuffle
 
-def _hash64(x, key):
+def hash64(x, key):
     """Hash uint64 to uint64. Source: the finalizer of splitmix64, Steele et al. 2014."""
     x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -54,13 +54,13 @@ def permute(index, n, seed):
     rows = np.uint64(isqrt(int(n) - 1) + 1)
     columns = np.uint64(-(-int(n) // int(rows)))
     seeds = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
-    keys = _hash64(np.arange(1, 7, dtype=np.uint64), seeds)
+    keys = hash64(np.arange(1, 7, dtype=np.uint64), seeds)
 
     def network(x):
         row, column = x // columns, x % columns
         for even, odd in zip(keys[::2], keys[1::2]):
-            row = (row + _hash64(column, even) % rows) % rows
-            column = (column + _hash64(row, odd) % columns) % columns
+            row = (row + hash64(column, even) % rows) % rows
+            column = (column + hash64(row, odd) % columns) % columns
         return row * columns + column
 
     out = network(np.asarray(index, np.uint64))
@@ -208,7 +208,7 @@ def open_text(cfg, parts=("train", "val")):
     """{"train", "val"}: None where nothing is held out or the part is not asked for, else {"n":
     sequences, "batch": (index, rows) -> batch, "fingerprint", "bytes_per_token", "about": words}.
     The "val" of a mixture has "parts", {name: one like it}; "train" in windows has more, see
-    _in_windows. cfg: any object with the fields under "data" in config.py, and batch_size seq_len
+    in_windows. cfg: any object with the fields under "data" in config.py, and batch_size seq_len
     vocab_size seed cache_dir out_dir.
     """
     tokenizer = make_tokenizer(cfg.tokenizer)
@@ -237,7 +237,13 @@ def open_text(cfg, parts=("train", "val")):
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
     if cfg.order == "windows":
-        return {"train": _in_windows(cfg, opened), "val": val}
+        source_of = cache(lambda name: opened([name]))
+
+        def read(names, which, examples):
+            whole = _join([source_of(name) for name in names])
+            return _sequences(whole, whole["firsts"][which] + examples)
+
+        return {"train": in_windows(cfg, lambda name: source_of(name)["n"], read), "val": val}
     sources = {name: opened([name]) for name in mixed} or {"": opened(cfg.data)}
     if cfg.val_frac and not val:
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
@@ -322,7 +328,8 @@ def _mixed(source, places, seed):
     cycles, within = np.divmod(places, len(source["part_of"]))
     part_of = source["part_of"][within]
     places = cycles * source["counts"][part_of] + source["rank"][within]
-    return _sequences_of_parts(source, part_of, places, seed)
+    examples = _shuffled(places, source["sizes"][part_of], seed)
+    return _sequences(source, source["firsts"][part_of] + examples)
 
 
 def _join(sources):
@@ -332,23 +339,20 @@ def _join(sources):
                        sources[0]["form"]) | {"sizes": sizes, "firsts": sizes.cumsum() - sizes}
 
 
-def _sequences_of_parts(source, part_of, places, seed):
-    """Build rows: of each the joined source that it is from, and its place in epochs of that."""
-    examples = _shuffled(places, source["sizes"][part_of], seed)
-    return _sequences(source, source["firsts"][part_of] + examples)
+def in_windows(cfg, size_of, read):
+    """Training data in windows: one file of cfg.data after the other, each shuffled inside, in
+    order of the numbers and letters in their names. Files without an example are skipped; those
+    that appear later are found when the last window ends.
 
-
-def _in_windows(cfg, opened):
-    """Training data in windows: one file after the other, each shuffled inside, in order of the
-    numbers and letters in their names. Files without a sequence are skipped; those that appear
-    later are found when the last window ends.
-
-    Process 0 writes each window to out_dir/windows.jsonl before it is used; there the others, and
-    the run when it resumes, find it. Beside what open_text says: "windows": step -> those begun
-    before it; "finished": step -> how many are used up; "resume": takes those of a checkpoint.
+    size_of(name): the examples in a file. read(names, which, examples): a batch, whose row i is
+    example examples[i] of file names[which[i]]. Process 0 writes each window to
+    out_dir/windows.jsonl before it is used; there the others, and the run when it resumes, find it.
+    Beside what a task's "open" must say: "windows": step -> those begun before it; "finished": step
+    -> how many are used up; "following": step -> name of the one after those, or None to ask again
+    later; "resume": takes those of a checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
-    B, source_of = cfg.batch_size, cache(lambda name: opened([name]))
+    B, lock, size_of = cfg.batch_size, threading.Lock(), cache(size_of)
 
     def ends():
         return np.cumsum([0, *(window["n"] for window in order)])
@@ -359,50 +363,56 @@ def _in_windows(cfg, opened):
         log.with_suffix(".tmp").replace(log)
 
     def reaches(place):
-        if ends()[-1] <= place and log.exists():
-            order[:] = map(json.loads, log.read_text().splitlines())
-        while ends()[-1] <= place and (window := _next_window(cfg, order, source_of, waits)):
-            order.append(window)
-            resume(order)
-        return ends()[-1] > place
+        with lock:  # training asks in a thread of its own
+            if ends()[-1] <= place and log.exists():
+                order[:] = map(json.loads, log.read_text().splitlines())
+            while ends()[-1] <= place and (window := _next_window(cfg, order, size_of, waits)):
+                order.append(window)
+                resume(order)
+            return ends()[-1] > place
 
     def finished(step):
         return int(np.searchsorted(ends()[1:], step * B, side="right"))
+
+    def following(step):
+        return order[finished(step)]["name"] if reaches(step * B) else None
 
     def batch(step, rows):
         if not reaches(step * B + B - 1):
             return None
         places = _places(step, B, rows)
         window_of = np.searchsorted(ends()[1:], places, side="right")
-        used, part_of = np.unique(window_of, return_inverse=True)
-        for window in (order[i] for i in used.tolist()):
-            if (n := source_of(window["name"])["n"]) != window["n"]:
-                raise ValueError(f"{window['name']}: had {window['n']} sequences when the run "
+        used, which = np.unique(window_of, return_inverse=True)
+        used = [order[i] for i in used.tolist()]
+        for window in used:
+            if (n := size_of(window["name"])) != window["n"]:
+                raise ValueError(f"{window['name']}: had {window['n']} examples when the run "
                                  f"first read it, now {n}; bring it back")
-        whole = _join([source_of(order[i]["name"]) for i in used.tolist()])
+        sizes = np.array([window["n"] for window in used])[which]
         # Each window is an epoch of its own: its number names the permutation.
-        places += window_of * whole["sizes"][part_of] - ends()[window_of]
-        return _sequences_of_parts(whole, part_of, places, cfg.seed)
+        places += window_of * sizes - ends()[window_of]
+        return read([window["name"] for window in used], which,
+                    _shuffled(places, sizes, cfg.seed))
 
-    first = list(islice(_unseen(cfg, source_of, 0, ()), cfg.windows_per_epoch or None))
+    first = list(islice(_unseen(cfg, size_of, 0, ()), cfg.windows_per_epoch or None))
     if not first:
-        raise ValueError(f"data {' '.join(cfg.data)}: no file here has a sequence")
+        raise ValueError(f"data {' '.join(cfg.data)}: no file here has an example")
     about = f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}"
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
-            "fingerprint": "windows", "about": about, "resume": resume,
-            "finished": finished, "windows": lambda step: order[: finished(step) + 1]}
+            "fingerprint": "windows", "about": about, "resume": resume, "finished": finished,
+            "following": following, "windows": lambda step: order[: finished(step) + 1]}
 
 
-def _unseen(cfg, source_of, epoch, seen):
+def _unseen(cfg, size_of, epoch, seen):
     """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
     names = map(str, _expand(cfg.data, lenient=True))
     for name in sorted({*names} - {*seen}, key=lambda name: [
             int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
-        if n := source_of(name)["n"]:
+        if n := size_of(name):
             yield {"epoch": epoch, "name": name, "n": n}
 
 
-def _next_window(cfg, order, source_of, waits):
+def _next_window(cfg, order, size_of, waits):
     """The window after those of `order`: the same again, the next unseen one, or, once none came
     for wait_s or the epoch has its windows, the first of the next epoch. None: wait; only process 0
     chooses. waits: {number of windows: when there was first none after them}.
@@ -414,14 +424,14 @@ def _next_window(cfg, order, source_of, waits):
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
     if len({*seen}) != cfg.windows_per_epoch:
-        if window := next(_unseen(cfg, source_of, epoch, seen), None):
+        if window := next(_unseen(cfg, size_of, epoch, seen), None):
             return window
         if len(order) not in waits and cfg.wait_s:
             tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
         now = time.monotonic()
         if now - waits.setdefault(len(order), now) < cfg.wait_s:
             return None
-    return next(_unseen(cfg, source_of, epoch + 1, ()), None)
+    return next(_unseen(cfg, size_of, epoch + 1, ()), None)
 
 
 # Whole documents in rows.

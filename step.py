@@ -3,7 +3,7 @@
 
 Owns the update (gradient, accumulation, precision, clipping, optimizer, the gate against non-finite
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table
-{name: {"shape", "spec", "init", "trained"}} come in. `cfg`: any object with the fields under
+{name: {"shape", "spec", "init", "trained", "ids"}} come in. `cfg`: any object with the fields under
 "optimizer" and "mesh" in config.py, and dtype steps micro_batches watch log_every.
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
@@ -164,6 +164,7 @@ def _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table):
     """
     mesh = jax.sharding.get_abstract_mesh()
     specs = {} if mesh.empty else _trained(moment_specs(table, mesh), table)
+    specs |= {name: P() for name in specs if "ids" in table[name]}  # few rows, of any device
 
     def one(micro):
         def objective(trained):
@@ -201,8 +202,9 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     size = max((x.size for x in jax.tree.leaves(batch)), default=1)
     scale = state["scale"]["value"] if "scale" in state else 1.0
     loss_scale = scale / size if "scale" in state else 1.0  # of a sum, so that it stays in float16
-    old = _trained(state["params"], table)
-    sums, counts, grads = _value_and_grad(state["params"], batch, cfg, loss_fn, loss_scale, table)
+    params, old_opt, batch, put_back = take_rows(state, batch, table)
+    old = _trained(params, table)
+    sums, counts, grads = _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table)
     divisors = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
     metrics = {k: sums[k] / divisors[k] for k in sums}
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
@@ -214,12 +216,12 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
         clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
         grads = jax.tree.map(lambda g: g * clip, grads)
     lr = lr_at(state["step"], cfg)
-    updates, opt = optimizer.update(grads, state["opt"], _f32(old))
-    params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype),
-                          old, updates)
-    params, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old),
-                               (params, opt), (old, state["opt"]))
-    new = {"step": state["step"] + 1, "params": state["params"] | params, "opt": opt,
+    updates, opt = optimizer.update(grads, old_opt, _f32(old))
+    new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - lr * u).astype(p.dtype), old, updates)
+    new, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old),
+                            (new, opt), (old, old_opt))
+    params, opt = put_back((params | new, opt))
+    new = {"step": state["step"] + 1, "params": params, "opt": opt,
            "skipped": state["skipped"] + ~finite}
     metrics |= {"lr": lr, "grad_norm": grad_norm, "skipped": new["skipped"],
                 "n_labels": counts.get("loss", counts["objective"]), "finite": finite}
@@ -275,6 +277,43 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 
 # ---- optional
+
+def take_rows(state, batch, table):
+    """(params, moments, batch, put_back) of an update whose time does not depend on the size of
+    tables: of a parameter with "ids", names of integer arrays of the batch, and of its moments only
+    the rows that these name, one for each id in them; the batch's ids then count among these rows.
+
+    An id that comes twice has one row with the sum of both gradients. One of the table's size or
+    above is padding: a row of zeros that is not kept. put_back writes the rows of a new (params,
+    moments) into the state's, which it returns. Raises ValueError for an array of ids that two
+    parameters with different "ids" have in common, and for moments that are not of their shape.
+    """
+    rows, places, taken = {}, {}, jnp.int32(2**31 - 1)
+    for names in dict.fromkeys(row["ids"] for row in table.values() if "ids" in row):
+        if both := {*names} & {*places}:
+            raise ValueError(f"ids {min(both)}: of two sets of tables with different ids; give the "
+                             "batch a copy of it under another name")
+        ids = jnp.sort(jnp.concatenate([batch[name].ravel() for name in names]))
+        # The first of equal ids has the row, the others none: nothing needs to be counted.
+        firsts = jnp.where(jnp.diff(ids, prepend=-1) != 0, ids, taken)
+        rows |= {name: firsts for name, row in table.items() if row.get("ids") == names}
+        places |= {name: jnp.searchsorted(ids, batch[name]) for name in names}
+
+    def of_rows(f, *trees):
+        def leaf(path, x, *more):
+            name = next((key.key for key in path if getattr(key, "key", None) in rows), None)
+            if name and x.shape != state["params"][name].shape:
+                raise ValueError(f"{name}: has ids, but its optimizer keeps {x.shape} for "
+                                 f"{state['params'][name].shape}; take one that is row by row, as "
+                                 "adamw, lion, rmsprop, sgd")
+            return f(rows[name], x, *more) if name else (x, *more)[-1]
+        return jax.tree_util.tree_map_with_path(leaf, *trees)
+
+    whole = state["params"], state["opt"]
+    params, opt = of_rows(lambda ids, x: x.at[ids].get(mode="fill", fill_value=0), whole)
+    return params, opt, batch | places, partial(
+        of_rows, lambda ids, x, new: x.at[ids].set(new, mode="drop"), whole)
+
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
     """lower_steps, compiled before an array exists; eval_step in the background, once the others

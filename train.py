@@ -73,7 +73,8 @@ TEXT = {
     # (cfg, parts) -> {"train": source, "val": source or None}; a source is {"n": examples, "batch":
     # (step, rows) -> {name: array of these rows of the batch}, or None to be asked again later,
     # "fingerprint": text that must not change when a run resumes}; also, if it has them, "about":
-    # words for the screen, and what data.open_text says of mixtures and windows
+    # words for the screen, and what data.open_text and data.in_windows say of mixtures and windows.
+    # A "val" may have "at" instead of a batch: step -> source, None to be asked again later
     "open": data.open_text,
     # From here on a task may leave out what it has not.
     "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
@@ -221,9 +222,11 @@ def train(run, state, last, clock, signals):
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous, saving = run["first_step"], {}, None, {}
     asked = {"step": None, "second": 0.0, "signal": None, "file": False}
-    batches = data.prefetch(
-        make_batch_at(run, run["train"]), step, cfg.steps, stopped=lambda: jax.process_count() == 1
-        and why_stop(run, step, ask(run, None, asked, signals, clock), latest))
+
+    def halted():
+        return why_stop_waiting(run, step, asked, latest, signals, clock)
+
+    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted)
     while True:
         if due := due_events(run, step, last, asked["second"]):
             latest, previous = latest | report(run, previous, clock), None
@@ -234,7 +237,8 @@ def train(run, state, last, clock, signals):
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
             saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
-            row = evaluate(run, programs["eval_step"], state["params"], signals)
+            val = held_out_at(run, step, clock, halted)
+            row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
             latest |= newest(run, "eval", emit("eval", {"step": step} | row)) if row else {}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
@@ -282,6 +286,14 @@ def why_stop(run, step, asked, latest):
     if step >= cfg.steps:
         return ALL_DONE.format(cfg.steps), 0
     return None
+
+
+def why_stop_waiting(run, step, asked, latest, signals, clock):
+    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
+    """
+    run["beat"](doing="waiting for data", step=step)
+    return jax.process_count() == 1 and why_stop(
+        run, step, ask(run, None, asked, signals, clock), latest)
 
 
 def report(run, previous, clock):
@@ -393,11 +405,26 @@ def progress(run):
             "epoch": lambda step: step * cfg.batch_size / train["n"]}
 
 
-def evaluate(run, eval_step, params, signals=()):
-    """{"val_*"}: the mean over the held-out set of each sum that the loss gives and the task's own
-    metrics; of a mixture also the loss of each source; {} when interrupted.
+def held_out_at(run, step, clock, halted):
+    """The held-out source at `step`; one that is not there yet is waited for: None once halted(),
+    or when training is over.
     """
-    cfg, val, began = run["cfg"], run["val"], time.perf_counter()
+    val, told = run["val"], False
+    if "at" not in val:
+        return val
+    while (source := val["at"](step)) is None and step < run["cfg"].steps and not halted():
+        if not told:
+            told = bool(run["emit"]("out_of_data", {"step": step}))
+        time.sleep(0.2)
+    spend(clock, "data")
+    return source
+
+
+def evaluate(run, val, eval_step, params, signals=()):
+    """{"val_*"}: the mean over the held-out source `val` of each sum that the loss gives and the
+    task's own metrics; of a mixture also the loss of each source; {} when interrupted.
+    """
+    cfg, began = run["cfg"], time.perf_counter()
     parts, sums, row = val.get("parts", {"": val}), {}, {}
     for name, part in parts.items():
         n = -(-part["n"] // cfg.batch_size)
@@ -1423,7 +1450,7 @@ def run_saved(cfg, task=TEXT):
     step, params = load_saved(run, like["params"], meta)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
-        summary |= evaluate(run, lowered["eval_step"]().compile(), params)
+        summary |= evaluate(run, run["val"], lowered["eval_step"]().compile(), params)
         say(json.dumps(summary))
     elif cfg.mode == "export":
         task["export"](cfg, params)

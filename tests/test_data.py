@@ -1313,7 +1313,7 @@ def test_a_growing_folder(windows, tmp_path):
             assert all((batch[k] == whole[step][k]).all() for k in batch)
     assert letters(again, [4, 5, 6])[1:] == ["aaaa", "bbbb"]
     add("3.txt", "c", 50)
-    with pytest.raises(ValueError, match="3.txt: had 4 sequences when the run first read it, now"):
+    with pytest.raises(ValueError, match="3.txt: had 4 examples when the run first read it, now"):
         letters(make(), [2])
 
 

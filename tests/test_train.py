@@ -2157,7 +2157,8 @@ def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
         part |= part["task"]["open"](part["cfg"], ("train", "val"))
         like, lower, _ = steplib.lower_steps(*train.program_parts(part))
         loaded = ckpt.restore(Path(cfg.out_dir) / "ckpt", 8, {"params": like["params"]})
-        alone.append(train.evaluate(part, lower["eval_step"]().compile(), loaded["params"]))
+        alone.append(train.evaluate(part, part["val"], lower["eval_step"]().compile(),
+                                    loaded["params"]))
         assert row[f"val_loss/{name}"] == pytest.approx(alone[-1]["val_loss"], rel=1e-6)
     sizes = [each["val_n_labels"] for each in alone]
     mean = np.average([each["val_loss"] for each in alone], weights=sizes)
