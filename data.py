@@ -238,12 +238,9 @@ def open_text(cfg, parts=("train", "val")):
         return {"train": None, "val": val}
     if cfg.order == "windows":
         source_of = cache(lambda name: opened([name]))
-
-        def read(names, which, examples):
-            whole = _join([source_of(name) for name in names])
-            return _sequences(whole, whole["firsts"][which] + examples)
-
-        return {"train": in_windows(cfg, lambda name: source_of(name)["n"], read), "val": val}
+        return {"val": val, "train": in_windows(
+            cfg, lambda name: source_of(name)["n"],
+            lambda name, examples: _sequences(source_of(name), examples))}
     sources = {name: opened([name]) for name in mixed} or {"": opened(cfg.data)}
     if cfg.val_frac and not val:
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
@@ -344,12 +341,12 @@ def in_windows(cfg, size_of, read):
     order of the numbers and letters in their names. Files without an example are skipped; those
     that appear later are found when the last window ends.
 
-    size_of(name): the examples in a file. read(names, which, examples): a batch, whose row i is
-    example examples[i] of file names[which[i]]. Process 0 writes each window to
-    out_dir/windows.jsonl before it is used; there the others, and the run when it resumes, find it.
-    Beside what a task's "open" must say: "windows": step -> those begun before it; "finished": step
-    -> how many are used up; "following": step -> name of the one after those, or None to ask again
-    later; "resume": takes those of a checkpoint.
+    size_of(name): how many examples are in a file. read(name, examples): a batch of these. Process
+    0 writes each window to out_dir/windows.jsonl before it is used; there the others, and the run
+    when it resumes, find it. Beside what a task's "open" must say: "windows": step -> those begun
+    before it; "finished": step -> how many are used up; "following": step -> the file after those,
+    None where that must be asked again later, "" where none is new; "resume": takes those of a
+    checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
     B, lock, size_of = cfg.batch_size, threading.Lock(), cache(size_of)
@@ -375,7 +372,10 @@ def in_windows(cfg, size_of, read):
         return int(np.searchsorted(ends()[1:], step * B, side="right"))
 
     def following(step):
-        return order[finished(step)]["name"] if reaches(step * B) else None
+        if not reaches(step * B):
+            return None
+        *seen, name = [window["name"] for window in order[: finished(step) + 1]]
+        return "" if name in seen else name
 
     def batch(step, rows):
         if not reaches(step * B + B - 1):
@@ -390,9 +390,9 @@ def in_windows(cfg, size_of, read):
                                  f"first read it, now {n}; bring it back")
         sizes = np.array([window["n"] for window in used])[which]
         # Each window is an epoch of its own: its number names the permutation.
-        places += window_of * sizes - ends()[window_of]
-        return read([window["name"] for window in used], which,
-                    _shuffled(places, sizes, cfg.seed))
+        examples = _shuffled(places + window_of * sizes - ends()[window_of], sizes, cfg.seed)
+        drawn = [read(window["name"], examples[which == i]) for i, window in enumerate(used)]
+        return {key: np.concatenate([part[key] for part in drawn]) for key in drawn[0]}
 
     first = list(islice(_unseen(cfg, size_of, 0, ()), cfg.windows_per_epoch or None))
     if not first:

@@ -67,7 +67,6 @@ def resolve_text(cfg, platform):
 
 TEXT = {
     "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
-    "init": model.init,  # (key, cfg) -> {name: array}
     "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}): "objective" ...
     "batch": model.batch_shapes,  # cfg -> {name: (shape, dtype, partition spec)} of a batch
     # (cfg, parts) -> {"train": source, "val": source or None}; a source is {"n": examples, "batch":
@@ -77,6 +76,7 @@ TEXT = {
     # A "val" may have "at" instead of a batch: step -> source, None to be asked again later
     "open": data.open_text,
     # From here on a task may leave out what it has not.
+    "init": model.init,  # (key, cfg) -> {name: array}; default: as "init" in the table says
     "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
     "faults": config.text_faults,  # (cfg, {axis: size}) -> why it cannot run, in words
     "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
@@ -105,9 +105,10 @@ def prepare(cfg, task=TEXT, devices=None):
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
     faults = [f"unknown key {key!r}" for key in task if key not in TEXT]
-    faults += [f"no {key!r}" for key in TEXT if key not in TASK_DEFAULTS | task]
+    faults += [f"no {key!r}" for key in TEXT if key not in {"init"} | (TASK_DEFAULTS | task).keys()]
     config.raise_all(faults, "task")
-    task = TASK_DEFAULTS | task
+    init = {"init": lambda key, cfg: model.init(key, cfg, task["table"](cfg))}
+    task = TASK_DEFAULTS | init | task
     devices = devices or jax.devices()
     keep_programs(cfg)
     cfg = task["adopt"](cfg)

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import config
 import data
-import model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +71,8 @@ def open_digits(cfg, parts):
             "val": {"n": len(val_x), "batch": val_batch, "fingerprint": "sklearn digits"}}
 
 
-TASK = {"table": table, "init": lambda key, cfg: model.init(key, cfg, table(cfg)), "loss": loss,
-        "batch": batch_shapes, "open": open_digits, "unit": ("image", lambda cfg: cfg.batch_size)}
+TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_digits,
+        "unit": ("image", lambda cfg: cfg.batch_size)}
 
 if __name__ == "__main__":
     sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DigitsConfig))

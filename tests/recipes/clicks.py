@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A click model, day by day: hashed tables of which an update touches only the rows of its batch.
+
+python tests/recipes/make_clicks.py out/days && python tests/recipes/clicks.py --data out/days/*.npz
+
+A day is an .npz file: "label" [n] of 0 and 1; "dense" [n, n_dense]; and for each of --tables, as
+NAME=ROWS:VALUES, 64-bit integers [n, VALUES], whose rows are summed: the first "NAME_n"[i] of them.
+"""
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import train  # isort: skip  before JAX, whose memory it sets up
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import config
+import data
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClicksConfig(config.Config):
+    tables: tuple[str, ...] = ("user=2^17", "item=2^20", "category=2^10", "history=2^20:4")
+    hash_ids: bool = True  # rows of tables are hashes of 64-bit ids; false: they are the ids
+    dim: config.Count = 8  # width of a row
+    d_hidden: config.Count = 64  # width of the tower
+    n_dense: config.Count = 4  # width of "dense"
+    group: str = "user"  # column of the grouped AUC: each row of its table is a group
+    out_dir: str = "out/clicks"  # folder of this run
+    order: str = "windows"
+    val_frac: config.Below1 = 0.0
+    epochs: config.Amount = 1.0
+    batch_size: config.Count = 1024  # rows of an update
+    lr: config.Positive = 2e-3
+
+
+def sizes(cfg):
+    """{name: (rows of the table, values in an example)}"""
+    return {name: tuple(config.number(n or "1", int) for n in text.partition(":")[::2])
+            for name, _, text in (x.partition("=") for x in cfg.tables)}
+
+
+def table(cfg):
+    wide, F = len(sizes(cfg)) * cfg.dim + cfg.n_dense, cfg.d_hidden
+    rows = {f"rows.{name}": dict(shape=(n, cfg.dim), spec=P("fsdp"), init=("normal", 0.01),
+                                 decay_mult=0, ids=(name,)) for name, (n, _) in sizes(cfg).items()}
+    return rows | {"tower.w1": dict(shape=(wide, F), spec=P(), init=("normal", wide**-0.5)),
+                   "tower.b1": dict(shape=(F,), spec=P(), init=("constant", 0.0)),
+                   "tower.w2": dict(shape=(F,), spec=P(), init=("normal", F**-0.5))}
+
+
+def loss(params, batch, cfg):
+    """Binary cross-entropy; a wide and deep model (Cheng et al. 2016, arXiv:1606.07792)."""
+    features, logit_B = [batch["dense"]], 0.0
+    for name in sizes(cfg):
+        e = params[f"rows.{name}"].at[batch[name]].get(mode="fill", fill_value=0)  # padding: 0
+        features.append(e.sum(axis=1))
+        logit_B += features[-1][:, 0]  # the wide part
+    h_BF = jax.nn.relu(jnp.concatenate(features, 1) @ params["tower.w1"] + params["tower.b1"])
+    logit_B += h_BF @ params["tower.w2"]
+    label_B, valid_B = batch["label"], batch["label"] >= 0  # evaluation pads
+    nll = jnp.where(valid_B, jax.nn.softplus(logit_B) - logit_B * label_B, 0).sum()
+    bin_B = (jax.nn.sigmoid(logit_B) * 199.99).astype(jnp.int32)
+    n, by_score = valid_B.sum(dtype=jnp.float32), jnp.zeros((2, 200))
+    sums = {"objective": nll, "loss": nll, "by_score": by_score.at[label_B, bin_B].add(valid_B),
+            "by_group": group_auc(batch[cfg.group][:, 0], label_B, logit_B)}
+    return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}  # 0: not a mean
+
+
+def group_auc(group_B, label_B, score_B):
+    """[sum over rows of their groups' AUC, rows in groups with both labels, groups, others]"""
+    clicked_B, valid_B = label_B == 1, label_B >= 0
+    same = ((group_B[:, None] == group_B) & valid_B).astype(jnp.float32)
+    wins = (score_B[:, None] > score_B) + 0.5 * (score_B[:, None] == score_B)
+    won_B = (same * wins * ~clicked_B).sum(1) * clicked_B
+    n_B, clicks_B, won_B = (same @ jnp.stack([jnp.ones_like(won_B), clicked_B, won_B], 1)).T
+    pairs_B = clicks_B * (n_B - clicks_B)
+    both_B, share_B = valid_B & (pairs_B > 0), valid_B / jnp.maximum(n_B, 1)
+    return jnp.stack([(both_B * won_B / jnp.maximum(pairs_B, 1)).sum(), both_B.sum(),
+                      share_B.sum(), (share_B * ~both_B).sum()])
+
+
+def metrics(means, source):
+    """"auc"; "group_auc", weighted by rows. Neither where only one label is seen."""
+    others, clicks = np.float64(means["by_score"])
+    total, rows, groups, left_out = means["by_group"].tolist()
+    found = {"groups": round(groups), "groups_left_out": round(left_out)}
+    if pairs := others.sum() * clicks.sum():
+        found["auc"] = (clicks * (others.cumsum() - others / 2)).sum() / pairs
+    return found | ({"group_auc": total / rows} if rows else {})
+
+
+def batch_shapes(cfg):
+    B, rows = cfg.batch_size, P(("dp", "fsdp", "ep"))
+    ids = {name: ((B, n_values), np.int32, rows) for name, (_, n_values) in sizes(cfg).items()}
+    return ids | {"label": ((B,), np.int32, rows), "dense": ((B, cfg.n_dense), np.float32, rows)}
+
+
+def read_day(path, cfg):
+    """{name: array} as batch_shapes says, of all rows of a file."""
+    day, shapes = dict(np.load(path)), batch_shapes(cfg)
+    config.raise_all([f"has no {name!r}" for name in sorted({cfg.group, *shapes} - {*day})], path)
+    faults = [f"label {x}: must be 0 or 1" for x in set(day["label"].tolist()) - {0, 1}][:1]
+    for i, (name, (n, n_values)) in enumerate(sizes(cfg).items()):
+        ids = np.uint64(day[name].reshape(len(day[name]), -1))
+        ids = data.hash64(ids, np.uint64(i)) % np.uint64(n) if cfg.hash_ids else ids
+        there = np.arange(ids.shape[1]) < day.get(f"{name}_n", np.full(1, n_values))[:, None]
+        faults += [f"{name} {x}: must be below {n}; set --hash_ids true"
+                   for x in ids[(ids >= n) & there][:1]]
+        day[name] = np.where(there, ids, n)  # n: padding
+    faults += [f"{name} {day[name].shape}: must be {(len(day['label']), *shape[1:])}"
+               for name, (shape, *_) in shapes.items() if day[name].shape[1:] != shape[1:]]
+    config.raise_all(faults, path)
+    return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
+
+
+def open_days(cfg, parts):
+    day_of = lru_cache(4)(lambda name: read_day(name, cfg))
+
+    def read(name, rows):
+        return {key: x[rows] for key, x in day_of(name).items()}
+
+    def held_out(name):
+        """A day in order of its groups; one in two batches counts as two."""
+        order = day_of(name)[cfg.group][:, 0].argsort(kind="stable")
+
+        def batch(index, rows):
+            at = index * cfg.batch_size + rows
+            drawn = read(name, order[at % len(order)])
+            return drawn | {"label": np.where(at < len(order), drawn["label"], -1)}
+        return {"n": len(order), "batch": batch}
+
+    val = held_out(cfg.val_data[0]) if cfg.val_data else None
+    if "train" not in parts:
+        return {"train": None, "val": val}
+    train = data.in_windows(cfg, lambda name: len(day_of(name)["label"]), read)
+    return {"train": train, "val": val or {
+        "at": lambda step: (name := train["following"](step)) and held_out(name)}}
+
+
+TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_days, "metrics": metrics}
+
+if __name__ == "__main__":
+    sys.exit(train.cli(sys.argv[1:], task=TASK, kind=ClicksConfig))
