@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 
 PACKAGES = ("jax", "torch", "flax", "orbax-checkpoint", "grain")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/recipes")]
 
 SHAPES = {
     "char": dict(n_layers=6, d_model=384, n_heads=6, d_ff=1024, seq_len=256, batch_size=12,
@@ -725,6 +726,95 @@ def attention_dense(T):
     return attention_rate(T, 8192)
 
 
+# ---- a click model, of which an update touches few rows
+
+def click_config(rows=10**6, **changes):
+    import clicks
+    tables = "user=100000", f"item={rows}", "category=1000", f"history={rows}:4"
+    return clicks.ClicksConfig(tables=tables, dtype="float32", **changes)
+
+
+def click_batches(cfg, n=20):
+    """Batches of ids by Zipf's law, of which a fifth is clicked."""
+    import clicks
+    import numpy as np
+
+    import data
+    random, batches = np.random.default_rng(0), []
+    for _ in range(n):
+        batch = {"label": random.random(cfg.batch_size) < 0.2,
+                 "dense": random.normal(size=(cfg.batch_size, cfg.n_dense))}
+        for name, (rows, values) in clicks.sizes(cfg).items():
+            ids = random.zipf(1.2, (cfg.batch_size, values)).astype(np.uint64)
+            batch[name] = data.hash64(ids, np.uint64(0)) % np.uint64(rows)
+        batches.append({name: batch[name].astype(dtype)
+                        for name, (_, dtype, _) in clicks.batch_shapes(cfg).items()})
+    return batches
+
+
+def clicks_ours(rows=10**6):
+    import clicks
+    import jax
+
+    import train
+    cfg = click_config(int(rows))
+    run = train.prepare(cfg, clicks.TASK)
+    programs = train.steplib.compile_steps(*train.program_parts(run))
+    state = programs["init"](jax.random.key(0))
+    batches = itertools.cycle(click_batches(cfg))
+
+    def update():
+        nonlocal state
+        state, metrics = programs["train_step"](state, jax.device_put(next(batches)))
+        float(metrics["loss"])
+
+    return rate(update, cfg.batch_size)
+
+
+def torch_clicks(cfg, params):
+    """An update of the same model from the same float32 parameters: batch -> loss."""
+    import clicks
+    import numpy as np
+    import torch
+    tables = {}
+    for name in clicks.sizes(cfg):
+        rows = np.concatenate([params[f"rows.{name}"], np.zeros((1, cfg.dim), np.float32)])
+        tables[name] = torch.nn.EmbeddingBag.from_pretrained(
+            torch.from_numpy(rows), freeze=False, mode="sum", sparse=True, padding_idx=-1)
+    tower = {name: torch.tensor(x, requires_grad=True)
+             for name, x in params.items() if name.startswith("tower")}
+    betas = dict(betas=(cfg.b1, cfg.b2), eps=cfg.eps, lr=cfg.lr)
+    optimizers = [torch.optim.SparseAdam([t.weight for t in tables.values()], **betas),
+                  torch.optim.Adam(tower.values(), **betas)]
+
+    def update(batch):
+        features = [torch.from_numpy(batch["dense"])]
+        features += [tables[name](torch.from_numpy(batch[name])) for name in tables]
+        hidden = torch.relu(torch.cat(features, 1) @ tower["tower.w1"] + tower["tower.b1"])
+        logit = sum(x[:, 0] for x in features[1:]) + hidden @ tower["tower.w2"]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            logit, torch.from_numpy(batch["label"]).float())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+    return update
+
+
+def clicks_torch(rows=10**6):
+    import clicks
+    import numpy as np
+    cfg = click_config(int(rows))
+    random = np.random.default_rng(0)
+    params = {name: random.normal(0, 0.01, row["shape"]).astype(np.float32)
+              for name, row in clicks.table(cfg).items()}
+    update, batches = torch_clicks(cfg, params), itertools.cycle(click_batches(cfg))
+    return rate(lambda: update(next(batches)), cfg.batch_size)
+
+
 # ---- the table
 
 STEPS = [f"{dtype} {shape}" for shape in SHAPES for dtype in ("float32", "bfloat16")]
@@ -752,6 +842,9 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
     "prepare bytes": ("MB/s", True, {"ours": "prepare_bytes", "copy": "prepare_copy"}),
     "prepare BPE": ("MB/s", True, {"ours": "prepare_bpe", "library": "prepare_library"}),
     "pack": ("", False, {"ours": "pack_ours"}),
+    "clicks": ("examples/s", True, {"ours": "clicks_ours", "torch": "clicks_torch"}),
+    "rows": ("examples/s", True, {"ours": "clicks_ours 10000000", "of 10,000 rows":
+                                  "clicks_ours 10000"}),
     "memory": ("MiB", False, {"ours": "memory_ours", "dense": "memory_dense"}),
 }
 

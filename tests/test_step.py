@@ -1279,3 +1279,121 @@ def test_muon_may_be_of_some_parameters_alone():
     for name in STACK:
         expected = moved["muon" if name == "layers" else "sgd "][name]
         np.testing.assert_array_equal(moved["sgd"][name], expected)
+
+
+# Sparse rows: two tables of 8 rows, of which "near" is named by two arrays of the batch.
+
+SPARSE = {"near": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a", "bag")),
+          "far": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("c",)),
+          "w": dict(shape=(4,), spec=P(), init=("normal", 0.5))}
+IDS = {"a": np.int32([1, 1, 6, 1, 1, 6, 1, 1]), "c": np.int32([7, 0, 0, 7, 0, 0, 7, 7]),
+       "bag": np.int32([[1, 8], [2, 2], [8, 8], [6, 1], [8, 8], [8, 1], [2, 6], [1, 8]])}  # 8: none
+
+
+def init_sparse(key, cfg):
+    return model.init(key, cfg, SPARSE)
+
+
+def sparse_loss(params, batch, cfg):
+    def row(name, ids):
+        return params[name].at[ids].get(mode="fill", fill_value=0)
+
+    x = row("near", batch["a"]) + row("near", batch["bag"]).sum(axis=1) + row("far", batch["c"])
+    y = jnp.tanh(x) @ params["w"]
+    return {"objective": (y**2).sum()}, {"objective": jnp.float32(len(y))}
+
+
+def dense_adamw(state, batches, cfg, tables):
+    """float64: AdamW on whole gradients, of `tables` only in the rows that a batch names."""
+    params = {k: np.float64(x) for k, x in state["params"].items()}
+    moments = {k: [np.zeros_like(x), np.zeros_like(x)] for k, x in params.items()}
+    for t, batch in enumerate(batches, 1):
+        def row(name, ids):
+            return np.concatenate([params[name], np.zeros((1, 4))])[ids]
+
+        x = row("near", batch["a"]) + row("near", batch["bag"]).sum(1) + row("far", batch["c"])
+        h = np.tanh(x)
+        dy = 2 * (h @ params["w"]) / len(h)
+        dx = dy[:, None] * params["w"] * (1 - h**2)
+        grads = {"w": dy @ h, "near": np.zeros((9, 4)), "far": np.zeros((9, 4))}
+        np.add.at(grads["near"], batch["a"], dx)
+        np.add.at(grads["near"], batch["bag"], dx[:, None])
+        np.add.at(grads["far"], batch["c"], dx)
+        named = {"near": np.union1d(batch["a"], batch["bag"]), "far": np.unique(batch["c"])}
+        for k, p in params.items():
+            rows = np.setdiff1d(named[k], [8]) if k in tables else ...
+            g = (grads[k][:8] if k in tables else grads[k])[rows]
+            m, v = moments[k]
+            m[rows] = cfg.b1 * m[rows] + (1 - cfg.b1) * g
+            v[rows] = cfg.b2 * v[rows] + (1 - cfg.b2) * g**2
+            hat = m[rows] / (1 - cfg.b1**t) / (np.sqrt(v[rows] / (1 - cfg.b2**t)) + cfg.eps)
+            p[rows] -= float(step.lr_at(t - 1, cfg)) * (hat + cfg.weight_decay * p[rows])
+    return params, moments
+
+
+def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
+    """Two updates against AdamW in float64 over whole gradients: parameters and moments of the rows
+    named, with duplicates summed, decay in them alone; all other rows are equal to the bit; padding
+    adds nothing; the same over 2 and 8 devices and in microbatches.
+
+    Break: step.py: jnp.diff(ids, prepend=-1) != 0 => jnp.diff(ids, prepend=-1) > 1
+    """
+    cfg = dataclasses.replace(BASE, clip_norm=0.0, weight_decay=0.3, eps=1e-6)
+    batches = [IDS, IDS | {"a": np.int32([2, 3, 2, 3, 2, 2, 2, 2])}]
+    for n, micro in ((1, 1), (2, 1), (8, 1), (2, 4)):
+        each = dataclasses.replace(cfg, micro_batches=micro)
+        steps, first, _ = compiled(each, IDS, SPARSE, sparse_loss, init_sparse, jax.devices()[:n])
+        start, state = host(first), first
+        for batch in batches:
+            state, metrics = steps["train_step"](state, place(batch, step.make_mesh(
+                each, jax.devices()[:n])))
+        params, moments = dense_adamw(start, batches, each, ("near", "far"))
+        adam = host(state["opt"])[0]
+        for name in SPARSE:
+            np.testing.assert_allclose(state["params"][name], params[name], rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(adam.mu[name], moments[name][0], rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(adam.nu[name], moments[name][1], rtol=2e-5, atol=1e-8)
+        for name, others in (("near", [0, 4, 5, 7]), ("far", [1, 2, 3, 4, 5, 6])):
+            after = np.asarray(state["params"][name])
+            assert np.array_equal(after[others], start["params"][name][others])
+            assert not adam.mu[name][others].any() and not adam.nu[name][others].any()
+        assert float(metrics["finite"])
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_no_part_of_an_update_is_as_large_as_a_sparse_table(n):
+    """In the compiled program only what reads and writes rows in place has a table's shape: none is
+    copied, gathered from other devices or computed on; temporaries are as of a table 1/64 as large.
+
+    Break: step.py: whole = state["params"], state["opt"] =>
+    whole = jax.tree.map(lambda x: x + jnp.ones((), x.dtype), (state["params"], state["opt"]))
+    """
+    def temporaries(rows):
+        table = {"t": dict(shape=(rows, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a",))}
+        cfg = dataclasses.replace(BASE, weight_decay=0.1)
+        mesh = step.make_mesh(cfg, jax.devices()[:n])
+        _, lower, _ = step.lower_steps(
+            cfg, mesh, table, lambda params, batch, cfg: (
+                {"objective": (params["t"][batch["a"]] ** 2).sum()}, {"objective": jnp.float32(8)}),
+            lambda key, cfg: model.init(key, cfg, table), batch_structs({"a": IDS["a"]}, mesh))
+        program = lower["train_step"]().compile()
+        shapes = f"f32[{rows},4]", f"f32[{rows // n},4]"
+        made = [line.split(" = ")[1] for line in program.as_text().splitlines() if " = " in line]
+        made = {line.split("(")[0].split()[-1] for line in made if line.startswith(shapes)}
+        assert made == {"parameter", "scatter", "fusion"}  # a fusion of these: others would show
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2**20) == temporaries(2**14) < 2**16
+
+
+def test_ids_of_two_sets_of_tables_are_refused_and_optimizers_that_mix_rows():
+    """By a ValueError that names the array, or the parameter and what to take instead.
+
+    Break: step.py: if both := {*names} & {*places}: => if both := set():
+    """
+    table = SPARSE | {"far": SPARSE["far"] | {"ids": ("a",)}}
+    with pytest.raises(ValueError, match="ids a: of two sets of tables with different ids"):
+        compiled(BASE, IDS, table, sparse_loss, init_sparse, jax.devices()[:1])
+    cfg = dataclasses.replace(BASE, optimizer="adafactor")
+    with pytest.raises(ValueError, match="far: has ids, but its optimizer keeps .* adamw, lion"):
+        compiled(cfg, IDS, SPARSE, sparse_loss, init_sparse, jax.devices()[:1])
