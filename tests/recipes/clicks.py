@@ -61,7 +61,7 @@ def loss(params, batch, cfg):
         e = params[f"rows.{name}"].at[batch[name]].get(mode="fill", fill_value=0)  # padding: 0
         features.append(e.sum(axis=1))
         logit_B += features[-1][:, 0]  # the wide part
-    h_BF = jax.nn.relu(jnp.concatenate(features, 1) @ params["tower.w1"] + params["tower.b1"])
+    h_BF = jax.nn.relu(jnp.concatenate(features, 1) @ params["tower.w1"] + params["tower.b1"][None])
     logit_B += h_BF @ params["tower.w2"]
     label_B, valid_B = batch["label"], batch["label"] >= 0  # evaluation pads
     nll = jnp.where(valid_B, jax.nn.softplus(logit_B) - logit_B * label_B, 0).sum()
@@ -75,9 +75,9 @@ def loss(params, batch, cfg):
 def group_auc(group_B, label_B, score_B):
     """[sum over rows of their groups' AUC, rows in groups with both labels, groups, others]"""
     clicked_B, valid_B = label_B == 1, label_B >= 0
-    same = ((group_B[:, None] == group_B) & valid_B).astype(jnp.float32)
-    wins = (score_B[:, None] > score_B) + 0.5 * (score_B[:, None] == score_B)
-    won_B = (same * wins * ~clicked_B).sum(1) * clicked_B
+    same = ((group_B[:, None] == group_B[None]) & valid_B[None]).astype(jnp.float32)
+    wins = (score_B[:, None] > score_B[None]) + 0.5 * (score_B[:, None] == score_B[None])
+    won_B = (same * wins * ~clicked_B[None]).sum(1) * clicked_B
     n_B, clicks_B, won_B = (same @ jnp.stack([jnp.ones_like(won_B), clicked_B, won_B], 1)).T
     pairs_B = clicks_B * (n_B - clicks_B)
     both_B, share_B = valid_B & (pairs_B > 0), valid_B / jnp.maximum(n_B, 1)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The click model: against PyTorch's sparse updates, scikit-learn's AUC, and itself."""
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+import train
+from conftest import ROOT
+
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/recipes")]
+import clicks
+import make_clicks
+
+import bench
+from test_recipes import kill_at, saved_arrays
+
+SMALL = "user=2^12", "item=2^12", "category=2^8", "history=2^12:4"
+
+
+@pytest.fixture
+def planted(tmp_path, cache_dir):
+    """planted(days, rows, **fields): a config over that many days in tmp_path/days."""
+    def make(n_days=3, rows=3000, **fields):
+        make_clicks.main(tmp_path / "days", n_days, rows)
+        defaults = dict(
+            data=(str(tmp_path / "days/*.npz"),), out_dir=str(tmp_path / "out"), tables=SMALL,
+            cache_dir=cache_dir, dtype="float32", batch_size=256, save_every=0, eval_batches=0)
+        return clicks.ClicksConfig(**defaults | fields)
+    return make
+
+
+def rows_of(cfg, event):
+    return [row for row in train.read_log(cfg.out_dir) if row["event"] == event]
+
+
+def test_the_first_losses_are_those_of_torchs_sparse_adam():
+    """50 updates by Adam of EmbeddingBag(sparse=True) with SparseAdam and of a tower with Adam, from
+    the same parameters over the same batches: each loss within 1e-4 (float32 both; after one update
+    they differ by 1e-7).
+
+    Break: step.py: lambda ids, x, new: x.at[ids].set(new, mode="drop") =>
+    lambda ids, x, new: x.at[ids].add(new, mode="drop")
+    """
+    cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
+                             schedule="constant", warmup_steps=0.0, fsdp=1, dp=1, steps=50)
+    run = train.prepare(cfg, clicks.TASK, jax.devices()[:1])
+    programs = train.steplib.compile_steps(*train.program_parts(run))
+    state = programs["init"](jax.random.key(0))
+    update = bench.torch_clicks(cfg, {name: np.array(x) for name, x in state["params"].items()})
+    ours, theirs = [], []
+    for batch in itertools.islice(itertools.cycle(bench.click_batches(cfg)), 50):
+        theirs.append(update(batch))
+        shardings = {name: x.sharding for name, x in run["batch"].items()}
+        state, metrics = programs["train_step"](state, jax.device_put(batch, shardings))
+        ours.append(float(metrics["loss"]))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    assert ours[-1] < 0.8 * ours[0]
+
+
+def test_auc_and_grouped_auc_are_scikit_learns():
+    """Of scores in 200 bins, over two batches of which one is padded; by group of the exact scores,
+    weighted by rows, where both labels are seen; of one label alone there is none of either.
+
+    Break: tests/recipes/clicks.py: 0.5 * (score_B[:, None] == score_B[None]) => 0.0
+    """
+    random = np.random.default_rng(0)
+    label, group = random.integers(0, 2, 160), random.integers(0, 40, 160)
+    logit = np.round(label + random.normal(size=160), 1).astype(np.float32)  # with ties
+    valid = np.arange(160) < 150
+    cfg = clicks.ClicksConfig(tables=("user=64", "score=160"), n_dense=1, dim=1)
+    params = {"rows.user": np.zeros((64, 1)), "rows.score": logit[:, None],
+              "tower.w1": np.zeros((3, 64)), "tower.b1": np.zeros(64), "tower.w2": np.zeros(64)}
+    parts = []
+    for rows in (np.arange(80), np.arange(80, 160)):  # no group in both
+        group[rows] = group[rows] % 20 + 20 * (rows[0] > 0)
+        batch = {"user": group[rows, None], "score": rows[:, None], "dense": np.zeros((80, 1)),
+                 "label": np.where(valid, label, -1)[rows]}
+        parts.append(clicks.loss(jax.tree.map(jnp.float32, params), batch, cfg)[0])
+    found = clicks.metrics({name: np.float64(parts[0][name] + parts[1][name])
+                            for name in ("by_score", "by_group")}, None)
+    label, group, logit = label[valid], group[valid], logit[valid]
+    bins = np.floor(199.99 / (1 + np.exp(-np.float64(logit))))
+    assert found["auc"] == pytest.approx(roc_auc_score(label, bins), abs=1e-6)
+    groups = [group == g for g in np.unique(group)]
+    both = [rows for rows in groups if len({*label[rows]}) == 2]
+    expected = np.average([roc_auc_score(label[rows], logit[rows]) for rows in both],
+                          weights=[rows.sum() for rows in both])
+    assert found["group_auc"] == pytest.approx(expected, abs=1e-6)
+    assert (found["groups"], found["groups_left_out"]) == (len(groups), len(groups) - len(both))
+    assert len(both) < len(groups)
+    alone = {"by_score": np.eye(2)[:, :1] * np.ones(200), "by_group": np.float64([0, 0, 7, 7])}
+    assert clicks.metrics(alone, None) == {"groups": 7, "groups_left_out": 7}
+
+
+@pytest.mark.slow
+def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
+    """Three days of 30,000 clicks on few items: the area under the curve of the third, of which it
+    has seen nothing, is within 0.01 of that of the planted logits and 0.1 above that of a guess by
+    the dense numbers alone; an evaluation of each next day, whole; metrics in training too.
+
+    Break: step.py: rows |= {name: firsts for => rows |= {name: ids * 0 for
+    """
+    monkeypatch.setattr(make_clicks, "SIZES", {"user": 100, "item": 100, "category": 10})
+    cfg = planted(3, 30_000, lr=1e-2, batch_size=512)
+    summary = train.main(cfg, task=clicks.TASK)
+    evaluations = rows_of(cfg, "eval")
+    assert [row["step"] for row in evaluations] == [59, 118]  # 58.6 and 117.2 batches
+    assert all(row["val_n_labels"] == 30_000 for row in evaluations)
+    day = np.load(cfg.data[0].replace("*", "day002"))
+    best = roc_auc_score(day["label"], day["truth"])
+    dense = roc_auc_score(day["label"], day["dense"] @ np.array(make_clicks.DENSE))
+    assert best - 0.01 < evaluations[-1]["val_auc"] < best
+    assert evaluations[-1]["val_auc"] > dense + 0.1
+    assert 0.5 < evaluations[-1]["val_group_auc"] < best
+    assert {"auc", "group_auc", "groups_left_out"} <= rows_of(cfg, "log")[-1].keys()
+    assert summary["step"] == 176
+
+
+def train_clicks(cfg, kill_step):
+    train.main(cfg, [kill_at(kill_step)], clicks.TASK)
+
+
+@pytest.mark.slow
+def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
+    """Tables split by rows; parameters, moments and evaluations are those of a run never killed.
+
+    Break: train.py: run["train"]["resume"](meta["data"]["windows"]) => pass
+    """
+    cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
+    summary = train.main(cfg, task=clicks.TASK)
+    killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
+    forks = multiprocessing.get_context("forkserver")
+    (run := forks.Process(target=train_clicks, args=(killed, 18), daemon=True)).start()
+    run.join(120)
+    assert run.exitcode == -signal.SIGKILL
+    with open(os.path.join(killed.out_dir, "windows.jsonl"), "w"):
+        pass  # what the checkpoint says of them is enough
+    again = train.main(killed, task=clicks.TASK)
+    straight, resumed = saved_arrays(cfg.out_dir), saved_arrays(killed.out_dir)
+    assert straight.keys() == resumed.keys() and "params/rows.item" in straight
+    assert all(np.array_equal(straight[k], resumed[k]) for k in straight)
+    assert again["val_auc"] == summary["val_auc"]
+    item = summary["state"]["params"]["rows.item"]
+    assert item.addressable_shards[0].data.shape == (2**9, 8) and len(jax.devices()) == 8
+
+
+@pytest.mark.slow
+def test_a_day_that_comes_while_it_runs_is_evaluated_on_and_then_trained_on(planted, tmp_path):
+    """With one day there it waits, says so once, and goes on when the next one appears: first the
+    evaluation, then its updates; one that has been trained on is not evaluated on.
+
+    Break: data.py: return "" if name in seen else name => return name
+    """
+    cfg = planted(1, 1024, wait_s=60.0, steps=10, epochs=0.0)
+    events = []
+
+    def note(event, row):
+        events.append(event)
+        if event == "out_of_data":
+            threading.Timer(0.5, make_clicks.make_day, (
+                tmp_path / "days/day001.npz", 1024, 1)).start()
+
+    train.main(dataclasses.replace(cfg, steps=8), [note], clicks.TASK)
+    assert events.count("out_of_data") == 1 and events.count("dispatch") == 8
+    waited, evaluated = events.index("out_of_data"), events.index("eval")
+    assert events[:waited].count("dispatch") == 4 == events[:evaluated].count("dispatch")
+    assert waited < evaluated
+    events.clear()
+    cfg = dataclasses.replace(cfg, out_dir=str(tmp_path / "twice"), wait_s=0.0, steps=12)
+    train.main(cfg, [note], clicks.TASK)
+    assert events.count("eval") == 1 and events.count("window") == 3
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(label=np.int64([0, 1, 2, 0])), "label 2: must be 0 or 1"),
+    (dict(label=np.float64([0, 1, 0.5, 0])), "label 0.5: must be 0 or 1"),
+    (dict(user=None), "has no 'user'"),
+    (dict(item=np.int64([1, 2, 3, 99])), "item 99: must be below 64; set --hash_ids true"),
+    (dict(item=np.int64([1, 2, 3, -1])), "item 18446744073709551615: must be below 64"),
+    (dict(dense=np.zeros((4, 3))), r"dense \(4, 3\): must be \(4, 4\)"),
+    (dict(history=np.zeros((4, 5), int)), r"history \(4, 5\): must be \(4, 2\)"),
+])
+def test_a_day_with_a_fault_is_refused(tmp_path, change, words):
+    """By a sentence with the file, the value and what to do; what a bag's count leaves out may hold
+    anything.
+
+    Break: tests/recipes/clicks.py: config.raise_all(faults, path) => pass
+    """
+    cfg = clicks.ClicksConfig(tables=("user=64", "item=64", "history=64:2"), hash_ids=False)
+    day = dict(label=np.int64([0, 1, 1, 0]), dense=np.zeros((4, 4)), user=np.arange(4),
+               item=np.arange(4), history=np.array([[1, 99]] * 4), history_n=np.ones(4, int))
+    path = str(tmp_path / "day.npz")
+    np.savez(path, **day)
+    assert clicks.read_day(path, cfg)["history"].tolist() == [[1, 64]] * 4
+    np.savez(path, **{name: x for name, x in (day | change).items() if x is not None})
+    if "history" in change:
+        cfg = dataclasses.replace(cfg, hash_ids=True)
+    with pytest.raises(ValueError, match=f"day.npz: .*{words}"):
+        clicks.read_day(path, cfg)
+
+
+@pytest.mark.slow
+def test_clicks_by_the_line_of_the_readme(tmp_path):
+    """Both programs, with fewer rows; what is mistyped is told in a sentence, without a traceback.
+
+    Break: tests/recipes/clicks.py: kind=ClicksConfig => kind=config.Config
+    """
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    days, out = str(tmp_path / "days"), str(tmp_path / "out")
+    make = [sys.executable, str(ROOT / "tests/recipes/make_clicks.py"), days, "2", "5000"]
+    assert subprocess.run(make, env=env, timeout=60).returncode == 0
+    call = [sys.executable, str(ROOT / "tests/recipes/clicks.py"), "--data", f"{days}/*.npz",
+            "--out_dir", out, "--tables", *SMALL]
+    run = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "done: all 10 steps are done" in run.stdout, run.stderr[-2000:]
+    run = subprocess.run([*call, "--group", "usr"], env=env, capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    assert "usr" in run.stderr
