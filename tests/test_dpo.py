@@ -49,17 +49,16 @@ def make_base(tiny, steps, **changes):
     cfg = tiny(steps=steps, out_dir=str(Path(tiny().out_dir).parent / "base"), val_frac=0.0,
                save_every=0, dtype="float32", **changes)
     rng = random.Random(1)
-    Path(cfg.data[0]).write_text("\0".join(
-        f"{i} say {rng.choice('abcdefgh')}: {rng.choice('abcdefgh') * 2}"
-        for i in range(2000)).replace("\0", "\n"))
+    Path(cfg.data[0]).write_text("\n".join(
+        f"{i} say {rng.choice('abcdefgh')}: {rng.choice('abcdefgh') * 2}" for i in range(2000)))
     train.main(cfg)
     return cfg
 
 
 def make_dpo(base, pairs, out, **changes):
     return dpo.DpoConfig(**dataclasses.asdict(base) | dict(
-        val_frac=0.1, data=(pairs,), init_from=(base.out_dir,), out_dir=str(out), eval_batches=0, eval_every=0,
-        log_every=50) | changes)
+        data=(pairs,), init_from=(base.out_dir,), out_dir=str(out), val_frac=0.1, eval_batches=0,
+        eval_every=0, log_every=50) | changes)
 
 
 def random_batch(rng):
