@@ -222,7 +222,7 @@ def test_a_bad_pair_is_told_in_a_sentence(line, fault, tiny, tmp_path, capsys):
 def test_a_bad_flag_is_told_in_a_sentence(flags, fault, tiny, tmp_path, capsys):
     """As above, before anything is compiled.
 
-    Break: tests/recipes/dpo.py: not cfg.init_from and => False and
+    Break: tests/recipes/dpo.py: n < 1 and f"data => False and f"data
     """
     pairs = write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")])
     out = tmp_path / "out"
