@@ -247,6 +247,7 @@ def test_a_preference_is_learnt(tiny, tmp_path):
     reference = ckpt.restore(root, 0, {"log_probs": np.zeros((600, 2), np.float32)})["log_probs"]
     assert 0.4 < np.mean(reference[:200, 0] > reference[:200, 1]) < 0.6
     assert summary["val_acc"] > 0.95 and summary["val_margin"] > 1
+    assert summary["val_chosen_reward"] > summary["val_rejected_reward"] + 1
     assert summary["val_n_labels"] == 200
 
 
