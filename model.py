@@ -276,15 +276,10 @@ def loss_fn(params, batch, cfg):
 
 def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
     """The sums of loss_fn but the router's, from all logits at once."""
-    logits_BTV = _logits(x_BTD, unembed_DV, cfg)
     mask_BT = labels_BT != IGNORE
-    label_BT = jnp.where(mask_BT, labels_BT, 0)
+    logits_BTV, top_BT, lse_BT, true_BT = _label_logits(
+        unembed_DV, x_BTD, jnp.where(mask_BT, labels_BT, 0), cfg)
     V, eps = cfg.vocab_size, cfg.label_smoothing
-    top_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
-    lse_BT = top_BT + jnp.log(jnp.exp(logits_BTV - top_BT[..., None]).sum(axis=-1))
-    # A masked sum, not a gather: logits stay where they are when tp splits the vocabulary.
-    hit_BTV = label_BT[..., None] == jnp.arange(V)[None, None]
-    true_BT = jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
     n_top_BT = (logits_BTV == top_BT[..., None]).sum(axis=-1)
     nll_BT = lse_BT - true_BT
     z_BT = lse_BT * lse_BT
@@ -296,6 +291,16 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
     acc_BT = (true_BT >= top_BT) / n_top_BT
     terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
     return {k: jnp.where(mask_BT, v, 0).sum(dtype=jnp.float32) for k, v in terms.items()}
+
+
+def _label_logits(unembed_DV, x_BTD, labels_BT, cfg):
+    """All logits, and of each position the highest, their log-sum-exp and the label's."""
+    logits_BTV = _logits(x_BTD, unembed_DV, cfg)
+    top_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
+    lse_BT = top_BT + jnp.log(jnp.exp(logits_BTV - top_BT[..., None]).sum(axis=-1))
+    # A masked sum, not a gather: logits stay where they are when tp splits the vocabulary.
+    hit_BTV = labels_BT[..., None] == jnp.arange(cfg.vocab_size)[None, None]
+    return logits_BTV, top_BT, lse_BT, jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
 
 
 # ---- optional: sampling, memory, loss weights, sharding, kernels, mixed precision, LoRA, experts
@@ -554,6 +559,33 @@ def _tiled_bwd(cfg, n_tiles, saved, cotangents):
 
 
 _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
+
+
+def label_log_probs(params, batch, cfg):
+    """The log-probability [B, T] of each label in float32, 0 where it is ignored: for losses that
+    are no sum over tokens. Holds the logits of one tile, which backward computes again.
+
+    Leaves out the losses of a router.
+    """
+    x_BTD, unembed_DV, _, _ = _trunk(params, batch, cfg)
+    n_tiles, labels_BT = _n_tiles(*x_BTD.shape[:2], cfg), batch["labels"]
+
+    def all_tiles(unembed_DV, x_BTD, labels_BT):
+        @jax.checkpoint
+        def of_tile(unembed_DV, x_BtD, labels_Bt):
+            mask_Bt = labels_Bt != IGNORE
+            _, _, lse_Bt, true_Bt = _label_logits(
+                unembed_DV.astype(x_BTD.dtype), x_BtD, jnp.where(mask_Bt, labels_Bt, 0), cfg)
+            return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
+
+        tiles = _tiles(n_tiles, x_BTD, labels_BT)
+        log_probs = jax.lax.map(lambda tile: of_tile(unembed_DV, *tile), tiles)
+        return jnp.moveaxis(log_probs, 0, 2).reshape(labels_BT.shape)
+
+    split = P(BATCH_AXES, "sp")
+    # Float32, as backward adds up the gradients of the tiles in the dtype of what they share.
+    return _on_each_device(all_tiles, (P(), split, split), split)(
+        unembed_DV.astype(jnp.float32), x_BTD, labels_BT)
 
 
 def _mlp_weights(w):

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe of Direct Preference Optimization, and the log-probabilities of labels that it is made
+of.
+"""
+import dataclasses
+import json
+import multiprocessing
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+import config
+import model
+import train
+from conftest import ROOT
+from test_recipes import kill_at, saved_arrays
+
+sys.path.insert(0, str(ROOT / "tests/recipes"))
+import dpo
+
+SMALL = config.derive_text(dpo.DpoConfig(
+    d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, seq_len=12, batch_size=4,
+    beta=0.3, dtype="float32", attention="xla"))
+
+
+def write_pairs(path, rows):
+    path.write_text("".join(json.dumps(dict(zip(("prompt", "chosen", "rejected"), row))) + "\n"
+                            for row in rows))
+    return str(path)
+
+
+def letter_pairs(n):
+    """Pairs in which the better answer says the letter that was asked for."""
+    rng = random.Random(0)
+    asked = [rng.sample("abcdefgh", 2) for _ in range(n)]
+    return [(f"{rng.randrange(1000)} say {a}:", f" {a}{a}", f" {b}{b}") for a, b in asked]
+
+
+def make_base(tiny, steps, **changes):
+    """A run of the text task that learns how an answer looks, and not which one."""
+    cfg = tiny(steps=steps, out_dir=str(Path(tiny().out_dir).parent / "base"), val_frac=0.0,
+               save_every=0, dtype="float32", **changes)
+    rng = random.Random(1)
+    Path(cfg.data[0]).write_text("\n".join(
+        f"{i} say {rng.choice('abcdefgh')}: {rng.choice('abcdefgh') * 2}" for i in range(2000)))
+    train.main(cfg)
+    return cfg
+
+
+def make_dpo(base, pairs, out, **changes):
+    return dpo.DpoConfig(**dataclasses.asdict(base) | dict(
+        data=(pairs,), init_from=(base.out_dir,), out_dir=str(out), val_frac=0.1, eval_batches=0,
+        eval_every=0, log_every=50) | changes)
+
+
+def random_batch(rng):
+    """Four pairs, the last of which does not count; prompts and answers of any length."""
+    tokens = rng.integers(0, SMALL.vocab_size, (4, 2, 12))
+    labels = rng.integers(0, SMALL.vocab_size, (4, 2, 12))
+    for row, side in np.ndindex(4, 2):
+        start, stop = sorted(rng.choice(np.arange(13), 2, replace=False))
+        labels[row, side, :start] = labels[row, side, stop:] = model.IGNORE
+    labels[3] = model.IGNORE
+    return {"tokens": jnp.int32(tokens), "labels": jnp.int32(labels),
+            "reference": jnp.float32(rng.normal(-30, 10, (4, 2)))}
+
+
+def log_softmax_64(logits):
+    logits = np.float64(logits) - np.float64(logits).max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("n_tiles", [1, 4])
+def test_loss_and_gradient(n_tiles):
+    """Against NumPy in float64, from the logits of `forward`: loss and metrics; the gradient with
+    respect to the answers' log-probabilities, by hand and by finite differences, and from there by
+    hand to the logits. Log-probabilities of some -40 are sums in float32, so losses and rewards are
+    good to 1e-5, gradients to 1e-5 of the largest entry.
+
+    Break: tests/recipes/dpo.py: -jax.nn.log_sigmoid(margin_B) => jax.nn.softplus(margin_B)
+    """
+    cfg = dataclasses.replace(SMALL, logit_tiles=n_tiles)
+    params, batch = model.init(jax.random.key(0), cfg), random_batch(np.random.default_rng(0))
+    rows = {name: batch[name].reshape(8, 12) for name in ("tokens", "labels")}
+    logits, pull_back = jax.vjp(jax.jit(lambda p: model.forward(p, rows, cfg)[0]), params)
+    logp, labels = log_softmax_64(logits), np.array(rows["labels"])
+    labelled = labels != model.IGNORE
+    hit = labelled[..., None] & (labels[..., None] == np.arange(cfg.vocab_size))
+    answers = np.where(hit, logp, 0).sum(axis=(1, 2)).reshape(4, 2)
+    reference = np.float64(batch["reference"])
+
+    def loss_64(answers):
+        margins = cfg.beta * ((answers - reference) @ [1, -1])
+        return np.log1p(np.exp(-margins))[:3].sum()
+
+    (_, (sums, counts)), grads = jax.jit(jax.value_and_grad(lambda p: (
+        lambda sums, counts: (sums["objective"], (sums, counts)))(*dpo.loss(p, batch, cfg)),
+        has_aux=True))(params)
+    rewards = (cfg.beta * (answers - reference))[:3]
+    expected = {"objective": loss_64(answers), "loss": loss_64(answers),
+                "margin": (rewards @ [1, -1]).sum(), "acc": (rewards @ [1, -1] > 0).sum(),
+                "chosen_reward": rewards[:, 0].sum(), "rejected_reward": rewards[:, 1].sum()}
+    assert sums.keys() == expected.keys() and set(map(float, counts.values())) == {3.0}
+    for name in expected:
+        np.testing.assert_allclose(sums[name], expected[name], rtol=0, atol=1e-5, err_msg=name)
+
+    slope = np.zeros((4, 2))
+    slope[:3] = -cfg.beta / (1 + np.exp(rewards @ [1, -1]))[:, None] * [1, -1]
+    for at in np.ndindex(4, 2):
+        nudge = np.zeros((4, 2))
+        nudge[at] = 1e-4
+        by_difference = (loss_64(answers + nudge) - loss_64(answers - nudge)) / 2e-4
+        np.testing.assert_allclose(slope[at], by_difference, rtol=0, atol=1e-8)
+    d_logits = (hit - np.exp(logp) * labelled[..., None]) * slope.reshape(8, 1, 1)
+    for name, want in pull_back(jnp.float32(d_logits))[0].items():
+        np.testing.assert_allclose(grads[name], want, rtol=0, atol=1e-5 * np.abs(want).max(),
+                                   err_msg=name)
+
+
+def test_log_probs_over_a_mesh():
+    """Over dp, fsdp, tp and sp, in tiles, log-probabilities and a gradient of their squares are
+    those of one device, to 1e-5 of the largest.
+
+    Break: model.py: return jnp.moveaxis(log_probs, 0, 2).reshape(labels_BT.shape) =>
+    return jnp.moveaxis(log_probs, 0, 1).reshape(labels_BT.shape)
+    """
+    cfg = dataclasses.replace(SMALL, vocab_size=48)
+    params = model.init(jax.random.key(0), cfg)
+    ids = np.random.default_rng(0).integers(0, 48, (2, 8, 12))
+    batch = {"tokens": jnp.int32(ids[0]), "labels": jnp.int32(ids[1]).at[:, :5].set(model.IGNORE)}
+
+    def run(params, batch, n_tiles):
+        def total(params):
+            found = model.label_log_probs(
+                params, batch, dataclasses.replace(cfg, logit_tiles=n_tiles))
+            return (found ** 2).sum(), found
+        return jax.grad(total, has_aux=True)(params)
+
+    want = jax.jit(run, static_argnums=2)(params, batch, 1)
+    mesh = jax.make_mesh((1, 2, 1, 2, 2), ("dp", "fsdp", "ep", "tp", "sp"),
+                         axis_types=(jax.sharding.AxisType.Auto,) * 5)
+    place = {name: jax.NamedSharding(mesh, row["spec"])
+             for name, row in model.param_table(cfg).items()}
+    rows = jax.NamedSharding(mesh, jax.P(model.BATCH_AXES, "sp"))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run, static_argnums=2)(
+            jax.device_put(params, place), jax.device_put(batch, rows), 3)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
+
+
+def test_rows(tmp_path, capsys):
+    """By hand, 7 tokens in bytes: labels are answer and end; a long prompt loses its left, alike
+    for both answers; of an answer that is too long the first 7 stay, and of the prompt its last
+    byte. The end and padding are dots, what is no label a dash.
+
+    Break: tests/recipes/dpo.py: [max(map(len, answers)) - T - 1:] => [max(map(len, answers)) - T:]
+    """
+    path = write_pairs(tmp_path / "p.jsonl", [
+        ("ab", "cd", "e"), ("abcdefgh", "ij", "klm"), ("ab", "cdefghij", "k"), ("", "a", "b")])
+    cfg = dpo.DpoConfig(seq_len=7)
+    pairs = dpo.read_pairs((path,), cfg)
+    batch = dpo.build_batch(pairs, np.float32([[0, 1], [2, 3], [4, 5], [6, 7]]), 7,
+                            [3, 0, 1, 2, 0], [True] * 4 + [False])
+
+    def text(ids):
+        return "".join("-" if i == model.IGNORE else "." if i == 0 else chr(i) for i in ids)
+
+    assert [text(ids) for ids in batch["tokens"].reshape(-1, 7)[:8]] == [
+        ".a.....", ".b.....", ".abcd..", ".abe...", "efghij.", "efghklm", "bcdefgh", "bk....."]
+    assert [text(ids) for ids in batch["labels"].reshape(-1, 7)] == [
+        "a.-----", "b.-----", "--cd.--", "--e.---", "---ij.-", "---klm.", "cdefghi", "k.-----",
+        "-------", "-------"]
+    assert f"{path}: 1 answers are cut, longer than --seq_len 7" in capsys.readouterr().out
+    assert batch["reference"].tolist() == [[6, 7], [0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+@pytest.mark.parametrize("line, fault", [
+    ('{"prompt": "a", "chosen": "b"}', "rejected is missing"),
+    ('{"prompt": "a", "rejected": "b"}', "chosen is missing"),
+    ('{"chosen": "a", "rejected": "b"}', "prompt is missing"),
+    ('{"prompt": "a", "chosen": "b", "rejected": null}', "rejected is None"),
+    ('{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "chosen is ['b']"),
+    ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "prompt is 7"),
+    ('{"prompt": "a", "chosen": "b", "rejected": ""}', "rejected is ''"),
+    ('["a", "b", "c"]', "prompt is missing"),
+])
+def test_a_bad_pair_is_told_in_a_sentence(line, fault, tiny, tmp_path, capsys):
+    """With file, line, rule and what to do, as a fault of the user (exit code 2), before anything
+    is written.
+
+    Break: tests/recipes/dpo.py: or not (text or name == "prompt") => or False
+    """
+    path = tmp_path / "pairs.jsonl"
+    write_pairs(path, [("a", "b", "c")])
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    out = tmp_path / "out"
+    code = train.cli(["--data", str(path), "--init_from", "base", "--out_dir", str(out),
+                      "--cache_dir", tiny().cache_dir], task=dpo.TASK, kind=dpo.DpoConfig)
+    told = capsys.readouterr().err
+    assert code == 2 and f"error: {path} line 3: " in told and fault in told
+    assert "must be a string, and no answer empty: mend this line or delete it" in told
+    assert not (out / "ckpt").exists() and not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("flags, fault", [
+    ("--data {pairs}", "init_from: is missing; name the --out_dir of a trained run"),
+    ("--data {pairs} --init_from {tmp}/nowhere", "nowhere: no such folder"),
+    ("--init_from base", "no pair to train on; name a .jsonl"),
+    ("--data {pairs} --init_from base --z_loss 0.1", "z_loss: has no effect on pairs"),
+    ("--data {pairs} --init_from base --vocab_size 90", "token id 97 is not in [0, 90)"),
+    ("--data {pairs} --init_from base --beta 0", "beta 0.0: must be above 0"),
+])
+def test_a_bad_flag_is_told_in_a_sentence(flags, fault, tiny, tmp_path, capsys):
+    """As above, before anything is compiled.
+
+    Break: tests/recipes/dpo.py: n < 1 and f"data => False and f"data
+    """
+    pairs = write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")])
+    out = tmp_path / "out"
+    code = train.cli([*flags.format(pairs=pairs, tmp=tmp_path).split(), "--out_dir", str(out),
+                      "--cache_dir", tiny().cache_dir], task=dpo.TASK, kind=dpo.DpoConfig)
+    assert code == 2 and fault in capsys.readouterr().err and not (out / "ckpt").exists()
+
+
+@pytest.mark.slow
+def test_a_preference_is_learnt(tiny, tmp_path):
+    """Of 200 pairs that are held out, the base gives the better answer the higher probability in
+    about half; tuned, its reward is the higher one in more than 95%.
+
+    Break: tests/recipes/dpo.py: margin_B, mask_B = chosen_B - rejected_B =>
+    margin_B, mask_B = rejected_B - chosen_B
+    """
+    base = make_base(tiny, 60, seq_len=32, batch_size=16, lr=5e-3)
+    cfg = make_dpo(base, write_pairs(tmp_path / "p.jsonl", letter_pairs(600)), tmp_path / "tuned",
+                   steps=60, batch_size=32, lr=3e-3, beta=0.2, val_frac=1 / 3, save_every=0)
+    summary = train.main(cfg, task=dpo.TASK)
+    root = Path(cfg.out_dir, "ckpt/reference")
+    reference = ckpt.restore(root, 0, {"log_probs": np.zeros((600, 2), np.float32)})["log_probs"]
+    assert 0.4 < np.mean(reference[:200, 0] > reference[:200, 1]) < 0.6
+    assert summary["val_acc"] > 0.95 and summary["val_margin"] > 1
+    assert summary["val_chosen_reward"] > summary["val_rejected_reward"] + 1
+    assert summary["val_n_labels"] == 200
+
+
+def train_dpo(cfg, kill_step):
+    train.main(cfg, [kill_at(kill_step)], dpo.TASK)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_straight(tiny, tmp_path):
+    """To the bit, over 8 devices, though the run that it began from has gone on in between: the
+    reference is that of the first start. Once that is lost, there is no other.
+
+    Break: tests/recipes/dpo.py: if meta and kept == meta["data"]["fingerprint"] and => if 0 and
+    """
+    base = make_base(tiny, 2)
+    pairs = write_pairs(tmp_path / "p.jsonl", letter_pairs(100))
+    cfg = make_dpo(base, pairs, tmp_path / "straight", dp=2, fsdp=2, tp=2, steps=16, save_every=4)
+    straight = train.main(cfg, task=dpo.TASK)
+    assert straight["state"]["params"]["layers.w_up"].addressable_shards[0].data.size * 4 == (
+        straight["state"]["params"]["layers.w_up"].size)
+    killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
+    forks = multiprocessing.get_context("forkserver")
+    (run := forks.Process(target=train_dpo, args=(killed, 12), daemon=True)).start()
+    run.join(120)
+    assert run.exitcode == -signal.SIGKILL
+    assert 0 < ckpt.latest(tmp_path / "killed/ckpt") < 12
+    train.main(dataclasses.replace(base, steps=3))
+    resumed = train.main(killed, task=dpo.TASK)
+    assert resumed["val_loss"] == straight["val_loss"] != 0
+    arrays = [saved_arrays(each.out_dir) for each in (cfg, killed)]
+    assert arrays[0].keys() == arrays[1].keys()
+    assert all(np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0])
+    again = dataclasses.replace(killed, mode="eval")
+    assert train.main(again, task=dpo.TASK)["val_loss"] == straight["val_loss"]
+    shutil.rmtree(tmp_path / "killed/ckpt/reference")
+    with pytest.raises(ValueError, match="init_from was .* at step 2 .* at step 3 .*bring it"):
+        train.main(again, task=dpo.TASK)
+
+
+@pytest.mark.slow
+def test_meshes_agree(tiny, tmp_path):
+    """Four updates end at losses and rewards that are equal to 1e-4, with tensor parallelism and
+    microbatches as with split sequences and tiles.
+
+    Break: tests/recipes/dpo.py: jnp.where(mask_B, x, 0).sum() => jnp.where(mask_B, x, 0).mean()
+    """
+    base = make_base(tiny, 2)
+    pairs = write_pairs(tmp_path / "p.jsonl", letter_pairs(100))
+    meshes = (dict(dp=2, fsdp=2, tp=2, micro_batches=2), dict(dp=1, fsdp=4, sp=2, logit_tiles=4))
+    found = [train.main(make_dpo(base, pairs, tmp_path / str(i), steps=4, lr=1e-2, log_every=1,
+                                 **mesh), task=dpo.TASK) for i, mesh in enumerate(meshes)]
+    assert found[0]["val_loss"] < 0.65
+    for name in ("val_loss", "val_margin", "val_chosen_reward", "loss", "grad_norm"):
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4, atol=1e-5)
