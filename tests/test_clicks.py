@@ -35,7 +35,8 @@ def planted(tmp_path, cache_dir):
         make_clicks.main(tmp_path / "days", n_days, rows)
         defaults = dict(
             data=(str(tmp_path / "days/*.npz"),), out_dir=str(tmp_path / "out"), tables=SMALL,
-            cache_dir=cache_dir, dtype="float32", batch_size=256, save_every=0, eval_batches=0)
+            cache_dir=cache_dir, dtype="float32", batch_size=256, save_every=0, eval_every=0,
+            eval_batches=0)
         return clicks.ClicksConfig(**defaults | fields)
     return make
 
@@ -45,15 +46,14 @@ def rows_of(cfg, event):
 
 
 def test_the_first_losses_are_those_of_torchs_sparse_adam():
-    """50 updates by Adam of EmbeddingBag(sparse=True) with SparseAdam and of a tower with Adam, from
-    the same parameters over the same batches: each loss within 1e-4 (float32 both; after one update
-    they differ by 1e-7).
+    """50 updates of EmbeddingBag(sparse=True) by SparseAdam and of a tower by Adam, from the same
+    parameters over the same batches, float32 both: each loss within 1e-4.
 
     Break: step.py: lambda ids, x, new: x.at[ids].set(new, mode="drop") =>
     lambda ids, x, new: x.at[ids].add(new, mode="drop")
     """
     cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
-                             schedule="constant", warmup_steps=0.0, fsdp=1, dp=1, steps=50)
+                             schedule="constant", warmup_steps=0.0)
     run = train.prepare(cfg, clicks.TASK, jax.devices()[:1])
     programs = train.steplib.compile_steps(*train.program_parts(run))
     state = programs["init"](jax.random.key(0))
@@ -112,10 +112,10 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     Break: step.py: rows |= {name: firsts for => rows |= {name: ids * 0 for
     """
     monkeypatch.setattr(make_clicks, "SIZES", {"user": 100, "item": 100, "category": 10})
-    cfg = planted(3, 30_000, lr=1e-2, batch_size=512)
+    cfg = planted(3, 30_000, lr=1e-2, batch_size=256)
     summary = train.main(cfg, task=clicks.TASK)
     evaluations = rows_of(cfg, "eval")
-    assert [row["step"] for row in evaluations] == [59, 118]  # 58.6 and 117.2 batches
+    assert [row["step"] for row in evaluations] == [118, 235]  # 117.2 and 234.4 batches
     assert all(row["val_n_labels"] == 30_000 for row in evaluations)
     day = np.load(cfg.data[0].replace("*", "day002"))
     best = roc_auc_score(day["label"], day["truth"])
@@ -124,7 +124,7 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     assert evaluations[-1]["val_auc"] > dense + 0.1
     assert 0.5 < evaluations[-1]["val_group_auc"] < best
     assert {"auc", "group_auc", "groups_left_out"} <= rows_of(cfg, "log")[-1].keys()
-    assert summary["step"] == 176
+    assert summary["step"] == 352
 
 
 def train_clicks(cfg, kill_step):
@@ -135,7 +135,7 @@ def train_clicks(cfg, kill_step):
 def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
     """Tables split by rows; parameters, moments and evaluations are those of a run never killed.
 
-    Break: train.py: run["train"]["resume"](meta["data"]["windows"]) => pass
+    Break: data.py: _shuffled(places + window_of => _shuffled(places + os.getpid() + window_of
     """
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
     summary = train.main(cfg, task=clicks.TASK)
@@ -144,8 +144,6 @@ def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
     (run := forks.Process(target=train_clicks, args=(killed, 18), daemon=True)).start()
     run.join(120)
     assert run.exitcode == -signal.SIGKILL
-    with open(os.path.join(killed.out_dir, "windows.jsonl"), "w"):
-        pass  # what the checkpoint says of them is enough
     again = train.main(killed, task=clicks.TASK)
     straight, resumed = saved_arrays(cfg.out_dir), saved_arrays(killed.out_dir)
     assert straight.keys() == resumed.keys() and "params/rows.item" in straight
