@@ -29,8 +29,8 @@ UNUSED = ("label_smoothing", "z_loss", "loss_norm", "logit_tiles", "n_experts")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(config.Config):
     teacher: str = "out"  # --out_dir of the run to learn from
-    distill_weight: config.UpTo1 = 0.5  # of the teacher's probabilities; the labels have the rest
-    distill_temperature: config.Positive = 2.0  # of both models' probabilities
+    distill_weight: config.UpTo1 = 0.9  # of the teacher's probabilities; the labels have the rest
+    distill_temperature: config.Positive = 1.0  # of both models' probabilities
     teacher_shape: str = ""  # JSON of its model; is read from its checkpoint
     out_dir: str = "out/student"  # folder of this run
 
