@@ -36,7 +36,7 @@ def prune_to(sparsity, first, last, every=10, patterns=("layers.w*",)):
             names = sorted(model.matching("prune", patterns, old))
             pruned = {name: (old[name] == 0) & (state["step"] > first) for name in names}
             kept = {name: jnp.where(pruned[name], 0, new["params"][name]) for name in names}
-            due = (first < step) & (step <= last) & (((step - first) % every == 0) | (step == last))
+            due = (step < last) & ((step - first) % every == 0) | (step == last)
             share = sparsity_at(step, sparsity, first, last)
             kept = jax.lax.cond(due, lambda: {name: zero_smallest(w, share)
                                               for name, w in kept.items()}, lambda: kept)
