@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes for pruning and for distillation, against NumPy, and killed and resumed."""
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import ckpt
+import config
+import model
+import step as steplib
+import train
+from conftest import ROOT
+from test_recipes import saved_arrays
+
+sys.path.insert(0, str(ROOT / "tests/recipes"))
+import distill
+import prune
+
+SHARDED = dict(dp=1, fsdp=4, tp=2, dtype="float32")
+
+
+def kill_at(step, cfg):
+    """A hook that kills the process by SIGKILL when it reads the metrics of `step`, and a
+    checkpoint is committed.
+    """
+    def hook(event, value):
+        if event == "step" and value["step"] == step:
+            while ckpt.latest(f"{cfg.out_dir}/ckpt") is None:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return hook
+
+
+def killed_and_resumed(cfg, kill_step, run):
+    """The summary of the second start of a run whose first died by SIGKILL. run(cfg, hooks)."""
+    forks = multiprocessing.get_context("forkserver")
+    (first := forks.Process(target=run, args=(cfg, kill_step), daemon=True)).start()
+    first.join(120)
+    assert first.exitcode == -signal.SIGKILL
+    assert 0 < ckpt.latest(f"{cfg.out_dir}/ckpt") < kill_step
+    return run(cfg)
+
+
+def assert_same_arrays(cfg, other):
+    one, two = saved_arrays(cfg.out_dir), saved_arrays(other.out_dir)
+    assert one.keys() == two.keys()
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def pruned_by_numpy(new, old, step, sparsity, first, last, every):
+    """What is left of the update old => new, which made `step`, by sorting each matrix."""
+    new = np.where((old == 0) & (step > first + 1), 0, new)
+    if not first < step <= last or ((step - first) % every and step != last):
+        return new
+    share = sparsity - sparsity * (1 - (step - first) / (last - first)) ** 3
+    for matrix in new.reshape(-1, *new.shape[-2:]):
+        smallest = np.argsort(np.abs(matrix), axis=None, kind="stable")
+        matrix.flat[smallest[: round(share * matrix.size)]] = 0
+    return new
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pruning_is_that_of_numpy(dtype):
+    """A stack of matrices and one over 8 devices, whose new values are drawn at random: after each
+    of 12 updates exactly the smallest of each matrix are zero, of equal ones (in bfloat16 there are
+    many) the first, and never again another number; all else is as it was updated; in one program.
+
+    Break: tests/recipes/prune.py: jnp.where(pruned[name], 0, new["params"][name]) =>
+    new["params"][name]
+    """
+    numbers = dict(sparsity=0.75, first=2, last=9, every=3)
+    mesh = steplib.make_mesh(config.Config(fsdp=4, tp=2))
+    shardings = {"a": NamedSharding(mesh, P(None, "fsdp", "tp")),
+                 "b": NamedSharding(mesh, P("tp", "fsdp")), "c": NamedSharding(mesh, P())}
+    shapes = {"a": (2, 24, 40), "b": (40, 16), "c": (8, 8)}
+    rng = np.random.default_rng(0)
+
+    def draw():
+        return {name: jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype),
+                                     shardings[name]) for name, shape in shapes.items()}
+
+    def update(state, batch):
+        return {"step": state["step"] + 1, "params": batch}, {"loss": 0.0}
+
+    step = jax.jit(prune.prune_to(**numbers, patterns=("a", "b"))("train_step", update))
+    state = {"step": jnp.int32(0), "params": draw()}
+    for i in range(1, 13):
+        old, batch = state["params"], draw()
+        state, metrics = step(state, batch)
+        found = state["params"]
+        for name in "ab":
+            expected = pruned_by_numpy(*(np.array(x[name], np.float32) for x in (batch, old)), i,
+                                       **numbers)
+            np.testing.assert_array_equal(np.array(found[name], np.float32), expected)
+        np.testing.assert_array_equal(found["c"], batch["c"])
+        zeros = [(np.array(found[name], np.float32) == 0).mean() for name in "ab"]
+        np.testing.assert_allclose(metrics["sparsity"], np.average(zeros, weights=[3, 1]), 1e-6)
+    assert zeros == [0.75, 0.75] and found["a"].sharding == shardings["a"]
+    assert step._cache_size() <= 2  # the first state is not yet sharded as those that follow
+
+
+def train_pruned(cfg, kill_step=None):
+    hooks = [prune.prune_to(sparsity=0.75, first=2, last=9, every=2)]
+    return train.main(cfg, hooks + [kill_at(kill_step, cfg)] * bool(kill_step))
+
+
+@pytest.mark.slow
+def test_a_pruned_run_is_resumed_to_the_bit(tiny):
+    """Over 8 devices: what is zero in a state is zero in every later one, the last and its
+    checkpoint have the final sparsity; killed between two prunings and started again, it ends equal
+    to the bit to one that never was. Every row has the sparsity.
+
+    Break: tests/recipes/prune.py: (state["step"] > first) => (state["step"] % 4 != 0)
+    """
+    straight = tiny(steps=12, save_every=3, **SHARDED)
+    killed = dataclasses.replace(straight, out_dir=straight.out_dir + "_killed")
+    states = []
+
+    def keep(event, state):
+        if event == "state":
+            states.append({name: np.array(x) == 0 for name, x in state["params"].items()
+                           if name.startswith("layers.w")})
+
+    summary = train.main(straight, [prune.prune_to(0.75, first=2, last=9, every=2), keep])
+    resumed = killed_and_resumed(killed, 8, train_pruned)
+    assert resumed["val_loss"] == summary["val_loss"] and len(jax.devices()) == 8
+    assert_same_arrays(straight, killed)
+    for old, new in itertools.pairwise(states):
+        assert all(new[name][old[name]].all() for name in new)
+    assert len(states) == 12 and len(states[0]) == 7
+    assert not any(x.any() for x in states[1].values())
+    saved = saved_arrays(killed.out_dir)
+    assert {(saved[f"params/{name}"] == 0).mean() for name in states[0]} == {0.75}
+    rows = [row["sparsity"] for row in train.read_log(killed.out_dir) if row["event"] == "log"]
+    assert rows[:2] == [0, 0] and rows[-4:] == [0.75] * 4 and sorted(rows) == rows
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(sparsity=1.0), "0 <= sparsity < 1"), (dict(last=2), "first < last"),
+    (dict(every=0), "every > 0"), (dict(patterns=("layer.*",)), "prune 'layer.*': matches no")])
+def test_numbers_that_cannot_prune_are_refused(tiny, changes, words):
+    """Break: tests/recipes/prune.py: if not (0 <= sparsity < 1 and => if not ("""
+    with pytest.raises(ValueError, match=words.replace("*", r"\*")):
+        train.main(tiny(), [prune.prune_to(**dict(sparsity=0.5, first=2, last=9) | changes)])
+
+
+def test_distillation_is_that_of_numpy():
+    """The sums in float64, and the gradient by its formula, (1-a)(q1 - y) + a T (qT - pT); a
+    position without a label counts nowhere.
+
+    Break: tests/recipes/distill.py: weight * temperature**2 * kl_BT => weight * temperature * kl_BT
+    """
+    a, t, (B, T, V) = 0.7, 3.0, (2, 5, 7)
+    cfg = distill.DistillConfig(distill_weight=a, distill_temperature=t, vocab_size=V)
+    rng = np.random.default_rng(0)
+    student_BTV, teacher_BTV = (np.float32(3 * rng.standard_normal((B, T, V))) for _ in range(2))
+    labels_BT = rng.integers(0, V, (B, T)).astype(np.int32)
+    labels_BT[1, 2:] = model.IGNORE
+    labels_BT[0, 0] = student_BTV[0, 0].argmax()
+
+    def softmax(x):
+        e = np.exp(np.float64(x))
+        return e / e.sum(axis=-1, keepdims=True)
+
+    q1_BTV = softmax(student_BTV)
+    qt_BTV, pt_BTV = softmax(student_BTV / t), softmax(teacher_BTV / t)
+    hit_BTV = labels_BT[..., None] == np.arange(V)
+    mask_BT = labels_BT >= 0
+    nll = -np.log(q1_BTV[hit_BTV]).sum()
+    kl = (pt_BTV * np.log(pt_BTV / qt_BTV))[mask_BT].sum()
+    expected = {"objective": (1 - a) * nll + a * t * t * kl, "loss": nll, "kl": kl,
+                "acc": (student_BTV.argmax(-1) == labels_BT).sum()}
+    sums, counts = distill.losses(student_BTV, teacher_BTV, labels_BT, cfg)
+    assert expected.keys() == sums.keys() == counts.keys() and set(counts.values()) == {7.0}
+    for name in expected:
+        np.testing.assert_allclose(sums[name], expected[name], rtol=2e-6)
+    grad_BTV = jax.grad(lambda x: distill.losses(x, teacher_BTV, labels_BT, cfg)[0]["objective"])(
+        student_BTV)
+    expected_BTV = (1 - a) * (q1_BTV - hit_BTV) + a * t * (qt_BTV - pt_BTV)
+    np.testing.assert_allclose(grad_BTV, expected_BTV * mask_BT[..., None], atol=2e-6)
+
+
+def student(tiny_cfg, **changes):
+    """The DistillConfig of a smaller model on the same text as the run of tiny_cfg."""
+    cfg = {x.name: getattr(tiny_cfg, x.name) for x in dataclasses.fields(config.Config)}
+    return distill.DistillConfig(**cfg | dict(
+        teacher=tiny_cfg.out_dir, out_dir=tiny_cfg.out_dir + "_student", d_model=16,
+        n_heads=2) | changes)
+
+
+def train_student(cfg, kill_step=None):
+    return train.main(cfg, [kill_at(kill_step, cfg)] * bool(kill_step), distill.TASK)
+
+
+@pytest.mark.slow
+def test_a_student_is_resumed_to_the_bit_and_its_teacher_stays(tiny):
+    """Over 8 devices. The teacher's weights, sharded, end as its checkpoint has them, have no
+    moments, and are in no checkpoint of the student's; killed and started again, the student ends
+    equal to the bit. The KL of its first row is that of two forward passes, in NumPy.
+
+    Break: tests/recipes/distill.py: "init": ("constant", 0.0), "trained": False =>
+    "init": ("constant", 0.0), "trained": True
+    """
+    of_teacher = tiny(steps=2, eval_batches=1, **SHARDED)
+    train.main(of_teacher)
+    saved = saved_arrays(of_teacher.out_dir)
+    cfg, first = student(of_teacher, steps=8, save_every=3, distill_temperature=3.0), {}
+
+    def keep(event, value):
+        if event in ("load", "data") and event not in first:
+            first[event] = jax.tree.map(np.array, value["params"] if event == "load" else value)
+
+    summary = train.main(cfg, [keep], distill.TASK)
+    params, moments = summary["state"]["params"], ckpt.flatten(summary["state"]["opt"])[0]
+    theirs = {name.removeprefix("teacher."): x for name, x in params.items() if "teacher." in name}
+    assert {f"params/{name}" for name in theirs} == {n for n in saved if n.startswith("params/")}
+    assert all(np.array_equal(x, saved[f"params/{name}"]) for name, x in theirs.items())
+    assert theirs["layers.wq"].addressable_shards[0].data.shape == (1, 8, 16)
+    arrays = ckpt.read_meta(f"{cfg.out_dir}/ckpt", 8)["arrays"]
+    assert not [name for name in (*moments, *arrays) if "teacher" in name] and moments
+
+    killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
+    assert killed_and_resumed(killed, 6, train_student)["val_kl"] == summary["val_kl"] > 0
+    assert_same_arrays(cfg, killed)
+
+    logits = [np.float64(model.forward(params, first["data"], config.derive_text(
+        dataclasses.replace(shape, vocab_size=256)))[0]) / 3
+        for shape, params in ((of_teacher, theirs), (cfg, first["load"]))]
+    p_BTV, q_BTV = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in logits)
+    row = next(row for row in train.read_log(cfg.out_dir) if row["event"] == "log")
+    kl = (np.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean()
+    np.testing.assert_allclose(row["kl"], kl, rtol=1e-5)
+
+
+def test_what_cannot_teach_is_refused(tiny, tmp_path):
+    """A folder without a run, a teacher of another vocabulary, tokenizer or without some of its
+    weights, and losses that distillation does not have.
+
+    Break: tests/recipes/distill.py: for name in ("tokenizer", "vocab_size") => for name in ()
+    """
+    of_teacher = tiny(steps=1, save_every=0, eval_every=0)
+    train.main(of_teacher)
+    partial = dataclasses.replace(of_teacher, out_dir=of_teacher.out_dir + "_partial",
+                                  leave_out=("final_norm",))
+    train.main(partial)
+    fine = student(of_teacher)
+    for changes, words in (
+            (dict(teacher=str(tmp_path / "none")), "none/ckpt holds no checkpoint; is it of a run"),
+            (dict(vocab_size=300), "vocab_size is 256 there, 300 here"),
+            (dict(teacher=partial.out_dir), "its checkpoint has no final_norm"),
+            (dict(z_loss=0.1), "z_loss 0.1: is not distilled; leave it at 0.0"),
+            (dict(distill_weight=1.5), r"distill_weight 1.5: must be in \[0, 1\]")):
+        with pytest.raises(ValueError, match=words):
+            train.main(dataclasses.replace(fine, **changes), task=distill.TASK)
+    prepared = train.prepare(fine, distill.TASK)["cfg"]
+    assert train.prepare(prepared, distill.TASK)["cfg"] == prepared
+    other = prepared.teacher_shape.replace('"tokenizer": "bytes"', '"tokenizer": "other.json"')
+    with pytest.raises(ValueError, match="tokenizer is 'other.json' there, 'bytes' here"):
+        distill.resolve(dataclasses.replace(prepared, teacher_shape=other), "cpu")
