@@ -72,7 +72,7 @@ def test_auc_and_grouped_auc_are_scikit_learns():
     """Of scores in 200 bins, over two batches of which one is padded; by group of the exact scores,
     weighted by rows, where both labels are seen; of one label alone there is none of either.
 
-    Break: tests/recipes/clicks.py: 0.5 * (score_B[:, None] == score_B[None]) => 0.0
+    Break: tests/recipes/clicks.py: (most + least) / 2 => most
     """
     random = np.random.default_rng(0)
     label, group = random.integers(0, 2, 160), random.integers(0, 40, 160)

@@ -3,9 +3,8 @@
 
 python tests/recipes/make_clicks.py out/days && python tests/recipes/clicks.py --data out/days/*.npz
 
-A day is an .npz file: "label" [n] of 0 and 1; "dense" [n, n_dense]; and for each of --tables, as
-NAME=ROWS:VALUES, 64-bit integers [n, VALUES], whose rows are summed: the first "NAME_n"[i] of them.
-"""
+A day is an .npz file: "label" [n] of 0 and 1; "dense" [n, n_dense]; for each of --tables, written
+NAME=ROWS:VALUES, 64-bit ids [n, VALUES], whose rows are summed: of row i the first "NAME_n"[i]."""
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,24 +64,25 @@ def loss(params, batch, cfg):
     logit_B += h_BF @ params["tower.w2"]
     label_B, valid_B = batch["label"], batch["label"] >= 0  # evaluation pads
     nll = jnp.where(valid_B, jax.nn.softplus(logit_B) - logit_B * label_B, 0).sum()
-    bin_B = (jax.nn.sigmoid(logit_B) * 199.99).astype(jnp.int32)
-    n, by_score = valid_B.sum(dtype=jnp.float32), jnp.zeros((2, 200))
-    sums = {"objective": nll, "loss": nll, "by_score": by_score.at[label_B, bin_B].add(valid_B),
+    n, bin_B = valid_B.sum(dtype=jnp.float32), (jax.nn.sigmoid(logit_B) * 199.99).astype(jnp.int32)
+    by_score = jnp.zeros((2, 200)).at[label_B, bin_B].add(valid_B)
+    sums = {"objective": nll, "loss": nll, "by_score": by_score,
             "by_group": group_auc(batch[cfg.group][:, 0], label_B, logit_B)}
     return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}  # 0: not a mean
 
 
 def group_auc(group_B, label_B, score_B):
     """[sum over rows of their groups' AUC, rows in groups with both labels, groups, others]"""
-    clicked_B, valid_B = label_B == 1, label_B >= 0
-    same = ((group_B[:, None] == group_B[None]) & valid_B[None]).astype(jnp.float32)
-    wins = (score_B[:, None] > score_B[None]) + 0.5 * (score_B[:, None] == score_B[None])
-    won_B = (same * wins * ~clicked_B[None]).sum(1) * clicked_B
-    n_B, clicks_B, won_B = (same @ jnp.stack([jnp.ones_like(won_B), clicked_B, won_B], 1)).T
-    pairs_B = clicks_B * (n_B - clicks_B)
-    both_B, share_B = valid_B & (pairs_B > 0), valid_B / jnp.maximum(n_B, 1)
-    return jnp.stack([(both_B * won_B / jnp.maximum(pairs_B, 1)).sum(), both_B.sum(),
-                      share_B.sum(), (share_B * ~both_B).sum()])
+    def by_group(tie):  # clicks, others, and of each click how many others stand before it
+        group, _, label = jax.lax.sort((group_B, score_B, tie * label_B), num_keys=3)
+        rows = jnp.stack([label == tie, label == 0, (label == tie) * (label == 0).cumsum()], 1)
+        index = (jnp.diff(group, prepend=-1) != 0).cumsum() - 1
+        return jax.ops.segment_sum(rows, index, len(rows), indices_are_sorted=True).T
+    (clicks, others, most), (_, _, least) = by_group(1), by_group(-1)  # of equal scores half
+    n, pairs = clicks + others, clicks * others
+    auc = ((most + least) / 2 - clicks * (others.cumsum() - others)) / jnp.maximum(pairs, 1)
+    return jnp.float32([(n * auc).sum(), (n * (pairs > 0)).sum(), (n > 0).sum(),
+                        ((n > 0) & (pairs == 0)).sum()])
 
 
 def metrics(means, source):
