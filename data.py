@@ -382,16 +382,15 @@ def in_windows(cfg, size_of, read):
             return None
         places = _places(step, B, rows)
         window_of = np.searchsorted(ends()[1:], places, side="right")
-        used, which = np.unique(window_of, return_inverse=True)
-        used = [order[i] for i in used.tolist()]
-        for window in used:
+        used = np.unique(window_of).tolist()
+        for window in (order[i] for i in used):
             if (n := size_of(window["name"])) != window["n"]:
                 raise ValueError(f"{window['name']}: had {window['n']} examples when the run "
                                  f"first read it, now {n}; bring it back")
-        sizes = np.array([window["n"] for window in used])[which]
+        sizes = np.array([window["n"] for window in order])[window_of]
         # Each window is an epoch of its own: its number names the permutation.
         examples = _shuffled(places + window_of * sizes - ends()[window_of], sizes, cfg.seed)
-        drawn = [read(window["name"], examples[which == i]) for i, window in enumerate(used)]
+        drawn = [read(order[i]["name"], examples[window_of == i]) for i in used]
         return {key: np.concatenate([part[key] for part in drawn]) for key in drawn[0]}
 
     first = list(islice(_unseen(cfg, size_of, 0, ()), cfg.windows_per_epoch or None))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A click model, day by day: hashed tables of which an update touches only the rows of its batch.
 
-python tests/recipes/make_clicks.py out/days && python tests/recipes/clicks.py --data out/days/*.npz
+python tests/recipes/clicks.py --data 'out/days/*.npz'  # which make_clicks.py can write
 
 A day is an .npz file: "label" [n] of 0 and 1; "dense" [n, n_dense]; for each of --tables, written
 NAME=ROWS:VALUES, 64-bit ids [n, VALUES], whose rows are summed: of row i the first "NAME_n"[i]."""
@@ -35,7 +35,7 @@ class ClicksConfig(config.Config):
     val_frac: config.Below1 = 0.0
     epochs: config.Amount = 1.0
     batch_size: config.Count = 1024  # rows of an update
-    lr: config.Positive = 2e-3
+    lr: config.Positive = 3e-3
 
 
 def sizes(cfg):
