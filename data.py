@@ -138,7 +138,7 @@ def _windows(source, shard_of, within):
     windows = np.empty((len(shards), T + 1), np.int32)
     for row, shard, start in zip(windows, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
-    _check_ids(windows, form["vocab_size"], shards)
+    check_ids(windows, form["vocab_size"], shards)
     tokens, labels = windows[:, :-1], windows[:, 1:].copy()
     for row in np.flatnonzero(within * T - starts):  # the window before has these
         labels[row, : within[row] * T - starts[row]] = IGNORE
@@ -230,8 +230,8 @@ def open_text(cfg, parts=("train", "val")):
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
-    files = {*map(os.path.realpath, _expand([*mixed, *cfg.data], lenient=True))}
-    if both := files & {*map(os.path.realpath, _expand(cfg.val_data, lenient=True))}:
+    files = {*map(os.path.realpath, expand([*mixed, *cfg.data], lenient=True))}
+    if both := files & {*map(os.path.realpath, expand(cfg.val_data, lenient=True))}:
         raise ValueError(f"{min(both)}: is in both data and val_data; take it out of one")
     val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
@@ -404,7 +404,7 @@ def in_windows(cfg, size_of, read):
 
 def _unseen(cfg, size_of, epoch, seen):
     """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
-    names = map(str, _expand(cfg.data, lenient=True))
+    names = map(str, expand(cfg.data, lenient=True))
     for name in sorted({*names} - {*seen}, key=lambda name: [
             int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
         if n := size_of(name):
@@ -536,7 +536,7 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
     tokens, or has an id that is not below vocab_size.
     """
-    form, paths = FORM | dict(form), _expand(patterns) if patterns else _standard_library()
+    form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in (".bin", ".npy")]
     texts = [p for p in paths if p.suffix not in (".bin", ".npy")]
     if binary and form["packed"] and end < 0:
@@ -555,7 +555,7 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
             raise ValueError(f"{name}: has {len(tokens)} tokens, fewer than seq_len + 1 = "
                              f"{form['seq_len'] + 1}; use longer files or a smaller --seq_len")
         if np.iinfo(tokens.dtype).max >= form["vocab_size"]:
-            _check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
+            check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
     return make_source(shards, form)
 
 
@@ -661,7 +661,7 @@ def _encoded(paths, tokenizer):
     the last; a tokenizer's library uses all cores for a batch.
     """
     total = sum(p.stat().st_size for path in paths for p in (path, *path.glob("*")))
-    rows = (row for path in paths for row in _rows(path, tokenizer["piece"]))
+    rows = (row for path in paths for row in rows_in(path, tokenizer["piece"]))
     with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
               leave=False) as bar:
         while batch := list(islice(rows, 512)):
@@ -727,7 +727,7 @@ def _texts(row, where):
     return []
 
 
-def _rows(path, size):
+def rows_in(path, size):
     """Yield (where, row, last) of the rows of a file or folder; pieces of a text, of `size`
     characters, are rows.
     """
@@ -902,7 +902,7 @@ def _standard_library():
     return sorted(paths, key=lambda p: p.relative_to(root).as_posix())
 
 
-def _expand(patterns, lenient=False):
+def expand(patterns, lenient=False):
     """List the files that match, sorted within each pattern. Raises: ValueError if none does, or
     one is empty; lenient: leave these out.
     """
@@ -953,7 +953,7 @@ def _tokens_in(path, dtype):
     return tokens
 
 
-def _check_ids(rows, vocab_size, shards):
+def check_ids(rows, vocab_size, shards):
     """Raise ValueError for an id of a shard's row that is not in [0, vocab_size); 0: any may be."""
     if vocab_size and (rows.min() < 0 or rows.max() >= vocab_size):
         bad = (rows < 0) | (rows >= vocab_size)

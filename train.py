@@ -100,7 +100,9 @@ TEXT = {
 
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
-    watch_peers)} on these devices (default: all at hand).
+    watch_peers)} on these devices (default: all at hand). start_run adds "hooks", "train" and "val"
+    (sources), "periods", "stops", "sources" (of parameters), "left_out", "programs", "first_step",
+    "wishes" (to stop), "meta" (what a checkpoint says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -320,7 +322,7 @@ def report(run, previous, clock):
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
         row = emit("log", row | of_this_process)
-        latest |= newest(run, "log", {k: row[k] for k in row.keys() - of_this_process.keys()})
+        latest |= newest(run, "log", {k: x for k, x in row.items() if k not in of_this_process})
     return latest
 
 
@@ -660,10 +662,12 @@ def read_log(out_dir):
 WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "{}",
          "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
          "val_bits_per_byte": "{:.3f} bits/byte"}
+QUIET = "val_loss val_objective val_ppl val_n_labels".split()  # those not shown
 
 
 def in_words(row, names, between="  "):
-    return between.join(WORDS[name].format(row[name]) for name in names.split() if name in row)
+    return between.join(WORDS.get(name, name.removeprefix("val_") + " {:.4g}").format(row[name])
+                        for name in names.split() if name in row)
 
 
 def screen(cfg):
@@ -686,7 +690,8 @@ def screen(cfg):
                 wait_ms = 1000 * row["data_wait_s"]
                 say(f"{in_words(row, 'step loss lr')}  {rate}  data wait {wait_ms:.1f} ms")
         elif event == "eval":
-            say(in_words(row, "step val_loss val_acc val_bits_per_byte"))
+            own = [x for x in row if x.startswith("val_") and x not in QUIET and "/" not in x]
+            say(in_words(row, " ".join(["step", "val_loss", *own])))
             for source in (name for name in row if name.startswith("val_loss/")):
                 say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
@@ -1064,7 +1069,7 @@ def choose_start(run, state, params, meta):
                              "now; bring it back, or go on with --allow_change data")
         left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
     sources = open_sources(run) if left_out or not meta else []
-    chosen = choose_parameters(run, sources) if left_out or not meta else {}
+    chosen = choose_parameters(run, sources, left_out) if left_out or not meta else {}
 
     def first(programs):
         if not chosen:
@@ -1092,7 +1097,8 @@ def load_saved(run, like, meta):
     """
     left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
     sources = open_sources(run) if left_out else []
-    loaded = load_parameters(sources, choose_parameters(run, sources) if left_out else {}, like)
+    chosen = choose_parameters(run, sources, left_out) if left_out else {}
+    loaded = load_parameters(sources, chosen, like)
     if lost := sorted(left_out - loaded.keys()):
         raise ValueError(f"leave_out: {', '.join(lost)} is in no checkpoint and in no source of "
                          "init_from")
@@ -1153,11 +1159,13 @@ def read_parameters(root, like):
     return {name: loaded[f"params/{name}"] for name in like}
 
 
-def choose_parameters(run, sources):
-    """What ckpt.choose says of these sources, printed as a table. Raises ValueError for parameters
-    of this model that none of them has, though no pattern left them out.
+def choose_parameters(run, sources, left_out=()):
+    """What ckpt.choose says of these sources, printed as a table, of those that a checkpoint left
+    out, if any. Raises ValueError for parameters of this model that none of them has, though no
+    pattern left them out.
     """
     cfg, table = run["cfg"], run["table"]
+    told = [name for name in table if name in left_out or not left_out]
     there = {name for source in sources for name in source["names"]}
     expected = run["task"]["init_names"](cfg, table, there)
     chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
@@ -1167,7 +1175,7 @@ def choose_parameters(run, sources):
                       if whole and name in expected and name not in chosen],
                      f"init_from {', '.join(cfg.init_from)}")
     for i, source in enumerate((*sources, {"path": "a fresh initialization"}) if sources else ()):
-        names = [name for name in table if chosen.get(name, (len(sources),))[0] == i]
+        names = [name for name in told if chosen.get(name, (len(sources),))[0] == i]
         if names:
             count = "all" if len(names) == len(table) else f"{len(names)} of"
             which = f": {', '.join(names)}" if len(names) < len(table) else ""
@@ -1580,7 +1588,7 @@ def end_at_once(observers, words):
     os._exit(1)
 
 
-SIGN_BYTES, SILENT_S = 1024, 30  # of a sign of life; how long a process may go without giving one
+SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
 
 
 def watch_peers(cfg, end):

@@ -494,7 +494,7 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
     """A batch with an id that the model does not have is refused with the file that holds it,
     whichever row it is in.
 
-    Break: data.py: _check_ids(windows, => (lambda *_: None)(windows,
+    Break: data.py: check_ids(windows, => (lambda *_: None)(windows,
     """
     form = dict(seq_len=8, vocab_size=270)
     at(count_up((90, 90, 90), **form), 0, 36)

@@ -1283,7 +1283,7 @@ def test_muon_may_be_of_some_parameters_alone():
 
 # Sparse rows: two tables of 8 rows, of which "near" is named by two arrays of the batch.
 
-SPARSE = {"near": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a", "bag")),
+TWO_TABLES = {"near": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a", "bag")),
           "far": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("c",)),
           "w": dict(shape=(4,), spec=P(), init=("normal", 0.5))}
 IDS = {"a": np.int32([1, 1, 6, 1, 1, 6, 1, 1]), "c": np.int32([7, 0, 0, 7, 0, 0, 7, 7]),
@@ -1291,7 +1291,7 @@ IDS = {"a": np.int32([1, 1, 6, 1, 1, 6, 1, 1]), "c": np.int32([7, 0, 0, 7, 0, 0,
 
 
 def init_sparse(key, cfg):
-    return model.init(key, cfg, SPARSE)
+    return model.init(key, cfg, TWO_TABLES)
 
 
 def sparse_loss(params, batch, cfg):
@@ -1342,14 +1342,14 @@ def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
     batches = [IDS, IDS | {"a": np.int32([2, 3, 2, 3, 2, 2, 2, 2])}]
     for n, micro in ((1, 1), (2, 1), (8, 1), (2, 4)):
         each = dataclasses.replace(cfg, micro_batches=micro)
-        steps, first, _ = compiled(each, IDS, SPARSE, sparse_loss, init_sparse, jax.devices()[:n])
+        steps, first, _ = compiled(each, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:n])
         start, state = host(first), first
         for batch in batches:
             state, metrics = steps["train_step"](state, place(batch, step.make_mesh(
                 each, jax.devices()[:n])))
         params, moments = dense_adamw(start, batches, each, ("near", "far"))
         adam = host(state["opt"])[0]
-        for name in SPARSE:
+        for name in TWO_TABLES:
             np.testing.assert_allclose(state["params"][name], params[name], rtol=2e-5, atol=1e-6)
             np.testing.assert_allclose(adam.mu[name], moments[name][0], rtol=2e-5, atol=1e-7)
             np.testing.assert_allclose(adam.nu[name], moments[name][1], rtol=2e-5, atol=1e-8)
@@ -1391,9 +1391,9 @@ def test_ids_of_two_sets_of_tables_are_refused_and_optimizers_that_mix_rows():
 
     Break: step.py: if both := {*names} & {*places}: => if both := set():
     """
-    table = SPARSE | {"far": SPARSE["far"] | {"ids": ("a",)}}
+    table = TWO_TABLES | {"far": TWO_TABLES["far"] | {"ids": ("a",)}}
     with pytest.raises(ValueError, match="ids a: of two sets of tables with different ids"):
         compiled(BASE, IDS, table, sparse_loss, init_sparse, jax.devices()[:1])
     cfg = dataclasses.replace(BASE, optimizer="adafactor")
     with pytest.raises(ValueError, match="far: has ids, but its optimizer keeps .* adamw, lion"):
-        compiled(cfg, IDS, SPARSE, sparse_loss, init_sparse, jax.devices()[:1])
+        compiled(cfg, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:1])

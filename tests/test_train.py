@@ -1132,8 +1132,8 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
 
     Break: train.py: config.raise_all(faults, "task") => pass
     """
-    task = {k: v for k, v in train.TEXT.items() if k != "init"} | {"units": ("word", len)}
-    with pytest.raises(ValueError, match="unknown key 'units'\n  no 'init'"):
+    task = {k: v for k, v in train.TEXT.items() if k != "loss"} | {"units": ("word", len)}
+    with pytest.raises(ValueError, match="unknown key 'units'\n  no 'loss'"):
         train.main(tiny(), task=task)
 
 
@@ -2106,7 +2106,7 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
 def test_a_signal_ends_the_wait_for_a_window(days):
     """A run that waits for a file says so, and at SIGTERM saves and exits with 0.
 
-    Break: train.py: stopped=lambda: jax.process_count() == 1 => stopped=lambda: False
+    Break: train.py: stopped=halted) => stopped=bool)
     """
     cfg = days(steps=99, wait_s=1e6)
     run, log = command(cfg)
@@ -2487,7 +2487,7 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days):
     """The folder has no new file; an event says so, once, and a second later the kill file is
     there.
 
-    Break: train.py: stopped=lambda: jax.process_count() == 1 => stopped=lambda: False
+    Break: train.py: stopped=halted) => stopped=bool)
     """
     cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
 

@@ -69,7 +69,7 @@ def read_pairs(patterns, cfg):
     """[[(ids, number of labels) of the chosen answer, of the rejected one]]."""
     tokenizer, pairs, T = data.make_tokenizer(cfg.tokenizer), [], cfg.seq_len
     begin = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
-    for where, row, _ in (row for path in data._expand(patterns) for row in data._rows(path, -1)):
+    for where, row, _ in (row for path in data.expand(patterns) for row in data.rows_in(path, -1)):
         row = row if isinstance(row, dict) else {}
         texts = {name: row.get(name) for name in ("prompt", "chosen", "rejected")}
         config.raise_all([
@@ -79,7 +79,7 @@ def read_pairs(patterns, cfg):
         prompt, *answers = map(np.int32, tokenizer["encode_batch"]([*texts.values()]))
         answers = [np.append(answer, np.int32(tokenizer["end"]))[:T] for answer in answers]
         prompt = np.append(np.int32(begin), prompt)[max(map(len, answers)) - T - 1:]
-        data._check_ids(np.concatenate([prompt, *answers])[None], cfg.vocab_size, [{"name": where}])
+        data.check_ids(np.concatenate([prompt, *answers])[None], cfg.vocab_size, [{"name": where}])
         pairs.append([(np.append(prompt, answer), len(answer)) for answer in answers])
     if n_cut := sum(ids[-1] != tokenizer["end"] for pair in pairs for ids, _ in pair):
         train.say(f"{' '.join(patterns)}: {n_cut:,} answers are cut, longer than --seq_len {T}")
