@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,9 +211,10 @@ def test_a_day_with_a_fault_is_refused(tmp_path, change, words):
 
 @pytest.mark.slow
 def test_clicks_by_the_line_of_the_readme(tmp_path):
-    """Both programs, with fewer rows; what is mistyped is told in a sentence, without a traceback.
+    """Both programs, with fewer rows; the metrics of an evaluation are on the screen; what is
+    mistyped is told in a sentence, without a traceback.
 
-    Break: tests/recipes/clicks.py: kind=ClicksConfig => kind=config.Config
+    Break: train.py: own = [x for x in row if x.startswith("val_") => own = [x for x in row if False
     """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     days, out = str(tmp_path / "days"), str(tmp_path / "out")
@@ -222,6 +224,7 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
             "--out_dir", out, "--tables", *SMALL]
     run = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "done: all 10 steps are done" in run.stdout, run.stderr[-2000:]
+    assert re.search(r"held-out loss \d\.\d{4}  .*auc 0\.\d+  group_auc 0\.\d+", run.stdout)
     run = subprocess.run([*call, "--group", "usr"], env=env, capture_output=True, text=True,
                          timeout=120)
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr

@@ -1342,7 +1342,8 @@ def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
     batches = [IDS, IDS | {"a": np.int32([2, 3, 2, 3, 2, 2, 2, 2])}]
     for n, micro in ((1, 1), (2, 1), (8, 1), (2, 4)):
         each = dataclasses.replace(cfg, micro_batches=micro)
-        steps, first, _ = compiled(each, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:n])
+        steps, first, _ = compiled(
+            each, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:n])
         start, state = host(first), first
         for batch in batches:
             state, metrics = steps["train_step"](state, place(batch, step.make_mesh(

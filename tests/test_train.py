@@ -1591,6 +1591,7 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
     said = " ".join(capsys.readouterr().out.split())
     assert "its own checkpoint, and 13 parameters that it left out from the parameters of" in said
     assert "13 of 27 parameters from " in said and "will be trained" not in said
+    assert ".lora_" not in said  # of its own it says nothing
     train.main(tiny(steps=5, eval_every=0))  # the run that it tunes goes on
     with pytest.raises(ValueError, match=r"init_from changed since .* was saved without embed, "):
         train.main(make(steps=9, out_dir=half.out_dir))
