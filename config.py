@@ -506,7 +506,7 @@ def _idle_faults(cfg):
     """Faults of options that are set, by a flag rather than by cfg.config, and have no effect."""
     default = load(cfg.config, type(cfg)) if cfg.config else type(cfg)()
     return [fault(cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
-                             f"{getattr(default, name)}")
+                             f"{getattr(default, name)}, or change {field}")
             for field, idles, names in IDLE if idles(getattr(cfg, field))
             and not (field == "optimizer" and cfg.optimizers)
             for name in names.split() if getattr(cfg, name) != getattr(default, name)]

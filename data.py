@@ -344,9 +344,9 @@ def in_windows(cfg, size_of, read):
     size_of(name): how many examples are in a file. read(name, examples): a batch of these. Process
     0 writes each window to out_dir/windows.jsonl before it is used; there the others, and the run
     when it resumes, find it. Beside what a task's "open" must say: "windows": step -> those begun
-    before it; "finished": step -> how many are used up; "following": step -> the file after those,
-    None where that must be asked again later, "" where none is new; "resume": takes those of a
-    checkpoint.
+    before it; "finished": step -> how many are used up; "following": step -> the file after the one
+    that ends there, None where that must be asked again later, "" where none ends or none is new;
+    "resume": takes those of a checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
     B, lock, size_of = cfg.batch_size, threading.Lock(), cache(size_of)
@@ -355,6 +355,7 @@ def in_windows(cfg, size_of, read):
         return np.cumsum([0, *(window["n"] for window in order)])
 
     def resume(windows):
+        order[:] = windows
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".tmp").write_text("".join(json.dumps(each) + "\n" for each in windows))
         log.with_suffix(".tmp").replace(log)
@@ -364,14 +365,15 @@ def in_windows(cfg, size_of, read):
             if ends()[-1] <= place and log.exists():
                 order[:] = map(json.loads, log.read_text().splitlines())
             while ends()[-1] <= place and (window := _next_window(cfg, order, size_of, waits)):
-                order.append(window)
-                resume(order)
+                resume([*order, window])
             return ends()[-1] > place
 
     def finished(step):
         return int(np.searchsorted(ends()[1:], step * B, side="right"))
 
     def following(step):
+        if finished(step) == finished(step - 1):
+            return ""
         if not reaches(step * B):
             return None
         *seen, name = [window["name"] for window in order[: finished(step) + 1]]
@@ -383,10 +385,8 @@ def in_windows(cfg, size_of, read):
         places = _places(step, B, rows)
         window_of = np.searchsorted(ends()[1:], places, side="right")
         used = np.unique(window_of).tolist()
-        for window in (order[i] for i in used):
-            if (n := size_of(window["name"])) != window["n"]:
-                raise ValueError(f"{window['name']}: had {window['n']} examples when the run "
-                                 f"first read it, now {n}; bring it back")
+        for i in used:
+            _check_size(order[i], size_of(order[i]["name"]))
         sizes = np.array([window["n"] for window in order])[window_of]
         # Each window is an epoch of its own: its number names the permutation.
         examples = _shuffled(places + window_of * sizes - ends()[window_of], sizes, cfg.seed)
@@ -395,11 +395,17 @@ def in_windows(cfg, size_of, read):
 
     first = list(islice(_unseen(cfg, size_of, 0, ()), cfg.windows_per_epoch or None))
     if not first:
-        raise ValueError(f"data {' '.join(cfg.data)}: no file here has an example")
+        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file here has an example")
     about = f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}"
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
             "fingerprint": "windows", "about": about, "resume": resume, "finished": finished,
             "following": following, "windows": lambda step: order[: finished(step) + 1]}
+
+
+def _check_size(window, n):
+    if n != window["n"]:
+        raise ValueError(f"{window['name']}: had {window['n']} examples when the run first read "
+                         f"it, now {n}; bring it back")
 
 
 def _unseen(cfg, size_of, epoch, seen):

@@ -80,6 +80,8 @@ def init(key, cfg, table=None):
     params = {}
     for name, row in (param_table(cfg) if table is None else table).items():
         kind, value = row["init"]
+        if kind not in ("normal", "constant"):
+            raise ValueError(f"{name}: init {kind!r}: must be 'normal' or 'constant'")
         array = jnp.full(row["shape"], value, jnp.float32)
         if kind == "normal":
             name_hash = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31

@@ -126,6 +126,7 @@ def prepare(cfg, task=TEXT, devices=None):
     config.raise_all([f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
                       if not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
+    config.raise_all(table_faults(table, task["batch"](cfg)), "table")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
@@ -177,8 +178,12 @@ def start_run(run, hooks, observers, state, params, began):
     """
     cfg, task = run["cfg"], run["task"]
     opened = task["open"](cfg, ("train", "val"))
+    config.raise_all([f"the training data has no {key!r}" for key in ("n", "batch", "fingerprint")
+                      if key not in opened["train"]], "open")
     if cfg.epochs:
-        steps = math.ceil(cfg.epochs * opened["train"]["n"] / cfg.batch_size)
+        steps = cfg.epochs * opened["train"]["n"] / cfg.batch_size
+        # In windows the last few examples wait for the next file.
+        steps = math.floor(steps) if "windows" in opened["train"] else math.ceil(steps)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
     run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "sources": [],
@@ -317,7 +322,7 @@ def report(run, previous, clock):
     if not finite and cfg.nan == "raise":
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
     if logged:
-        row = row | run["task"]["metrics"](means, run["train"])
+        row = row | scalars(run["task"]["metrics"](means, run["train"]))
         of_this_process = rates(run, step, clock, row)
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
@@ -371,6 +376,16 @@ def grouped(table, cfg):
             for name in model.matching(field, (pattern,), table):
                 table[name] = table[name] | {key: convert(value)}
     return table
+
+
+def table_faults(table, batch):
+    """Faults, in words, of a task's table."""
+    known = "shape spec init trained ids lr_mult decay_mult optimizer".split()
+    return [f"{name}: {fault}" for name, row in table.items() for fault in (
+        *(f"unknown key {key!r} ({config.nearest(key, known)})" for key in row if key not in known),
+        *(f"no {key!r}" for key in ("shape", "spec", "init") if key not in row),
+        *(f"ids {ids!r}: must be names of arrays of the batch, as in ({next(iter(batch))!r},)"
+          for ids in (row.get("ids", ()),) if isinstance(ids, str) or {*ids} - {*batch}))]
 
 
 def program_parts(run):
@@ -441,22 +456,34 @@ def evaluate(run, val, eval_step, params, signals=()):
             total, count = totals["loss"]
             row[f"val_loss/{name}"] = float(total / count)
     means = {name: total / np.where(count, count, 1) for name, (total, count) in sums.items()}
-    found = scalars(means) | run["task"]["metrics"](means, val)
+    found = scalars(means | run["task"]["metrics"](means, val))
     found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
     row |= {f"val_{name}": value for name, value in found.items()}
     return row | {"eval_s": time.perf_counter() - began}
 
 
 def make_batch_at(run, source):
-    """index -> batch of global arrays, of which each process builds its own rows."""
+    """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
+    for one that is not as the task's "batch" says, or has ids beyond a table.
+    """
     pinned = run["cfg"].overfit_batch and source is run["train"]
     shardings = {name: x.sharding for name, x in run["batch"].items()}
     first = next(iter(run["batch"].values()))
     rows = data.local_rows(first.sharding, first.shape)
+    wanted = {name: ((len(rows), *x.shape[1:]), x.dtype) for name, x in run["batch"].items()}
+    sizes = {name: row["shape"][0] for row in run["table"].values() for name in row.get("ids", ())}
 
     def batch_at(index):
-        batch = source["batch"](0 if pinned else index, rows)
-        return batch and data.to_device(batch, shardings, rows, run["cfg"].batch_size)
+        if not (batch := source["batch"](0 if pinned else index, rows)):
+            return batch
+        there = {name: (x.shape, x.dtype) for name, x in batch.items()}
+        config.raise_all([f"{name} is {there.get(name, 'missing')}, must be "
+                          f"{wanted.get(name, 'left out')}" for name in wanted.keys() | there.keys()
+                          if there.get(name) != wanted.get(name)], f"batch {index}")
+        config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n}, the padding"
+                          for name, n in sizes.items() for x in (batch[name],)
+                          if x.min() < 0 or x.max() > n], f"batch {index}")
+        return data.to_device(batch, shardings, rows, run["cfg"].batch_size)
 
     return batch_at
 
@@ -546,7 +573,7 @@ def newest(run, event, row):
                 and name.startswith("val_") == (event == "eval")):
             run["wishes"].append((f"--stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
                                   f"({config.nearest(name, sorted(numbers))})", 2))
-    return numbers
+    return numbers | ({"val_step": row["step"]} if event == "eval" else {})
 
 
 def next_batch(run, batches, state, step, saving):
@@ -595,6 +622,8 @@ def end_run(run, state, step, stop, saving, latest, clock):
     rest = {"exit_code": exit_code, "wall_s": clock["at"] - clock["from"],
             "time_s": {what: clock[what] for what in SPENT}}
     kept = {k: v for k, v in latest.items() if k not in ("finite", "eval_s")}
+    if kept.get("val_step") == step:
+        del kept["val_step"]
     saved = None if fault else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
     return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
         "state": state, "mesh": run["mesh"]}
@@ -661,7 +690,7 @@ def read_log(out_dir):
 # How the screen shows a value, where a row has it.
 WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "{}",
          "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
-         "val_bits_per_byte": "{:.3f} bits/byte"}
+         "val_bits_per_byte": "{:.3f} bits/byte", "val_step": "of step {}"}
 QUIET = "val_loss val_objective val_ppl val_n_labels".split()  # those not shown
 
 
@@ -706,7 +735,7 @@ def screen(cfg):
             bar.close()
         if event == "end":
             saved = f", saved in {ckpt_root(cfg)}" if row["checkpoint"] else ""
-            words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte", ", "),
+            words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
                      "loss" in row and f"training {in_words(row, 'loss')}"]
             show_time(row["time_s"])
             say(", ".join(filter(None, words)))

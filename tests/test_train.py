@@ -1137,6 +1137,41 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
         train.main(tiny(), task=task)
 
 
+@pytest.mark.parametrize("change, words", [
+    (dict(table={"idz": ("x",)}), r"table: w: unknown key 'idz' \(nearest: ids\)"),
+    (dict(table={"ids": "x"}), r"table: w: ids 'x': must be names .* as in \('x',\)"),
+    (dict(table={"ids": ("y",)}), r"table: w: ids \('y',\): must be names"),
+    (dict(table={"init": ("uniform", 3.0)}), "w: init 'uniform': must be 'normal' or 'constant'"),
+    (dict(source={"fingerprint": None}), "open: the training data has no 'fingerprint'"),
+    (dict(batch=np.zeros(3, np.float32)), r"batch 0: x is \(\(3,\), .*, must be \(\(8,\), "),
+    (dict(batch=np.zeros(8)), r"batch 0: x is .*float64.*, must be .*float32"),
+    (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
+     "batch 0: x is -1 to 6: must be from 0 to 4, the padding"),
+])
+def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
+    """By a sentence, where JAX would say something else, or nothing: of a row of the table, the
+    source, a batch, ids beyond their table.
+
+    Break: train.py: config.raise_all(table_faults( => print((
+    """
+    dtype = np.int32 if "ids" in change.get("table", ()) else np.float32
+    batch = change.get("batch", np.ones(8, dtype))
+    source = {"n": 64, "fingerprint": "x", "batch": lambda step, rows: {"x": batch}}
+    for key in change.get("source", ()):
+        del source[key]
+
+    def loss(params, batch, cfg):
+        objective = (params["w"].sum() * batch["x"]).sum()
+        return {"objective": objective}, {"objective": jnp.float32(8)}
+
+    row = dict(shape=(4,), spec=jax.P(), init=("normal", 1.0)) | change.get("table", {})
+    task = {"table": lambda cfg: {"w": row}, "loss": loss,
+            "batch": lambda cfg: {"x": ((8,), dtype, jax.P())},
+            "open": lambda cfg, parts: {"train": source, "val": None}}
+    with pytest.raises(ValueError, match=words):
+        train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
+
+
 @pytest.mark.slow
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     """Of the last step, as saved.

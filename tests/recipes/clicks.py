@@ -3,11 +3,11 @@
 
 python tests/recipes/clicks.py --data 'out/days/*.npz'  # which make_clicks.py can write
 
-A day is an .npz file: "label" [n] of 0 and 1; "dense" [n, n_dense]; for each of --tables, written
-NAME=ROWS:VALUES, 64-bit ids [n, VALUES], whose rows are summed: of row i the first "NAME_n"[i]."""
+A day is an .npz file: "label" [n] of 0 and 1, "dense" [n, n_dense], for each of --tables NAME=ROWS:
+VALUES 64-bit ids [n, VALUES], whose rows are summed: of row i the first "NAME_n"[i], if given."""
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-import config
-import data
+from train import config, data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +32,8 @@ class ClicksConfig(config.Config):
     out_dir: str = "out/clicks"  # folder of this run
     order: str = "windows"
     val_frac: config.Below1 = 0.0
+    eval_every: config.Period = 0  # besides after each day
+    eval_batches: config.Whole = 0  # of the next day; 0: all
     epochs: config.Amount = 1.0
     batch_size: config.Count = 1024  # rows of an update
     lr: config.Positive = 3e-3
@@ -40,8 +41,13 @@ class ClicksConfig(config.Config):
 
 def sizes(cfg):
     """{name: (rows of the table, values in an example)}"""
-    return {name: tuple(config.number(n or "1", int) for n in text.partition(":")[::2])
-            for name, _, text in (x.partition("=") for x in cfg.tables)}
+    found = {name: tuple(config.number(n, int) for n in f"{text}:1".split(":")[:2])
+             for name, _, text in (x.partition("=") for x in cfg.tables)}
+    fit = len(found) == len(cfg.tables) and all(0 < n < 2**31 for n, _ in found.values())
+    config.raise_all([] if fit and cfg.group in found else [
+        f"{' '.join(cfg.tables)}: must be NAME=ROWS or NAME=ROWS:VALUES, each once, with group "
+        f"{cfg.group!r} among them"], "tables")
+    return found
 
 
 def table(cfg):
@@ -68,17 +74,17 @@ def loss(params, batch, cfg):
     by_score = jnp.zeros((2, 200)).at[label_B, bin_B].add(valid_B)
     sums = {"objective": nll, "loss": nll, "by_score": by_score,
             "by_group": group_auc(batch[cfg.group][:, 0], label_B, logit_B)}
-    return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}  # 0: not a mean
+    return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}  # 0: a total
 
 
 def group_auc(group_B, label_B, score_B):
-    """[sum over rows of their groups' AUC, rows in groups with both labels, groups, others]"""
-    def by_group(tie):  # clicks, others, and of each click how many others stand before it
+    """[sum over rows of groups' AUC, rows in groups with both labels, groups, those with one]"""
+    def by_group(tie):  # per group: clicks, others, and of each click the others ranked below
         group, _, label = jax.lax.sort((group_B, score_B, tie * label_B), num_keys=3)
         rows = jnp.stack([label == tie, label == 0, (label == tie) * (label == 0).cumsum()], 1)
         index = (jnp.diff(group, prepend=-1) != 0).cumsum() - 1
-        return jax.ops.segment_sum(rows, index, len(rows), indices_are_sorted=True).T
-    (clicks, others, most), (_, _, least) = by_group(1), by_group(-1)  # of equal scores half
+        return jax.ops.segment_sum(rows, index, len(rows)).T
+    (clicks, others, most), (_, _, least) = by_group(1), by_group(-1)  # equal scores: below, or not
     n, pairs = clicks + others, clicks * others
     auc = ((most + least) / 2 - clicks * (others.cumsum() - others)) / jnp.maximum(pairs, 1)
     return jnp.float32([(n * auc).sum(), (n * (pairs > 0)).sum(), (n > 0).sum(),
@@ -89,10 +95,9 @@ def metrics(means, source):
     """"auc"; "group_auc", weighted by rows. Neither where only one label is seen."""
     others, clicks = np.float64(means["by_score"])
     total, rows, groups, left_out = means["by_group"].tolist()
-    found = {"groups": round(groups), "groups_left_out": round(left_out)}
-    if pairs := others.sum() * clicks.sum():
-        found["auc"] = (clicks * (others.cumsum() - others / 2)).sum() / pairs
-    return found | ({"group_auc": total / rows} if rows else {})
+    auc, pairs = clicks * (others.cumsum() - others / 2), others.sum() * clicks.sum()
+    return {"groups": groups, "groups_left_out": left_out} | (
+        {"auc": auc.sum() / pairs} if pairs else {}) | ({"group_auc": total / rows} if rows else {})
 
 
 def batch_shapes(cfg):
@@ -110,37 +115,32 @@ def read_day(path, cfg):
         ids = np.uint64(day[name].reshape(len(day[name]), -1))
         ids = data.hash64(ids, np.uint64(i)) % np.uint64(n) if cfg.hash_ids else ids
         there = np.arange(ids.shape[1]) < day.get(f"{name}_n", np.full(1, n_values))[:, None]
-        faults += [f"{name} {x}: must be below {n}; set --hash_ids true"
+        faults += [f"{name} {x}: must be below {n}; leave out --no_hash_ids"
                    for x in ids[(ids >= n) & there][:1]]
         day[name] = np.where(there, ids, n)  # n: padding
-    faults += [f"{name} {day[name].shape}: must be {(len(day['label']), *shape[1:])}"
-               for name, (shape, *_) in shapes.items() if day[name].shape[1:] != shape[1:]]
+    wanted = {name: (*day["label"].shape, *shape[1:]) for name, (shape, *_) in shapes.items()}
+    faults += [f"{name} {day[name].shape}: must be {shape}" for name, shape in wanted.items()
+               if day[name].shape != shape]
     config.raise_all(faults, path)
     return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
 
 
 def open_days(cfg, parts):
-    day_of = lru_cache(4)(lambda name: read_day(name, cfg))
-
+    day_of = lru_cache(4)(partial(read_day, cfg=cfg))
     def read(name, rows):
         return {key: x[rows] for key, x in day_of(name).items()}
-
     def held_out(name):
-        """A day in order of its groups; one in two batches counts as two."""
+        """A day sorted by group; one that falls into two batches is ranked in each by itself."""
         order = day_of(name)[cfg.group][:, 0].argsort(kind="stable")
-
         def batch(index, rows):
             at = index * cfg.batch_size + rows
             drawn = read(name, order[at % len(order)])
             return drawn | {"label": np.where(at < len(order), drawn["label"], -1)}
         return {"n": len(order), "batch": batch}
-
     val = held_out(cfg.val_data[0]) if cfg.val_data else None
-    if "train" not in parts:
-        return {"train": None, "val": val}
-    train = data.in_windows(cfg, lambda name: len(day_of(name)["label"]), read)
-    return {"train": train, "val": val or {
-        "at": lambda step: (name := train["following"](step)) and held_out(name)}}
+    days = "train" in parts and data.in_windows(cfg, lambda day: len(day_of(day)["label"]), read)
+    return {"train": days, "val": val or (days and {
+        "at": lambda step: (name := days["following"](step)) and held_out(name)})}
 
 
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_days, "metrics": metrics}

@@ -143,7 +143,7 @@ def open_pairs(cfg, parts):
 
 TASK = train.TEXT | {"loss": loss, "batch": batch_shapes, "open": open_pairs, "faults": faults,
                      "unit": ("token", lambda cfg: 2 * cfg.batch_size * cfg.seq_len),
-                     "metrics": lambda means, source: {}}
+                     "metrics": lambda means, source: {}, "preview": None}
 
 if __name__ == "__main__":
     sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DpoConfig))

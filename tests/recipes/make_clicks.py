@@ -50,4 +50,4 @@ def main(folder, days=4, rows=100_000):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if sys.argv[1:] and sys.argv[1][0] != "-" else sys.exit(__doc__)

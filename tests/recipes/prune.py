@@ -6,6 +6,8 @@ python train.py --hooks tests/recipes/prune.py:prune
 The zeros are the mask: there is no other state, so checkpoints are as without pruning, and a
 resumed run goes on with the same mask. Other numbers: `prune = prune_to(...)` in a file of yours.
 """
+import sys
+
 import jax
 import jax.numpy as jnp
 
@@ -27,6 +29,8 @@ def prune_to(sparsity, first, last, every=10, patterns=("layers.w*",)):
                          "sparsity < 1, 0 <= first < last and every > 0")
 
     def hook(event, train_step):
+        if event == "start" and train_step["config"]["steps"] < last:
+            print(f"prune: its schedule ends at step {last}, after the run", file=sys.stderr)
         if event != "train_step":
             return
 
