@@ -220,6 +220,8 @@ def test_a_day_with_a_fault_is_refused(tmp_path, change, words):
     path = str(tmp_path / "day.npz")
     np.savez(path, **day)
     assert clicks.read_day(path, cfg)["history"].tolist() == [[1, 64]] * 4
+    np.savez(tmp_path / "none.npz", **{name: x[:0] for name, x in day.items()})
+    assert clicks.read_day(tmp_path / "none.npz", cfg)["history"].shape == (0, 2)
     np.savez(path, **{name: x for name, x in (day | change).items() if x is not None})
     if "history" in change:
         cfg = dataclasses.replace(cfg, hash_ids=True)

@@ -253,11 +253,15 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
     partial = dataclasses.replace(of_teacher, out_dir=of_teacher.out_dir + "_partial",
                                   leave_out=("final_norm",))
     train.main(partial)
+    headless = dataclasses.replace(partial, out_dir=of_teacher.out_dir + "_headless",
+                                   leave_out=("embed",))
+    train.main(headless)
     fine = student(of_teacher)
     for changes, words in (
             (dict(teacher=str(tmp_path / "none")), "none/ckpt holds no checkpoint; is it of a run"),
             (dict(vocab_size=300), "vocab_size is 256 there, 300 here"),
             (dict(teacher=partial.out_dir), "its checkpoint has no final_norm"),
+            (dict(teacher=headless.out_dir), "is no language model: it has no embed"),
             (dict(z_loss=0.1), "z_loss 0.1: is not distilled; leave it at 0.0"),
             (dict(distill_weight=1.5), r"distill_weight 1.5: must be in \[0, 1\]")):
         with pytest.raises(ValueError, match=words):

@@ -112,7 +112,7 @@ def read_day(path, cfg):
     config.raise_all([f"has no {name!r}" for name in sorted({cfg.group, *shapes} - {*day})], path)
     faults = [f"label {x}: must be 0 or 1" for x in set(day["label"].tolist()) - {0, 1}][:1]
     for i, (name, (n, n_values)) in enumerate(sizes(cfg).items()):
-        ids = np.uint64(day[name].reshape(len(day[name]), -1))
+        ids = np.atleast_2d(np.uint64(day[name]).T).T  # [n, VALUES], also of [n] and of no row
         ids = data.hash64(ids, np.uint64(i)) % np.uint64(n) if cfg.hash_ids else ids
         there = np.arange(ids.shape[1]) < day.get(f"{name}_n", np.full(1, n_values))[:, None]
         faults += [f"{name} {x}: must be below {n}; leave out --no_hash_ids"

@@ -38,6 +38,8 @@ class DistillConfig(config.Config):
 def adopt(cfg):
     """cfg with the teacher's shape, its weights as a source, and those not saved."""
     _, meta = train.newest_meta(train.root_of(cfg.teacher), f"teacher {cfg.teacher}")
+    if "params/embed" not in meta["arrays"]:
+        config.raise_all(["is no language model: it has no embed"], f"teacher {cfg.teacher}")
     shape = {name: meta["config"][name] for name in sorted(SHAPE)}
     source, weights = f"{cfg.teacher} rename=:{PREFIX} strict=no", f"{PREFIX}*"
     cfg = dataclasses.replace(
