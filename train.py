@@ -734,17 +734,7 @@ def screen(cfg):
         if event in ("end", "error"):
             bar.close()
         if event == "end":
-            saved = f", saved in {ckpt_root(cfg)}" if row["checkpoint"] else ""
-            words = [f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
-                     "loss" in row and f"training {in_words(row, 'loss')}"]
-            show_time(row["time_s"])
-            say(", ".join(filter(None, words)))
-            done = row["reason"] == ALL_DONE.format(row["step"])
-            say(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
-            if not row["exit_code"] and not done:
-                flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
-                limit = ", as far as --stop allows" if cfg.stop else ""
-                say(f"the same command{flag} goes on from here{limit}")
+            show_end(cfg, row)
 
     return observe
 
@@ -756,6 +746,20 @@ def show_start(row):
         say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
     say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
         f"{row['origin']}, at step {row['step']}")
+
+
+def show_end(cfg, row):
+    show_time(row["time_s"])
+    say(", ".join(filter(None, (
+        f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
+        "loss" in row and f"training {in_words(row, 'loss')}"))))
+    saved = f", saved in {ckpt_root(cfg)}" if row["checkpoint"] else ""
+    done = row["reason"] == ALL_DONE.format(row["step"])
+    say(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
+    if not row["exit_code"] and not done:
+        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
+        limit = ", as far as --stop allows" if cfg.stop else ""
+        say(f"the same command{flag} goes on from here{limit}")
 
 
 def show_time(time_s):
