@@ -54,6 +54,7 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     Break: step.py: lambda ids, x, new: x.at[ids].set(new, mode="drop") =>
     lambda ids, x, new: x.at[ids].add(new, mode="drop")
     """
+    pytest.importorskip("torch", reason="PyTorch is not installed")
     cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
                              schedule="constant", warmup_steps=0.0)
     run = train.prepare(cfg, clicks.TASK, jax.devices()[:1])
