@@ -691,7 +691,7 @@ def read_log(out_dir):
 WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "{}",
          "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
          "val_bits_per_byte": "{:.3f} bits/byte", "val_step": "of step {}"}
-QUIET = "val_loss val_objective val_ppl val_n_labels".split()  # those not shown
+QUIET = "val_loss val_objective val_ppl val_z val_n_labels".split()  # those not shown
 
 
 def in_words(row, names, between="  "):
