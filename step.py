@@ -288,14 +288,14 @@ def take_rows(state, batch, table):
     moments) into the state's, which it returns. Raises ValueError for an array of ids that two
     parameters with different "ids" have in common, and for moments that are not of their shape.
     """
-    rows, places, taken = {}, {}, jnp.int32(2**31 - 1)
+    rows, places, no_row = {}, {}, jnp.int32(2**31 - 1)
     for names in dict.fromkeys(row["ids"] for row in table.values() if "ids" in row):
         if both := {*names} & {*places}:
-            raise ValueError(f"ids {min(both)}: of two sets of tables with different ids; give the "
-                             "batch a copy of it under another name")
+            raise ValueError(f"ids {min(both)}: of two sets of tables with different ids; give "
+                             "one of them a copy of this array under another name")
         ids = jnp.sort(jnp.concatenate([batch[name].ravel() for name in names]))
         # The first of equal ids has the row, the others none: nothing needs to be counted.
-        firsts = jnp.where(jnp.diff(ids, prepend=-1) != 0, ids, taken)
+        firsts = jnp.where(jnp.diff(ids, prepend=-1) != 0, ids, no_row)
         rows |= {name: firsts for name, row in table.items() if row.get("ids") == names}
         places |= {name: jnp.searchsorted(ids, batch[name]) for name in names}
 

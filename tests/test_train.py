@@ -2051,12 +2051,12 @@ def test_a_second_signal_ends_at_once(tiny, tmp_path):
 
     Break: train.py: os._exit(128 + number[0]) => pass
     """
-    (tmp_path / "slow.py").write_text("import time\ndef slow(event, value):\n"
-                                      "    if event == 'eval': time.sleep(60)\n")
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\ndef slow(event, value):\n    if event == 'eval':\n"
+        f"        pathlib.Path({str(tmp_path / 'there')!r}).touch()\n        time.sleep(60)\n")
     cfg = tiny(eval_every=1, save_every=0, hooks=(f"{tmp_path}/slow.py:slow",))
     run, log = command(cfg)
-    wait_for(lambda: rows_or_none(cfg.out_dir))
-    time.sleep(0.5)  # it is in its first evaluation now, or about to be
+    wait_for((tmp_path / "there").exists)
     os.kill(run.pid, signal.SIGINT)
     time.sleep(1.2)
     os.kill(run.pid, signal.SIGINT)
