@@ -344,9 +344,9 @@ def in_windows(cfg, size_of, read):
     size_of(name): how many examples are in a file. read(name, examples): a batch of these. Process
     0 writes each window to out_dir/windows.jsonl before it is used; there the others, and the run
     when it resumes, find it. Beside what a task's "open" must say: "windows": step -> those begun
-    before it; "finished": step -> how many are used up; "following": step -> the file after the one
-    that ends there, None where that must be asked again later, "" where none ends or none is new;
-    "resume": takes those of a checkpoint.
+    before it; "finished": step -> how many are used up; "following": step at which a window ends ->
+    name of the next file, None when it is not there yet, "" when it was read before (or no window
+    ends there); "resume": takes those of a checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
     B, lock, size_of = cfg.batch_size, threading.Lock(), cache(size_of)

@@ -279,14 +279,17 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 # ---- optional
 
 def take_rows(state, batch, table):
-    """(params, moments, batch, put_back) of an update whose time does not depend on the size of
-    tables: of a parameter with "ids", names of integer arrays of the batch, and of its moments only
-    the rows that these name, one for each id in them; the batch's ids then count among these rows.
+    """Cut an update down to the rows that its batch looks up: (params, moments, batch, put_back).
 
-    An id that comes twice has one row with the sum of both gradients. One of the table's size or
-    above is padding: a row of zeros that is not kept. put_back writes the rows of a new (params,
-    moments) into the state's, which it returns. Raises ValueError for an array of ids that two
-    parameters with different "ids" have in common, and for moments that are not of their shape.
+    A table row with "ids" names arrays of the batch that hold indices into its parameter. Of such a
+    parameter and its moments only the rows looked up are returned, as many as there are ids; in the
+    batch returned the ids are indices into these. Gradients of equal ids are summed. An id that is
+    the table's size or more is padding: its row is zeros and is dropped. put_back((params,
+    moments)) writes the rows back into the state's arrays and returns these. So the time of an
+    update does not depend on the size of the table.
+
+    Raises ValueError when parameters with different "ids" share an array, and when moments do not
+    have their parameter's shape.
     """
     rows, places, no_row = {}, {}, jnp.int32(2**31 - 1)
     for names in dict.fromkeys(row["ids"] for row in table.values() if "ids" in row):

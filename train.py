@@ -480,8 +480,8 @@ def make_batch_at(run, source):
         config.raise_all([f"{name} is {there.get(name, 'missing')}, must be "
                           f"{wanted.get(name, 'left out')}" for name in wanted.keys() | there.keys()
                           if there.get(name) != wanted.get(name)], f"batch {index}")
-        config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n}, the padding"
-                          for name, n in sizes.items() for x in (batch[name],)
+        config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n - 1}, or {n} "
+                          "for padding" for name, n in sizes.items() for x in (batch[name],)
                           if x.min() < 0 or x.max() > n], f"batch {index}")
         return data.to_device(batch, shardings, rows, run["cfg"].batch_size)
 
@@ -566,7 +566,7 @@ def go_on_counting(clock, rows, step):
 
 
 def newest(run, event, row):
-    """The numbers of a row. When a condition of cfg.stop is on none of them the run is to end."""
+    """The numbers of a row. Asks for an end when cfg.stop has a metric that is not among them."""
     numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
     for name, *_ in run["stops"]:
         if (name not in numbers and name not in config.STOPS
@@ -1193,9 +1193,9 @@ def read_parameters(root, like):
 
 
 def choose_parameters(run, sources, left_out=()):
-    """What ckpt.choose says of these sources, printed as a table, of those that a checkpoint left
-    out, if any. Raises ValueError for parameters of this model that none of them has, though no
-    pattern left them out.
+    """What ckpt.choose says of these sources; printed as a table, on a resume only of what the
+    checkpoint left out. Raises ValueError for parameters of this model that no source has, though
+    no pattern left them out.
     """
     cfg, table = run["cfg"], run["table"]
     told = [name for name in table if name in left_out or not left_out]
@@ -1511,8 +1511,8 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
 
     A thread reads them, since Python runs no handler while the main thread is inside a compilation.
-    It also ends a process whose main thread has not left 3 s after the first, as it runs no Python.
-    Of one that comes twice within a second, as from `timeout`, the other is not a second.
+    Before the loop it also ends the process when the main thread, busy outside Python, has not
+    left after 3 s. Two within a second count as one: `timeout` sends two.
     """
     caught, in_loop, left = [], threading.Event(), threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1162,7 +1162,7 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(batch=np.zeros(3, np.float32)), r"batch 0: x is \(\(3,\), .*, must be \(\(8,\), "),
     (dict(batch=np.zeros(8)), r"batch 0: x is .*float64.*, must be .*float32"),
     (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
-     "batch 0: x is -1 to 6: must be from 0 to 4, the padding"),
+     "batch 0: x is -1 to 6: must be from 0 to 3, or 4 for padding"),
 ])
 def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
     """By a sentence, where JAX would say something else, or nothing: of a row of the table, the

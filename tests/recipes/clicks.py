@@ -3,8 +3,8 @@
 
 python tests/recipes/clicks.py --data 'out/days/*.npz'  # which make_clicks.py can write
 
-A day is an .npz file: "label" [n] of 0 and 1, "dense" [n, n_dense], for each of --tables NAME=ROWS:
-VALUES 64-bit ids [n, VALUES], whose rows are summed: of row i the first "NAME_n"[i], if given."""
+A day is an .npz file: "label" [n] of 0 and 1, "dense" [n, n_dense], and for each --tables entry
+NAME=ROWS:VALUES 64-bit ids NAME [n, VALUES]; if "NAME_n" [n] is there, so many of each are used."""
 import sys
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -84,7 +84,7 @@ def group_auc(group_B, label_B, score_B):
         rows = jnp.stack([label == tie, label == 0, (label == tie) * (label == 0).cumsum()], 1)
         index = (jnp.diff(group, prepend=-1) != 0).cumsum() - 1
         return jax.ops.segment_sum(rows, index, len(rows)).T
-    (clicks, others, most), (_, _, least) = by_group(1), by_group(-1)  # equal scores: below, or not
+    (clicks, others, most), (_, _, least) = by_group(1), by_group(-1)  # ties count as below, or not
     n, pairs = clicks + others, clicks * others
     auc = ((most + least) / 2 - clicks * (others.cumsum() - others)) / jnp.maximum(pairs, 1)
     return jnp.float32([(n * auc).sum(), (n * (pairs > 0)).sum(), (n > 0).sum(),
