@@ -109,6 +109,7 @@ class Config:
     remat: Remat = "none"  # activations to recompute in backward
     logit_tiles: Whole = 0  # sequence tiles for logits and loss; 0: as many as keep them small
     mlp_tiles: Count = 1  # sequence tiles for the MLP
+    deterministic: bool = False  # equal bits in every run on GPUs too, which may cost some speed
     # ---- optimizer
     optimizer: str = "adamw"  # adamw, adafactor, lion, muon, rmsprop, sgd
     lr: Amount = 2e-3  # peak learning rate
@@ -182,8 +183,8 @@ SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm q
          "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
 FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change hooks cache_dir prepared wait_s "
-        "stop track peer_timeout_s "
-        "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles moments_on slices "
+        "stop track peer_timeout_s steps epochs micro_batches scale attention remat logit_tiles "
+        "mlp_tiles deterministic moments_on slices "
         "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
         "keep_every leave_out weights_every export export_every export_dtype export_lora "
         "reload_every sample_every watch profile prompt n_samples sample_tokens temperature top_k "

@@ -210,7 +210,9 @@ def _trunk(params, batch, cfg, cache=None):
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # Gather the table's width over fsdp before the look-up: only the sum over tp moves activations.
-    x_BTD = _shard(_shard(params["embed"], "tp", None)[tokens_BT], BATCH_AXES, "sp")
+    # And after the cast: left to itself, XLA gathers float32.
+    embed_VD = _shard(_shard(params["embed"], "tp", WEIGHT_AXES), "tp", None)
+    x_BTD = _shard(embed_VD[tokens_BT], BATCH_AXES, "sp")
 
     def layer(x_BTD, w_and_cache):
         return _block(x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
@@ -228,7 +230,7 @@ def _trunk(params, batch, cfg, cache=None):
 
 def _logits(x_BTD, unembed_DV, cfg):
     # tp splits the vocabulary: no device holds all logits of a token.
-    return _shard(_dot(x_BTD, unembed_DV, cfg, jnp.float32), BATCH_AXES, "sp", "tp")
+    return _shard(_dot(x_BTD, unembed_DV, cfg, wide=True), BATCH_AXES, "sp", "tp")
 
 
 def forward(params, batch, cfg, cache=None):
@@ -481,13 +483,16 @@ LOGIT_BYTES = 2**28  # of a device's float32 logits, above which the loss is com
 
 
 def _n_tiles(B, T, cfg):
-    """cfg.logit_tiles, or the fewest that keep the logits of a tile under LOGIT_BYTES."""
+    """cfg.logit_tiles, or the fewest that keep the logits of a tile under LOGIT_BYTES, or under the
+    size of the head's gradient, which each tile reads and writes.
+    """
     if cfg.logit_tiles:
         return cfg.logit_tiles
-    n_bytes = 4 * B * T * cfg.vocab_size / _axis_size(BATCH_AXES, "tp", "sp")
-    per_shard = T // _axis_size("sp")
+    V, tp = cfg.vocab_size, _axis_size("tp")
+    n_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
+    most, per_shard = max(LOGIT_BYTES, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
     return next(n for n in range(1, per_shard + 1)
-                if per_shard % n == 0 and (n_bytes / n <= LOGIT_BYTES or n == per_shard))
+                if per_shard % n == 0 and (n_bytes / n <= most or n == per_shard))
 
 
 def _tiles(n, *arrays):
@@ -532,13 +537,15 @@ def _tiled_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents, cfg, n_ti
 
         tiles = _tiles(n_tiles, x_BTD, labels_BT, weights_BT)
         d_unembed_DV, (dx, sums) = jax.lax.scan(add_tile, jnp.zeros(unembed_DV.shape), tiles)
-        totals = jax.tree.map(lambda s: s.sum(axis=0), sums), d_unembed_DV
+        # Devices sum it in its dtype, as they do the other gradients.
+        totals = jax.tree.map(lambda s: s.sum(axis=0), sums), d_unembed_DV.astype(unembed_DV.dtype)
         return jax.tree.map(lambda s: s[None], totals), jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)
 
     split, stacked = P(BATCH_AXES, "sp"), P((*BATCH_AXES, "sp"))
     totals, dx_BTD = _on_each_device(all_tiles, (P(), split, split, split, P()), (stacked, split))(
         unembed_DV, x_BTD, labels_BT, weights_BT, cotangents)
-    sums, d_unembed_DV = jax.tree.map(lambda s: s.sum(axis=0), totals)
+    # Not jnp.sum, which would send float32.
+    sums, d_unembed_DV = jax.tree.map(lambda s: jax.lax.reduce_sum(s, (0,)), totals)
     return sums, (d_unembed_DV, dx_BTD)
 
 
@@ -777,11 +784,15 @@ def _blockwise_bwd(window, saved, da_BKGntH):
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
+MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
+
+
 def _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg, implementation="cudnn"):
-    """_attend within a whole sequence by cuDNN's fused kernel."""
-    assert segments_BT is None, "cuDNN's kernel has no segments: choose_attention refuses them"
+    """_attend within a whole sequence by cuDNN's fused kernel. Segments become a mask [T, T]."""
+    mask = None if segments_BT is None else _shard(
+        segments_BT[:, None, :, None] == segments_BT[:, None, None, :], BATCH_AXES, *3 * [None])
     return jax.nn.dot_product_attention(
-        *(x.swapaxes(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), is_causal=True,
+        *(x.swapaxes(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH)), mask=mask, is_causal=True,
         local_window_size=(cfg.sliding_window - 1, 0) if cfg.sliding_window else None,
         implementation=implementation).swapaxes(1, 2)
 
@@ -828,16 +839,17 @@ ATTENTION = {"auto": _attend_xla, "xla": _attend_xla, "cudnn": _attend_cudnn,
 
 def choose_attention(cfg, platform):
     """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
-    GPU, "tpu", or another.
+    GPU of compute capability 8.0 or later, "tpu", or another.
 
     Raises: ValueError when the kernel that cfg.attention names cannot be used.
     """
     H, T = cfg.head_dim, cfg.seq_len
     needs = {
-        "cudnn": {"an NVIDIA GPU": platform == "cuda",
+        "cudnn": {"an NVIDIA GPU of compute capability 8.0 or later": platform == "cuda",
                   f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
                   f"head_dim a multiple of 8 up to 128 (it is {H})": H % 8 == 0 and H <= 128,
-                  "rows of one document": not cfg.packed and cfg.fill == "stream"},
+                  f"rows of one document, or seq_len up to {MASK_LEN} (it is {T})":
+                      T <= MASK_LEN or (cfg.fill == "stream" and not cfg.packed)},
         "pallas": {"a TPU": platform == "tpu",
                    f"head_dim a multiple of 128 (it is {H})": H % 128 == 0,
                    f"seq_len a multiple of 128 (it is {T})": T % 128 == 0}}
@@ -855,16 +867,35 @@ def _dtype(cfg):
     return "float32" if cfg.dtype == "mixed" else cfg.dtype
 
 
-def _dot(x, w, cfg, dtype=None):
-    """x [..., D] @ w [D, F] as one product of two matrices; dtype: of the result, default x's.
+def _dot(x, w, cfg, wide=False):
+    """x [..., D] @ w [D, F] as one product of two matrices, in x's dtype, or in float32 if wide.
 
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
     Over sp x keeps its dims: flattening a split sequence would gather it.
     """
     mixed = cfg.dtype == "mixed"
     y = x.reshape(-1, x.shape[-1]) if mixed or _axis_size("sp") == 1 else x
-    y = _mixed_dot(y, w) if mixed else jnp.dot(y, w, preferred_element_type=dtype)
+    y = _mixed_dot(y, w) if mixed else _wide_dot(y, w) if wide else jnp.dot(y, w)
     return y.reshape(*x.shape[:-1], w.shape[-1])
+
+
+@jax.custom_vjp
+def _wide_dot(x, w):
+    """x @ w in float32, whatever their dtype. The gradient's products take dy rounded to that
+    dtype: else a GPU would multiply in float32.
+    """
+    return _wide_fwd(x, w)[0]
+
+
+def _wide_fwd(x, w):
+    return jnp.dot(x, w, preferred_element_type=jnp.float32), (x, w)
+
+
+def _wide_bwd(saved, dy):
+    return jax.vjp(jnp.dot, *saved)[1](dy.astype(saved[0].dtype))
+
+
+_wide_dot.defvjp(_wide_fwd, _wide_bwd)
 
 
 @jax.custom_vjp

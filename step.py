@@ -4,7 +4,7 @@
 Owns the update (gradient, accumulation, precision, clipping, optimizer, the gate against non-finite
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table
 {name: {"shape", "spec", "init", "trained", "ids"}} come in. `cfg`: any object with the fields under
-"optimizer" and "mesh" in config.py, and dtype steps micro_batches watch log_every.
+"optimizer" and "mesh" in config.py, and dtype deterministic steps micro_batches watch log_every.
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 import contextlib
@@ -257,6 +257,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
     sums = bind(eval_step, loss_fn=loss_fn)
     replicated = NamedSharding(mesh, P())
+    options = compiler_options(cfg, mesh.devices.flat[0])
     with jax.set_mesh(mesh):
         key = jax.eval_shape(jax.random.key, 0)
         shapes = jax.eval_shape(fresh, key)
@@ -267,7 +268,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
     def lower(f, args, out_shardings, donate=()):
         with jax.set_mesh(mesh):
-            return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+            return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings,
+                           compiler_options=options).lower(*args)
 
     from_params = jax.jit(lambda key, params: fresh(key, params=params), out_shardings=shardings)
     return state, {
@@ -420,6 +422,7 @@ def check_shapes(table, mesh):
 # Of one device: dense bfloat16 TFLOP/s, GiB of memory for a program. Source: the makers' data
 # sheets; memory of TPUs, XLA.
 PEAKS = {"NVIDIA A100": (312, 80), "NVIDIA H100": (989, 80), "NVIDIA H200": (989, 141),
+         "NVIDIA B200": (2250, 178),
          "TPU v4": (275, 30.75), "TPU v5 lite": (197, 15.75), "TPU v5": (459, 95),
          "TPU v6": (918, 31.25)}
 
@@ -501,8 +504,27 @@ def check_host_memory(cfg, device):
                              f"only {', '.join(kinds)}; set --{name} {instead}")
 
 
+def platform(device):
+    """ "cpu", "tpu", "cuda" for an NVIDIA GPU of compute capability 8.0 or later, "old cuda" for an
+    earlier one, which has no bfloat16; JAX's name for others.
+    """
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not capability.replace(".", "").isdigit():
+        return device.platform
+    return "cuda" if float(capability) >= 8 else "old cuda"
+
+
+def compiler_options(cfg, device):
+    """What XLA is asked for beyond its defaults. On NVIDIA's GPUs sums of gradients are in no fixed
+    order unless it sorts them: those of the embedding, of experts and of cuDNN's attention.
+    """
+    exact = cfg.deterministic and platform(device).endswith("cuda")
+    return {"xla_gpu_exclude_nondeterministic_ops": True} if exact else {}
+
+
 def choose_dtype(dtype, platform):
-    if dtype == "auto" and platform == "cpu":
-        flags = Path("/proc/cpuinfo")
-        return "mixed" if flags.exists() and "amx_bf16" in flags.read_text() else "float32"
-    return "bfloat16" if dtype == "auto" else dtype
+    """dtype, with "auto" resolved to the fastest that the platform computes in."""
+    flags = Path("/proc/cpuinfo")
+    amx = flags.exists() and "amx_bf16" in flags.read_text()
+    fastest = {"cpu": "mixed" if amx else "float32", "old cuda": "float16"}
+    return fastest.get(platform, "bfloat16") if dtype == "auto" else dtype

@@ -118,9 +118,10 @@ def prepare(cfg, task=TEXT, devices=None):
         "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
         "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["faults"])
     steplib.check_host_memory(cfg, devices[0])
-    platform = devices[0].platform
-    if platform == "gpu" and "cuda" in devices[0].client.platform_version:
-        platform = "cuda"
+    platform = steplib.platform(devices[0])
+    if platform.endswith("cuda") and len(devices) > 1:
+        # Collectives of a layer run beside the layers before and after it.
+        jax.config.update("jax_optimization_level", "O1")
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](cfg, platform)
     config.raise_all([f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
@@ -198,6 +199,7 @@ def start_run(run, hooks, observers, state, params, began):
     if meta and is_finished(cfg, saved):
         return None
     say(headline(run))
+    tell_idle_accelerator()
     tell_data(opened, say)
     tell_lost(run)
     say(f"compiling the update for {cfg.steps} steps ...")
@@ -930,6 +932,18 @@ def headline(run):
     about = [cfg.dtype, task["about"](cfg), f"{size(cfg):,} {unit}s an update"]
     return (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x "
             f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
+
+
+def tell_idle_accelerator(root="/"):
+    """Say so when this machine has an accelerator that the JAX at hand was not installed for."""
+    drivers = {"proc/driver/nvidia/version": ("NVIDIA driver", "cuda12"),
+               "dev/dxg": ("GPU", "cuda12"), "dev/accel0": ("TPU", "tpu")}
+    for path, (what, extra) in drivers.items():
+        if jax.default_backend() == "cpu" and not jax.config.jax_platforms and (
+                Path(root) / path).exists():
+            say(f"this machine has an {what}, but JAX sees only its CPU: pip install -U "
+                f"'jax[{extra}]', or set JAX_PLATFORMS=cpu to train on the CPU without this notice")
+            break
 
 
 def describe(run, meta):

@@ -60,16 +60,11 @@ def our_config(shape, dtype, **changes):
 
     import config
     import model
-    kind = platform_of(jax.devices()[0])
+    import step
+    kind = step.platform(jax.devices()[0])
     dtype = "mixed" if dtype == "bfloat16" and kind == "cpu" else dtype
     cfg = config.derive_text(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, kind))
-
-
-def platform_of(device):
-    """What train.py chooses kernels by: "cuda" is an NVIDIA GPU, "gpu" any other."""
-    nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version
-    return "cuda" if nvidia else device.platform
 
 
 def our_programs(cfg):

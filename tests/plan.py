@@ -2,6 +2,7 @@
 """What a training step would send and how long it should take, read off the compiled program.
 
     python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --micro_batches 16
+    python tests/plan.py --config llama-8b --plan_for h100:8x8 --batch_size 128   8 hosts of 8 GPUs
     python tests/plan.py --plan_sweep 6 ...   compare the six most promising meshes
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. Times are what
@@ -31,7 +32,8 @@ import step as steplib
 # GB/s of one device: to and from its memory, sent to its neighbours, sent between slices (of GPUs:
 # between hosts). Source: the makers' data sheets.
 BANDWIDTHS = {"NVIDIA A100": (2039, 300, 25), "NVIDIA H100": (3350, 450, 50),
-              "NVIDIA H200": (4800, 450, 50), "TPU v4": (1228, 150, 6.25),
+              "NVIDIA H200": (4800, 450, 50), "NVIDIA B200": (7672, 900, 50),
+              "TPU v4": (1228, 150, 6.25),
               "TPU v5 lite": (819, 100, 3.125), "TPU v5": (2765, 300, 6.25),
               "TPU v6": (1640, 224, 12.5)}
 
@@ -43,13 +45,13 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
-CROSS_SLICE = " between slices"  # ends the axes of a collective that uses the slow network
+CROSS_SLICE = " (slow network)"  # ends the axes of a collective that uses the slow network
 NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
-    plan_for: str = ""  # TPU slice to plan for, such as v5p:8x8x8; empty: the devices at hand
+    plan_for: str = ""  # TPU slice or GPUs: v5p:8x8x8, h100:8x8 (8 hosts); empty: those at hand
     plan_sweep: config.Whole = 0  # meshes to compile for and compare; 0: the one given
 
 
@@ -60,7 +62,7 @@ def main(cfg, hooks=(), task=train.TEXT):
     """
     if cfg.mode not in ("train", "plan"):
         config.raise_all([f"mode {cfg.mode}: only training can be planned; leave out --mode"])
-    run = train.prepare(cfg, task, slice_devices(cfg) if cfg.plan_for else None)
+    run = train.prepare(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
     if cfg.plan_sweep:
         return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
@@ -74,28 +76,71 @@ def main(cfg, hooks=(), task=train.TEXT):
     return cost | {"exit_code": int(not cost["fits"])}
 
 
-def slice_devices(cfg):
-    """The devices of the TPU slices cfg.plan_for, which need not be here, to compile for.
+def planned_devices(cfg):
+    """The TPU slices or GPUs that cfg.plan_for names, which need not be here, to compile for.
 
-    Raises ValueError without the TPU compiler, or for a slice of no such shape.
+    Raises ValueError without their compiler, or for names and shapes that there are not.
     """
     def refuse(words):
         config.raise_all([config.fault(cfg, "plan_for", words)])
 
-    if not importlib.util.find_spec("libtpu"):
-        refuse("the TPU compiler is missing: pip install 'jax[tpu]'")
+    name, _, shape = cfg.plan_for.partition(":")
+    package, extra = ("jax_cuda12_plugin", "cuda12") if name in GPUS else ("libtpu", "tpu")
+    if not importlib.util.find_spec(package):
+        refuse(f"its compiler is missing: pip install 'jax[{extra}]'")
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        return (gpus(name, *map(int, shape.split("x"))) if name in GPUS else
+                slice_devices(cfg.plan_for, cfg.slices))
+    except (RuntimeError, ValueError, TypeError) as e:
+        refuse(f"there is no such thing ({str(e).splitlines()[0]}); legal are names like "
+               f"v5p:8x8x8, v6e:16x16, v5e:4x4, and hosts x GPUs of {', '.join(GPUS)}, as h100:8x8")
+
+
+def slice_devices(name, n_slices):
     # Stop libtpu probing for hardware; allow planners to run side by side.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
                       TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-    jax.config.update("jax_platforms", "cpu")
     # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
-    cores = {"chip_config_name": "megacore"} if cfg.plan_for.startswith("v4") else {}
-    try:
-        return topologies.get_topology_desc(
-            cfg.plan_for, "tpu", num_slices=cfg.slices, **cores).devices
-    except (RuntimeError, ValueError) as e:
-        refuse(f"no such TPU slice ({str(e).splitlines()[0]}); legal are names like v5p:8x8x8, "
-               "v6e:16x16, v5e:4x4")
+    cores = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
+    return topologies.get_topology_desc(name, "tpu", num_slices=n_slices, **cores).devices
+
+
+# What the compiler asks of a GPU: its name, compute capability, multiprocessors, FP32 units and KiB
+# of shared memory of each, MiB of L2 cache, GHz, TB/s of memory, GiB. Source: the maker's
+# data sheets and XLA's own descriptions.
+GPUS = {"a100": ("NVIDIA A100-SXM4-80GB", 8, 108, 64, 164, 40, 1.41, 2.039, 79.3),
+        "h100": ("NVIDIA H100 80GB HBM3", 9, 132, 128, 228, 50, 1.98, 3.352, 79.1),
+        "h200": ("NVIDIA H200", 9, 132, 128, 228, 50, 1.98, 4.8, 141),
+        "b200": ("NVIDIA B200", 10, 148, 128, 228, 126.5, 1.965, 7.672, 178.4)}
+
+
+def gpus(name, hosts, per_host):
+    """hosts * per_host GPUs of GPUS[name], not autotuned: that would need one."""
+    from jax._src import xla_bridge
+    kind, capability, cores, units, shared, cache, ghz, bandwidth, memory = GPUS[name]
+    numbers = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,
+        "shared_memory_per_block": 48 * 2**10, "shared_memory_per_core": shared * 2**10,
+        "shared_memory_per_block_optin": (shared - 1) * 2**10, "core_count": cores,
+        "fpus_per_core": units, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1, "thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64, "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16, "l2_cache_size": int(cache * 2**20),
+        "clock_rate_ghz": ghz, "memory_bandwidth": int(bandwidth * 1e12),
+        "device_memory_size": int(memory * 2**30)}
+    target = (
+        "gpu_device_info { " + " ".join(f"{k}: {v}" for k, v in numbers.items())
+        + f" cuda_compute_capability {{ major: {capability} minor: 0 }} runtime_version: '12.9.0' "
+        f"dnn_version: '9.10.0' }} platform_name: 'CUDA' dnn_version_info {{ major: 9 minor: 10 }} "
+        f"device_description_str: '{kind}'")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # or the plug-in wants a driver
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    # Lowering asks for the platform of the backend at hand, which is a CPU.
+    theirs = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda p: "cuda" if p == "gpu" else theirs(p)
+    return topologies.get_topology_desc(
+        "", "cuda", target_config=target, topology=f"{hosts}x1x{per_host}").devices
 
 
 def measure(run):
@@ -106,7 +151,10 @@ def measure(run):
     cost, mesh = train.estimate(run), run["mesh"]
     if "compiled" not in cost:
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0}
-    sent, written = traffic(cost.pop("compiled").as_text(), mesh, run["cfg"].slices)
+    groups, (name, _, shape) = run["cfg"].slices, run["cfg"].plan_for.partition(":")
+    if name in GPUS:
+        groups = int(shape.split("x")[0])
+    sent, written = traffic(cost.pop("compiled").as_text(), mesh, groups)
     cost |= {"collectives": sent, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
              "memory_traffic_bytes": 2 * written}  # what is written is read about once
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
@@ -278,9 +326,12 @@ def _collective(op, result, line, mesh, slices):
     group = _first_group(line, math.prod(sizes))
     places = np.array(np.unravel_index(group, sizes)).T
     axes = "+".join(a for a, at in zip(mesh.shape, places.T) if len(set(at)) > 1)
-    if len(set(places[:, outer] // (sizes[outer] // slices))) > 1:
+    n_bytes = SENT[kind](len(group), sum(jax.tree.leaves(result)))
+    crossed = {i * slices // math.prod(sizes) for i in group}  # the slices that it spans
+    if len(crossed) > 1:
         axes += CROSS_SLICE
-    return kind, axes, SENT[kind](len(group), sum(jax.tree.leaves(result)))
+        n_bytes *= len(crossed) / len(group)  # its devices within a slice share what leaves it
+    return kind, axes, n_bytes
 
 
 def _first_group(line, n):

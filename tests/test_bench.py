@@ -8,18 +8,17 @@ import pytest
 import bench
 
 
-@pytest.mark.parametrize("platform, version, dtype, attention", [
-    ("gpu", "PJRT C API\ncuda 12090", "bfloat16", "cudnn"),
-    ("gpu", "PJRT C API\nrocm 60000", "bfloat16", "xla"), ("cpu", "cpu", "mixed", "xla"),
+@pytest.mark.parametrize("platform, capability, dtype, attention", [
+    ("gpu", "9.0", "bfloat16", "cudnn"), ("gpu", "gfx942", "bfloat16", "xla"),
+    ("cpu", "", "mixed", "xla"),
 ])
-def test_ours_has_the_attention_and_dtype_of_the_device(platform, version, dtype, attention,
+def test_ours_has_the_attention_and_dtype_of_the_device(platform, capability, dtype, attention,
                                                         monkeypatch):
     """In 16 bits: cuDNN's attention on an NVIDIA GPU, and bfloat16 products alone on a CPU.
 
     Break: tests/bench.py: choose_attention(cfg, kind)) => choose_attention(cfg, kind == "cuda"))
     """
-    client = types.SimpleNamespace(platform_version=version)
-    device = types.SimpleNamespace(platform=platform, client=client)
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     cfg = bench.our_config("char", "bfloat16")
     assert (cfg.dtype, cfg.attention) == (dtype, attention)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import socket
+import types
 from functools import cache
 from pathlib import Path
 
@@ -439,6 +440,8 @@ FIELDS = {
     "attention": row(dict(attention="pallas"), refused("attention pallas: needs a TPU"), False,
                      True),
     "remat": row(dict(remat="full"), count("stablehlo.dot_general", "train_step"), 36, 36 + 6 + 4),
+    "deterministic": row(dict(deterministic=True), lambda cfg: len(step.compiler_options(
+        cfg, types.SimpleNamespace(platform="gpu", compute_capability="9.0"))), 0, 1),
     "logit_tiles": row(dict(logit_tiles=4), loss_has("x4x256xf32>"), False, True),
     "mlp_tiles": row(dict(mlp_tiles=4), loss_has("x4x64xf32>"), False, True),
 

@@ -263,18 +263,19 @@ def test_gradients_equal_finite_differences(variant, tiles, terms):
 
 
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("T", [1, 2, 11])
-def test_fused_attention_is_ours(T, window):
+@pytest.mark.parametrize("T, apart", [(1, False), (2, False), (11, False), (11, True)])
+def test_fused_attention_is_ours(T, apart, window):
     """What is asked of JAX's fused attention, here in its plain implementation, is what ours
-    computes: to 1e-5 (float32).
+    computes, also where documents are apart: to 1e-5 (float32).
 
-    Break: model.py: (cfg.sliding_window - 1, 0) => (cfg.sliding_window, 0)
+    Break: model.py: mask=mask, is_causal => mask=None, is_causal
     """
     cfg = dataclasses.replace(BASE, sliding_window=window)
     rng = np.random.default_rng(3)
+    segments_BT = jnp.asarray(rng.integers(0, 3, (2, T)), jnp.int32) if apart else None
     q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 8)), jnp.float32)
                               for heads in (6, 3, 3))
-    ours, theirs = (attend(q_BNTH, k_BKTH, v_BKTH, None, cfg) for attend in (
+    ours, theirs = (attend(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg) for attend in (
         model.ATTENTION["xla"], partial(model.ATTENTION["cudnn"], implementation="xla")))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -490,6 +491,9 @@ def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
 
 @pytest.mark.parametrize("change, platform, chosen", [
     (dict(dtype="bfloat16"), "cuda", "cudnn"), (dict(dtype="bfloat16"), "cpu", "xla"),
+    (dict(dtype="bfloat16", packed=True, seq_len=8192), "cuda", "cudnn"),
+    (dict(dtype="bfloat16", packed=True, seq_len=8200), "cuda", "xla"),
+    (dict(dtype="float16"), "old cuda", "xla"),
     (dict(dtype="float32"), "cuda", "xla"), (dict(dtype="float16", head_dim=256), "cuda", "xla"),
     (dict(dtype="bfloat16", attention="xla"), "cuda", "xla"),
     (dict(head_dim=128, packed=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
@@ -507,9 +511,10 @@ def test_attention_is_chosen_by_what_there_is(change, platform, chosen):
 
 
 @pytest.mark.parametrize("change, platform, message", [
-    (dict(attention="cudnn", dtype="float32", packed=True), "cpu",
-     "attention cudnn: needs an NVIDIA GPU and dtype bfloat16 or float16 (it is float32) and "
-     "rows of one document; choose xla or auto"),
+    (dict(attention="cudnn", dtype="float32", packed=True, seq_len=8200), "cpu",
+     "attention cudnn: needs an NVIDIA GPU of compute capability 8.0 or later and dtype bfloat16 "
+     "or float16 (it is float32) and rows of one document, or seq_len up to 8192 (it is 8200); "
+     "choose xla or auto"),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda",
      "attention cudnn: needs head_dim a multiple of 8 up to 128 (it is 136); choose xla or auto"),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=12), "cuda",
@@ -655,10 +660,13 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
 
 def test_tiles_of_logits_follow_the_part_of_a_device():
     """On 8 devices an eighth of all logits counts, and tiles divide the part of a sequence over sp.
+    A tile has at least as many tokens as the model is wide: each reads and writes the head's
+    gradient.
 
-    Break: model.py: / _axis_size(BATCH_AXES, "tp", "sp") => / 1
+    Break: model.py: max(LOGIT_BYTES, 4 * V * cfg.d_model / tp) => LOGIT_BYTES
     """
     cfg = dataclasses.replace(BASE, vocab_size=2**16)
+    assert model._n_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
     mesh = jax.make_mesh((1, 2, 1, 2, 2), config.MESH,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
     n_bytes = 4 * 16 * 768 * 2**16
@@ -668,6 +676,28 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
         assert model._n_tiles(16, 768, cfg) == 2
         assert model._n_tiles(16 * 4096, 6, cfg) == 3
         assert model._n_tiles(16, 768, dataclasses.replace(cfg, logit_tiles=5)) == 5
+
+
+def test_the_gradient_of_logits_is_rounded_where_operands_are():
+    """Logits of bfloat16 operands are float32, exact to 1e-6 of the largest; the gradients are
+    float64's of dy rounded to bfloat16, rounded once more (2**-8 of each). In float32 nothing is
+    rounded.
+
+    Break: model.py: jax.vjp(jnp.dot, *saved)[1](dy.astype(saved[0].dtype)) =>
+    jax.vjp(jnp.dot, *saved)[1]((2 * dy).astype(saved[0].dtype))
+    """
+    rng = np.random.default_rng(4)
+    x, w, dy = (rng.normal(size=shape) for shape in ((48, 64), (64, 32), (48, 32)))
+    for dtype, error in (("float32", 0), ("bfloat16", 2**-8)):
+        x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
+        y, vjp = jax.vjp(jax.jit(model._wide_dot), *(jnp.asarray(a, dtype) for a in (x, w)))
+        assert y.dtype == np.float32
+        np.testing.assert_allclose(y, x @ w, rtol=0, atol=1e-6 * np.abs(x @ w).max())
+        rounded = np.asarray(jnp.asarray(dy, dtype), np.float64)
+        for got, want in zip(vjp(jnp.float32(dy)), (rounded @ w.T, x.T @ rounded), strict=True):
+            assert got.dtype == dtype
+            np.testing.assert_allclose(np.float64(got), want, rtol=error,
+                                       atol=1e-6 * np.abs(want).max())
 
 
 def test_mixed_products_round_their_operands_alone():

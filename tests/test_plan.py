@@ -4,6 +4,7 @@ here.
 """
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 
 import jax
@@ -21,6 +22,9 @@ import train
 SMALL = config.derive_text(config.Config(
     d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
     batch_size=16, dtype="float32"))
+CUDA = importlib.util.find_spec("jax_cuda12_plugin")
+needs_cuda = pytest.mark.skipif(
+    not CUDA, reason="the compiler for NVIDIA's GPUs is not installed: pip install 'jax[cuda12]'")
 SPARSE = dataclasses.replace(SMALL, n_experts=8, capacity_factor=1.0)
 
 
@@ -118,7 +122,7 @@ def test_a_send_through_the_host_is_a_collective_between_slices():
     """
     how = 'is_host_transfer=true, frontend_attributes={megascale_transfer_type="ALL_REDUCE"}'
     found, _ = of_text(f"({X}, u32[], token[])", "send", "%x, %token", how, slices=2)
-    assert found == {("all-reduce", "fsdp between slices"): [1, 192]}
+    assert found == {("all-reduce", "fsdp" + plan.CROSS_SLICE): [1, 192]}
 
 
 def test_what_an_operation_writes_is_what_it_results_in():
@@ -379,21 +383,25 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
 def test_a_plan_needs_a_slice_that_exists(tiny):
     """Without the TPU compiler, or for a slice of no such shape, one clear line.
 
-    Break: tests/plan.py: slice_devices(cfg) if cfg.plan_for else None => None
+    Break: tests/plan.py: planned_devices(cfg) if cfg.plan_for else None => None
     """
-    wanted = ("no such TPU slice.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
-              else "the TPU compiler is missing: pip install 'jax\\[tpu\\]'")
+    wanted = ("there is no such thing.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
+              else "its compiler is missing: pip install 'jax\\[tpu\\]'")
     with pytest.raises(ValueError, match=f"plan_for 'v9:1': {wanted}"):
         planned(tiny, plan_for="v9:1")
+    wanted = ("there is no such thing.*hosts x GPUs" if CUDA else "its compiler is missing: "
+              "pip install 'jax\\[cuda12\\]'")
+    with pytest.raises(ValueError, match=f"plan_for 'h100:8': {wanted}"):
+        planned(tiny, plan_for="h100:8")
 
 
 def test_a_slice_that_is_not_there_is_refused(capsys):
     """On the command line it is an error in a sentence, with no traceback.
 
-    Break: tests/plan.py: if not importlib.util.find_spec("libtpu"): => if False:
+    Break: tests/plan.py: if not importlib.util.find_spec(package): => if False:
     """
-    wanted = ("no such TPU slice" if importlib.util.find_spec("libtpu")
-              else "the TPU compiler is missing: pip install 'jax[tpu]'")
+    wanted = ("there is no such thing" if importlib.util.find_spec("libtpu")
+              else "its compiler is missing: pip install 'jax[tpu]'")
     assert train.cli(["--plan_for", "v9:1"], kind=plan.PlanConfig, main=plan.main) == 2
     assert f"error: config: plan_for 'v9:1': {wanted}" in capsys.readouterr().err
 
@@ -419,5 +427,111 @@ def test_a_plan_for_a_slice_that_is_not_here(tiny):
     cost = planned(tiny, **base | dict(batch_size=4096, seq_len=2048))
     assert not cost["fits"] and cost["exit_code"] == 1
     cost = planned(tiny, **base | dict(plan_for="v5p:2x2x1", slices=2, dp=2, fsdp=4))
-    assert "dp between slices" in {axes for _, axes in cost["collectives"]}
+    assert "dp" + plan.CROSS_SLICE in {axes for _, axes in cost["collectives"]}
     assert cost["seconds"]["slow network"] > 0
+
+
+# ---- NVIDIA's GPUs that are not here: what a person would see in a profile
+
+GPU = dict(plan_for="h100:1x1", d_model=512, n_layers=2, n_heads=8, n_kv_heads=0, batch_size=8,
+           seq_len=1024, vocab_size=32768, dp=1, fsdp=-1, dtype="auto")
+
+
+def gpu_text(tiny, **changes):
+    """The compiled update, as text, for GPUs."""
+    cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU | changes)
+    cost = train.estimate(train.prepare(cfg, devices=plan.planned_devices(cfg)))
+    return cost["compiled"].as_text()
+
+
+def overlaps(text):
+    """{collective and its number: products of matrices between its start and its end}."""
+    found = {}
+    for body in re.findall(r"^(?:ENTRY )?%?\S+ \([^\n]*\{\n(.*?)^\}", text, re.M | re.S):
+        n, starts = 0, {}
+        for line in body.splitlines():
+            m = re.match(r"\s*(?:ROOT )?%?(\S+) = .*? ([a-z][\w\-]*)\(%?([\w.\-]*)", line)
+            if not m:
+                continue
+            n += "gemm" in line and m[2] == "fusion"
+            if m[2].endswith("-start"):
+                starts[m[1]] = n
+            elif m[3] in starts:
+                found[m[3]] = n - starts[m[3]]
+    return found
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("remat, forward", [("none", 2), ("named", 2), ("full", 4)])
+def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward):
+    """No product of matrices takes float32 operands, those of the logits' gradient included;
+    cuDNN's attention runs once a layer in each direction, or twice forward where it is recomputed;
+    no array has all logits.
+
+    Break: model.py: return jax.vjp(jnp.dot, *saved)[1](dy.astype(saved[0].dtype)) =>
+    return jax.vjp(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32), *saved)[1](dy)
+    """
+    text = gpu_text(tiny, remat=remat)
+    bodies = re.findall(r"^%?\S+ \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    wide = [line for body in bodies if " dot(" in body for line in body.splitlines()
+            if re.search(r"f32\[[\d,]+\]\S* (?:parameter|convert)\(", line)]
+    assert not wide, wide
+    assert text.count('"__cudnn$fmhaSoftmax"') == forward
+    assert text.count('"__cudnn$fmhaSoftmaxBackward"') == 2
+    assert not re.search(r"\[(?:8,1024|8192),32768\]", text)
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_packed_rows_are_cudnn_s_too(tiny):
+    """Documents apart are a mask of its attention, and no scores of all queries exist.
+
+    Break: model.py: T <= MASK_LEN or (cfg.fill => (cfg.fill
+    """
+    text = gpu_text(tiny, packed=True, end_id=10)
+    assert text.count('"__cudnn$fmhaScaleBiasSoftmax"') == 2
+    assert not re.search(r"\[8,8,(?:1,)?\d+,1024\]", text)
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_gpus_send_bfloat16_beside_matmuls(tiny):
+    """Over fsdp, with layers in a loop: weights and gradients go in bfloat16, and gradients of a
+    layer are summed while the matmuls of another run.
+
+    Break: train.py: jax.config.update("jax_optimization_level", "O1") => pass
+    """
+    text = gpu_text(tiny, plan_for="h100:1x8", n_layers=14, vocab_size=65536)
+    large = re.findall(r"= \(*f32\[\d+,\d+.*? (?:all-gather|reduce-scatter|all-reduce)-start", text)
+    assert not large, large
+    behind = sorted(n for name, n in overlaps(text).items() if "reduce-scatter" in name)
+    assert behind[-2] >= 5, behind
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_gpus_add_in_a_fixed_order_if_asked(tiny):
+    """The embedding's gradient adds up in any order, and with --deterministic in a fixed one: its
+    indices are sorted and each occurs once.
+
+    Break: step.py: options = compiler_options(cfg, mesh.devices.flat[0]) => options = {}
+    """
+    for exact in (False, True):
+        scatters = re.findall(r".* scatter\(.*", gpu_text(tiny, deterministic=exact))
+        assert scatters and all(("unique_indices=true" in x) == exact for x in scatters), exact
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_a_plan_for_gpus_that_are_not_here(tiny):
+    """Two hosts of four: a mesh of 8, of which fsdp crosses hosts and tp does not; memory of the
+    data sheet.
+
+    Break: tests/plan.py: groups = int(shape.split("x")[0]) => pass
+    """
+    cost = planned(tiny, **GPU | dict(plan_for="a100:2x4", fsdp=2, tp=4))
+    assert cost["fits"] and 0 < cost["mfu"][1] <= cost["mfu"][0] < 1
+    axes = {axes for _, axes in cost["collectives"]}
+    assert "tp" in axes and "fsdp" + plan.CROSS_SLICE in axes and "fsdp" not in axes, axes
+    assert 0.99 < cost["memory"]["parameters"] / (cost["memory"]["moments"] / 2) < 1.01

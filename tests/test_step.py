@@ -1200,14 +1200,36 @@ def test_flags_that_save_memory_are_legal(flags, listed):
 
 
 def test_dtype_auto_is_what_the_device_is_fast_at():
-    """bfloat16 but on CPUs, where it is mixed with AMX and float32 without; any other is kept.
+    """bfloat16 but on CPUs, where it is mixed with AMX and float32 without, and on NVIDIA's GPUs
+    that have no bfloat16; any other is kept.
 
-    Break: step.py: if dtype == "auto" and platform == "cpu": => if platform == "cpu":
+    Break: step.py: if dtype == "auto" else dtype => if dtype else dtype
     """
     amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     assert step.choose_dtype("auto", "cpu") == ("mixed" if amx else "float32")
     assert step.choose_dtype("auto", "tpu") == step.choose_dtype("auto", "cuda") == "bfloat16"
     assert step.choose_dtype("float16", "cpu") == step.choose_dtype("float16", "tpu") == "float16"
+    assert step.choose_dtype("auto", "old cuda") == "float16"
+
+
+@pytest.mark.parametrize("platform, capability, known", [
+    ("gpu", "9.0", "cuda"), ("gpu", "8.0", "cuda"), ("gpu", "12.1", "cuda"),
+    ("gpu", "7.5", "old cuda"), ("gpu", "gfx942", "gpu"), ("gpu", None, "gpu"),
+    ("tpu", None, "tpu"), ("cpu", None, "cpu"),
+])
+def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
+    """NVIDIA's have a number, AMD's a name: what JAX says of the device decides. Only NVIDIA's are
+    told to be exact, and only if that is asked for; this XLA knows the option.
+
+    Break: step.py: return "cuda" if float(capability) >= 8 => return "cuda" if capability >= "8"
+    """
+    more = {"compute_capability": capability} if capability else {}
+    device = types.SimpleNamespace(platform=platform, **more)
+    assert step.platform(device) == known
+    options = {exact: step.compiler_options(types.SimpleNamespace(deterministic=exact), device)
+               for exact in (False, True)}
+    assert not options[False] and bool(options[True]) == known.endswith("cuda")
+    assert jax.jit(lambda x: x + 1, compiler_options=options[True])(1) == 2
 
 
 def test_host_memory_that_a_device_lacks_is_refused():

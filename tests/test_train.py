@@ -1256,6 +1256,22 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("platforms, words", [("", "has an NVIDIA driver, but JAX sees only its "
+                                               "CPU: pip install -U 'jax[cuda12]'"), ("cpu", "")])
+def test_an_accelerator_that_jax_does_not_see_is_a_notice(platforms, words, tmp_path):
+    """With NVIDIA's driver there and a JAX for CPUs, a process says what to install; not when it
+    was told to take the CPU.
+
+    Break: train.py: and not jax.config.jax_platforms and ( => and (
+    """
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: 580")
+    run = subprocess.run(
+        [sys.executable, "-c", f"import train; train.tell_idle_accelerator({str(tmp_path)!r})"],
+        env=os.environ | {"JAX_PLATFORMS": platforms}, capture_output=True, text=True)
+    assert run.returncode == 0 and words in run.stdout and bool(words) == bool(run.stdout)
+
+
 def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, capsys):
     """Only a cache_dir asked for by name must be had. Every program is kept there; JAX, which stays
     with its first folder, is told to let go of that one.
