@@ -111,9 +111,9 @@ class Config:
     mlp_tiles: Count = 1  # sequence tiles for the MLP
     deterministic: bool = False  # equal bits in every run on GPUs too, which may cost some speed
     # ---- optimizer
-    optimizer: str = "adamw"  # adamw, adafactor, lion, muon, rmsprop, sgd
-    lr: Amount = 2e-3  # peak learning rate
-    schedule: str = "cosine"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
+    optimizer: str = "muon"  # adamw, adafactor, lion, muon, rmsprop, sgd
+    lr: Amount = 1e-2  # peak learning rate
+    schedule: str = "linear"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
     warmup_steps: Amount = 100.0  # updates of linear warm-up; below 1, a share of steps
     min_lr_frac: UpTo1 = 0.0  # share of lr at the horizon
     decay_frac: Share = 0.2  # share of steps in which the wsd schedule decays
@@ -586,14 +586,15 @@ def derive_text(cfg):
 
 
 # What presets share.
-_LONG = dict(remat="full", steps=100000, warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1)
+_LONG = dict(optimizer="adamw", schedule="cosine", warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
+             remat="full", steps=100000)
 _LLAMA = _LONG | dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0, norm_eps=1e-5,
                       qk_norm=False, tie_embeddings=False)
 _QWEN = _LONG | dict(vocab_size=151936, seq_len=4096, head_dim=128, rope_theta=1000000.0)
 _SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "batch_size", "lr")
 
 PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes, own in (
-    ("debug", {}, (128, 4, 4, 0, 512, 8, 2e-3), dict(seq_len=128, steps=100)),
+    ("debug", {}, (128, 4, 4, 0, 512, 8, 1e-2), dict(seq_len=128, steps=100)),
     ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(vocab_size=50304, seq_len=1024,
         micro_batches=8, remat="none", steps=10000, warmup_steps=500.0)),
     ("llama-8b", _LLAMA, (4096, 32, 32, 8, 14336, 512, 3e-4), {}),

@@ -30,7 +30,8 @@ import train
 # Paths are relative to the fixture `folder`.
 TINY = dict(
     data=("a.txt",), out_dir="first", cache_dir="programs", steps=4, batch_size=8, seq_len=16,
-    d_model=16, n_layers=1, n_heads=2, dtype="float32", schedule="constant", warmup_steps=0.0)
+    d_model=16, n_layers=1, n_heads=2, dtype="float32", optimizer="adamw", schedule="constant",
+    warmup_steps=0.0)
 # Rows with this base share two runs, one of it and one with all their changes at once, and look at
 # what those leave on disk.
 RUN = dict(

@@ -17,12 +17,13 @@ import config
 import model
 import step
 
-BASE = config.Config(warmup_steps=0.0, steps=20, dtype="float32", lr=0.1)
+BASE = config.Config(warmup_steps=0.0, steps=20, dtype="float32", lr=0.1, optimizer="adamw",
+                     schedule="cosine")
 TABLE = {"w": dict(shape=(8, 4), spec=P("fsdp", "tp"), init=("normal", 0.5)),
          "b": dict(shape=(4,), spec=P(), init=("constant", 0.5))}
 BATCH_AXES = (("dp", "fsdp", "ep"), "sp")
 SMALL = config.derive_text(config.Config(
-    d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
+    optimizer="adamw", d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
     batch_size=16, dtype="float32", warmup_steps=0.0, steps=20, lr=0.01))
 
 

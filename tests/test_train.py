@@ -617,19 +617,18 @@ def test_host_memory_that_is_not_there_is_an_error(tiny):
             steplib.check_host_memory(tiny(**change), poor)
 
 
-@pytest.mark.parametrize("platform, version, told", [
-    ("gpu", "PJRT cuda 13000", "cuda"), ("gpu", "PJRT rocm 70000", "gpu"), ("cpu", "cuda", "cpu"),
-    ("tpu", "PJRT", "tpu")])
+@pytest.mark.parametrize("platform, capability, told", [
+    ("gpu", "9.0", "cuda"), ("gpu", "gfx942", "gpu"), ("cpu", "", "cpu"), ("tpu", "", "tpu")])
 def test_a_task_is_told_its_platform(
-        tiny, monkeypatch, platform, version, told):
+        tiny, monkeypatch, platform, capability, told):
     """As "cuda" where it is, of the devices at hand or of others, before anything is made.
 
-    Break: train.py: if platform == "gpu" and "cuda" in devices => if "cuda" in devices
+    Break: train.py: platform = steplib.platform(devices[0]) => platform = devices[0].platform
     """
-    device = types.SimpleNamespace(
-        platform=platform, client=types.SimpleNamespace(platform_version=version),
-        device_kind="abacus", addressable_memories=list)
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability,
+                                   device_kind="abacus", addressable_memories=list)
     monkeypatch.setattr(jax, "devices", lambda: 8 * [device])
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     seen = []
 
     def resolve(cfg, platform):
@@ -2303,7 +2302,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
         "--watch none": "watch 'none': matches no parameter",
         "--ep 2 --dp -1 --n_experts 3": "ep 2: must divide n_experts = 3; nearest: 1",
-        "--attention cudnn": "attention cudnn: needs an NVIDIA GPU and dtype bfloat16 or",
+        "--attention cudnn": "attention cudnn: needs an NVIDIA GPU of compute capability",
         "--logit_tiles 3 --dp -1": "logit_tiles 3: must divide seq_len / sp = 16; nearest: 2",
         "--profile 9:10": "profile '9:10': must be first:last, counted from 1, as in 20:22, and "
                           "begin within steps 8",

@@ -37,6 +37,7 @@ class ClicksConfig(config.Config):
     epochs: config.Amount = 1.0
     batch_size: config.Count = 1024  # rows of an update
     lr: config.Positive = 3e-3
+    schedule: str = "cosine"
 
 
 def sizes(cfg):

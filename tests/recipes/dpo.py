@@ -32,6 +32,7 @@ class DpoConfig(config.Config):
     beta: config.Positive = 0.1  # factor on log-ratios to the reference: the higher, the closer
     out_dir: str = "out/dpo"  # folder of this run
     batch_size: config.Count = 16  # pairs per update, all devices
+    optimizer: str = "adamw"
     lr: config.Amount = 1e-4  # peak learning rate; 1e-6 for billions of parameters
 
 
