@@ -919,9 +919,9 @@ def _mixed_fwd(x, w):
 def _mixed_bwd(saved, dy):
     (x, w), dy = saved, dy.astype(jnp.bfloat16)
     dot = partial(jnp.dot, preferred_element_type=jnp.float32)
-    # Both lines force XLA to materialize the transpose; fused, it is slow or has no kernel.
-    x_t = with_layout_constraint(x.T, Layout((0, 1)))
-    return dot(dy, w.T), jax.lax.optimization_barrier(dot(x_t, dy))
+    # These lines force XLA to materialize the transposes; fused, they are slow or have no kernel.
+    x_t, w_t = (with_layout_constraint(a.T, Layout((0, 1))) for a in (x, w))
+    return dot(dy, w_t), jax.lax.optimization_barrier(dot(x_t, dy))
 
 
 _mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)

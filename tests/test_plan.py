@@ -254,8 +254,7 @@ def test_what_crosses_slices_is_told(sizes):
     """Of two groups of four devices: what goes along dp, or fsdp where dp is 1, crosses between
     them, and nothing else does.
 
-    Break: tests/plan.py: places[:, outer] // (sizes[outer] // slices) =>
-    places[:, outer] // sizes[outer]
+    Break: tests/plan.py: {i * slices // math.prod(sizes) for i in group} => {0 for i in group}
     """
     cfg = dataclasses.replace(SMALL, slices=2, **sizes)
     outer = "dp" if cfg.dp > 1 else "fsdp"

@@ -23,8 +23,8 @@ TABLE = {"w": dict(shape=(8, 4), spec=P("fsdp", "tp"), init=("normal", 0.5)),
          "b": dict(shape=(4,), spec=P(), init=("constant", 0.5))}
 BATCH_AXES = (("dp", "fsdp", "ep"), "sp")
 SMALL = config.derive_text(config.Config(
-    optimizer="adamw", d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32, seq_len=8,
-    batch_size=16, dtype="float32", warmup_steps=0.0, steps=20, lr=0.01))
+    optimizer="adamw", d_model=16, n_layers=1, n_heads=8, head_dim=2, d_ff=16, vocab_size=32,
+    seq_len=8, batch_size=16, dtype="float32", warmup_steps=0.0, steps=20, lr=0.01))
 
 
 def init_linear(key, cfg):
@@ -695,7 +695,7 @@ def test_bfloat16_parameters_are_updated_in_float32():
     """The mean of the gradient, and a decay of 0.3 at rate 1, are rounded to bfloat16 only when the
     parameter is stored.
 
-    Break: step.py: state["opt"], _f32(old)) => state["opt"], old)
+    Break: step.py: old_opt, _f32(old)) => old_opt, old)
     """
     def third(params, batch, cfg):
         return given_gradient(params, batch, cfg)[0], {"objective": jnp.float32(3)}

@@ -318,7 +318,7 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
     """Each sum that the loss gives is a mean of "log" and "eval" rows, also the router's and one
     that a hook adds; what the task's metrics make of them too, in training and alone.
 
-    Break: train.py: found = scalars(means) | run["task"]["metrics"](means, val) => found = (
+    Break: train.py: found = scalars(means | run["task"]["metrics"](means, val)) => found = (
     {"loss": float(means["loss"]), "acc": float(means["acc"])})
     """
     def with_ones(event, value):
