@@ -257,7 +257,6 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
     sums = bind(eval_step, loss_fn=loss_fn)
     replicated = NamedSharding(mesh, P())
-    options = compiler_options(cfg, mesh.devices.flat[0])
     with jax.set_mesh(mesh):
         key = jax.eval_shape(jax.random.key, 0)
         shapes = jax.eval_shape(fresh, key)
@@ -269,7 +268,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     def lower(f, args, out_shardings, donate=()):
         with jax.set_mesh(mesh):
             return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings,
-                           compiler_options=options).lower(*args)
+                           compiler_options=compiler_options(cfg, mesh)).lower(*args)
 
     from_params = jax.jit(lambda key, params: fresh(key, params=params), out_shardings=shardings)
     return state, {
@@ -514,11 +513,11 @@ def platform(device):
     return "cuda" if float(capability) >= 8 else "old cuda"
 
 
-def compiler_options(cfg, device):
+def compiler_options(cfg, mesh):
     """What XLA is asked for beyond its defaults. On NVIDIA's GPUs sums of gradients are in no fixed
     order unless it sorts them: those of the embedding, of experts and of cuDNN's attention.
     """
-    exact = cfg.deterministic and platform(device).endswith("cuda")
+    exact = cfg.deterministic and platform(mesh.devices.flat[0]).endswith("cuda")
     return {"xla_gpu_exclude_nondeterministic_ops": True} if exact else {}
 
 

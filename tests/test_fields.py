@@ -51,6 +51,9 @@ DP = EXPERTS | dict(dp=-1, fsdp=1)
 ON_DP = [(1, 16), (1, 4, 16, 64), (1, 4, 2, 64)]  # batch, weight and moment of each of 8 devices
 
 
+GPU = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+
+
 def row(change, see, before, after, base=()):
     """see(cfg) is `before` with TINY and base, `after` with the change too."""
     return dict(change=change, see=see, before=before, after=after, base=dict(base))
@@ -442,7 +445,7 @@ FIELDS = {
                      True),
     "remat": row(dict(remat="full"), count("stablehlo.dot_general", "train_step"), 36, 36 + 6 + 4),
     "deterministic": row(dict(deterministic=True), lambda cfg: len(step.compiler_options(
-        cfg, types.SimpleNamespace(platform="gpu", compute_capability="9.0"))), 0, 1),
+        cfg, types.SimpleNamespace(devices=np.array([GPU])))), 0, 1),
     "logit_tiles": row(dict(logit_tiles=4), loss_has("x4x256xf32>"), False, True),
     "mlp_tiles": row(dict(mlp_tiles=4), loss_has("x4x64xf32>"), False, True),
 

@@ -515,7 +515,7 @@ def test_gpus_add_in_a_fixed_order_if_asked(tiny):
     """The embedding's gradient adds up in any order, and with --deterministic in a fixed one: its
     indices are sorted and each occurs once.
 
-    Break: step.py: options = compiler_options(cfg, mesh.devices.flat[0]) => options = {}
+    Break: step.py: compiler_options=compiler_options(cfg, mesh) => compiler_options={}
     """
     for exact in (False, True):
         scatters = re.findall(r".* scatter\(.*", gpu_text(tiny, deterministic=exact))

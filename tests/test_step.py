@@ -1227,7 +1227,8 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
     more = {"compute_capability": capability} if capability else {}
     device = types.SimpleNamespace(platform=platform, **more)
     assert step.platform(device) == known
-    options = {exact: step.compiler_options(types.SimpleNamespace(deterministic=exact), device)
+    mesh = types.SimpleNamespace(devices=np.array([device]))
+    options = {exact: step.compiler_options(types.SimpleNamespace(deterministic=exact), mesh)
                for exact in (False, True)}
     assert not options[False] and bool(options[True]) == known.endswith("cuda")
     assert jax.jit(lambda x: x + 1, compiler_options=options[True])(1) == 2
