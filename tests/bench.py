@@ -63,7 +63,8 @@ def our_config(shape, dtype, **changes):
     import step
     kind = step.platform(jax.devices()[0])
     dtype = "mixed" if dtype == "bfloat16" and kind == "cpu" else dtype
-    cfg = config.derive_text(config.Config(**SHAPES[shape] | changes, dtype=dtype, out_dir=""))
+    cfg = config.derive_text(config.Config(**dict(SHAPES[shape], optimizer="adamw") | changes,
+                                           dtype=dtype, out_dir=""))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, kind))
 
 
@@ -240,7 +241,8 @@ def start_ours(cache_dir):
                  for w in (f"--{name}", SHAPES["char"][name])]
         return seconds_until(
             [sys.executable, ROOT / "train.py", "--out_dir", f"{folder}/out", "--log_every", 1,
-             "--cache_dir", cache_dir or f"{folder}/cache", *sizes], "step      1")
+             "--cache_dir", cache_dir or f"{folder}/cache", "--optimizer", "adamw", *sizes],
+            "step      1")
 
 
 def start_ours_cold():
