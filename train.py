@@ -936,13 +936,14 @@ def headline(run):
 
 def tell_idle_accelerator(root="/"):
     """Say so when this machine has an accelerator that the JAX at hand was not installed for."""
-    drivers = {"proc/driver/nvidia/version": ("NVIDIA driver", "cuda12"),
-               "dev/dxg": ("GPU", "cuda12"), "dev/accel0": ("TPU", "tpu")}
+    nvidia = "an NVIDIA driver", "cuda12"
+    drivers = {"proc/driver/nvidia/version": nvidia, "usr/lib/wsl/lib/libcuda.so.1": nvidia,
+               "dev/accel0": ("a TPU", "tpu")}
     for path, (what, extra) in drivers.items():
         if jax.default_backend() == "cpu" and not jax.config.jax_platforms and (
                 Path(root) / path).exists():
-            say(f"this machine has an {what}, but JAX sees only its CPU: pip install -U "
-                f"'jax[{extra}]', or set JAX_PLATFORMS=cpu to train on the CPU without this notice")
+            say(f"this machine has {what}, but JAX sees only its CPU: pip install -U "
+                f"'jax[{extra}]<0.12', or set JAX_PLATFORMS=cpu to train on it without this notice")
             break
 
 

@@ -1255,8 +1255,9 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("platforms, words", [("", "has an NVIDIA driver, but JAX sees only its "
-                                               "CPU: pip install -U 'jax[cuda12]'"), ("cpu", "")])
+@pytest.mark.parametrize("platforms, words", [
+    ("", "has an NVIDIA driver, but JAX sees only its CPU: pip install -U 'jax[cuda12]<0.12'"),
+    ("cpu", "")])
 def test_an_accelerator_that_jax_does_not_see_is_a_notice(platforms, words, tmp_path):
     """With NVIDIA's driver there and a JAX for CPUs, a process says what to install; not when it
     was told to take the CPU.
