@@ -2,8 +2,8 @@
 """What a training step would send and how long it should take, read off the compiled program.
 
     python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --micro_batches 16
-    python tests/plan.py --config llama-8b --plan_for h100:8x8 --batch_size 128   8 hosts of 8 GPUs
-    python tests/plan.py --plan_sweep 6 ...   compare the six most promising meshes
+    python tests/plan.py --config llama-8b --plan_for h100:8x8 --batch_size 128  # 8 hosts of 8 GPUs
+    python tests/plan.py --config debug --plan_sweep 6  # compare the six most promising meshes
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
 step follows from what it computes, reads, writes and sends, from the makers' rates, and from SHARE
@@ -46,8 +46,8 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
-# Of its peak, what a device reaches in products of large matrices; of the time for memory and for
-# the network at their full rates, what is not hidden behind them.
+# Fraction of the peak FLOP/s that large products of matrices reach; fraction of the time for memory
+# and for the network that does not overlap with them.
 SHARE = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
 EXPOSED = 0.5
 
