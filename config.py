@@ -109,7 +109,7 @@ class Config:
     remat: Remat = "none"  # activations to recompute in backward
     logit_tiles: Whole = 0  # sequence tiles for logits and loss; 0: as many as keep them small
     mlp_tiles: Count = 1  # sequence tiles for the MLP
-    deterministic: bool = False  # equal bits in every run on GPUs too, which may cost some speed
+    deterministic: bool = False  # bitwise reproducible on NVIDIA GPUs too; may cost some speed
     # ---- optimizer
     optimizer: str = "muon"  # adamw, adafactor, lion, muon, rmsprop, sgd
     lr: Amount = 1e-2  # peak learning rate

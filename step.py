@@ -504,8 +504,8 @@ def check_host_memory(cfg, device):
 
 
 def platform(device):
-    """ "cpu", "tpu", "cuda" for an NVIDIA GPU of compute capability 8.0 or later, "old cuda" for an
-    earlier one, which has no bfloat16; JAX's name for others.
+    """What dtype and attention are chosen by: "cuda" for an NVIDIA GPU of compute capability 8.0 or
+    later, "old cuda" for an earlier one, which has no bfloat16; JAX's name for all others.
     """
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
@@ -514,8 +514,8 @@ def platform(device):
 
 
 def compiler_options(cfg, mesh):
-    """What XLA is asked for beyond its defaults. On NVIDIA's GPUs sums of gradients are in no fixed
-    order unless it sorts them: those of the embedding, of experts and of cuDNN's attention.
+    """XLA options for cfg.deterministic. On NVIDIA GPUs the gradients of the embedding, of experts
+    and of cuDNN's attention are otherwise summed by atomics, in no fixed order.
     """
     exact = cfg.deterministic and platform(mesh.devices.flat[0]).endswith("cuda")
     return {"xla_gpu_exclude_nondeterministic_ops": True} if exact else {}

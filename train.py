@@ -939,11 +939,12 @@ def tell_idle_accelerator(root="/"):
     nvidia = "an NVIDIA driver", "cuda12"
     drivers = {"proc/driver/nvidia/version": nvidia, "usr/lib/wsl/lib/libcuda.so.1": nvidia,
                "dev/accel0": ("a TPU", "tpu")}
+    if jax.default_backend() != "cpu" or jax.config.jax_platforms:
+        return
     for path, (what, extra) in drivers.items():
-        if jax.default_backend() == "cpu" and not jax.config.jax_platforms and (
-                Path(root) / path).exists():
+        if (Path(root) / path).exists():
             say(f"this machine has {what}, but JAX sees only its CPU: pip install -U "
-                f"'jax[{extra}]<0.12', or set JAX_PLATFORMS=cpu to train on it without this notice")
+                f"'jax[{extra}]<0.12', or set JAX_PLATFORMS=cpu to hide this notice")
             break
 
 

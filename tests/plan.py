@@ -94,13 +94,15 @@ def planned_devices(cfg):
     package, extra = ("jax_cuda12_plugin", "cuda12") if name in GPUS else ("libtpu", "tpu")
     if not importlib.util.find_spec(package):
         refuse(f"its compiler is missing: pip install 'jax[{extra}]'")
+    legal = f"TPU slices as v5p:8x8x8, v6e:16x16; hosts x GPUs of {', '.join(GPUS)} as h100:8x8"
+    if name in GPUS and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+        refuse(f"must be hosts x GPUs; legal are {legal}")
     jax.config.update("jax_platforms", "cpu")
     try:
         return (gpus(name, *map(int, shape.split("x"))) if name in GPUS else
                 slice_devices(cfg.plan_for, cfg.slices))
-    except (RuntimeError, ValueError, TypeError) as e:
-        refuse(f"there is no such thing ({str(e).splitlines()[0]}); legal are names like "
-               f"v5p:8x8x8, v6e:16x16, v5e:4x4, and hosts x GPUs of {', '.join(GPUS)}, as h100:8x8")
+    except (RuntimeError, ValueError) as e:
+        refuse(f"unknown ({str(e).splitlines()[0]}); legal are {legal}")
 
 
 def slice_devices(name, n_slices):

@@ -1262,7 +1262,7 @@ def test_an_accelerator_that_jax_does_not_see_is_a_notice(platforms, words, tmp_
     """With NVIDIA's driver there and a JAX for CPUs, a process says what to install; not when it
     was told to take the CPU.
 
-    Break: train.py: and not jax.config.jax_platforms and ( => and (
+    Break: train.py: != "cpu" or jax.config.jax_platforms: => != "cpu":
     """
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: 580")
