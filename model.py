@@ -131,14 +131,11 @@ def _rotate(x, cos, sin):
     return (halves * cos + halves[..., ::-1, :] * sin).reshape(x.shape).astype(x.dtype)
 
 
-def _scores(q, k, query_pos, window, segments):
-    """Scores in float32 of scaled q, -inf where a query may not see a key. query_pos: the index in
-    k of each query; segments: (of queries, of keys) or None.
-
-    Shapes: q [B, K, G, T, H], k [B, K, S, H], query_pos [B, T]; T and S all positions or a block's.
+def _masked(scores, query_pos, window, segments):
+    """scores [B, K, G, T, S], -inf where a query may not see a key. query_pos [B, T]: the index in
+    S of each query; segments: (of queries [B, T], of keys [B, S]) or None.
     """
-    scores = _einsum("BKGTH,BKSH->BKGTS", q, k)
-    distance = query_pos[:, :, None] - jnp.arange(k.shape[2])[None, None, :]
+    distance = query_pos[:, :, None] - jnp.arange(scores.shape[-1])[None, None, :]
     mask = (distance >= 0) & (distance < window)
     if segments is not None:
         mask &= segments[0][:, :, None] == segments[1][:, None, :]
@@ -153,10 +150,11 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, query_pos_BT, cfg, segments=None):
     """
     (B, N, T, H), (_, K, S, _) = q_BNTH.shape, k_BKSH.shape
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = _scores(q_BKGTH, k_BKSH, query_pos_BT, cfg.sliding_window or S, segments)
+    scores_BKGTS = _product(q_BKGTH, k_BKSH.mT, cfg)
+    scores_BKGTS = _masked(scores_BKGTS, query_pos_BT, cfg.sliding_window or S, segments)
     top_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
-    a_BKGTH = _einsum("BKGTS,BKSH->BKGTH", e_BKGTS.astype(v_BKSH.dtype), v_BKSH)
+    a_BKGTH = _product(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
     sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
     a_BKGTH = checkpoint_name(a_BKGTH, "attention") / checkpoint_name(sum_BKGT1, "attention")
     return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
@@ -725,7 +723,8 @@ def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
         j, query_pos_1t = i - back, (back * t + jnp.arange(t))[None]  # counted from the first key
         segments = None if ids_Bnt is None else (ids_Bnt[:, i], ids_Bnt[:, j])
         q_BKGtH, k_BKsH = _part(q_BKGntH, i), _part(k_BKntH, j)
-        return add_block(totals, i, j, _scores(q_BKGtH, k_BKsH, query_pos_1t, window, segments))
+        scores_BKGts = _einsum("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
+        return add_block(totals, i, j, _masked(scores_BKGts, query_pos_1t, window, segments))
 
     return jax.lax.fori_loop(0, meet.sum(), one, totals)
 
@@ -898,13 +897,21 @@ def _wide_bwd(saved, dy):
 _wide_dot.defvjp(_wide_fwd, _wide_bwd)
 
 
+def _product(x, w, cfg):
+    """x [B, K, G, M, D] @ w [B, K, D, F] in float32, one product for each of B and K."""
+    if cfg.dtype != "mixed":
+        return _einsum("BKGMD,BKDF->BKGMF", x, w)
+    y = _mixed_dot(x.reshape(*w.shape[:2], -1, x.shape[-1]), w)
+    return y.reshape(*x.shape[:-1], -1)
+
+
 @jax.custom_vjp
 def _mixed_dot(x, w):
-    """float32 [M, D] @ [D, F] and its gradient, from operands rounded to bfloat16 and accumulated
-    in float32.
+    """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
+    accumulated in float32.
 
-    For CPUs whose matrix units (AMX) multiply bfloat16; those are fast only if the sum runs over
-    the last dim of the left operand in memory.
+    For CPUs that multiply bfloat16 (AMX, AVX512_BF16), which are fast only if the sum runs over the
+    last dim of the left operand in memory.
 
     Error: 2**-9 of each operand.
     """
@@ -913,15 +920,20 @@ def _mixed_dot(x, w):
 
 def _mixed_fwd(x, w):
     x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-    return jnp.dot(x, w, preferred_element_type=jnp.float32), (x, w)
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32), (x, w)
 
 
 def _mixed_bwd(saved, dy):
     (x, w), dy = saved, dy.astype(jnp.bfloat16)
-    dot = partial(jnp.dot, preferred_element_type=jnp.float32)
-    # These lines force XLA to materialize the transposes; fused, they are slow or have no kernel.
-    x_t, w_t = (with_layout_constraint(a.T, Layout((0, 1))) for a in (x, w))
-    return dot(dy, w_t), jax.lax.optimization_barrier(dot(x_t, dy))
+    dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+    def transposed(a):  # forces XLA to write it: fused into a product, it is slow or has no kernel
+        return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
+
+    # The smaller one is transposed. The barriers keep the products as they stand here.
+    dw = jax.lax.optimization_barrier(
+        dot(transposed(x), dy) if x.size <= dy.size else dot(transposed(dy), x))
+    return dot(dy, transposed(w)), dw if x.size <= dy.size else dw.mT
 
 
 _mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)

@@ -522,8 +522,11 @@ def compiler_options(cfg, mesh):
 
 
 def choose_dtype(dtype, platform):
-    """dtype, with "auto" resolved to the fastest that the platform computes in."""
+    """dtype, with "auto" resolved to the fastest that the platform computes in: on a CPU "mixed" if
+    it multiplies bfloat16 (AMX, AVX512_BF16).
+    """
     flags = Path("/proc/cpuinfo")
-    amx = flags.exists() and "amx_bf16" in flags.read_text()
-    fastest = {"cpu": "mixed" if amx else "float32", "old cuda": "float16"}
+    has = {*flags.read_text().split()} if flags.exists() else set()
+    on_cpu = "mixed" if has & {"amx_bf16", "avx512_bf16"} else "float32"
+    fastest = {"cpu": on_cpu, "old cuda": "float16"}
     return fastest.get(platform, "bfloat16") if dtype == "auto" else dtype

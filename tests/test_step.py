@@ -1200,14 +1200,19 @@ def test_flags_that_save_memory_are_legal(flags, listed):
         assert changed != config.parse(argv)
 
 
-def test_dtype_auto_is_what_the_device_is_fast_at():
-    """bfloat16 but on CPUs, where it is mixed with AMX and float32 without, and on NVIDIA's GPUs
-    that have no bfloat16; any other is kept.
+@pytest.mark.parametrize("flags, on_cpu", [
+    ("avx2 avx512f", "float32"), ("avx512f avx512_bf16", "mixed"), ("amx_bf16 avx2", "mixed")])
+def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, flags, on_cpu):
+    """bfloat16 but on CPUs, where it is mixed if they multiply bfloat16 and else float32, and on
+    NVIDIA's GPUs that have no bfloat16; any other is kept.
 
     Break: step.py: if dtype == "auto" else dtype => if dtype else dtype
     """
-    amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    assert step.choose_dtype("auto", "cpu") == ("mixed" if amx else "float32")
+    assert Path("/proc/cpuinfo").is_file()
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor: 0\nflags\t: fpu {flags} sse\n")
+    monkeypatch.setattr(step, "Path", lambda path: cpuinfo)
+    assert step.choose_dtype("auto", "cpu") == on_cpu
     assert step.choose_dtype("auto", "tpu") == step.choose_dtype("auto", "cuda") == "bfloat16"
     assert step.choose_dtype("float16", "cpu") == step.choose_dtype("float16", "tpu") == "float16"
     assert step.choose_dtype("auto", "old cuda") == "float16"
