@@ -685,8 +685,10 @@ def _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     def attend(q, k, v, ids):  # of one device
         q_BKGTH = H**-0.5 * q.reshape(*k.shape[:2], -1, T, H)
         ids_Bnt = None if ids is None else parts(ids[..., None])[..., 0]
-        a = _blockwise(*map(parts, (q_BKGTH, k, v)), ids_Bnt, cfg.sliding_window or T)
-        return a.reshape(*q.shape[:2], n * t, H)[:, :, :T]
+        operand = jnp.bfloat16 if cfg.dtype == "mixed" else q.dtype
+        qkv = (parts(x.astype(operand)) for x in (q_BKGTH, k, v))
+        a = _blockwise(*qkv, ids_Bnt, cfg.sliding_window or T)
+        return a.reshape(*q.shape[:2], n * t, H)[:, :, :T].astype(q_BNTH.dtype)
 
     return _by_heads(attend)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
 
