@@ -1849,7 +1849,7 @@ def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_r
 
     Break: ckpt.py: lambda index: parts[str(index)] => lambda index: next(iter(parts.values()))
     """
-    mesh = dict(dp=2, fsdp=2, tp=2, steps=8, schedule="cosine")
+    mesh = dict(dp=2, fsdp=2, tp=2, steps=8, schedule="cosine", dtype="float32")
     train.main(tiny(**mesh))
     expected, whole = losses(tiny().out_dir), arrays(tiny().out_dir)
     half = tiny(**mesh, out_dir=str(tmp_path / "half"))
