@@ -932,7 +932,7 @@ def _mixed_bwd(saved, dy):
     def transposed(a):  # forces XLA to write it: fused into a product, it is slow or has no kernel
         return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
 
-    # The smaller one is transposed. Without the barrier XLA undoes that, and may have no kernel.
+    # The smaller of x and dy is transposed; without the barrier XLA undoes that, and has no kernel.
     dw = jax.lax.optimization_barrier(
         dot(transposed(x), dy) if x.size <= dy.size else dot(transposed(dy), x))
     return dot(dy, transposed(w)), dw if x.size <= dy.size else dw.mT

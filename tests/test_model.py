@@ -705,7 +705,7 @@ def test_the_gradient_of_logits_is_rounded_where_operands_are():
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_mixed_products_round_their_operands_alone(batch, M, D, F):
     """A mixed product and its two gradients are float64's of operands rounded to bfloat16: to 1e-6
-    of the largest (float32 sums of up to 64 terms). The larger of x and dy is not transposed.
+    of the largest (float32 sums of up to 64 terms). The smaller of x and dy is either.
 
     Break: model.py: dy.astype(jnp.bfloat16) => dy
     """
@@ -725,7 +725,7 @@ def test_mixed_products_round_their_operands_alone(batch, M, D, F):
 def test_mixed_is_float32_but_for_its_products(monkeypatch, dense_len):
     """From fresh parameters, loss (1%) and gradients (4% of each one's norm; under bfloat16 up to
     7.5%) under mixed are near float32's and not the same; gradients are float32, and no product has
-    an operand that is. In attention by halves and by blocks.
+    an operand that is. With attention by halves and by blocks.
 
     Break: model.py: if cfg.dtype != "mixed": => if True:
     """
