@@ -468,6 +468,8 @@ RULES = (
     ("out_dir", lambda c: "://" in c.out_dir,
      "must be a folder on this machine; checkpoints go elsewhere by --ckpt_dir"),
     ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
+    ("sample_tokens", lambda c: c.mode == "sample" and not c.sample_tokens,
+     "must be above 0 in mode sample"),
     ("order", lambda c: c.order != "windows" and any(
         "window" in str(getattr(c, f"{event}_every")) for event in EVENTS),
      "must be windows for a period in windows, as of save_every or eval_every"),

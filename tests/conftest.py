@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"])
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Programs that do not say where in the source each operation is from compile a tenth faster.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -247,6 +247,7 @@ def test_all_faults_at_once():
     (dict(top_p=1.5), "top_p 1.5: must be in (0, 1]"),
     (dict(scale=0.0), "scale 0.0: must be above 0"),
     (dict(head_dim=31), "head_dim 31: must be even"),
+    (dict(mode="sample", sample_tokens=0), "sample_tokens 0: must be above 0 in mode sample"),
     (dict(process_id=1), "needs --coordinator"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),
      "process_id 2: must be below n_processes 2"),
