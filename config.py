@@ -223,10 +223,11 @@ def parse(argv, kind=Config):
             str_from_instance=lambda x: [str(x)]) if info.type == int | str else None
 
     words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
-    given = dict(pairwise(words))  # of a flag given twice, the last value
-    chosen = given.get("--config", "")
-    if not chosen and given.get("--mode") in ("eval", "sample", "export"):
-        saved = Path(given.get("--out_dir", kind.out_dir), "config.json")
+    given = {flag[2:].replace("-", "_"): value  # of a flag given twice, the last
+             for flag, value in pairwise(words) if flag[:2] == "--"}
+    chosen = given.get("config", "")
+    if not chosen and given.get("mode") in ("eval", "sample", "export"):
+        saved = Path(given.get("out_dir", kind.out_dir), "config.json")
         chosen = str(saved) if saved.is_file() else ""
     default = load(chosen, kind) if chosen else kind()
     return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
@@ -290,8 +291,8 @@ def number(text, kind=float):
         value = sum(Decimal(a) * UNITS[u] for a, u in parts) * (-1 if text[0] == "-" else 1)
     else:
         raise ValueError(f"{text!r} is not a number; write 300, 2^20, 1.25M, 1Ki, 50% or 2h30m")
-    if kind is int and value != int(value):
-        raise ValueError(f"{text!r} is {value}, but must be a whole number")
+    if kind is int and (value != int(value) or units & {*"smhd"}):
+        raise ValueError(f"{text!r} is {value}, but must be a whole number, without unit of time")
     return kind(value)
 
 
@@ -308,7 +309,7 @@ def periods(value):
             n = number((words[1] or "1") if words else part, kind)
         except ValueError:
             return None
-        if n < 0:
+        if n < 0 or unit in found:
             return None
         found |= {unit: n} if n else {}
     return found

@@ -220,8 +220,12 @@ def open_text(cfg, parts=("train", "val")):
             os.makedirs(folder, exist_ok=True)
             break
 
-    def opened(patterns):
-        return open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
+    def opened(patterns, may_be_empty=False):
+        source = open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
+        if not source["n"] and not may_be_empty:
+            raise ValueError(f"data {' '.join(patterns)}: has no sequence with a label; choose "
+                             "another --too_long, or a longer --seq_len")
+        return source
 
     def part(source, at):
         return {
@@ -237,7 +241,7 @@ def open_text(cfg, parts=("train", "val")):
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
     if cfg.order == "windows":
-        source_of = cache(lambda name: opened([name]))
+        source_of = cache(lambda name: opened([name], may_be_empty=True))
         return {"val": val, "train": in_windows(
             cfg, lambda name: source_of(name)["n"],
             lambda name, examples: _sequences(source_of(name), examples))}
@@ -574,7 +578,7 @@ def prepare(paths, tokenizer, folder):
     for tokens that are no labels; "counts" of what was read and left out.
     """
     name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    key = json.dumps([1, tokenizer["key"], *map(_content, paths)]).encode()
+    key = json.dumps([2, tokenizer["key"], *map(_content, paths)]).encode()
     final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
     partial = final.with_suffix(".partial")
     try:
@@ -710,8 +714,16 @@ def _chat(row, tokenizer, where):
             if not text.startswith(before) or not i:
                 raise ValueError(f"{where}: message {i + 1}: the chat template does not put it "
                                  "after its text of the messages before; use another template")
+            if not text.startswith(turn):  # the end of text may end the whole and no turn before
+                last = library(turn, add_special_tokens=False)["input_ids"][-1:]
+                mark = library.decode(last)
+                turn = turn.removesuffix(library.eos_token or "").rstrip()
             if not text.startswith(turn):  # it leaves out the thinking of earlier turns
-                turn = text[: text.index(library.eos_token, len(before)) + len(library.eos_token)]
+                end = text.find(mark, len(before))
+                if end < 0:
+                    raise ValueError(f"{where}: message {i + 1}: the chat template does not end it "
+                                     f"by {mark!r} when others follow; use another template")
+                turn = text[: end + len(mark)]
             masked[(starts >= len(before)) & (starts < len(turn))] = 0
     return np.array(out["input_ids"]), masked
 
@@ -721,7 +733,14 @@ def _texts(row, where):
     row = row if isinstance(row, dict) else {}
     for names in (["text"], ["prompt", "completion"]):
         if all(isinstance(row.get(name), str) for name in names):
-            return [row[name] for name in names]
+            texts = [row[name] for name in names]
+            if any("\0" in text for text in texts):
+                raise ValueError(f"{where}: has a zero byte, which no text has")
+            try:
+                "".join(texts).encode()
+            except UnicodeEncodeError as e:
+                raise ValueError(f"{where}: has half a character: {e}; drop such rows") from None
+            return texts
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
                          f"'completion', or a list 'messages'; it has {[*row] or 'no fields'}")
@@ -742,16 +761,17 @@ def rows_in(path, size):
         for number, row in enumerate(_arrow_rows(path), 1):
             yield f"{path} row {number}", row, True
         return
-    opened = (gzip.open if path.suffix == ".gz" else
-              _need("zstandard", path).open if path.suffix == ".zst" else open)
+    zstd = _need("zstandard", path) if path.suffix == ".zst" else None
+    opened = zstd.open if zstd else gzip.open if path.suffix == ".gz" else open
+    damage = (json.JSONDecodeError, OSError, EOFError, zstd.ZstdError if zstd else zlib.error)
     where = str(path)
     with opened(path, mode="rt", encoding="utf-8", newline="\n") as file:
         try:
+            if zstd:
+                _check_whole(path, zstd)
             texts = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, size)
             for number, (text, last) in enumerate(texts, 1):
                 where = f"{path} line {number}" if kind == "jsonl" else str(path)
-                if "\0" in text:
-                    raise ValueError(f"{where}: has a zero byte, which no text has")
                 if kind != "jsonl":
                     yield where, {"text": text}, last
                 elif text.strip():
@@ -760,8 +780,21 @@ def rows_in(path, size):
             place = file.buffer.tell() - len(e.object) + e.start
             raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl (also .gz, "
                              ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
-        except (json.JSONDecodeError, OSError, EOFError, zlib.error) as e:
+        except damage as e:
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
+
+
+def _check_whole(path, zstd):
+    """Raise EOFError for a file that ends inside a frame: the library reads it without a word."""
+    frame = zstd.ZstdDecompressor().decompressobj()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            while block:
+                frame = zstd.ZstdDecompressor().decompressobj() if frame.eof else frame
+                frame.decompress(block)
+                block = frame.unused_data
+    if not frame.eof:
+        raise EOFError("it is cut off")
 
 
 def _pieces(file, size):
@@ -855,7 +888,7 @@ def bytes_per_token(source, tokenizer):
             return None
         first = shard["documents"][0, 0] if "rows" in shard else 0
         ids = shard["tokens"][first : first + 2**20]
-        marks = np.isin(ids, [tokenizer["begin"] or tokenizer["end"], tokenizer["end"]])
+        marks = np.isin(ids, [tokenizer[x] for x in ("begin", "end") if tokenizer[x] is not None])
         n_bytes += tokenizer["n_bytes"](ids[~marks]) + int(marks.sum())  # an end counts as one
         n_tokens += len(ids)
     return n_bytes / n_tokens
@@ -914,13 +947,16 @@ def expand(patterns, lenient=False):
     """
     paths = []
     for pattern in map(str, patterns):
-        found = [Path(p) for p in sorted(glob.glob(pattern, recursive=True))
+        literal = os.path.exists(pattern)  # a name may have brackets
+        found = [Path(p) for p in sorted(
+                     glob.glob(glob.escape(pattern) if literal else pattern, recursive=True))
                  if os.path.isfile(p) or os.path.isfile(os.path.join(p, "state.json"))]
         if not lenient and not found:
             raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'"
                              if os.path.isdir(pattern) else
                              f"data {pattern!r}: no such file, and no file matches it as a glob")
         paths += found
+    paths = [*dict.fromkeys(paths)]
     empty = [path for path in paths if not path.stat().st_size]
     if empty and not lenient:
         raise ValueError(f"{empty[0]}: the file is empty")
@@ -970,6 +1006,10 @@ def check_ids(rows, vocab_size, shards):
 
 
 # Tokenizers.
+
+TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
+                   "generation_config.json")
+
 
 def make_tokenizer(name):
     """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
@@ -1024,7 +1064,9 @@ def _library_tokenizer(name):
         tok = library.Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises Exception itself
         raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
-    files = sorted(p for p in Path(name).glob("*") if p.is_file()) or [path]
+    tok.no_truncation()  # a tokenizer.json keeps both as they were last used
+    tok.no_padding()
+    files = sorted({p for pattern in TOKENIZER_FILES for p in Path(name).glob(pattern)}) or [path]
 
     @cache
     def chat():

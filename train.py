@@ -1290,8 +1290,6 @@ def open_hf(path, cfg):
 
 
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of init_from
-TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
-                   "generation_config.json")
 
 
 def export_hf(cfg, params):
@@ -1340,7 +1338,7 @@ def complete_export(cfg, folder, texts, fault):
             raise OSError(fault)
         for name, text in texts.items():
             (folder / name).write_text(json.dumps(text, indent=1))
-        for file in {file for name in TOKENIZER_FILES for file in tokenizer.glob(name)}:
+        for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
             shutil.copy(file, folder)
         if tokenizer.is_file():
             shutil.copy(tokenizer, folder / "tokenizer.json")

@@ -393,6 +393,19 @@ def test_text_and_globs(tmp_path):
     assert [s["name"] for s in source["shards"]] == [f"{tmp_path}/a.txt and 3 more"]
 
 
+def test_a_file_s_own_name_is_no_glob_and_counts_once(tmp_path):
+    """A file with brackets in its name is itself, and not the file that they would match; one that
+    two patterns match is read once.
+
+    Break: data.py: glob.escape(pattern) if literal else => False or
+    """
+    for name in ("d1.txt", "d[1].txt"):
+        (tmp_path / name).write_text(name)
+    assert data.expand([tmp_path / "d[1].txt"]) == [tmp_path / "d[1].txt"]
+    every = [tmp_path / "d1.txt", tmp_path / "d[1].txt"]
+    assert data.expand([tmp_path / "*.txt", *every]) == every
+
+
 def test_token_files_and_text(tmp_path):
     """Given both, each token file is a shard of its own beside that of all text.
 
@@ -577,6 +590,28 @@ def test_tokenizer_json(tmp_path):
     assert source["shards"][0]["tokens"].tolist() == wanted
     n_bytes = len(("lowest" + text).encode()) + 3  # an end counts as one
     assert data.bytes_per_token(source, ours) == n_bytes / len(wanted)
+
+
+def test_a_tokenizer_s_last_truncation_and_padding_are_not_ours(tmp_path):
+    """Texts are whole and unpadded though tokenizer.json was saved after a call that cut and padded
+    them; of its folder only the tokenizer's own files tell it from others.
+
+    Break: data.py: tok.no_truncation() => pass
+    """
+    pytest.importorskip("tokenizers")
+    (tmp_path / "t").mkdir()
+    tok = small_bpe(tmp_path / "t/tokenizer.json", "<|endoftext|>", "<pad>")
+    def read(): return data.make_tokenizer(str(tmp_path / "t"))
+    before = read()
+    tok.enable_truncation(4)
+    tok.enable_padding(pad_id=1, pad_token="<pad>", length=8)
+    tok.save(str(tmp_path / "t/tokenizer.json"))
+    texts, ours = ["lower lowest low", "a"], read()
+    assert ours["begin"] == before["begin"]
+    for found, wanted in zip(ours["encode_batch"](texts), before["encode_batch"](texts)):
+        assert found.tolist() == wanted.tolist()
+    (tmp_path / "t/model.safetensors").write_bytes(b"weights")
+    assert read()["key"] == ours["key"] != before["key"]
 
 
 def test_tokenizer_faults(tmp_path):
@@ -822,6 +857,8 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     ("x.txt", b"fine\n" * 5000 + b"\xff\xfe", "not UTF-8 at byte 25000"),
     ("x.png", b"\x89PNG\r\n\x1a\n", "not UTF-8 at byte 0"),
     ("x.txt", b"a\0b", "has a zero byte"),
+    ("x.jsonl", b'{"text": "a"}\n{"text": "a\\u0000b"}\n', "line 2: has a zero byte"),
+    ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', "line 2: has half a character"),
     ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "damaged"),
     ("x.parquet", b"PAR1....", "not a .parquet file"),
     ("x.jsonl", b'{"text": "a"}\n{"messages": [{"role": "robot", "content": "a"}]}\n',
@@ -834,7 +871,7 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
 def test_what_is_not_text(name, content, words, tmp_path):
     """A file of another kind is an error that names the file, the place and the rule, never text.
 
-    Break: data.py: if "\\0" in text: => if False:
+    Break: data.py: if any("\\0" in text for text in texts): => if False:
     """
     if "parquet" in name:
         pytest.importorskip("pyarrow")
@@ -842,6 +879,38 @@ def test_what_is_not_text(name, content, words, tmp_path):
     with pytest.raises(ValueError) as e:
         prepared(path, folder=tmp_path / "p")
     assert str(path) in str(e.value) and words in str(e.value), str(e.value)
+
+
+def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
+    """Text in one frame or two is read; without its last bytes, or with others, it is an error.
+
+    Break: data.py: _check_whole(path, zstd) => pass
+    """
+    zstandard = pytest.importorskip("zstandard")
+    frames = zstandard.compress(b"one two\n" * 999) + zstandard.compress(b"three\n")
+    path = write(tmp_path / "x.txt.zst", frames)
+    whole, = prepared(path, folder=tmp_path / "p")["shards"]
+    assert bytes(whole["tokens"]) == b"\0" + b"one two\n" * 999 + b"three\n\0"
+    for bad in (frames[:-3], frames[:20] + b"xx" + frames[22:]):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="x.txt.zst: damaged"):
+            prepared(path, folder=tmp_path / "p")
+
+
+def test_no_sequence_with_a_label(tmp_path):
+    """Data of which too_long leaves nothing is refused: to train on, to evaluate, in a mixture.
+
+    Break: data.py: if not source["n"] and not may_be_empty: => if False:
+    """
+    long, good = tmp_path / "long.jsonl", tmp_path / "good.jsonl"
+    long.write_text(json.dumps({"text": "a" * 99}) + "\n")
+    good.write_text(json.dumps({"text": "a"}) + "\n")
+    for change in (dict(data=(str(long),)), dict(data=(str(good),), val_data=(str(long),)),
+                   dict(mix=(f"{good}=0.5", f"{long}=0.5"))):
+        cfg = config.Config(seq_len=8, fill="best_fit", too_long="drop", val_frac=0.0,
+                            prepared=str(tmp_path / "p"), **change)
+        with pytest.raises(ValueError, match="long.jsonl: has no sequence with a label"):
+            data.open_text(cfg, ("train", "val"))
 
 
 def test_sources_that_do_not_go_together(tmp_path):
@@ -1061,13 +1130,19 @@ TEMPLATES = {
 {% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""}
 TEMPLATES["thinking"] = "{% set think = true %}" + TEMPLATES["chatml"]
 ENDS["thinking"] = ENDS["chatml"]
+# In the form of Qwen's base models and of Phi's: eos ends the text, another mark each turn.
+TEMPLATES["another end"], ENDS["another end"] = TEMPLATES["thinking"], ("<|endoftext|>", None)
+TEMPLATES["ends as a whole"] = (
+    TEMPLATES["chatml"] + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+ENDS["ends as a whole"] = ("<|endoftext|>", None)
 
 
 def chat_folder(path, family):
     """Save a tokenizer with a template of this family as transformers does; the tokenizer."""
     transformers = pytest.importorskip("transformers")
     (end, begin), template = ENDS[family], TEMPLATES[family]
-    marks = ("<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]")
+    marks = ("<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]",
+             "<|im_end|>")
     small_bpe(path.with_suffix(".json"), *dict.fromkeys(filter(None, (
         end, begin, *marks, "<|endoftext|>"))))
     library = transformers.PreTrainedTokenizerFast(
@@ -1104,6 +1179,8 @@ def test_chat_labels(family, tmp_path):
         tools = [{"name": "scale"}] if name == "tool" else None
         wanted = library.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+        if family == "ends as a whole" and messages[-1]["role"] == "assistant":
+            wanted["assistant_masks"][-2:] = 1, 1  # what the template adds after the last turn
         path = rows_as("jsonl", tmp_path, [{"messages": messages, "tools": tools}])
         source = prepared(path, tokenizer=ours, folder=tmp_path / "p", fill="one", seq_len=99)
         shard, ((first, last),) = source["shards"][0], source["shards"][0]["documents"]
@@ -1113,7 +1190,8 @@ def test_chat_labels(family, tmp_path):
         batch = data.eval_batch_at(source, 0, 1)
         n_labels = sum(wanted["assistant_masks"])
         assert (batch["labels"] != data.IGNORE).sum() == n_labels
-        assert library.eos_token_id in batch["labels"]
+        mark = "<|im_end|>" if "im_end" in library.chat_template else library.eos_token
+        assert library.convert_tokens_to_ids(mark) in batch["labels"]
 
 
 def test_chat_faults(tmp_path):
