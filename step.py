@@ -354,16 +354,22 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
 
 
 def _muon(cfg):
-    """Muon at Adam's size, so that they share a rate.
+    """Muon at Adam's size, so that they share a rate; rows, then columns are made of one size.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; size, Liu et al. 2025,
-    arXiv:2502.16982, equation 4.
+    arXiv:2502.16982, equation 4; rows and columns, Zhang et al. 2026, arXiv:2602.21545.
     """
+    def rms(x, axis):
+        return jnp.sqrt(jnp.mean(x**2, axis, keepdims=True) + 1e-12)
+
+    def balanced(u, _):
+        rows = u / rms(u, -1)
+        return 0.2 * max(u.shape[-2:]) ** 0.5 * rms(u, (-2, -1)) * rows / rms(rows, -2)
+
     dims = partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1))
     momentum = optax.contrib.scale_by_muon(
         beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims)
-    return optax.chain(momentum, optax.stateless_with_tree_map(
-        lambda u, _: 0.2 * max(u.shape[-2:]) ** 0.5 * u))
+    return optax.chain(momentum, optax.stateless_with_tree_map(balanced))
 
 
 def _next_scale(scale, finite):
