@@ -287,8 +287,11 @@ def _delete(store, key, tell):
         return False
 
 
+OURS = re.compile(r"|([0-9a-f]{8}|temporary|meta\.json|damaged\.json)(\..*)?")  # in a step's folder
+
+
 def _contents(root):
-    """{step: names directly in its folder}."""
+    """{step: names directly in its folder}, without folders of another program."""
     found, keys = {}, []
     try:
         if not _is_local(root):
@@ -304,7 +307,8 @@ def _contents(root):
     for folder, *names in keys:
         if re.fullmatch("[0-9]{9,}", folder) and folder == _name(int(folder)):
             found.setdefault(int(folder), set()).update(names)
-    return found
+    return {step: names for step, names in found.items()
+            if names & {"meta.json", "damaged.json"} or all(map(OURS.fullmatch, names))}
 
 
 def read_meta(root, step):

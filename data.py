@@ -360,9 +360,8 @@ def in_windows(cfg, size_of, read):
 
     def resume(windows):
         order[:] = windows
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.with_suffix(".tmp").write_text("".join(json.dumps(each) + "\n" for each in windows))
-        log.with_suffix(".tmp").replace(log)
+        if not jax.process_index():
+            _write_lines(log, windows)
 
     def reaches(place):
         with lock:  # training asks in a thread of its own
@@ -404,6 +403,12 @@ def in_windows(cfg, size_of, read):
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
             "fingerprint": "windows", "about": about, "resume": resume, "finished": finished,
             "following": following, "windows": lambda step: order[: finished(step) + 1]}
+
+
+def _write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.with_suffix(".tmp").replace(path)
 
 
 def _check_size(window, n):

@@ -1202,10 +1202,14 @@ def peft_config(cfg, base=None):
     """The adapter_config.json of cfg's LoRA factors as a dict. base: name or folder of the model
     that they tune.
 
-    Raises: ValueError when experts are among the targets: PEFT tunes modules, and transformers 5
-    keeps all experts of a layer in one parameter.
+    Raises: ValueError when more than the factors is trained, or when experts are among the targets:
+    PEFT tunes modules, and transformers 5 keeps all experts of a layer in one parameter.
     """
-    targets = [n.removesuffix(".lora_a") for n in param_table(cfg) if n.endswith(".lora_a")]
+    table = param_table(cfg)
+    if more := [n for n, row in table.items() if row["trained"] and ".lora_" not in n]:
+        raise ValueError(f"export_lora apart: {', '.join(more)} is trained too and would be lost; "
+                         "export the merged weights")
+    targets = [n.removesuffix(".lora_a") for n in table if n.endswith(".lora_a")]
     if experts := [n for n in targets if cfg.n_experts and n.startswith("layers.w_")]:
         raise ValueError(f"lora_targets {', '.join(experts)}: PEFT cannot tune experts, which "
                          "transformers keeps in one parameter; export the merged weights")

@@ -191,8 +191,8 @@ def start_run(run, hooks, observers, state, params, began):
                  "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
-    if meta and "windows" in meta["data"]:
-        run["train"]["resume"](meta["data"]["windows"])
+    if "resume" in run["train"]:
+        run["train"]["resume"](meta["data"]["windows"] if meta else [])
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
     origin, first_state = choose_start(run, state, params, meta)
@@ -233,9 +233,7 @@ def train(run, state, last, clock, signals):
     step, latest, previous, saving = run["first_step"], {}, None, {}
     asked = {"step": None, "second": 0.0, "signal": None, "file": False}
 
-    def halted():
-        return why_stop_waiting(run, step, asked, latest, signals, clock)
-
+    def halted(): return why_stop_waiting(run, step, asked, latest, signals, clock)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted)
     while True:
         if due := due_events(run, step, last, asked["second"]):
@@ -256,7 +254,7 @@ def train(run, state, last, clock, signals):
             export(run, state["params"], step)
         last |= dict.fromkeys(due, (step, asked["second"]))
         asked = ask(run, step, asked, signals, clock)
-        if why_stop(run, step, asked, latest):
+        if stop := why_stop(run, step, asked, latest):
             break
         batch, waited_s = next_batch(run, batches, state, step, saving)
         if batch is None:  # none yet, or a reason to stop came while there was none
@@ -274,7 +272,8 @@ def train(run, state, last, clock, signals):
     batches.close()
     if last.get("save", (None, 0))[0] != step:
         saving = save_state(run, state, step, saving)
-    return end_run(run, state, step, why_stop(run, step, asked, latest), saving, latest, clock)
+    stop = why_stop(run, step, asked, latest) or stop  # the last metrics may say worse
+    return end_run(run, state, step, stop, saving, latest, clock)
 
 
 def why_stop(run, step, asked, latest):
@@ -410,9 +409,10 @@ def due_events(run, step, last, second):
         if event == "eval":  # of windows there is one after each
             periods = {"window": 1} | periods
         for unit, n in periods.items():
-            if (second - last_second >= n if unit == "second" else
+            if due.get(event, "second") == "second" and (  # whose save does not last
+                    second - last_second >= n if unit == "second" else
                     done[unit](step) // n > done[unit](step - 1) // n):
-                due.setdefault(event, unit)
+                due[event] = unit
         if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
             due[event] = "end"
     return due
@@ -675,7 +675,10 @@ def jsonl(cfg):
             path.with_suffix(".tmp").replace(path)
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
-            file.write(json.dumps({"event": event} | row) + "\n")
+            try:
+                file.write(json.dumps({"event": event} | row) + "\n")
+            except OSError as e:  # what was not written is kept, and written with the next row
+                say(f"{path}: {e}")
 
     return observe
 

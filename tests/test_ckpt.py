@@ -444,7 +444,7 @@ ckpt.wait(ckpt.save(root, 3, tree, keep=1, tell=told.append))
 assert ckpt.steps(root) == [1, 2, 3]
 assert len(told) == 2 and all("meta.json is left over: " in t and "denied" in t for t in told), told
 assert ckpt.verify(root) == []  # nothing of it has gone
-os.makedirs(f"{root}/000000009/x")
+os.makedirs(f"{root}/000000009/0123abcd")
 ckpt.clean(root, told.append)
 assert ckpt.steps(root) == [1, 2, 3] and len(told) == 2 and "000000009" not in os.listdir(root)
 """, open_root)
@@ -480,7 +480,7 @@ def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
     """
     save(tmp_path, 5)
     for name in ("000000009/12345678/a/c", "000000008", "000000005/87654321/a", "notes",
-                 "0000000007", "000000005-copy"):
+                 "0000000007", "000000005-copy", "1712345678/of/another/program"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "000000009/12345678/a/zarr.json").write_text("{}")
     (tmp_path / "0000000007/meta.json").write_text("{}")
@@ -488,7 +488,8 @@ def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
     assert ckpt.steps(tmp_path) == [5] and ckpt.latest(tmp_path) == 5
     assert ckpt.latest(tmp_path / "none") is None and ckpt.steps(tmp_path / "none") == []
     ckpt.clean(tmp_path)
-    assert names_in(tmp_path) == ["0000000007", "000000005", "000000005-copy", "notes"]
+    assert names_in(tmp_path) == [
+        "0000000007", "000000005", "000000005-copy", "1712345678", "notes"]
     assert names_in(tmp_path / "000000005") == sorted([data_of(tmp_path, 5).name, "meta.json"])
 
 

@@ -1395,6 +1395,25 @@ def test_a_growing_folder(windows, tmp_path):
         letters(make(), [2])
 
 
+def test_one_process_writes_the_list_of_windows(windows, tmp_path, monkeypatch):
+    """Process 1 takes those of a checkpoint, and leaves the file to process 0.
+
+    Break: data.py: if not jax.process_index(): => if True:
+    """
+    make, add = windows
+    add("1.txt", "a", 19)
+    add("2.txt", "b", 19)
+    train = make()
+    assert letters(train, [0, 1]) == ["aaaa", "bbbb"]
+    log = tmp_path / "out/windows.jsonl"
+    seen, text, inode = train["windows"](1), log.read_text(), log.stat().st_ino
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    again = make()
+    again["resume"](seen[::-1])
+    assert letters(again, [0, 1]) == ["bbbb", "aaaa"]
+    assert (log.read_text(), log.stat().st_ino) == (text, inode)
+
+
 def test_waiting_for_a_window(windows, tmp_path, capsys):
     """With wait_s there is no batch until a file appears, and then its own; nothing waits longer
     than that.

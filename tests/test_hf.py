@@ -769,6 +769,20 @@ def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
     assert_close(ours, their_logits(peft.PeftModel.from_pretrained(base, tmp_path / "apart")))
 
 
+def test_an_adapter_has_no_place_for_more_than_its_factors():
+    """What is trained beside them would be lost, and is named.
+
+    Break: model.py: if row["trained"] and ".lora_" not in n]: => if False]:
+    """
+    def adapter(*freeze):
+        return model.peft_config(config.derive_text(config.Config(
+            lora_rank=2, vocab_size=256, freeze=freeze)))
+
+    assert adapter()["r"] == 2
+    with pytest.raises(ValueError, match="export_lora apart: final_norm is trained too"):
+        adapter("!final_norm")
+
+
 def test_what_contradicts_their_config_is_refused(tiny, tmp_path):
     """Fields that were set to something else, a model that is none of ours, a model that no family
     of theirs has: before anything is read or trained.

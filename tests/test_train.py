@@ -1607,12 +1607,34 @@ def test_what_is_due_when():
     assert due(4, {"save": (4, 0.0)}, save_every=4) == {}
     assert due(4, {"save": (3, 60.0)}, 119.9, save_every="1m") == {}
     assert due(4, {"save": (3, 60.0)}, 120, save_every="1m") == {"save": "second"}
-    assert due(4, {"save": (3, 60.0)}, 120, save_every="4,1m")["save"] == "step"
+    for both in ("4,1m", "1m,4"):
+        assert due(4, {"save": (3, 60.0)}, 120, save_every=both)["save"] == "step"
     assert due(3) == {"epoch": "epoch", "window": "window", "eval": "window"}
     assert due(3, dict.fromkeys(("epoch", "window", "eval"), (3, 0.0))) == {}
     ends = {"epoch": "epoch"} | dict.fromkeys(("save", "eval", "sample"), "end")
     assert due(20) == ends
     assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
+
+
+def test_rows_that_found_no_room_are_written_later(tiny, capsys):
+    """While files may not grow, each row is told of and kept; once they may, all are there.
+
+    Break: train.py: say(f"{path}: {e}") => raise
+    """
+    cfg = tiny()
+    path, observe = Path(cfg.out_dir, "metrics.jsonl"), train.jsonl(cfg)
+    path.parent.mkdir()
+    observe("start", {"step": 0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        for step in (1, 2):
+            observe("log", {"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.count("metrics.jsonl: [Errno") == 2
+    observe("log", {"step": 3})
+    assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2, 3]
 
 
 def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
@@ -2140,9 +2162,11 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
         chr(int(batch["tokens"].max()))) if event == "data" else None])
     assert letters == (["c", "c", "d", "d"] if seen[2:] else ["d", "d", "d", "d"])
     assert [r["step"] for r in rows(cfg.out_dir, "eval")] == [3, 5, 7, 9]
-    whole = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "whole"))
-    Path(whole.out_dir).mkdir()
-    shutil.copy(Path(cfg.out_dir) / "windows.jsonl", whole.out_dir)
+    (tmp_path / "in_order").mkdir()
+    for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
+        shutil.copy(json.loads(line)["name"], tmp_path / f"in_order/{i}.txt")
+    whole = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "whole"),
+                 data=(str(tmp_path / "in_order/*.txt"),))
     train.main(whole)
     assert losses(whole.out_dir) == losses(cfg.out_dir)
 
@@ -2168,6 +2192,21 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
     train.main(alone)
     for both, one in zip(losses(cfg.out_dir), losses(alone.out_dir)):
         np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
+
+
+def test_a_fresh_run_takes_no_windows_of_a_run_before(days):
+    """A run that was killed before its first save has left a list of other files.
+
+    Break: train.py: (meta["data"]["windows"] if meta else []) =>
+    (meta["data"]["windows"]) if meta else None
+    """
+    cfg = days(steps=2)
+    before = Path(cfg.out_dir, "windows.jsonl")
+    before.parent.mkdir()
+    before.write_text(json.dumps({"epoch": 0, "name": "other.txt", "n": 99}) + "\n")
+    train.main(cfg)
+    names = [json.loads(line)["name"] for line in before.read_text().splitlines()]
+    assert names and all("/days/" in name for name in names), names
 
 
 @pytest.mark.slow
@@ -2548,6 +2587,19 @@ def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
         assert summary["exit_code"] == 2 and ckpt.latest(summary["checkpoint"][:-10]) < 4
     with pytest.raises(ValueError, match="stop val_loss: there is no held-out data; set --val_d"):
         train.main(tiny(stop=("val_loss<3",), val_frac=0.0, out_dir=f"{out}v"))
+
+
+def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
+    """The metrics of a step are read while the next one runs, and that one's own no longer ask.
+
+    Break: train.py: why_stop(run, step, asked, latest) or stop =>
+    why_stop(run, step, asked, latest)
+    """
+    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0)
+    summary = train.main(cfg, [lambda event, row: row | {"odd": float(row["step"] == 3)}
+                               if event == "log" else None])
+    assert (summary["step"], summary["exit_code"]) == (4, 0)
+    assert summary["reason"] == "odd 1 is above 0" == rows(cfg.out_dir, "stop")[0]["reason"]
 
 
 @pytest.mark.slow
