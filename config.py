@@ -456,6 +456,9 @@ RULES = (
      "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
     ("stop", lambda c: not all(map(stop_at, c.stop)),
      "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9"),
+    ("stop", lambda c: not c.log_every and any(
+        stop[0] not in STOPS and stop[0][:4] != "val_" for stop in map(stop_at, c.stop) if stop),
+     "a metric of training needs log_every above 0"),
     *((name, lambda c, name=name: not all(map(is_factor, getattr(c, name))),
        "must be PATTERN=NUMBER, as in 'embed=0.3'") for name in ("lr_mult", "decay_mult")),
     ("optimizers", lambda c: not all("=" in each for each in c.optimizers),

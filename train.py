@@ -150,9 +150,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     """
     began = time.perf_counter()
     join_processes(cfg)  # JAX then catches SIGTERM itself, so this is before catch_signals
-    if cfg.mode != "train":
-        return {"plan": plan, "data": prepare_data}.get(cfg.mode, run_saved)(cfg, task)
     hooks = (*hooks, *map(load_hook, cfg.hooks))
+    if cfg.mode != "train":
+        return {"plan": plan, "data": prepare_data}.get(cfg.mode, run_saved)(cfg, task, hooks)
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
         with lock_out_dir(run["cfg"]):
@@ -206,7 +206,7 @@ def start_run(run, hooks, observers, state, params, began):
     clock = start_clock(began)
     spend(clock, "start")
     with explain_memory(run):
-        programs = steplib.compile_steps(*program_parts(run), partial(call, hooks))
+        programs = steplib.compile_steps(*program_parts(run))
         steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
     state = call(hooks, "load", first_state(programs))
@@ -391,8 +391,9 @@ def table_faults(table, batch):
 
 def program_parts(run):
     """The arguments of lower_steps and compile_steps."""
-    task = run["task"]
-    return run["cfg"], run["mesh"], run["table"], task["loss"], task["init"], run["batch"]
+    task, replaced = run["task"], partial(call, run.get("hooks", ()))
+    return (*map(run.get, ("cfg", "mesh", "table")), task["loss"], task["init"], run["batch"],
+            replaced)
 
 
 def due_events(run, step, last, second):
@@ -1406,8 +1407,9 @@ def is_finished(cfg, step):
     return True
 
 
-def prepare_data(cfg, task):
+def prepare_data(cfg, task, hooks=()):
     """Tokenize what is not and say what there is, touching no device; the summary."""
+    cfg = (TASK_DEFAULTS | task)["adopt"](cfg)
     config.validate(cfg, None)
     tell_data(task["open"](cfg, ("train", "val")), print)
     return {"step": 0, "reason": "data", "exit_code": 0}
@@ -1415,9 +1417,9 @@ def prepare_data(cfg, task):
 
 # Would it fit?
 
-def plan(cfg, task=TEXT):
+def plan(cfg, task=TEXT, hooks=()):
     """Print what an update would take, allocating nothing; the summary."""
-    run = prepare(cfg, task)
+    run = prepare(cfg, task) | {"hooks": hooks}
     cost = estimate(run, measure=True)
     show_estimate(run, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
@@ -1494,10 +1496,12 @@ def savings(run, measure):
 
 # Without a loop: evaluate or sample what was saved.
 
-def run_saved(cfg, task=TEXT):
-    """Evaluate or sample the newest checkpoint of cfg.out_dir, as cfg.mode says; the summary."""
+def run_saved(cfg, task, hooks):
+    """Evaluate, sample or export the newest checkpoint of cfg.out_dir, as cfg.mode says; the
+    summary. Of hooks, those that replace the loss have an effect.
+    """
     meta = newest_meta(ckpt_root(cfg), needed_for=f"mode {cfg.mode}")[1]
-    run = prepare(cfg, task)
+    run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
     if cfg.mode == "sample" and not task["preview"]:
         raise ValueError("mode sample: this task has no preview")

@@ -247,6 +247,7 @@ def test_all_faults_at_once():
     (dict(top_p=1.5), "top_p 1.5: must be in (0, 1]"),
     (dict(scale=0.0), "scale 0.0: must be above 0"),
     (dict(head_dim=31), "head_dim 31: must be even"),
+    (dict(stop=("9", "loss<3"), log_every=0), "stop ('9', 'loss<3'): a metric of training needs"),
     (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
     (dict(optimizers=("sgd",)), "optimizers ('sgd',): must be PATTERN=NAME"),
     (dict(mode="sample", sample_tokens=0), "sample_tokens 0: must be above 0 in mode sample"),

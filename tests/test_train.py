@@ -339,7 +339,9 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
         assert row[f"{prefix}ones"] == 1.0 and row[f"{prefix}twos"] == 6.0
         assert abs(row[f"{prefix}error"] + row[f"{prefix}acc"] - 1) < 1e-6
         assert {f"{prefix}{x}" for x in ("dropped", "balance", "z", "objective")} <= set(row)
-    alone = train.main(dataclasses.replace(tiny(n_experts=2, d_ff=32), mode="eval"), (), task)
+    cfg = dataclasses.replace(tiny(n_experts=2, d_ff=32), mode="eval")
+    alone = train.main(cfg, [with_ones], task)
+    assert alone["val_ones"] == 1.0
     assert abs(alone["val_error"] - rows(tiny().out_dir, "eval")[-1]["val_error"]) < 1e-6
 
 
@@ -2389,6 +2391,19 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     made = {p: p.stat().st_mtime_ns for p in Path(cfg.prepared).rglob("*") if p.suffix != ".lock"}
     data.open_text(cfg)
     assert made == {p: p.stat().st_mtime_ns for p in made}
+
+
+def test_data_mode_adopts_what_init_from_says_of_the_model(tiny, capsys):
+    """Data is prepared in the form in which training will read it.
+
+    Break: train.py: cfg = (TASK_DEFAULTS | task)["adopt"](cfg) => pass
+    """
+    def n_sequences(**changes):
+        train.main(tiny(mode="data"), (), train.TEXT | changes)
+        return capsys.readouterr().out
+
+    before = n_sequences()
+    assert n_sequences(adopt=lambda cfg: dataclasses.replace(cfg, seq_len=9)) != before
 
 
 @pytest.mark.slow
