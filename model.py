@@ -174,7 +174,7 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
     qkv = [checkpoint_name(_linear(y_BTD, w, f"w{x}", cfg), "qkv") for x in "qkv"]
     if cfg.qkv_bias:
-        qkv = [a + jnp.expand_dims(w[f"b{x}"], (0, 1)) for a, x in zip(qkv, "qkv")]
+        qkv = [(a + w[f"b{x}"][None, None]).astype(a.dtype) for a, x in zip(qkv, "qkv")]
     q_BTNH, k_BTKH, v_BTKH = (a.reshape(*a.shape[:2], -1, cfg.head_dim) for a in qkv)
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg)
@@ -193,7 +193,7 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
     y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg)
     mlp = _mlp_in_tiles if cfg.mlp_tiles > 1 and cache is None else _mlp
-    y_BTD, router_stats = (_experts(y_BTD, w, cfg, drop=cache is None) if cfg.n_experts else
+    y_BTD, router_stats = (_experts(y_BTD, w, segments_BT, cfg, cache is None) if cfg.n_experts else
                            (mlp(y_BTD, w, cfg), {}))
     return _shard(x_BTD + y_BTD, BATCH_AXES, "sp"), (cache, router_stats)
 
@@ -204,13 +204,13 @@ def _trunk(params, batch, cfg, cache=None):
     """
     tokens_BT = batch["tokens"]
     positions_BT = batch.get("positions", jax.lax.broadcasted_iota(int, tokens_BT.shape, 1))
-    params = {k: v if k == "layers.w_router" else v.astype(_dtype(cfg)) for k, v in params.items()}
+    params = {k: v if k in KEPT_WIDE else v.astype(_dtype(cfg)) for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # Gather the table's width over fsdp before the look-up: only the sum over tp moves activations.
     # And after the cast: left to itself, XLA gathers float32.
     embed_VD = _shard(_shard(params["embed"], "tp", WEIGHT_AXES), "tp", None)
-    x_BTD = _shard(embed_VD[tokens_BT], BATCH_AXES, "sp")
+    x_BTD = _shard(_look_up(embed_VD, tokens_BT), BATCH_AXES, "sp")
 
     def layer(x_BTD, w_and_cache):
         return _block(x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
@@ -605,12 +605,16 @@ def _mlp_in_tiles(x_BTD, w, cfg):
     Source: Bekman et al. 2025 (ALST), arXiv:2506.13996, section 3.1.
     """
     def all_tiles(x, w):
-        tile = jax.checkpoint(partial(_mlp, cfg=cfg))
-        y = jax.lax.map(lambda x: tile(x, w), *_tiles(cfg.mlp_tiles, x))
+        def tile(x):
+            return _mlp(x, {name: a.astype(x.dtype) for name, a in w.items()}, cfg)
+
+        y = jax.lax.map(jax.checkpoint(tile), *_tiles(cfg.mlp_tiles, x))
         return jnp.moveaxis(y, 0, 2).reshape(x.shape)
 
     split = P(BATCH_AXES, "sp")
-    return _on_each_device(all_tiles, (split, P()), split)(x_BTD, _mlp_weights(w))
+    # Float32, as backward adds up the gradients of the tiles and devices in the dtype of w.
+    w = {name: _shard(x).astype(jnp.float32) for name, x in _mlp_weights(w).items()}
+    return _on_each_device(all_tiles, (split, P()), split)(x_BTD, w)
 
 
 def _shard(x, *axes):
@@ -904,7 +908,7 @@ def _product(x, w, cfg):
     if cfg.dtype != "mixed":
         return _einsum("BKGMD,BKDF->BKGMF", x, w)
     y = _mixed_dot(x.reshape(*w.shape[:2], -1, x.shape[-1]), w)
-    return y.reshape(*x.shape[:-1], -1)
+    return y.reshape(x.shape[:-1] + w.shape[-1:])
 
 
 @jax.custom_vjp
@@ -941,6 +945,32 @@ def _mixed_bwd(saved, dy):
 _mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
 
 
+# Not cast to the dtype of activations: the router, and what is added to many positions, so that
+# its gradient is a sum over all of them.
+KEPT_WIDE = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
+
+
+@jax.custom_vjp
+def _look_up(embed_VD, tokens_BT):
+    """embed_VD[tokens_BT], with a gradient added up in float32: in bfloat16 a sum of ones stays at
+    256.
+    """
+    return embed_VD[tokens_BT]
+
+
+def _look_up_fwd(embed_VD, tokens_BT):
+    return embed_VD[tokens_BT], (embed_VD, tokens_BT)
+
+
+def _look_up_bwd(saved, dx_BTD):
+    embed_VD, tokens_BT = saved
+    zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
+    return zeros_VD.at[tokens_BT].add(dx_BTD.astype(jnp.float32)).astype(embed_VD.dtype), None
+
+
+_look_up.defvjp(_look_up_fwd, _look_up_bwd)
+
+
 def _lora_rows(table, cfg):
     """Table rows of the two LoRA factors of each target; their product starts at zero.
 
@@ -957,7 +987,7 @@ def _lora_rows(table, cfg):
     return rows
 
 
-def _route(y_BTD, router_DE, cfg, drop):
+def _route(y_BTD, router_DE, segments_BT, cfg, drop):
     """Choose the experts of each token: (weights [B, T, k] of its choices, 0 where dropped; slots
     [B, parts, T/parts * k] of its choices among those of all experts; tokens [B, parts, E C] in
     those slots; statistics [B, T]). In float32.
@@ -965,7 +995,8 @@ def _route(y_BTD, router_DE, cfg, drop):
     If drop, an expert's capacity is cfg.capacity_factor (0: unlimited) times an even share of one
     sequence's tokens; the earliest tokens are kept, so that none depends on a later one. Over sp
     capacity is counted within each part of the sequence, to move no tokens between parts: the size
-    of sp changes which choices are dropped, unless capacity_factor is 0.
+    of sp changes which choices are dropped, unless capacity_factor is 0. Padding, of segment 0,
+    chooses none.
 
     Statistics: "balance", 1 where a sequence's tokens spread evenly, E where one expert gets all;
     "router_z", the squared log-partition; "dropped", the fraction of choices over capacity.
@@ -979,28 +1010,31 @@ def _route(y_BTD, router_DE, cfg, drop):
     logits_BTE = jnp.dot(y_BTD.astype(jnp.float32), router_DE, precision="highest")
     p_BTE = jax.nn.softmax(logits_BTE)
     weights, chosen = jax.lax.top_k(p_BTE, k)
-    hits_BTE = (chosen[..., None] == jnp.arange(E)[None, None, None]).sum(axis=2)
+    used_BT1 = jnp.ones((B, T, 1), bool) if segments_BT is None else segments_BT[..., None] > 0
+    hits_BTE = used_BT1 * (chosen[..., None] == jnp.arange(E)[None, None, None]).sum(axis=2)
     ahead_BTE = jnp.cumsum(hits_BTE.reshape(B, parts, t, E), axis=2).reshape(B, T, E) - hits_BTE
     rank = jnp.take_along_axis(ahead_BTE, chosen, axis=2)
-    kept = rank < C
+    kept = used_BT1 & (rank < C)
     # A dropped choice goes to a slot after the last, which no expert reads.
     slots = jnp.where(kept, chosen * C + rank, E * C).reshape(B, parts, t * k)
     row, part, choice = jnp.indices(slots.shape, sparse=True)
     tokens = jnp.zeros((B, parts, E * C + 1), jnp.int32)
     tokens = tokens.at[row, part, slots].set(choice // k)[..., :-1]
-    balance_B1 = E * (hits_BTE.mean(axis=1) / k * p_BTE.mean(axis=1)).sum(axis=-1, keepdims=True)
+    share_BE, p_BE = (x.sum(axis=1) / jnp.maximum(used_BT1.sum(axis=1), 1)
+                      for x in (hits_BTE, used_BT1 * p_BTE))
+    balance_B1 = E * (share_BE / k * p_BE).sum(axis=-1, keepdims=True)
     stats = {"balance": jnp.broadcast_to(balance_B1, (B, T)),
              "router_z": jax.nn.logsumexp(logits_BTE, axis=-1) ** 2,
              "dropped": 1 - kept.mean(axis=-1)}
     return jnp.where(kept, weights / weights.sum(axis=-1, keepdims=True), 0), slots, tokens, stats
 
 
-def _experts(y_BTD, w, cfg, drop):
+def _experts(y_BTD, w, segments_BT, cfg, drop):
     """The weighted sum of each token's experts, and the statistics of _route. drop: whether choices
     over capacity are dropped, which generation does not.
     """
     B, T, D = y_BTD.shape
-    weights, slots, tokens, stats = _route(y_BTD, w["w_router"], cfg, drop)
+    weights, slots, tokens, stats = _route(y_BTD, w["w_router"], segments_BT, cfg, drop)
     x = jnp.take_along_axis(y_BTD.reshape(B, slots.shape[1], -1, D), tokens[..., None], axis=2)
     # Over ep an all-to-all: from all experts of some rows to some experts of all rows; and back.
     by_row, by_expert = (BATCH_AXES, "sp"), (BATCH_AXES[:2], "sp", "ep")

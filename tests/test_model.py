@@ -634,7 +634,7 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
     """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32,
     logits and sums come out in it, and the router's weight is never narrowed.
 
-    Break: model.py: v if k == "layers.w_router" else v.astype => v.astype
+    Break: model.py: v if k in KEPT_WIDE else v.astype => v.astype
     """
     cfg = dataclasses.replace(BASE, n_experts=5, dtype="bfloat16", logit_tiles=1, n_layers=1)
     params, batch = as_f32(random_params(cfg)), random_batch(cfg)
@@ -1168,7 +1168,7 @@ def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
     """The MLP in 2 and in 8 tiles gives loss and gradient of one to 1e-5 of the largest entry, and
     each needs less memory in the compiled program than the one before, 8 less than half of one.
 
-    Break: model.py: tile = jax.checkpoint(partial(_mlp, cfg=cfg)) => tile = partial(_mlp, cfg=cfg)
+    Break: model.py: jax.lax.map(jax.checkpoint(tile), => jax.lax.map(tile,
     """
     base = dataclasses.replace(BASE, d_ff=768, remat="full", logit_tiles=8)
     params, temporaries, results = as_f32(random_params(base)), [], []
@@ -1184,6 +1184,79 @@ def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     assert temporaries[0] > temporaries[1] > temporaries[2], temporaries
     assert temporaries[2] < temporaries[0] / 2, temporaries
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_many_positions_are_added_up_in_float32(dtype):
+    """With 8,192 tokens, nine of ten the same, the gradients of the embedding and of biases in 16
+    bits are float32's to 2% of their norm (0.6% found); added up in bfloat16 they are half off.
+
+    Break: model.py: _shard(_look_up(embed_VD, tokens_BT), => _shard(embed_VD[tokens_BT],
+    """
+    base = dataclasses.replace(MORE, n_layers=1, qk_norm=False)
+    batch = random_batch(base, B=32, T=256)
+    usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
+    batch["tokens"] = np.where(usual, 3, batch["tokens"])
+    grads = {}
+    for name in ("float32", dtype):
+        cfg = dataclasses.replace(base, dtype=name)
+        mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 8192, cfg)
+        grads[name] = jax.jit(jax.grad(mean))(draw(base))
+    for name in ("embed", "layers.bv"):
+        want, got = grads["float32"][name], grads[dtype][name]
+        assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want), name
+
+
+def test_mlp_tiles_in_bfloat16_over_devices():
+    """Over 8 devices the tiles' gradients are those of one tile to 2% of their norm; bfloat16 ones
+    end the process.
+
+    Break: model.py: w = {name: _shard(x).astype(jnp.float32) for => w = {name: x for
+    """
+    base = dataclasses.replace(BASE, n_layers=1, dtype="bfloat16", d_ff=32)
+    batch, grads = random_batch(base, B=8, T=16), []
+    auto = 5 * (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((1, 8, 1, 1, 1), config.MESH, axis_types=auto)):
+        for n in (1, 4):
+            cfg = dataclasses.replace(base, mlp_tiles=n)
+            mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 128, cfg)
+            grads.append(jax.jit(jax.grad(mean))(draw(base)))
+    for name in ("layers.w_gate", "layers.w_down"):
+        want, got = (np.asarray(g[name]) for g in grads)
+        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want), name
+
+
+def test_a_sequence_of_one_token():
+    """Under mixed, where attention is computed in two halves, the loss is float32's to 1%.
+
+    Break: model.py: y.reshape(x.shape[:-1] + w.shape[-1:]) => y.reshape(*x.shape[:-1], -1)
+    """
+    batch = {k: v[:, :1] for k, v in random_batch(BASE).items()}
+    batch["labels"] = batch["tokens"]
+    losses = [model.loss_fn(draw(BASE), batch, dataclasses.replace(BASE, dtype=dtype))[0]["loss"]
+              for dtype in ("float32", "mixed")]
+    np.testing.assert_allclose(*losses, rtol=0.01)
+
+
+def test_padding_takes_no_expert():
+    """A document before or behind padding has one loss, one balance and nothing dropped, with an
+    expert capacity that it could not share.
+
+    Break: model.py: if segments_BT is None else segments_BT[..., None] > 0 => if True else 0
+    """
+    cfg = dataclasses.replace(BASE, n_experts=4, capacity_factor=1.0)
+    words, found = np.arange(1, 5, dtype=np.int32), []
+    for first in (0, 12):
+        tokens, segments, positions = np.zeros((3, 1, 16), np.int32)
+        labels = np.full((1, 16), -100, np.int32)
+        here = slice(first, first + 4)
+        tokens[0, here], segments[0, here], positions[0, here] = words, 1, np.arange(4)
+        labels[0, here] = words + 1
+        batch = dict(tokens=tokens, labels=labels, segments=segments, positions=positions)
+        sums, counts = model.loss_fn(as_f32(random_params(cfg)), batch, cfg)
+        found.append([float(sums[x] / counts[x]) for x in ("loss", "balance", "dropped")])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert found[0][2] == 0
 
 
 def test_patterns_choose_names():
