@@ -963,9 +963,19 @@ def _look_up_fwd(embed_VD, tokens_BT):
 
 
 def _look_up_bwd(saved, dx_BTD):
-    embed_VD, tokens_BT = saved
-    zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
-    return zeros_VD.at[tokens_BT].add(dx_BTD.astype(jnp.float32)).astype(embed_VD.dtype), None
+    def of_device(tokens, dx):
+        zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
+        return zeros_VD.at[tokens].add(dx.astype(jnp.float32)).astype(embed_VD.dtype)
+
+    (embed_VD, tokens_BT), parts = saved, (_axis_size(*BATCH_AXES), _axis_size("sp"))
+    if dx_BTD.dtype == jnp.float32 or any(n % m for n, m in zip(tokens_BT.shape, parts)):
+        return of_device(tokens_BT, dx_BTD), None
+    # Parts that no two devices share: devices then send what was rounded, not float32.
+    tokens, dx = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], *x.shape[2:])
+                  for x in (tokens_BT, dx_BTD))
+    d_embed = jax.vmap(jax.vmap(of_device, 1))(tokens, dx)
+    d_embed = _shard(d_embed, BATCH_AXES, "sp", "tp")
+    return jax.lax.reduce(d_embed, jnp.zeros((), d_embed.dtype), jax.lax.add, (0, 1)), None
 
 
 _look_up.defvjp(_look_up_fwd, _look_up_bwd)
