@@ -236,7 +236,8 @@ def forward(params, batch, cfg, cache=None):
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
     [B, T]: a token sees its own segment only. Parameters are cast to cfg.dtype once. Float32
-    throughout: norms, rotary positions, softmax, router, logits, loss.
+    throughout: norms, rotary positions, softmax, router, logits, loss, and the sums over positions
+    that are the gradients of the embedding and of biases.
     """
     x_BTD, unembed_DV, cache, _ = _trunk(params, batch, cfg, cache)
     return _logits(x_BTD, unembed_DV, cfg), cache
@@ -945,8 +946,8 @@ def _mixed_bwd(saved, dy):
 _mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
 
 
-# Not cast to the dtype of activations: the router, and what is added to many positions, so that
-# its gradient is a sum over all of them.
+# Not cast to the dtype of activations: the router, and biases, whose gradient is a sum over all
+# positions.
 KEPT_WIDE = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
 
 

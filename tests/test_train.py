@@ -366,7 +366,7 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
     def its_key(params, cfg, key):
         return [str(jax.random.key_data(key))]
 
-    cfg = tiny(mode="sample", seed=3)
+    cfg = tiny(mode="sample", seed=3, sample_tokens=5)
     key = jax.random.fold_in(jax.random.key(3), 0)
     assert train.main(cfg, (), train.TEXT | {"preview": its_key}) == {
         "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, None, key)}
