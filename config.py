@@ -223,7 +223,7 @@ def parse(argv, kind=Config):
             str_from_instance=lambda x: [str(x)]) if info.type == int | str else None
 
     words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
-    given = {flag[2:].replace("-", "_"): value  # of a flag given twice, the last
+    given = {flag[2:].replace("-", "_"): value  # the last, of a flag given twice
              for flag, value in pairwise(words) if flag[:2] == "--"}
     chosen = given.get("config", "")
     if not chosen and given.get("mode") in ("eval", "sample", "export"):
@@ -292,7 +292,7 @@ def number(text, kind=float):
     else:
         raise ValueError(f"{text!r} is not a number; write 300, 2^20, 1.25M, 1Ki, 50% or 2h30m")
     if kind is int and (value != int(value) or units & {*"smhd"}):
-        raise ValueError(f"{text!r} is {value}, but must be a whole number, without unit of time")
+        raise ValueError(f"{text!r} is {value}, but must be a whole number and no time")
     return kind(value)
 
 

@@ -719,7 +719,7 @@ def _chat(row, tokenizer, where):
             if not text.startswith(before) or not i:
                 raise ValueError(f"{where}: message {i + 1}: the chat template does not put it "
                                  "after its text of the messages before; use another template")
-            if not text.startswith(turn):  # the end of text may end the whole and no turn before
+            if not text.startswith(turn):  # eos may stand after the last turn alone
                 last = library(turn, add_special_tokens=False)["input_ids"][-1:]
                 mark = library.decode(last)
                 turn = turn.removesuffix(library.eos_token or "").rstrip()
@@ -744,7 +744,7 @@ def _texts(row, where):
             try:
                 "".join(texts).encode()
             except UnicodeEncodeError as e:
-                raise ValueError(f"{where}: has half a character: {e}; drop such rows") from None
+                raise ValueError(f"{where}: has a lone surrogate: {e}; drop such rows") from None
             return texts
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "

@@ -192,7 +192,7 @@ def start_run(run, hooks, observers, state, params, began):
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if "resume" in run["train"]:
-        run["train"]["resume"](meta["data"]["windows"] if meta else [])
+        run["train"]["resume"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
     origin, first_state = choose_start(run, state, params, meta)
@@ -410,7 +410,7 @@ def due_events(run, step, last, second):
         if event == "eval":  # of windows there is one after each
             periods = {"window": 1} | periods
         for unit, n in periods.items():
-            if due.get(event, "second") == "second" and (  # whose save does not last
+            if due.get(event, "second") == "second" and (  # a save by time is temporary
                     second - last_second >= n if unit == "second" else
                     done[unit](step) // n > done[unit](step - 1) // n):
                 due[event] = unit
@@ -679,7 +679,7 @@ def jsonl(cfg):
             try:
                 file.write(json.dumps({"event": event} | row) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
-                say(f"{path}: {e}")
+                say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
 

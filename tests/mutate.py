@@ -77,7 +77,7 @@ def why_green(name, file, old, new):
     if source.count(old) != 1:
         return f"{old!r} stands {source.count(old)} times in {file}"
     code, output = run_broken(file, source.replace(old, new), name)
-    red = code in (1, None, -signal.SIGABRT)  # XLA ends the process where it meets what cannot be
+    red = code in (1, None, -signal.SIGABRT)  # XLA aborts on what it cannot compile
     return None if red else f"exit code {code}: {output[-300:]}"
 
 

@@ -858,7 +858,7 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     ("x.png", b"\x89PNG\r\n\x1a\n", "not UTF-8 at byte 0"),
     ("x.txt", b"a\0b", "has a zero byte"),
     ("x.jsonl", b'{"text": "a"}\n{"text": "a\\u0000b"}\n', "line 2: has a zero byte"),
-    ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', "line 2: has half a character"),
+    ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', "line 2: has a lone surrogate"),
     ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "damaged"),
     ("x.parquet", b"PAR1....", "not a .parquet file"),
     ("x.jsonl", b'{"text": "a"}\n{"messages": [{"role": "robot", "content": "a"}]}\n',

@@ -1621,7 +1621,7 @@ def test_what_is_due_when():
 def test_rows_that_found_no_room_are_written_later(tiny, capsys):
     """While files may not grow, each row is told of and kept; once they may, all are there.
 
-    Break: train.py: say(f"{path}: {e}") => raise
+    Break: train.py: say(f"{path}: {e}; make room: rows are kept until then") => raise
     """
     cfg = tiny()
     path, observe = Path(cfg.out_dir, "metrics.jsonl"), train.jsonl(cfg)
@@ -2199,8 +2199,8 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
 def test_a_fresh_run_takes_no_windows_of_a_run_before(days):
     """A run that was killed before its first save has left a list of other files.
 
-    Break: train.py: (meta["data"]["windows"] if meta else []) =>
-    (meta["data"]["windows"]) if meta else None
+    Break: train.py: (meta.get("data", {}).get("windows", [])) => (meta["data"]["windows"]) if meta
+    else None
     """
     cfg = days(steps=2)
     before = Path(cfg.out_dir, "windows.jsonl")
