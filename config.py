@@ -25,6 +25,7 @@ Positive = Annotated[float, ("above 0", lambda x: x > 0)]
 Below1 = Annotated[float, ("in [0, 1)", lambda x: 0 <= x < 1)]
 UpTo1 = Annotated[float, ("in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, ("in (0, 1]", lambda x: 0 < x <= 1)]
+Rate = Annotated[float, ("at least 0, or -1 for the default", lambda x: x >= 0 or x == -1)]
 Id = Annotated[int, ("at least 0, or -1 for none", lambda x: x >= -1)]
 Period = Annotated[int | str, (
     "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h",
@@ -112,7 +113,7 @@ class Config:
     deterministic: bool = False  # bitwise reproducible on NVIDIA GPUs too; may cost some speed
     # ---- optimizer
     optimizer: str = "muon"  # adamw, adafactor, lion, muon, rmsprop, sgd
-    lr: Amount = 1e-2  # peak learning rate
+    lr: Rate = -1.0  # peak learning rate; -1: the default of each optimizer
     schedule: str = "linear"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
     warmup_steps: Amount = 100.0  # updates of linear warm-up; below 1, a share of steps
     min_lr_frac: UpTo1 = 0.0  # share of lr at the horizon
@@ -603,7 +604,7 @@ _QWEN = _LONG | dict(vocab_size=151936, seq_len=4096, head_dim=128, rope_theta=1
 _SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "batch_size", "lr")
 
 PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes, own in (
-    ("debug", {}, (128, 4, 4, 0, 512, 8, 1e-2), dict(seq_len=128, steps=100)),
+    ("debug", {}, (128, 4, 4, 0, 512, 8, -1.0), dict(seq_len=128, steps=100)),
     ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(vocab_size=50304, seq_len=1024,
         micro_batches=8, remat="none", steps=10000, warmup_steps=500.0)),
     ("llama-8b", _LLAMA, (4096, 32, 32, 8, 14336, 512, 3e-4), {}),

@@ -917,8 +917,8 @@ def _mixed_dot(x, w):
     """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
     accumulated in float32.
 
-    For CPUs that multiply bfloat16 (AMX, AVX512_BF16), which are fast only if the sum runs over the
-    last dim of the left operand in memory.
+    For CPUs that multiply bfloat16 (AMX, AMD's AVX512_BF16), which are fast only if the sum runs
+    over the last dim of the left operand in memory.
 
     Error: 2**-9 of each operand.
     """

@@ -70,9 +70,12 @@ def lr_at(step, cfg):
     progress = jnp.clip(done / max(cfg.steps - warm, 1), 0, 1)
     share = SCHEDULES[cfg.schedule](cfg, progress, done, warm)
     after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
-    return cfg.lr * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
+    peak = RATES[cfg.optimizer] if cfg.lr == -1 else cfg.lr
+    return peak * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
 
+# The peak learning rate of each where cfg.lr is -1.
+RATES = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
 # Update directions before weight decay and the factor -lr_at(step), which train_step applies.
 OPTIMIZERS = {
     "adamw": lambda cfg: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
@@ -96,6 +99,8 @@ def make_optimizer(cfg, table):
         kinds[name] = "adamw" if kind == "muon" and not is_stack else kind
         decay[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
         rate[name] = row.get("lr_mult", 1.0)
+        if cfg.lr == -1:  # then lr_at gives that of cfg.optimizer
+            rate[name] *= RATES[kind] / RATES[cfg.optimizer]
 
     def finish(updates, params):
         return {name: rate[name] * (u + decay[name] * params[name] if decay[name] else u)
@@ -529,10 +534,11 @@ def compiler_options(cfg, mesh):
 
 def choose_dtype(dtype, platform):
     """dtype, with "auto" resolved to the fastest that the platform computes in: on a CPU "mixed" if
-    it multiplies bfloat16 (AMX, AVX512_BF16).
+    it has AMX, or AVX512_BF16 and is AMD's: Intel's multiplies float32 twice as fast as that.
     """
-    flags = Path("/proc/cpuinfo")
-    has = {*flags.read_text().split()} if flags.exists() else set()
-    on_cpu = "mixed" if has & {"amx_bf16", "avx512_bf16"} else "float32"
+    words = Path("/proc/cpuinfo")
+    has = {*words.read_text().split()} if words.exists() else set()
+    mixed = "amx_bf16" in has or {"AuthenticAMD", "avx512_bf16"} <= has
+    on_cpu = "mixed" if mixed else "float32"
     fastest = {"cpu": on_cpu, "old cuda": "float16"}
     return fastest.get(platform, "bfloat16") if dtype == "auto" else dtype

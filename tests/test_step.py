@@ -349,6 +349,25 @@ def test_schedules_equal_optax():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * peak, err_msg=name)
 
 
+def test_each_optimizer_has_a_rate_of_its_own():
+    """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
+    gets that one's: the first move of each is its rate times what it is with lr 1.
+
+    Break: step.py: rate[name] *= RATES[kind] / RATES[cfg.optimizer] => pass
+    """
+    g = {"w": jnp.array([[0.5, -0.25]]), "x": jnp.array([[0.5, -0.25]])}
+    row = {"shape": (1, 2), "spec": P(), "init": ("normal", 1.0)}
+    for name, peak in dict(adamw=2e-3, lion=5e-4, muon=1e-2, sgd=0.1).items():
+        moves = {}
+        for lr in (-1.0, 1.0):
+            cfg = config.Config(optimizer=name, schedule="constant", warmup_steps=0.0, lr=lr)
+            optimizer = step.make_optimizer(cfg, {"w": row, "x": row | {"optimizer": "rmsprop"}})
+            moved = optimizer.update(g, optimizer.init(g), g)[0]
+            moves[lr] = {k: step.lr_at(0, cfg) * moved[k] for k in g}
+        np.testing.assert_allclose(moves[-1.0]["w"], peak * moves[1.0]["w"], rtol=1e-5)
+        np.testing.assert_allclose(moves[-1.0]["x"], 2e-3 * moves[1.0]["x"], rtol=1e-5)
+
+
 def test_inverse_sqrt_schedule():
     """At step s after a warm-up of w updates it is lr sqrt(w / s) (Vaswani et al. 2017, section
     5.3), to 1e-6 relative.
@@ -1212,17 +1231,18 @@ def test_flags_that_save_memory_are_legal(flags, listed):
         assert changed != config.parse(argv)
 
 
-@pytest.mark.parametrize("flags, on_cpu", [
-    ("avx2 avx512f", "float32"), ("avx512f avx512_bf16", "mixed"), ("amx_bf16 avx2", "mixed")])
-def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, flags, on_cpu):
-    """bfloat16 but on CPUs, where it is mixed if they multiply bfloat16 and else float32, and on
-    NVIDIA's GPUs that have no bfloat16; any other is kept.
+@pytest.mark.parametrize("vendor, flags, on_cpu", [
+    ("AuthenticAMD", "avx2 avx512f", "float32"), ("AuthenticAMD", "avx512f avx512_bf16", "mixed"),
+    ("GenuineIntel", "avx512f avx512_bf16", "float32"), ("GenuineIntel", "amx_bf16 avx2", "mixed")])
+def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, vendor, flags, on_cpu):
+    """bfloat16 but on CPUs, where it is mixed if they multiply bfloat16 faster than float32, else
+    float32, and on NVIDIA's GPUs that have no bfloat16; any other is kept.
 
-    Break: step.py: if dtype == "auto" else dtype => if dtype else dtype
+    Break: step.py: {"AuthenticAMD", "avx512_bf16"} <= has => "avx512_bf16" in has
     """
     assert Path("/proc/cpuinfo").is_file()
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor: 0\nflags\t: fpu {flags} sse\n")
+    cpuinfo.write_text(f"processor: 0\nvendor_id\t: {vendor}\nflags\t: fpu {flags} sse\n")
     monkeypatch.setattr(step, "Path", lambda path: cpuinfo)
     assert step.choose_dtype("auto", "cpu") == on_cpu
     assert step.choose_dtype("auto", "tpu") == step.choose_dtype("auto", "cuda") == "bfloat16"
