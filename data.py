@@ -221,7 +221,10 @@ def open_text(cfg, parts=("train", "val")):
             break
 
     def opened(patterns, may_be_empty=False):
-        source = open_source(patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id)
+        source = open_source(
+            patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id, may_be_empty)
+        if not source["n"] and may_be_empty and not jax.process_index():
+            tqdm.write(f"{patterns[0]}: has no sequence with a label; left out")
         if not source["n"] and not may_be_empty:
             raise ValueError(f"data {' '.join(patterns)}: has no sequence with a label; choose "
                              "another --too_long, or a longer --seq_len")
@@ -234,9 +237,13 @@ def open_text(cfg, parts=("train", "val")):
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
-    files = {*map(os.path.realpath, expand([*mixed, *cfg.data], lenient=True))}
-    if both := files & {*map(os.path.realpath, expand(cfg.val_data, lenient=True))}:
-        raise ValueError(f"{min(both)}: is in both data and val_data; take it out of one")
+    groups = {f"mix {name}": [name] for name in mixed} | {
+        "data": cfg.data, "val_data": cfg.val_data}
+    files = {group: {*map(os.path.realpath, expand(patterns, lenient=True))}
+             for group, patterns in groups.items()}
+    for path in sorted(set().union(*files.values())):
+        if len(groups := [group for group in files if path in files[group]]) > 1:
+            raise ValueError(f"{path}: is in both {' and '.join(groups)}; take it out of one")
     val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
@@ -542,14 +549,15 @@ def _begins(shard, start, tokens, labels):
 N_SCANNED = 2**22  # tokens of a source whose ids are checked before training; the rest per batch
 
 
-def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared", end=-1):
+def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared", end=-1,
+                leave_out_short=False):
     """Open token files and documents given as files, globs and folders of Hugging Face datasets; by
     default Python's standard library.
 
     Each token file (.bin, .npy) is a shard; all documents are one shard, prepared in `folder`. end:
     the id that begins a document in token files, for packed rows; -1: unknown.
     Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
-    tokens, or has an id that is not below vocab_size.
+    tokens (unless leave_out_short), or has an id that is not below vocab_size.
     """
     form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in (".bin", ".npy")]
@@ -564,6 +572,8 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     if len(kinds) > 1:
         raise ValueError(f"token files of one source differ in type: {kinds}; use one")
     shards += [prepare(texts, tokenizer, folder)] if texts else []
+    if form["fill"] == "stream" and leave_out_short:
+        shards = [shard for shard in shards if len(shard["tokens"]) > form["seq_len"]]
     for shard in shards:
         name, tokens = shard["name"], shard["tokens"]
         if form["fill"] == "stream" and len(tokens) < form["seq_len"] + 1:

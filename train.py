@@ -155,7 +155,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         return {"plan": plan, "data": prepare_data}.get(cfg.mode, run_saved)(cfg, task, hooks)
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
-        with lock_out_dir(run["cfg"]):
+        with lock_folders(run["cfg"]):
             observers = make_observers(run["cfg"]) if is_main() else []
             run["beat"] = watch_peers(run["cfg"], partial(end_at_once, observers))
             try:
@@ -1036,24 +1036,32 @@ def keep_programs(cfg):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def lock_out_dir(cfg):
-    """Make out_dir fit to write to; what to hold open so that no other run writes to it."""
-    where, out, lock = f"out_dir {cfg.out_dir!r}", Path(cfg.out_dir), contextlib.nullcontext()
+def lock_folders(cfg):
+    """Make out_dir, and ckpt_dir on this machine, fit to write to; what to hold open so that no
+    other run writes to them.
+    """
+    locks = contextlib.ExitStack()
     if not is_main():
-        return lock
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")  # noqa: SIM115 closed by the caller
-        # The system releases it when the process ends, however that is.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{where}: another run is writing to it; choose another") from None
-    except OSError as e:
-        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another") from None
-        say(f"{where}: its file system has no locks ({e.strerror}); no other run may write to it")
+        return locks
+    folders = {os.path.realpath(path): f"{name} {path!r}" for name in ("ckpt_dir", "out_dir")
+               if (path := getattr(cfg, name)) and "://" not in path}
+    for folder, where in folders.items():
+        try:
+            os.makedirs(folder, exist_ok=True)
+            lock = open(os.path.join(folder, ".lock"), "w")  # noqa: SIM115 closed by the caller
+            locks.enter_context(lock)
+            # The system releases it when the process ends, however that is.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{where}: another run is writing to it; choose another") from None
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
+                                 ) from None
+            say(f"{where}: its file system has no locks ({e.strerror}); no other run may write "
+                "to it")
     ckpt.clean(ckpt_root(cfg), say)
-    return lock
+    return locks
 
 
 def ckpt_root(cfg):
@@ -1403,7 +1411,8 @@ def is_finished(cfg, step):
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
     past = f"past --steps {cfg.steps}" if step > cfg.steps else "the last"
     say(f"{cfg.out_dir} is finished, at step {step}, {past}. To go further: {further}. To start "
-        "afresh: --resume overwrite, or another --out_dir.")
+        "afresh: --resume overwrite, or another --out_dir."
+        + (" To export it: --mode export." if cfg.export else ""))
     return True
 
 

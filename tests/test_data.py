@@ -702,16 +702,20 @@ def test_text_is_prepared_once(tmp_path):
 
 
 def test_a_file_in_both(tmp_path):
-    """A file that is trained on and held out too is refused, whatever it is called.
+    """A file that is trained on and held out too, or of which two parts of a mixture would hold
+    out different sequences, is refused, whatever it is called.
 
-    Break: data.py: if both := files & => if both := set() &
+    Break: data.py: f"mix {name}": [name] for name in mixed} => "mix": [*mixed]}
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
                         seq_len=4, out_dir=str(tmp_path), prepared=str(tmp_path / "p"))
     (tmp_path / "x").mkdir()
-    for change in ({}, {"data": (), "mix": (f"{path}=1",)}):
-        with pytest.raises(ValueError, match="a.txt: is in both data and val_data"):
+    mixed = {"data": (), "mix": (f"{path}=1",)}
+    twice = {"data": (), "val_data": (), "mix": (f"{path}=1", f"{tmp_path}/*.txt=2")}
+    for change, words in (({}, "data and val_data"), (mixed, "mix .*a.txt and val_data"),
+                          (twice, r"mix .*a.txt and mix .*\*.txt; take it out of one")):
+        with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
             data.open_text(dataclasses.replace(cfg, **change))
 
 
@@ -1328,17 +1332,19 @@ def letters(train, steps):
     return ["".join(chr(max(row)) for row in batch) for batch in batches]
 
 
-def test_windows_come_one_after_the_other(windows, tmp_path):
+def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     """Files are read in order of the numbers in their names, each to its end before the next, an
-    empty one left out, and again in the next epoch in another order.
+    empty one left out, and again in the next epoch in another order. One without a whole sequence
+    is left out with a notice.
 
     Break: data.py: int(word) if word.isdigit() else word => word
     """
     make, add = windows
     for name, letter, n in (("day10.txt", "c", 29), ("day2.txt", "b", 39), ("day1.txt", "a", 19),
-                            ("day3.txt", "x", 0)):
+                            ("day3.txt", "x", 0), ("day4.txt", "x", 3)):
         add(name, letter, n)
     train = make()
+    assert capsys.readouterr().out.count("day4.txt: has no sequence with a label; left out") == 1
     assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
     days = tmp_path / "days"
     about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"

@@ -924,7 +924,7 @@ def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
     assert raw.getvalue() == b"two 2\n"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     train.say("more")
-    with train.lock_out_dir(tiny()):
+    with train.lock_folders(tiny()):
         train.begin_out_dir(tiny())
     pipe.flush()
     assert raw.getvalue() == b"two 2\n" and not Path(tiny().out_dir).exists()
@@ -1011,6 +1011,9 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
             "step": 8, "reason": "finished before", "exit_code": 0}
         said = capsys.readouterr().out
         assert f"is finished, at step 8, {words}. To go further: --steps 16." in said
+        assert "--mode export" not in said
+    train.main(make(steps=8, export=str(out / "hf")))
+    assert "To export it: --mode export." in capsys.readouterr().out
     for change, given, words in (
             (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
             ({}, dict(state={}), "holds a run at step 8, and a state or parameters"),
@@ -1072,18 +1075,24 @@ def test_overwrite_deletes_nothing_before_it_can_start(tiny):
     assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
 
 
-def test_two_runs_never_write_to_one_folder(tiny):
-    """The second is refused while the first lives, and not after.
+def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
+    """The second is refused while the first lives, and not after; also one whose checkpoints would
+    lie in the same folder.
 
-    Break: train.py: fcntl.LOCK_EX | fcntl.LOCK_NB => fcntl.LOCK_SH | fcntl.LOCK_NB
+    Break: train.py: for name in ("ckpt_dir", "out_dir") => for name in ("out_dir",)
     """
+    ours = dict(ckpt_dir=str(tmp_path / "ours"), steps=2)
+
     def second(event, value):
         if event == "start":
-            with pytest.raises(ValueError, match="another run is writing to it"):
-                train.main(tiny())
+            for change, words in (
+                    ({}, "out_dir .*: another run is writing to it"),
+                    (ours | {"out_dir": str(tmp_path / "other")}, "ckpt_dir .*ours.*: another")):
+                with pytest.raises(ValueError, match=words):
+                    train.main(tiny(**change))
 
-    train.main(tiny(), hooks=[second])
-    assert train.main(tiny())["reason"] == "finished before"
+    train.main(tiny(**ours), hooks=[second])
+    assert train.main(tiny(**ours))["reason"] == "finished before"
 
 
 @pytest.mark.slow
@@ -2196,12 +2205,16 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
         np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
 
 
-def test_a_fresh_run_takes_no_windows_of_a_run_before(days):
-    """A run that was killed before its first save has left a list of other files.
+def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
+    """A run that was killed before its first save has left a list of other files. A run in another
+    order, whose checkpoints name no windows, does not go on in windows.
 
     Break: train.py: (meta.get("data", {}).get("windows", [])) => (meta["data"]["windows"]) if meta
     else None
     """
+    train.main(days(steps=2, order="shuffled", out_dir=str(tmp_path / "shuffled")))
+    with pytest.raises(ValueError, match="order was 'shuffled', is 'windows'"):
+        train.main(days(steps=4, out_dir=str(tmp_path / "shuffled")))
     cfg = days(steps=2)
     before = Path(cfg.out_dir, "windows.jsonl")
     before.parent.mkdir()
