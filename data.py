@@ -237,13 +237,8 @@ def open_text(cfg, parts=("train", "val")):
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
-    groups = {f"mix {name}": [name] for name in mixed} | {
-        "data": cfg.data, "val_data": cfg.val_data}
-    files = {group: {*map(os.path.realpath, expand(patterns, lenient=True))}
-             for group, patterns in groups.items()}
-    for path in sorted(set().union(*files.values())):
-        if len(groups := [group for group in files if path in files[group]]) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(groups)}; take it out of one")
+    _check_apart({f"mix {name}": [name] for name in mixed} | {
+        "data": cfg.data, "val_data": cfg.val_data})
     val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
@@ -261,6 +256,15 @@ def open_text(cfg, parts=("train", "val")):
             f"{name}: {each['about']}" for name, each in vals.items())}
     train = mix([*sources.values()], [*mixed.values()])
     return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
+
+
+def _check_apart(groups):
+    """Raise ValueError for a file that is in two of {name: patterns}."""
+    files = {name: {*map(os.path.realpath, expand(patterns, lenient=True))}
+             for name, patterns in groups.items()}
+    for path in sorted(set().union(*files.values())):
+        if len(names := [name for name in files if path in files[name]]) > 1:
+            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
 
 
 BLOCK = 4096  # places of an epoch that are permuted in one call and cached

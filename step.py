@@ -70,12 +70,9 @@ def lr_at(step, cfg):
     progress = jnp.clip(done / max(cfg.steps - warm, 1), 0, 1)
     share = SCHEDULES[cfg.schedule](cfg, progress, done, warm)
     after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
-    peak = RATES[cfg.optimizer] if cfg.lr == -1 else cfg.lr
-    return peak * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
+    return _peak_rate(cfg) * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
 
-# The peak learning rate of each where cfg.lr is -1.
-RATES = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
 # Update directions before weight decay and the factor -lr_at(step), which train_step applies.
 OPTIMIZERS = {
     "adamw": lambda cfg: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype),
@@ -98,9 +95,7 @@ def make_optimizer(cfg, table):
         is_stack = is_matrix and len(row["shape"]) > 2
         kinds[name] = "adamw" if kind == "muon" and not is_stack else kind
         decay[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
-        rate[name] = row.get("lr_mult", 1.0)
-        if cfg.lr == -1:  # then lr_at gives that of cfg.optimizer
-            rate[name] *= RATES[kind] / RATES[cfg.optimizer]
+        rate[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
 
     def finish(updates, params):
         return {name: rate[name] * (u + decay[name] * params[name] if decay[name] else u)
@@ -283,6 +278,19 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 
 # ---- optional
+
+# The peak learning rate of each optimizer where cfg.lr is -1.
+RATES = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
+
+
+def _peak_rate(cfg):
+    return RATES[cfg.optimizer] if cfg.lr == -1 else cfg.lr
+
+
+def _relative_rate(cfg, kind):
+    """The rate of parameters with an optimizer of this kind, as a multiple of lr_at."""
+    return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0
+
 
 def take_rows(state, batch, table):
     """Cut an update down to the rows that its batch looks up: (params, moments, batch, put_back).

@@ -109,8 +109,7 @@ def prepare(cfg, task=TEXT, devices=None):
     faults = [f"unknown key {key!r}" for key in task if key not in TEXT]
     faults += [f"no {key!r}" for key in TEXT if key not in {"init"} | (TASK_DEFAULTS | task).keys()]
     config.raise_all(faults, "task")
-    init = {"init": lambda key, cfg: model.init(key, cfg, task["table"](cfg))}
-    task = TASK_DEFAULTS | init | task
+    task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
     devices = devices or jax.devices()
     keep_programs(cfg)
     cfg = task["adopt"](cfg)
@@ -1195,12 +1194,12 @@ def open_sources(run):
         root = ckpt.from_main(partial(root_of, source["path"]))
         step, meta = ckpt.newest_meta(root)
         if not meta:
-            root = source["path"]
+            of_run, root = root, source["path"]
             step, meta = ckpt.newest_meta(root)
         if not meta:
-            raise ValueError(f"init_from {source['path']}: holds no checkpoint and no weights; "
-                             "must be a run's --out_dir, a folder of checkpoints or one of "
-                             "Hugging Face's")
+            raise ValueError(f"init_from {source['path']}: holds no checkpoint and no weights, nor "
+                             f"does {of_run}; must be a run's --out_dir, a folder of checkpoints "
+                             "or one of Hugging Face's")
         names = {name.removeprefix("params/"): layout["shape"]
                  for name, layout in meta["arrays"].items() if name.startswith("params/")}
         then = meta.get("config", {})

@@ -353,7 +353,7 @@ def test_each_optimizer_has_a_rate_of_its_own():
     """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
     gets that one's: the first move of each is its rate times what it is with lr 1.
 
-    Break: step.py: rate[name] *= RATES[kind] / RATES[cfg.optimizer] => pass
+    Break: step.py: return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0 => return 1.0
     """
     g = {"w": jnp.array([[0.5, -0.25]]), "x": jnp.array([[0.5, -0.25]])}
     row = {"shape": (1, 2), "spec": P(), "init": ("normal", 1.0)}
