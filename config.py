@@ -470,6 +470,8 @@ RULES = (
     ("data", lambda c: c.mix and c.data, "must be empty with mix, which names its own"),
     ("mix", lambda c: not all(re.fullmatch(r".+=\d*\.?\d+", each) for each in c.mix),
      "must be FILES=WEIGHT, as in web.bin=0.7 code.bin=0.3"),
+    ("mix", lambda c: len({each.rpartition("=")[0] for each in c.mix}) < len(c.mix),
+     "names the same files twice; add up their weights"),
     ("order", lambda c: c.order == "windows" and c.val_frac and not c.val_data,
      "held-out data must be named: set --val_data, or --val_frac 0 for none"),
     ("mix", lambda c: c.mix and c.order == "windows", "has no order windows; set --data instead"),

@@ -224,7 +224,8 @@ def open_text(cfg, parts=("train", "val")):
         source = open_source(
             patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id, may_be_empty)
         if not source["n"] and may_be_empty and not jax.process_index():
-            tqdm.write(f"{patterns[0]}: has no sequence with a label; left out")
+            tqdm.write(f"{patterns[0]}: has no sequence of {cfg.seq_len} tokens with a label; left "
+                       "out")
         if not source["n"] and not may_be_empty:
             raise ValueError(f"data {' '.join(patterns)}: has no sequence with a label; choose "
                              "another --too_long, or a longer --seq_len")
@@ -237,8 +238,9 @@ def open_text(cfg, parts=("train", "val")):
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
-    _check_apart({f"mix {name}": [name] for name in mixed} | {
-        "data": cfg.data, "val_data": cfg.val_data})
+    cut = cfg.val_frac and not cfg.val_data  # each part of a mixture holds out sequences of its own
+    parts_of_mix = {f"mix {name}": [name] for name in mixed} if cut else {"mix": [*mixed]}
+    _check_apart(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
     val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}

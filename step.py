@@ -279,17 +279,21 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 # ---- optional
 
-# The peak learning rate of each optimizer where cfg.lr is -1.
+# The peak learning rate of each optimizer where cfg.lr is -1; muon's is also that of the adamw to
+# which it leaves the rest.
 RATES = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
 
 
-def _peak_rate(cfg):
-    return RATES[cfg.optimizer] if cfg.lr == -1 else cfg.lr
+def _peak_rate(cfg, kind=None):
+    kind = kind or cfg.optimizer
+    if cfg.lr == -1 and kind not in RATES:
+        raise ValueError(f"lr -1: optimizer {kind} has no default in RATES; set --lr")
+    return RATES[kind] if cfg.lr == -1 else cfg.lr
 
 
 def _relative_rate(cfg, kind):
-    """The rate of parameters with an optimizer of this kind, as a multiple of lr_at."""
-    return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0
+    """The rate of parameters that name this optimizer, as a multiple of lr_at."""
+    return _peak_rate(cfg, kind) / _peak_rate(cfg) if cfg.lr == -1 else 1.0
 
 
 def take_rows(state, batch, table):

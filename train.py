@@ -1039,28 +1039,29 @@ def lock_folders(cfg):
     """Make out_dir, and ckpt_dir on this machine, fit to write to; what to hold open so that no
     other run writes to them.
     """
-    locks = contextlib.ExitStack()
     if not is_main():
-        return locks
-    folders = {os.path.realpath(path): f"{name} {path!r}" for name in ("ckpt_dir", "out_dir")
-               if (path := getattr(cfg, name)) and "://" not in path}
-    for folder, where in folders.items():
-        try:
-            os.makedirs(folder, exist_ok=True)
-            lock = open(os.path.join(folder, ".lock"), "w")  # noqa: SIM115 closed by the caller
-            locks.enter_context(lock)
-            # The system releases it when the process ends, however that is.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{where}: another run is writing to it; choose another") from None
-        except OSError as e:
-            if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
-                                 ) from None
-            say(f"{where}: its file system has no locks ({e.strerror}); no other run may write "
-                "to it")
-    ckpt.clean(ckpt_root(cfg), say)
-    return locks
+        return contextlib.nullcontext()
+    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg)))
+    folders = {os.path.realpath(path): f"{name} {path!r}" for name, path in paths
+               if "://" not in path}
+    with contextlib.ExitStack() as locks:
+        for folder, where in folders.items():
+            try:
+                os.makedirs(folder, exist_ok=True)
+                lock = open(os.path.join(folder, ".lock"), "w")  # noqa: SIM115 closed by the caller
+                locks.enter_context(lock)
+                # The system releases it when the process ends, however that is.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{where}: another run is writing to it; choose another") from None
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
+                                     ) from None
+                say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
+                    "write to it")
+        ckpt.clean(ckpt_root(cfg), say)
+        return locks.pop_all()
 
 
 def ckpt_root(cfg):

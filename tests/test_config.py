@@ -251,6 +251,7 @@ def test_all_faults_at_once():
     (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
     (dict(optimizers=("sgd",)), "optimizers ('sgd',): must be PATTERN=NAME"),
     (dict(mode="sample", sample_tokens=0), "sample_tokens 0: must be above 0 in mode sample"),
+    (dict(mix=("a.txt=1", "a.txt=2")), "names the same files twice; add up their weights"),
     (dict(process_id=1), "needs --coordinator"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),
      "process_id 2: must be below n_processes 2"),

@@ -353,8 +353,12 @@ def test_each_optimizer_has_a_rate_of_its_own():
     """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
     gets that one's: the first move of each is its rate times what it is with lr 1.
 
-    Break: step.py: return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0 => return 1.0
+    Break: step.py: return _peak_rate(cfg, kind) / _peak_rate(cfg) if cfg.lr == -1 else 1.0 =>
+    return 1.0
     """
+    assert step.RATES.keys() == step.OPTIMIZERS.keys()
+    with pytest.raises(ValueError, match="lr -1: optimizer adan has no default in RATES; set --lr"):
+        step.lr_at(0, config.Config(optimizer="adan"))
     g = {"w": jnp.array([[0.5, -0.25]]), "x": jnp.array([[0.5, -0.25]])}
     row = {"shape": (1, 2), "spec": P(), "init": ("normal", 1.0)}
     for name, peak in dict(adamw=2e-3, lion=5e-4, muon=1e-2, sgd=0.1).items():

@@ -1079,20 +1079,20 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
     """The second is refused while the first lives, and not after; also one whose checkpoints would
     lie in the same folder.
 
-    Break: train.py: for name in ("ckpt_dir", "out_dir") => for name in ("out_dir",)
+    Break: train.py: (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg))) =>
+    (("out_dir", cfg.out_dir), ("ckpt_dir", cfg.ckpt_dir or cfg.out_dir))
     """
-    ours = dict(ckpt_dir=str(tmp_path / "ours"), steps=2)
+    same = dict(ckpt_dir=f"{tiny().out_dir}/ckpt", out_dir=str(tmp_path / "other"))
 
     def second(event, value):
         if event == "start":
-            for change, words in (
-                    ({}, "out_dir .*: another run is writing to it"),
-                    (ours | {"out_dir": str(tmp_path / "other")}, "ckpt_dir .*ours.*: another")):
+            for change, words in (({}, "out_dir .*: another run is writing to it"),
+                                  (same, "ckpt_dir .*/ckpt.*: another run is writing to it")):
                 with pytest.raises(ValueError, match=words):
                     train.main(tiny(**change))
 
-    train.main(tiny(**ours), hooks=[second])
-    assert train.main(tiny(**ours))["reason"] == "finished before"
+    train.main(tiny(), hooks=[second])
+    assert train.main(tiny())["reason"] == "finished before"
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ class ClicksConfig(config.Config):
     eval_batches: config.Whole = 0  # of the next day; 0: all
     epochs: config.Amount = 1.0
     batch_size: config.Count = 1024  # rows of an update
-    lr: config.Positive = 3e-3
+    lr: config.Rate = 3e-3
     schedule: str = "cosine"
 
 

@@ -25,7 +25,7 @@ class DigitsConfig(config.Config):
     out_dir: str = "out/digits"  # folder of this run
     steps: config.Count = 400  # optimizer updates in all
     batch_size: config.Count = 64  # images per update
-    lr: config.Amount = 2e-3  # peak learning rate
+    lr: config.Rate = 2e-3  # peak learning rate
 
 
 def table(cfg):

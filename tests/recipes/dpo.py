@@ -33,7 +33,7 @@ class DpoConfig(config.Config):
     out_dir: str = "out/dpo"  # folder of this run
     batch_size: config.Count = 16  # pairs per update, all devices
     optimizer: str = "adamw"
-    lr: config.Amount = 1e-4  # peak learning rate; 1e-6 for billions of parameters
+    lr: config.Rate = 1e-4  # peak learning rate; 1e-6 for billions of parameters
 
 
 def faults(cfg, sizes):
