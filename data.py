@@ -240,7 +240,7 @@ def open_text(cfg, parts=("train", "val")):
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
     cut = cfg.val_frac and not cfg.val_data  # each part of a mixture holds out sequences of its own
     parts_of_mix = {f"mix {name}": [name] for name in mixed} if cut else {"mix": [*mixed]}
-    _check_apart(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
+    check_apart(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
     val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
@@ -260,7 +260,7 @@ def open_text(cfg, parts=("train", "val")):
     return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
 
 
-def _check_apart(groups):
+def check_apart(groups):
     """Raise ValueError for a file that is in two of {name: patterns}."""
     files = {name: {*map(os.path.realpath, expand(patterns, lenient=True))}
              for name, patterns in groups.items()}

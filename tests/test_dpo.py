@@ -214,7 +214,7 @@ def test_a_bad_pair_is_told_in_a_sentence(line, fault, tiny, tmp_path, capsys):
 @pytest.mark.parametrize("flags, fault", [
     ("--data {pairs}", "init_from: is missing; name the --out_dir of a trained run"),
     ("--data {pairs} --init_from {tmp}/nowhere", "nowhere: no such folder"),
-    ("--init_from base", "no pair to train on; name a .jsonl"),
+    ("--init_from base", "data '': no pair to train on; name a .jsonl"),
     ("--data {pairs} --init_from base --z_loss 0.1", "z_loss: has no effect on pairs"),
     ("--data {pairs} --init_from base --vocab_size 90", "token id 97 is not in [0, 90)"),
     ("--data {pairs} --init_from base --beta 0", "beta 0.0: must be above 0"),
@@ -229,6 +229,16 @@ def test_a_bad_flag_is_told_in_a_sentence(flags, fault, tiny, tmp_path, capsys):
     code = train.cli([*flags.format(pairs=pairs, tmp=tmp_path).split(), "--out_dir", str(out),
                       "--cache_dir", tiny().cache_dir], task=dpo.TASK, kind=dpo.DpoConfig)
     assert code == 2 and fault in capsys.readouterr().err and not ckpt.steps(out / "ckpt")
+
+
+def test_what_is_trained_on_is_not_held_out(tiny, tmp_path):
+    """A file is in one of both.
+
+    Break: tests/recipes/dpo.py: data.check_apart({"data": cfg.data, => dict({"data": cfg.data,
+    """
+    pairs = str(write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")]))
+    with pytest.raises(ValueError, match="is in both data and val_data"):
+        dpo.open_pairs(tiny(data=(pairs,), val_data=(pairs,)), ("train", "val"))
 
 
 @pytest.mark.slow

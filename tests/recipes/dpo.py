@@ -4,8 +4,7 @@
 python tests/recipes/dpo.py --data pairs.jsonl --init_from out --beta 0.1 --out_dir out/dpo
 
 A row {"prompt", "chosen", "rejected"} is tokenized as prompt and completion are; labels are the
-answer and its end. What seq_len has no room for is cut from the left of the prompt, alike for both
-answers; an answer that is itself longer loses its end, and their number is told.
+answer and its end. To fit seq_len a pair's prompt is cut on the left, then an answer on the right.
 """
 import sys
 import zlib
@@ -118,9 +117,10 @@ def score(cfg, pairs, then):
 
 def open_pairs(cfg, parts):
     """Held-out pairs come first. The reference is kept beside the checkpoints, for all starts."""
+    data.check_apart({"data": cfg.data, "val_data": cfg.val_data})
     pairs, val = read_pairs(cfg.data, cfg), read_pairs(cfg.val_data, cfg)
     n = int(len(pairs) * (1 - (0 if val else cfg.val_frac)))
-    config.raise_all([n < 1 and f"data {' '.join(cfg.data)}: no pair to train on; name a .jsonl"])
+    config.raise_all([n < 1 and f"data {' '.join(cfg.data)!r}: no pair to train on; name a .jsonl"])
     pairs, n_val, B = val + pairs[n:] + pairs[:n], len(val + pairs) - n, cfg.batch_size
     about = f"{zlib.crc32(b''.join(np.append(*side).tobytes() for p in pairs for side in p)):08x}"
     root, meta = ckpt.below(train.ckpt_root(cfg), "reference"), train.find_start(cfg)[1]
