@@ -35,11 +35,11 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
-# Before JAX starts its threads: have glibc keep all freed memory, in one arena. On a CPU, new pages
-# at each step took from a third to two thirds of its time.
+# Before JAX starts its threads: have glibc keep all freed memory. On a CPU, new pages at each step
+# took from a third to two thirds of its time.
 with contextlib.suppress(OSError, AttributeError):  # another C library
-    # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
-    for option, value in ((-8, 1), (-4, 0), (-1, -1), (-2, 2**28)):
+    # M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h
+    for option, value in ((-4, 0), (-1, -1), (-2, 2**28)):
         ctypes.CDLL(None).mallopt(option, value)
 
 import jax
@@ -100,9 +100,10 @@ TEXT = {
 
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
-    watch_peers)} on these devices (default: all at hand). start_run adds "hooks", "train" and "val"
-    (sources), "periods", "stops", "sources" (of parameters), "left_out", "programs", "first_step",
-    "wishes" (to stop), "meta" (what a checkpoint says of the run), "emit".
+    watch_peers), "at_once" (whether a step is done when it returns)} on these devices (default: all
+    at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "sources" (of
+    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "meta" (what a checkpoint
+    says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -134,7 +135,7 @@ def prepare(cfg, task=TEXT, devices=None):
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
     return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch,
-            "beat": lambda **changes: None}
+            "beat": lambda **changes: None, "at_once": platform == "cpu" and mesh.size == 1}
 
 
 # ---- a run
@@ -235,7 +236,7 @@ def train(run, state, last, clock, signals):
     def halted(): return why_stop_waiting(run, step, asked, latest, signals, clock)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted)
     while True:
-        if due := due_events(run, step, last, asked["second"]):
+        if (due := due_events(run, step, last, asked["second"])) or run["at_once"]:
             latest, previous = latest | report(run, previous, clock), None
         for event in [event for event in ("epoch", "window") if event in due]:
             emit(event, {"step": step, event: int(progress(run)[event](step))})
@@ -356,6 +357,10 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
 
 
 # ---- optional
+
+# A single CPU runs a step in this thread: of others, glibc would return large blocks after each, or
+# have those that compile wait for each other in one arena.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 TASK_DEFAULTS = {
     "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],

@@ -1334,7 +1334,7 @@ def train_files():
 
 def test_what_comes_before_jax(monkeypatch):
     """An old Python is told so by a sentence, before anything that needs a newer one is imported;
-    and malloc is asked to keep freed memory, in one arena, by the numbers of glibc's malloc.h.
+    and malloc is asked to keep freed memory, by the numbers of glibc's malloc.h.
 
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
@@ -1349,8 +1349,8 @@ def test_what_comes_before_jax(monkeypatch):
     for version in ((3, 11, 0), (3, 11)):
         monkeypatch.setattr(sys, "version_info", version)
         exec(head, {})
-    arena_max, mmap_max, trim_threshold, top_pad, mib = -8, -4, -1, -2, 2**20
-    assert asked == 2 * [(arena_max, 1), (mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
+    mmap_max, trim_threshold, top_pad, mib = -4, -1, -2, 2**20
+    assert asked == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
 
 
 @pytest.mark.slow
