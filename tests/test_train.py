@@ -1355,8 +1355,8 @@ def test_what_comes_before_jax(monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
-    """From the fourth update on hardly a page of the 280 MiB that each takes is new; and the metrics of a
-    step are told before the next is dispatched.
+    """From the fourth update on hardly a page of the 280 MiB that each takes is new; and the
+    metrics of a step are told before the next is dispatched.
 
     Break: train.py: jax.config.update("jax_cpu_enable_async_dispatch", False) => None
     """
@@ -1376,7 +1376,7 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert [(event, int(step)) for event, step, _ in rows] == [
         (event, step) for step in range(1, 9) for event in ("dispatch", "step")]
-    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # 70,000 are in use, and could be new each time
+    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # 70,000 are in use
 
 
 @pytest.mark.slow
