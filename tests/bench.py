@@ -329,16 +329,35 @@ def loop_bare(n=20_000):
     return (time.perf_counter() - began) / n * 1e6
 
 
-def state_124m(kinds=("params", "mu", "nu")):
-    import jax.numpy as jnp
-    import numpy as np
+def state_like(case="state"):
+    """(what is saved, what is restored): shapes and shardings of the 124M parameters and two
+    moments; "params": of the parameters; "mesh": of these over 8 devices, rows as fsdp has them,
+    then columns; "leaves": of 10,000 arrays of 100 numbers.
+    """
+    if case == "mesh":
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import jax
 
     import train  # noqa: F401  sets the allocator, as every run does
-    rng = np.random.default_rng(0)
     shapes = [(50304, 768)] + [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
     shapes.append((12, 2048, 768))
-    return {f"{kind}/{i}": jnp.asarray(rng.random(shape, np.float32))
-            for kind in kinds for i, shape in enumerate(shapes)}
+    kinds = ("params", "mu", "nu") if case == "state" else ("params",)
+    shapes = {f"{kind}/{i}": shape for kind in kinds for i, shape in enumerate(shapes)}
+    if case == "leaves":
+        shapes = {f"layer_{i}": (100,) for i in range(10000)}
+    mesh = jax.make_mesh((8 if case == "mesh" else 1,), ("x",))
+    return ({name: jax.ShapeDtypeStruct(shape, "float32", sharding=jax.sharding.NamedSharding(
+        mesh, jax.P(*[None] * (len(shape) - 2), *axes[-len(shape):])))
+        for name, shape in shapes.items()} for axes in (("x", None), (None, "x")))
+
+
+def state_124m(case="state"):
+    """Arrays of random numbers as the first of `state_like` has them."""
+    import jax
+    import numpy as np
+    rng = np.random.default_rng(0)
+    return {name: jax.device_put(rng.random(x.shape, np.float32), x.sharding)
+            for name, x in next(state_like(case)).items()}
 
 
 @contextlib.contextmanager
@@ -349,56 +368,50 @@ def scratch():
         yield Path(folder)
 
 
-def ckpt_times(folder, state, like, peer):
-    """Seconds that a save blocks and takes, and that a restore takes; ours, or Orbax's."""
+def save_times(folder, case, peer):
+    """Seconds that a save blocks and takes; ours, or Orbax's."""
+    state = state_124m(case)
     if peer == "orbax":
         import orbax.checkpoint as ocp
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
     else:
         import ckpt
-    import jax
     began = time.perf_counter()
     if peer == "orbax":
-        checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
+        checkpointer.save(Path(folder) / "1", args=ocp.args.StandardSave(state))
     else:
         future = ckpt.save(folder, 1, state)
     blocked_s = time.perf_counter() - began
     checkpointer.wait_until_finished() if peer == "orbax" else ckpt.wait(future)
-    committed_s, began = time.perf_counter() - began, time.perf_counter()
+    return {"blocked s": blocked_s, "committed s": time.perf_counter() - began}
+
+
+def ckpt_ours(folder, case="state", peer="ours"):
+    """Those, in another process, and seconds of a restore, which has new memory as a resume has."""
+    saved = subprocess.run([sys.executable, __file__, "--one", "save_times", folder, case, peer],
+                           check=True, stdout=subprocess.PIPE).stdout
+    _, like = state_like(case)
+    import jax
+    if peer == "orbax":
+        import orbax.checkpoint as ocp
+        checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+    else:
+        import ckpt
+    began = time.perf_counter()
     if peer == "orbax":
         back = checkpointer.restore(folder / "1", args=ocp.args.StandardRestore(like))
     else:
         back = ckpt.restore(folder, 1, like)
     jax.block_until_ready(back)
-    return {"blocked s": blocked_s, "committed s": committed_s,
-            "restored s": time.perf_counter() - began}
-
-
-def shapes_of(state):
-    import jax
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-
-
-def ckpt_ours(folder, peer="ours"):
-    state = state_124m()
-    return ckpt_times(folder, state, shapes_of(state), peer)
+    return json.loads(saved) | {"restored s": time.perf_counter() - began}
 
 
 def ckpt_orbax(folder):
-    return ckpt_ours(folder, "orbax")
+    return ckpt_ours(folder, peer="orbax")
 
 
 def ckpt_mesh(folder, peer="ours"):
-    """The parameters over 8 devices: rows are saved, as fsdp has them, and columns restored."""
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    import jax
-    mesh = jax.make_mesh((8,), ("x",))
-    rows, columns = (
-        {name: jax.device_put(x, jax.sharding.NamedSharding(
-            mesh, jax.P(*[None] * (x.ndim - 2), *axes))) for name, x in state.items()}
-        for state in [state_124m(["params"])] for axes in (("x", None), (None, "x")))
-    return ckpt_times(folder, rows, shapes_of(columns), peer)
+    return ckpt_ours(folder, "mesh", peer)
 
 
 def ckpt_mesh_orbax(folder):
@@ -406,10 +419,7 @@ def ckpt_mesh_orbax(folder):
 
 
 def ckpt_leaves(folder, peer="ours"):
-    """10,000 arrays of 100 numbers."""
-    import jax.numpy as jnp
-    state = {f"layer_{i}": jnp.full(100, float(i)) for i in range(10000)}
-    return ckpt_times(folder, state, shapes_of(state), peer)
+    return ckpt_ours(folder, "leaves", peer)
 
 
 def ckpt_leaves_orbax(folder):
@@ -419,7 +429,7 @@ def ckpt_leaves_orbax(folder):
 def ckpt_memory(folder, peer="ours"):
     """Host memory that a save takes at its peak, over the size of the state."""
     import jax
-    state = state_124m(["params"])
+    state = state_124m("params")
     jax.block_until_ready(state)
 
     def kb(key):
