@@ -516,22 +516,31 @@ def _is_float(dtype):
 
 
 def _start_reads(array, like):
-    """Start to read what this process needs of `like`: {str(index): TensorStore's future}."""
-    whole = getattr(like, "sharding", None) is None
+    """Start to read what this process needs of `like`: {str(index): (future, where to)}."""
+    whole, reads = getattr(like, "sharding", None) is None, {}
     indices = [()] if whole else like.sharding.addressable_devices_indices_map(like.shape).values()
-    return {str(index): array[index].read() for index in indices}
+    for name, index in {str(index): index for index in indices}.items():
+        part, dtype = array[index], array.dtype.numpy_dtype
+        n_bytes = part.size * dtype.itemsize
+        room = np.empty(n_bytes + 64, np.uint8)
+        start = -room.ctypes.data % 64  # a CPU device takes memory so aligned without a copy
+        part_to = room[start:start + n_bytes].view(dtype).reshape(part.shape)
+        reads[name] = ts.array(part_to).write(part), part_to
+    return reads
 
 
 def _assemble(like, layout, reads):
     """The array of `like` from the reads of its parts, or of SMALL."""
+    def part_at(index):
+        future, part = reads[str(index)]
+        future.result()
+        return part
+
     if "offset" in layout:
         dtype, start = np.dtype(layout["dtype"]), layout["offset"]
         n_bytes = prod(layout["shape"]) * dtype.itemsize
-        packed = reads["()"].result()[start:start + n_bytes] if n_bytes else b""
+        packed = part_at(())[start:start + n_bytes] if n_bytes else b""
         part_at = np.frombuffer(packed, dtype).reshape(layout["shape"]).__getitem__
-    else:
-        parts = {index: read.result() for index, read in reads.items()}
-        part_at = lambda index: parts[str(index)]  # noqa: E731 one of two
     if getattr(like, "sharding", None) is None:
         return np.asarray(part_at(()), like.dtype)
     return jax.make_array_from_callback(
