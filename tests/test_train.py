@@ -1906,7 +1906,7 @@ def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_r
     """dp 2, fsdp 2, tp 2: stopped at 4 and gone on. The same checkpoint on 4 devices and on 1:
     losses within 2e-6 relative.
 
-    Break: ckpt.py: lambda index: parts[str(index)] => lambda index: next(iter(parts.values()))
+    Break: ckpt.py: future, part = reads[str(index)] => future, part = next(iter(reads.values()))
     """
     mesh = dict(dp=2, fsdp=2, tp=2, steps=8, schedule="cosine", dtype="float32")
     train.main(tiny(**mesh))
