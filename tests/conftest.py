@@ -27,6 +27,7 @@ import jax
 import pytest
 
 import config
+import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 20)  # tracing allocates much, little of it in cycles
@@ -43,10 +44,12 @@ def cache_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def tiny(tmp_path, cache_dir):
+def tiny(tmp_path, cache_dir, monkeypatch):
     """tiny(**changes): a Config that trains in seconds, on its own text, into its own folder. Its
     rate does not depend on the number of steps, so runs of any length share one compiled update.
+    Without the plot, which takes longer than such a run.
     """
+    monkeypatch.setattr(train, "plot", lambda cfg: lambda event, row: None)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer. "
                             for i in range(400)))

@@ -110,6 +110,7 @@ def _run(argv, devices, log):
         os.dup2(os.open(log, os.O_WRONLY | mode), stream)
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
+    train.plot = lambda cfg: lambda event, row: None  # see tiny
     sys.exit(train.cli(argv))
 
 
@@ -137,12 +138,13 @@ def ended(run, log, timeout_s=120):
 
 # ---- a run
 
-def test_a_run_leaves_what_it_promises(tiny, capsys):
+def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
     """Events and their fields, config.json, checkpoints, the plot, what the screen says, and the
     signal handlers that there were.
 
     Break: train.py: "epoch": step * cfg.batch_size / run["train"]["n"], => "epoch_": 0,
     """
+    monkeypatch.undo()  # with the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     cfg = tiny(steps=10, keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
     summary = train.main(cfg)
