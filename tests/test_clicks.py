@@ -47,6 +47,7 @@ def rows_of(cfg, event):
     return [row for row in train.read_log(cfg.out_dir) if row["event"] == event]
 
 
+@pytest.mark.slow
 def test_the_first_losses_are_those_of_torchs_sparse_adam():
     """50 updates of EmbeddingBag(sparse=True) by SparseAdam and of a tower by Adam, from the same
     parameters over the same batches, float32 both: each loss within 1e-4.

@@ -701,6 +701,7 @@ def run_config(tiny, tmp_path, **changes):
                        dtype="float32", lr=0.01) | fields | changes)
 
 
+@pytest.mark.slow
 def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
     """--init_from a folder sets the model's fields and the first parameters; --export leaves what
     transformers loads, with the logits of the tuned parameters; --mode export does so later, in

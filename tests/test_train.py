@@ -2501,6 +2501,7 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
         assert words in said
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, capsys):
     """On a device with a byte too few, by a run and by a plan alike: what it needs, what there is,
     and the first thing to change, which is legal; a run leaves no checkpoint.
@@ -2611,6 +2612,7 @@ def test_a_malformed_stop_is_refused(text):
         config.validate(config.Config(stop=(text,)), 1)
 
 
+@pytest.mark.slow
 def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
     """By a number of updates of each start, by the kill file, which is gone afterwards, and by a
     metric; each is saved, and in metrics.jsonl. A metric that no row has ends the run, saved, at
