@@ -125,6 +125,7 @@ def test_loss_and_gradient(n_tiles):
                                    err_msg=name)
 
 
+@pytest.mark.slow
 def test_log_probs_over_a_mesh():
     """Over dp, fsdp, tp and sp, in tiles, log-probabilities and a gradient of their squares are
     those of one device, to 1e-5 of the largest.

@@ -580,7 +580,8 @@ def test_every_field_has_a_row():
     assert FIELDS.keys() == {field.name for field in dataclasses.fields(config.Config)}
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "mode")) for name in FIELDS])
 def test_each_field_has_its_effect(field, folder, request):
     """A changed value shows in the program, the update, the data, the mesh, a run or an error.
 

@@ -45,7 +45,7 @@ MODELS = {
                                        tie_word_embeddings=True, sliding_window=5), None),
     "qwen3_moe": ("Qwen3Moe", QWEN_MOE | dict(head_dim=8), (2, 2, 2, 1, 1)),
 }
-QUICK = ("llama scaled", "qwen2", "mixtral", "qwen3_moe")
+QUICK = ("llama scaled", "qwen3_moe")
 each_model = pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS])
 TOKENS = np.random.default_rng(5).integers(0, 40, (4, 24)).astype(np.int32)
@@ -334,6 +334,7 @@ def tuned(cfg):
     return cfg, draw(cfg, 1)
 
 
+@pytest.mark.slow
 def test_lora_apart_and_merged(tmp_path):
     """PEFT loads our LoRA factors on top of the model that they tune, and has our logits; so has
     transformers with the merged weights.
@@ -624,6 +625,7 @@ print(top - before - 4 * 64)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("where, limit_mib", [("host", 24), ("devices", 64 + 48)])
 def test_memory_of_reading_is_the_result_and_some_slices(where, limit_mib, tmp_path):

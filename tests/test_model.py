@@ -1186,6 +1186,7 @@ def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
     assert temporaries[2] < temporaries[0] / 2, temporaries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_many_positions_are_added_up_in_float32(dtype):
     """With 8,192 tokens, nine of ten the same, the gradients of the embedding and of biases in 16
@@ -1207,6 +1208,7 @@ def test_gradients_of_many_positions_are_added_up_in_float32(dtype):
         assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want), name
 
 
+@pytest.mark.slow
 def test_mlp_tiles_in_bfloat16_over_devices():
     """Over 8 devices the tiles' gradients are those of one tile to 2% of their norm; bfloat16 ones
     end the process.

@@ -242,6 +242,7 @@ def test_a_student_is_resumed_to_the_bit_and_its_teacher_stays(tiny):
     np.testing.assert_allclose(row["kl"], kl, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_cannot_teach_is_refused(tiny, tmp_path):
     """A folder without a run, a teacher of another vocabulary, tokenizer or without some of its
     weights, and losses that distillation does not have.

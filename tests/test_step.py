@@ -1396,6 +1396,7 @@ def dense_adamw(state, batches, cfg, tables):
     return params, moments
 
 
+@pytest.mark.slow
 def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
     """Two updates against AdamW in float64 over whole gradients: parameters and moments of the rows
     named, with duplicates summed, decay in them alone; all other rows are equal to the bit; padding

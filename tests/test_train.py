@@ -982,6 +982,7 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
 
 # ---- going on
 
+@pytest.mark.slow
 def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     """4 steps, stopped at the last before its evaluation, then 8: the second makes up for that,
     goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
@@ -1755,6 +1756,7 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
         train.main(tiny(init_from=(str(tmp_path / "none"),), out_dir=str(tmp_path / "third")))
 
 
+@pytest.mark.slow
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
     """The last one wins; what no source gives is fresh, and said; a table says what is from where.
 
@@ -1778,6 +1780,7 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
         " ".join(said.split()))
 
 
+@pytest.mark.slow
 def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     """Its newest parameters replace those of the run; step, moments and the rate's schedule stay.
 
@@ -2754,6 +2757,7 @@ def leveldb_records(data, first):
             text = b""
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     """Offline, as there is no network: two starts of one run write one id, which is run_id, and
     the resumed one knows it.
