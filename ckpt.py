@@ -791,7 +791,7 @@ HOST_PLATFORMS = ("cpu",)  # whose devices compute in the host's memory
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def _import_safetensors():
+def import_safetensors():
     try:
         import safetensors.numpy
     except ImportError:
@@ -830,7 +830,7 @@ def read_safetensors(folder, wanted, like, unused=()):
 
 def _open_tensors(folder):
     """{name: slice of safetensors} of all files of a folder, their headers checked."""
-    safetensors, names, tensors, faults = _import_safetensors(), {"model.safetensors"}, {}, []
+    safetensors, names, tensors, faults = import_safetensors(), {"model.safetensors"}, {}, []
     if not (folder / "model.safetensors").exists():
         index = folder / "model.safetensors.index.json"
         try:
@@ -932,7 +932,7 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
     several files of at most shard_bytes and an index. One file at a time is in memory. Every
     process must call it, process 0 writes.
     """
-    safetensors, folder, sizes = _import_safetensors(), Path(folder), []
+    safetensors, folder, sizes = import_safetensors(), Path(folder), []
     for i, shard in enumerate(_shards(tensors, shard_bytes)):
         sizes.append({name: x.nbytes for name, x in shard.items()})
         if jax.process_index() == 0:

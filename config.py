@@ -325,7 +325,7 @@ def is_factor(text):
 
 # What a condition of cfg.stop counts, and why it ends the run, in the order in which they hold.
 STOPS = {"updates": "{1:g} updates since the start are done", "step": "step {1:g} is reached",
-         "file": "{}/stop is there", "second": "the time of {1:g} s is over"}
+         "file": "{1}/stop is there", "second": "the time of {1:g} s is over"}
 
 
 def stop_at(text):
@@ -345,7 +345,7 @@ def stops(cfg):
     """Conditions that end a run, in order: [(name of a value, test, its second operand, reason with
     a place for the value, exit code)]. A loss above its bound is a failure.
     """
-    found = [("file", operator.ge, 1, STOPS["file"].format(cfg.out_dir), 0)]
+    found = [("file", lambda there, folder: there, cfg.out_dir, STOPS["file"], 0)]
     for text in cfg.stop:
         name, sign, bound = stop_at(text)
         test = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}[sign]

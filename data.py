@@ -223,12 +223,11 @@ def open_text(cfg, parts=("train", "val")):
     def opened(patterns, may_be_empty=False):
         source = open_source(
             patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id, may_be_empty)
-        if not source["n"] and may_be_empty and not jax.process_index():
-            tqdm.write(f"{patterns[0]}: has no sequence of {cfg.seq_len} tokens with a label; left "
-                       "out")
-        if not source["n"] and not may_be_empty:
-            raise ValueError(f"data {' '.join(patterns)}: has no sequence with a label; choose "
-                             "another --too_long, or a longer --seq_len")
+        if not source["n"]:
+            words = f"{' '.join(patterns)}: has no sequence of {cfg.seq_len} tokens with a label"
+            if not may_be_empty:
+                raise ValueError(f"data {words}; choose another --too_long, or a longer --seq_len")
+            tqdm.write(f"{words}; left out")
         return source
 
     def part(source, at):
@@ -321,7 +320,7 @@ def mix(sources, weights):
     if len(sources) == 1:
         return sources[0]
     weights = [Fraction(w) for w in weights]
-    shares = [w / sum(weights) for w in weights]
+    shares = [w / (sum(weights) or 1) for w in weights]
     cycle = lcm(*(share.denominator for share in shares))
     if min(weights) <= 0 or cycle > 10**4:
         raise ValueError(f"mix {' '.join(map(str, map(float, weights)))}: weights must be above 0 "

@@ -181,6 +181,8 @@ def start_run(run, hooks, observers, state, params, began):
     opened = task["open"](cfg, ("train", "val"))
     config.raise_all([f"the training data has no {key!r}" for key in ("n", "batch", "fingerprint")
                       if key not in opened["train"]], "open")
+    # A folder that grows may have had fewer files when another process listed it.
+    opened["train"]["n"] = ckpt.from_main(lambda: opened["train"]["n"])
     if cfg.epochs:
         steps = cfg.epochs * opened["train"]["n"] / cfg.batch_size
         # In windows the last few examples wait for the next file.
@@ -199,7 +201,6 @@ def start_run(run, hooks, observers, state, params, began):
     if meta and is_finished(cfg, saved):
         return None
     say(headline(run))
-    tell_idle_accelerator()
     tell_data(opened, say)
     tell_lost(run)
     say(f"compiling the update for {cfg.steps} steps ...")
@@ -231,7 +232,7 @@ def train(run, state, last, clock, signals):
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous, saving = run["first_step"], {}, None, {}
-    asked = {"step": None, "second": 0.0, "signal": None, "file": False}
+    asked = {"step": None, "second": 0.0, "signal": None, "file": False, "wishes": []}
 
     def halted(): return why_stop_waiting(run, step, asked, latest, signals, clock)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted)
@@ -251,7 +252,7 @@ def train(run, state, last, clock, signals):
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if "export" in due and not interrupted(signals):
-            export(run, state["params"], step)
+            latest |= export(run, state["params"], step)
         last |= dict.fromkeys(due, (step, asked["second"]))
         asked = ask(run, step, asked, signals, clock)
         if stop := why_stop(run, step, asked, latest):
@@ -290,8 +291,8 @@ def why_stop(run, step, asked, latest):
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
-    if run["wishes"]:
-        return run["wishes"][0]
+    if asked["wishes"]:
+        return asked["wishes"][0]
     if step >= cfg.steps:
         return ALL_DONE.format(cfg.steps), 0
     return None
@@ -585,7 +586,8 @@ def newest(run, event, row):
 
 def next_batch(run, batches, state, step, saving):
     """(batch, seconds waited); no batch when there is none yet, or a reason to stop came. When the
-    data has a fault the state is saved before it is raised.
+    data has a fault the state is saved before it is raised; of several processes only this one may
+    have met it, and the others would not join in the save.
     """
     try:
         batch, waited_s = next(batches, (None, None))
@@ -593,7 +595,8 @@ def next_batch(run, batches, state, step, saving):
             run["emit"]("out_of_data", {"step": step})
         return batch, waited_s
     except (ValueError, OSError):
-        end_saves(run, save_state(run, state, step, saving))
+        if jax.process_count() == 1:
+            end_saves(run, save_state(run, state, step, saving))
         raise
 
 
@@ -608,19 +611,23 @@ def preview(run, params, step):
 
 
 def export(run, params, step):
-    """Export the parameters. What goes wrong with the disk is told, and training goes on."""
-    began = time.perf_counter()
+    """Export the parameters. What goes wrong with the disk is told, and training goes on:
+    {"export_fault": words, empty where nothing did}.
+    """
+    began, fault = time.perf_counter(), ""
     try:
         run["task"]["export"](run["cfg"], params)
-        row = {"export_s": time.perf_counter() - began}
+        run["emit"]("export", {"step": step, "export_s": time.perf_counter() - began})
     except ValueError as e:
-        row = {"fault": str(e)}
-    run["emit"]("fault" if "fault" in row else "export", {"step": step} | row)
+        fault = str(e)
+        run["emit"]("fault", {"step": step, "fault": fault})
+    return {"export_fault": fault}
 
 
 def end_run(run, state, step, stop, saving, latest, clock):
     """Emit "stop" and "end", which has the newest metrics; the summary. stop: of why_stop."""
-    fault = end_saves(run, saving)
+    lost, not_exported = end_saves(run, saving), latest.pop("export_fault", "")
+    fault = "; ".join(filter(None, (lost, not_exported)))
     reason, exit_code = (f"{stop[0]}; {fault}", 1) if fault else stop
     why = {"step": step, "reason": reason}
     run["emit"]("stop", why)
@@ -631,7 +638,7 @@ def end_run(run, state, step, stop, saving, latest, clock):
     kept = {k: v for k, v in latest.items() if k not in ("finite", "eval_s")}
     if kept.get("val_step") == step:
         del kept["val_step"]
-    saved = None if fault else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
+    saved = None if lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
     return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
         "state": state, "mesh": run["mesh"]}
 
@@ -942,20 +949,6 @@ def headline(run):
             f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
 
 
-def tell_idle_accelerator(root="/"):
-    """Say so when this machine has an accelerator that the JAX at hand was not installed for."""
-    nvidia = "an NVIDIA driver", "cuda12"
-    drivers = {"proc/driver/nvidia/version": nvidia, "usr/lib/wsl/lib/libcuda.so.1": nvidia,
-               "dev/accel0": ("a TPU", "tpu")}
-    if jax.default_backend() != "cpu" or jax.config.jax_platforms:
-        return
-    for path, (what, extra) in drivers.items():
-        if (Path(root) / path).exists():
-            say(f"this machine has {what}, but JAX sees only its CPU: pip install -U "
-                f"'jax[{extra}]<0.12', or set JAX_PLATFORMS=cpu to hide this notice")
-            break
-
-
 def describe(run, meta):
     """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint it
     goes on from, or {}.
@@ -1065,7 +1058,8 @@ def lock_folders(cfg):
                                      ) from None
                 say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
                     "write to it")
-        ckpt.clean(ckpt_root(cfg), say)
+        for root in (ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")):
+            ckpt.clean(root, say)
         return locks.pop_all()
 
 
@@ -1102,7 +1096,8 @@ def find_start(cfg, given=False):
     if cfg.resume == "overwrite":
         return None, {}
     before = ckpt.from_main(lambda: root_of(cfg.out_dir))
-    if before != ckpt_root(cfg) and newest_meta(before)[1]:
+    same = {os.path.realpath(ckpt.below(root, "")) for root in (before, ckpt_root(cfg))}
+    if len(same) > 1 and newest_meta(before)[1]:
         raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
     saved, meta = newest_meta(ckpt_root(cfg), "resume must" if cfg.resume == "must" else "")
@@ -1325,6 +1320,7 @@ def export_hf(cfg, params):
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
     base = next((path for path in paths if hf_config(path)), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
+    ckpt.import_safetensors()
     if params is None:
         return
     if not apart:
@@ -1402,7 +1398,8 @@ def begin_out_dir(cfg):
             ckpt.delete_all(root, say)
         for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
             (out / name).unlink(missing_ok=True)
-    (out / "config.json").write_text(config.to_json(config.repeatable(cfg)))
+    (out / "config.tmp").write_text(config.to_json(config.repeatable(cfg)))
+    (out / "config.tmp").replace(out / "config.json")
 
 
 def is_finished(cfg, step):
@@ -1494,10 +1491,10 @@ def savings(run, measure):
     if measure:
         say("out of memory: compiling what would need less ...")
     for flag in ("", *flags) if measure else ():
-        changed = cfg
+        changed = dataclasses.replace(cfg, epochs=0.0)  # steps is worked out
         if flag:
             name, value = flag.removeprefix("--").split()
-            changed = dataclasses.replace(cfg, **{name: type(getattr(cfg, name))(value)})
+            changed = dataclasses.replace(changed, **{name: type(getattr(cfg, name))(value)})
         with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
             state, lowered, _ = steplib.lower_steps(*program_parts(
                 prepare(changed, run["task"], mesh.devices.flatten().tolist())))
@@ -1598,19 +1595,22 @@ def interrupted(signals):
 
 def ask(run, step, asked, signals, clock):
     """What asks for a stop from outside: {"signal": name or None, "file": whether out_dir/stop is
-    there, "second": since the start}, and the step. Several processes ask each other, at multiples
-    of log_every; between, it is as before.
+    there, "second": since the start, "wishes": of hooks}, and the step. Several processes ask each
+    other, at multiples of log_every; between, it is as before.
     """
     several = jax.process_count() > 1
     if several and (step % (run["cfg"].log_every or 10) or step == asked["step"]):
         return asked
     number = signal.Signals[signals[0]].value if signals else 0
     file = os.path.exists(f"{run['cfg'].out_dir}/stop")
-    found = time.perf_counter() - clock["from"], file, number
+    wishes = run["wishes"]
+    found = time.perf_counter() - clock["from"], file, number, len(wishes)
     if several:
         found = multihost_utils.process_allgather(np.float32(found)).max(axis=0).tolist()
-    second, file, number = found
-    return {"step": step, "second": second, "file": bool(file),
+        also = wishes or [("a hook of another process asked for it", 0)]
+        wishes = also if found[3] else []
+    second, file, number, _ = found
+    return {"step": step, "second": second, "file": bool(file), "wishes": wishes,
             "signal": signal.Signals(int(number)).name if number else None}
 
 

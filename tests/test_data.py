@@ -904,7 +904,7 @@ def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
 def test_no_sequence_with_a_label(tmp_path):
     """Data of which too_long leaves nothing is refused: to train on, to evaluate, in a mixture.
 
-    Break: data.py: if not source["n"] and not may_be_empty: => if False:
+    Break: data.py: if not may_be_empty: => if False:
     """
     long, good = tmp_path / "long.jsonl", tmp_path / "good.jsonl"
     long.write_text(json.dumps({"text": "a" * 99}) + "\n")
@@ -913,7 +913,7 @@ def test_no_sequence_with_a_label(tmp_path):
                    dict(mix=(f"{good}=0.5", f"{long}=0.5"))):
         cfg = config.Config(seq_len=8, fill="best_fit", too_long="drop", val_frac=0.0,
                             prepared=str(tmp_path / "p"), **change)
-        with pytest.raises(ValueError, match="long.jsonl: has no sequence with a label"):
+        with pytest.raises(ValueError, match="long.jsonl: has no sequence of 8 tokens with"):
             data.open_text(cfg, ("train", "val"))
 
 
@@ -1300,7 +1300,7 @@ def test_weights_of_a_mixture():
     Break: data.py: if min(weights) <= 0 or cycle > 10**4: => if cycle > 10**4:
     """
     parts = [count_up(seq_len=8)] * 2
-    for weights in (("0", "1"), ("0.123456789", "0.5")):
+    for weights in (("0", "1"), ("0", "0"), ("0.123456789", "0.5")):
         with pytest.raises(ValueError, match="must be above 0 and repeat within 10,000"):
             data.mix(parts, weights)
 

@@ -1269,21 +1269,57 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("platforms, words", [
-    ("", "has an NVIDIA driver, but JAX sees only its CPU: pip install -U 'jax[cuda12]<0.12'"),
-    ("cpu", "")])
-def test_an_accelerator_that_jax_does_not_see_is_a_notice(platforms, words, tmp_path):
-    """With NVIDIA's driver there and a JAX for CPUs, a process says what to install; not when it
-    was told to take the CPU.
+def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
+    """A save of --weights_every that never ended is gone at the next start.
 
-    Break: train.py: != "cpu" or jax.config.jax_platforms: => != "cpu":
+    Break: train.py: ckpt.clean(root, say) => ckpt.clean(ckpt_root(cfg), say)
     """
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: 580")
-    run = subprocess.run(
-        [sys.executable, "-c", f"import train; train.tell_idle_accelerator({str(tmp_path)!r})"],
-        env=os.environ | {"JAX_PLATFORMS": platforms}, capture_output=True, text=True)
-    assert run.returncode == 0 and words in run.stdout and bool(words) == bool(run.stdout)
+    cfg = tiny(steps=1, eval_every=0)
+    left = Path(cfg.out_dir, "ckpt/weights/000000007/0a1b2c3d")
+    left.mkdir(parents=True)
+    train.main(cfg)
+    assert not left.parent.exists()
+
+
+def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
+    """A write that ends halfway leaves the config.json that there was.
+
+    Break: train.py: (out / "config.tmp").write_text => (out / "config.json").write_text
+    """
+    cfg = tiny(steps=1, eval_every=0)
+    train.main(cfg)
+    before = Path(cfg.out_dir, "config.json").read_text()
+
+    def half(path, text, write=Path.write_text):
+        write(path, text[: len(text) // 2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="the disk is full"):
+        train.begin_out_dir(dataclasses.replace(cfg, seed=1))
+    assert Path(cfg.out_dir, "config.json").read_text() == before
+
+
+def test_an_export_that_cannot_be_made_is_told_first_and_one_that_failed_at_the_end(
+        tiny, monkeypatch):
+    """Without safetensors the run does not begin; where the last export fails, it ends with 1 and
+    says why, its checkpoint saved.
+
+    Break: train.py: ckpt.import_safetensors() => pass
+    """
+    cfg = tiny(steps=1, eval_every=0, export=str(Path(tiny().out_dir + "_hf")), export_every=1)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match="safetensors is not installed: pip install"):
+        train.main(cfg)
+    assert not rows_or_none(cfg.out_dir)
+
+    def full(cfg, params):
+        if params is not None:
+            raise ValueError("export: the disk is full")
+
+    summary = train.main(cfg, task=train.TEXT | {"export": full})
+    assert summary["exit_code"] == 1 and summary["reason"].endswith("; export: the disk is full")
+    assert summary["checkpoint"] and ckpt.latest(Path(cfg.out_dir) / "ckpt") == 1
 
 
 def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, capsys):
@@ -1738,13 +1774,15 @@ def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
 
 
 def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
-    """A run whose checkpoints are in --ckpt_dir is not started anew without it; as a source it is
-    found by its out_dir.
+    """A run whose checkpoints are in --ckpt_dir is not started anew without it, and the folder's
+    name may be written otherwise; as a source it is found by its out_dir.
 
-    Break: train.py: if before != ckpt_root(cfg) and newest_meta(before)[1]: => if False:
+    Break: train.py: if len(same) > 1 and newest_meta(before)[1]: => if False:
     """
     cfg = tiny(steps=1, eval_every=0, ckpt_dir=str(tmp_path / "elsewhere"))
     train.main(cfg)
+    again = train.main(dataclasses.replace(cfg, ckpt_dir=f"{tmp_path}/./elsewhere/"))
+    assert again["reason"] == "finished before"
     with pytest.raises(ValueError, match=r"the checkpoints of its run are in .*elsewhere; set"):
         train.main(tiny(steps=2))
     ckpt.wait(ckpt.save(tmp_path / "foreign", 3, {"x": np.ones(3)}))
@@ -1992,6 +2030,34 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
     assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
 
 
+@pytest.mark.slow
+def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
+    """Process 1 found twice as much data, as in a folder that grows: both take the length that 0
+    found. A hook that asks for a stop on 1 alone stops both, at the next multiple of log_every.
+
+    Break: train.py: wishes = also if found[3] else [] => pass
+    """
+    cfg = tiny(dp=1, fsdp=2, epochs=1.0, eval_every=0, save_every=0, log_every=7)
+    hook = Path(cfg.out_dir + "_hook.py")
+    hook.write_text("import jax, train\ndef stop(event, value):\n"
+                    "    if event == 'start':\n"
+                    "        print('of', value['config']['steps'], 'steps', flush=True)\n"
+                    "    if event == 'log' and jax.process_index() and value['step'] > 7:\n"
+                    "        return value | {'stop': 'enough'}\n"
+                    "def more(cfg, parts):\n"
+                    "    sources = opened(cfg, parts)\n"
+                    "    sources['train']['n'] *= 1 + jax.process_index()\n"
+                    "    return sources\n"
+                    "opened, train.TEXT['open'] = train.TEXT['open'], more\n")
+    runs = two(cfg, "--hooks", f"{hook}:stop")
+    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
+    assert (code_0, code_1) == (0, 0), said_0 + said_1
+    assert re.search("of .* steps", said_0)[0] == re.search("of .* steps", said_1)[0]
+    stop = rows(cfg.out_dir, "stop")[-1]
+    assert stop["reason"] == "a hook of another process asked for it" and stop["step"] % 7 == 0
+    assert 14 <= stop["step"] < 50 and ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
+
+
 # ---- signals
 
 def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
@@ -2049,24 +2115,25 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
 
 
 def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
-    """Of two that were asked different things both take the later time, the signal and the file;
-    in between, and when asked again at the step, all is as before. One alone asks no one.
+    """Of two that were asked different things both take the later time, the signal, the file and
+    the wish of a hook; in between, and when asked again at the step, all is as before. One alone asks no one.
 
     Break: train.py: (np.float32(found)).max(axis=0) => (np.float32(found))[0]
     """
-    gathered, other = [], [0, 0, 0]
+    gathered, other, wishes = [], [0, 0, 0, 0], []
 
     def allgather(found):
         gathered.append(int(found[2]))
         return np.stack([found, np.float32(other)])
 
     def asked(step, signals, before=None, log_every=7):
-        run = {"cfg": tiny(log_every=log_every)}
+        run = {"cfg": tiny(log_every=log_every), "wishes": wishes}
         return train.ask(run, step, before or {"step": None}, signals, {"from": 0.0})
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
-    assert asked(3, []) == {"step": 3, "second": 100, "file": False, "signal": None}
+    assert asked(3, []) == {"step": 3, "second": 100, "file": False, "signal": None,
+                             "wishes": wishes}
     assert asked(3, ["SIGINT"])["signal"] == "SIGINT" and train.interrupted(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
@@ -2077,11 +2144,14 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
     assert not train.interrupted(["SIGINT"]) and not gathered
     before = {"step": 7, "second": 5.0}
     assert asked(8, ["SIGINT"], before) is asked(7, ["SIGINT"], before) is before and not gathered
-    other[:] = 250, 1, signal.SIGTERM
+    other[:] = 250, 1, signal.SIGTERM, 1
     for step, log_every in ((14, 7), (20, 0)):
         assert asked(step, ["SIGINT"], before, log_every) == {
-            "step": step, "second": 250, "file": True, "signal": "SIGTERM"}
+            "step": step, "second": 250, "file": True, "signal": "SIGTERM",
+            "wishes": [("a hook of another process asked for it", 0)]}
     assert gathered == [2, 2] and asked(14, [], before, 0) is before
+    wishes.append(("enough", 0))
+    assert asked(14, [])["wishes"] == wishes
 
 
 @pytest.mark.slow
@@ -2432,6 +2502,13 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     assert run.stdout.splitlines() == [
         f"train data: {n_train:,} tokens, {-(-(n_train - 1) // 16):,} sequences, 1 documents",
         f"val data: {n - n_train:,} tokens, {-(-(n - n_train - 1) // 16):,} sequences"], run.stderr
+    short = Path(cfg.data[0]).with_name("short.txt")
+    short.write_text("a")
+    windows = f"{flags} --order windows --val_frac 0".replace(cfg.data[0], f"{short} {cfg.data[0]}")
+    run = subprocess.run(
+        [sys.executable, ROOT / "train.py", *windows.split(), "--prepared", cfg.prepared],
+        env=os.environ | {"JAX_PLATFORMS": "no_such_device"}, capture_output=True, text=True)
+    assert "short.txt: has no sequence" in run.stdout and "1 windows" in run.stdout, run.stderr
     made = {p: p.stat().st_mtime_ns for p in Path(cfg.prepared).rglob("*") if p.suffix != ".lock"}
     data.open_text(cfg)
     assert made == {p: p.stat().st_mtime_ns for p in made}
@@ -2534,6 +2611,8 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     assert cost["exit_code"] == 1 and not cost["fits"]
     assert "to change: --micro_batches 2 (0.0" in capsys.readouterr().out
     config.validate(dataclasses.replace(cfg, micro_batches=2), 8)
+    with pytest.raises(ValueError, match=r"to change: --micro_batches 2 \(0.0.* GiB\), "):
+        train.main(dataclasses.replace(cfg, epochs=1.0, steps=600))
 
 
 def rows_or_none(out):
@@ -2573,7 +2652,7 @@ def test_patterns_choose_the_groups():
     ("+3", {"step": 6}, None, None),
     ("1h30m", {"second": 5400.0}, "the time of 5400 s is over", 0),
     ("1h30m", {"second": 5399.0}, None, None),
-    ("", {"file": True}, "runs/stop is there", 0),
+    ("", {"file": True}, "runs{x}/stop is there", 0),
     ("val_loss<2.5", {"val_loss": 2.4375}, "val_loss 2.438 is below 2.5", 0),
     ("val_loss<2.5", {"val_loss": 2.5}, None, None),
     ("val_acc>0.5", {"val_acc": 0.625}, "val_acc 0.625 is above 0.5", 0),
@@ -2586,7 +2665,7 @@ def test_patterns_choose_the_groups():
     # Of several the first in this order.
     ("9 +5 1s", {"step": 9, "second": 1.0, "file": True}, "5 updates since the start are done", 0),
     ("9 1s", {"step": 9, "second": 1.0, "file": True}, "step 9 is reached", 0),
-    ("1s loss<9", {"second": 1.0, "file": True, "loss": 1.0}, "runs/stop is there", 0),
+    ("1s loss<9", {"second": 1.0, "file": True, "loss": 1.0}, "runs{x}/stop is there", 0),
     ("loss<9 loss>0.5 1s", {"second": 1.0, "loss": 1.0}, "the time of 1 s is over", 0),
     ("loss>0.5 loss<9", {"step": 20, "loss": 1.0, "wish": "x"}, "loss 1 is below 9", 0),
     ("loss>0.5", {"step": 20, "loss": 1.0, "wish": "x"}, "loss 1 is above 0.5", 1),
@@ -2596,11 +2675,11 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 
     Break: config.py: "<": operator.lt => "<": operator.le
     """
-    cfg = config.Config(steps=20, out_dir="runs", stop=tuple(stop.split()))
+    cfg = config.Config(steps=20, out_dir="runs{x}", stop=tuple(stop.split()))
     config.validate(cfg, 1)
-    run = {"cfg": cfg, "first_step": 4, "stops": config.stops(cfg),
-           "wishes": [(values[k], 0) for k in ("wish",) if k in values]}
-    asked = {"signal": None, "file": False, "second": 0.0}
+    run = {"cfg": cfg, "first_step": 4, "stops": config.stops(cfg)}
+    asked = {"signal": None, "file": False, "second": 0.0,
+             "wishes": [(values[k], 0) for k in ("wish",) if k in values]}
     asked |= {k: values[k] for k in asked.keys() & values.keys()}
     latest = {k: x for k, x in values.items() if k not in ("step", "wish", *asked)}
     found = train.why_stop(run, values.get("step", 4), asked, latest)
@@ -2917,10 +2996,11 @@ def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("n, how, words", [
     (2, "KILL", "has given no sign of life for"), (4, "STOP", "has given no sign of life for"),
-    (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh")])
+    (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh"),
+    (2, "data", "has ended: ValueError: oh")])
 def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
-    """Killed, stopped, stuck or failed: within seconds the others end with exit code 1 and words
-    that name it, its host and its number there; what was saved stays.
+    """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
+    code 1 and words that name it, its host and its number there; what was saved stays.
 
     Break: train.py: os.pwrite(file, json => (file, json
     """
@@ -2929,7 +3009,18 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     hook.write_text("import jax, time\ndef lose(event, value):\n"
                     "    late = event == 'step' and value['step'] * jax.process_index() == 30\n"
                     f"    if late and {how == 'hang'}: time.sleep(99)\n"
-                    f"    if late and {how == 'raise'}: raise RuntimeError('oh')\n")
+                    f"    if late and {how == 'raise'}: raise RuntimeError('oh')\n"
+                    "def fault(step, rows):\n"
+                    "    if step * jax.process_index() == 30: raise ValueError('oh')\n"
+                    "    return batch(step, rows)\n"
+                    "def faulty(cfg, parts):\n"
+                    "    global batch\n"
+                    "    sources = opened(cfg, parts)\n"
+                    "    batch, sources['train']['batch'] = sources['train']['batch'], fault\n"
+                    "    return sources\n"
+                    f"if {how == 'data'}:\n"
+                    "    import train\n"
+                    "    opened, train.TEXT['open'] = train.TEXT['open'], faulty\n")
     runs = several(n, cfg, "--hooks", f"{hook}:lose")
     wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
     try:
