@@ -135,11 +135,11 @@ def _windows(source, shard_of, within):
     form, T = source["form"], source["form"]["seq_len"]
     shards = [source["shards"][i] for i in shard_of]
     starts = np.minimum(within * T, source["lengths"][shard_of] - 1 - T)
-    windows = np.empty((len(shards), T + 1), np.int32)
+    windows = np.empty((len(shards), T + 1), np.int64)
     for row, shard, start in zip(windows, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
     check_ids(windows, form["vocab_size"], shards)
-    tokens, labels = windows[:, :-1], windows[:, 1:].copy()
+    tokens, labels = (x.astype(np.int32) for x in (windows[:, :-1], windows[:, 1:]))
     for row in np.flatnonzero(within * T - starts):  # the window before has these
         labels[row, : within[row] * T - starts[row]] = IGNORE
     for row, shard, start in zip(labels, shards, starts.tolist()):
@@ -433,7 +433,7 @@ def _unseen(cfg, size_of, epoch, seen):
     """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
     names = map(str, expand(cfg.data, lenient=True))
     for name in sorted({*names} - {*seen}, key=lambda name: [
-            int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]):
+            int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]):
         if n := size_of(name):
             yield {"epoch": epoch, "name": name, "n": n}
 
@@ -502,7 +502,12 @@ def _fill_rows(shard, form):
         starts = np.maximum(starts, stops - T - 1)
     else:
         stops = np.where(long, starts + (0 if form["too_long"] == "drop" else T + 1), stops)
-    bounds, items = pack(np.maximum(stops - starts - 1, 0), T, form["fill"] == "one")
+    lengths = np.maximum(stops - starts - 1, 0)
+    if "masked" in shard and len(lengths):  # what has no label goes nowhere
+        borders = np.stack([starts + 1, stops], axis=1).ravel()
+        masked = np.append(shard["masked"], np.uint8(0))  # a border may be at the end
+        lengths *= np.add.reduceat(masked, borders, dtype=np.int64)[::2] < lengths
+    bounds, items = pack(lengths, T, form["fill"] == "one")
     return shard | {"rows": (bounds, np.stack([starts, stops], axis=1)[items])}
 
 
@@ -567,9 +572,9 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in (".bin", ".npy")]
     texts = [p for p in paths if p.suffix not in (".bin", ".npy")]
-    if binary and form["packed"] and end < 0:
+    if binary and form["packed"] and not 0 <= end < (form["vocab_size"] or end + 1):
         raise ValueError(f"{binary[0]}: packed rows need the id that begins a document in token "
-                         "files; set --end_id (50256 in GPT-2's)")
+                         f"files, and {end} is none; set --end_id (50256 in GPT-2's)")
     # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
     shards = [{"name": str(p), "tokens": np.asarray(_tokens_in(p, dtype)), "at": 0, "end": end,
                "path": p, "size": p.stat().st_size} for p in binary]
@@ -600,7 +605,9 @@ def prepare(paths, tokenizer, folder):
     name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     key = json.dumps([2, tokenizer["key"], *map(_content, paths)]).encode()
     final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
-    partial = final.with_suffix(".partial")
+    partial, about = final.with_suffix(".partial"), dict(name=name, at=0, path=final / "tokens")
+    if there := _prepared(final, tokenizer):  # perhaps where nothing can be written
+        return there | about
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(final.with_suffix(".lock"), "w") as lock:
@@ -618,7 +625,7 @@ def prepare(paths, tokenizer, folder):
     except OSError as e:
         raise ValueError(f"{name}: cannot be prepared in {folder}: {e}; make room there, or choose "
                          "another folder with --prepared") from None
-    return _prepared(final, tokenizer) | {"name": name, "at": 0, "path": final / "tokens"}
+    return _prepared(final, tokenizer) | about
 
 
 def _content(path):
@@ -726,12 +733,12 @@ def _chat(row, tokenizer, where):
 
     text = render(len(messages))
     out = library(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts = np.array([start for start, _ in out["offset_mapping"]])
+    starts, ends = np.array(out["offset_mapping"]).T
     masked = np.ones(len(starts), np.uint8)
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, turn = render(i, prompt=True) if i else text, render(i + 1).rstrip()
-            if not text.startswith(before) or not i:
+            before, turn = render(i, prompt=True), render(i + 1).rstrip()
+            if not text.startswith(before):
                 raise ValueError(f"{where}: message {i + 1}: the chat template does not put it "
                                  "after its text of the messages before; use another template")
             if not text.startswith(turn):  # eos may stand after the last turn alone
@@ -744,7 +751,7 @@ def _chat(row, tokenizer, where):
                     raise ValueError(f"{where}: message {i + 1}: the chat template does not end it "
                                      f"by {mark!r} when others follow; use another template")
                 turn = text[: end + len(mark)]
-            masked[(starts >= len(before)) & (starts < len(turn))] = 0
+            masked[(ends > len(before)) & (starts < len(turn))] = 0  # a token may span the border
     return np.array(out["input_ids"]), masked
 
 
@@ -761,14 +768,17 @@ def _texts(row, where):
             except UnicodeEncodeError as e:
                 raise ValueError(f"{where}: has a lone surrogate: {e}; drop such rows") from None
             return texts
+    fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
-                         f"'completion', or a list 'messages'; it has {[*row] or 'no fields'}")
+                         f"'completion', or a list 'messages'; it has {fields or 'no fields'}")
     roles = "system", "developer", "user", "assistant", "tool"
     for i, message in enumerate(row["messages"], 1):
         if not isinstance(message, dict) or message.get("role") not in roles:
             raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
                              f"{str(message)[:80]}")
+    if row["messages"] and row["messages"][0]["role"] == "assistant":
+        raise ValueError(f"{where}: a chat must not begin with the assistant; drop that message")
     return []
 
 
@@ -776,14 +786,14 @@ def rows_in(path, size):
     """Yield (where, row, last) of the rows of a file or folder; pieces of a text, of `size`
     characters, are rows.
     """
-    kind = path.name.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    kind = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     if path.is_dir() or kind == "parquet":
         for number, row in enumerate(_arrow_rows(path), 1):
             yield f"{path} row {number}", row, True
         return
     zstd = _need("zstandard", path) if path.suffix == ".zst" else None
     opened = zstd.open if zstd else gzip.open if path.suffix == ".gz" else open
-    damage = (json.JSONDecodeError, OSError, EOFError, zstd.ZstdError if zstd else zlib.error)
+    damage = (ValueError, RecursionError, OSError, EOFError, zstd.ZstdError if zstd else zlib.error)
     where = str(path)
     with opened(path, mode="rt", encoding="utf-8", newline="\n") as file:
         try:
@@ -927,7 +937,8 @@ def describe(source):
               for what, n in shard.get("counts", {}).items())])
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards])
     used = sum((np.diff(shard["rows"][1]) - 1).sum() for shard in shards)
-    return (f"{len(n_tokens):,} documents in {source['n']:,} sequences, "
+    n_used = sum(len(shard["rows"][1]) for shard in shards)
+    return (f"{n_used:,} of {len(n_tokens):,} documents in {source['n']:,} sequences, "
             f"{(n_tokens - 1 > form['seq_len']).sum():,} longer (--too_long {form['too_long']}), "
             f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
 
@@ -1079,11 +1090,13 @@ def _library_tokenizer(name):
     if not path.is_file():
         raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
                          "with one, nor tiktoken:NAME")
-    library = _need("tokenizers", f"tokenizer {name!r}")
+    library, settings = _need("tokenizers", f"tokenizer {name!r}"), {}
     try:
         tok = library.Tokenizer.from_file(str(path))
+        if os.path.isdir(name) and (file := path.with_name("tokenizer_config.json")).exists():
+            settings = dict(json.loads(file.read_text()))
     except Exception as e:  # the library raises Exception itself
-        raise ValueError(f"tokenizer {name!r}: not a tokenizer.json: {e}") from None
+        raise ValueError(f"tokenizer {name!r}: cannot be read: {e}") from None
     tok.no_truncation()  # a tokenizer.json keeps both as they were last used
     tok.no_padding()
     files = sorted({p for pattern in TOKENIZER_FILES for p in Path(name).glob(pattern)}) or [path]
@@ -1091,10 +1104,13 @@ def _library_tokenizer(name):
     @cache
     def chat():
         library = _need("transformers", f"tokenizer {name!r}: a chat")
-        return library.AutoTokenizer.from_pretrained(name, local_files_only=True)
+        try:
+            return library.AutoTokenizer.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False)
+        except Exception as e:  # whatever is wrong with its files
+            raise ValueError(f"tokenizer {name!r}: cannot be read: {e}") from None
 
-    settings = path.with_name("tokenizer_config.json")
-    eos = json.loads(settings.read_text()).get("eos_token") if settings in files else None
+    eos = settings.get("eos_token")
     eos = eos["content"] if isinstance(eos, dict) else eos  # in a chat, the end of a turn
     names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", *([eos] if eos else []))
     ends = [i for i in map(tok.token_to_id, names) if i is not None]
@@ -1105,7 +1121,8 @@ def _library_tokenizer(name):
     return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch_fast(
                 texts, add_special_tokens=False)],
             "decode": partial(tok.decode, skip_special_tokens=False),
-            "vocab_size": tok.get_vocab_size(), "begin": framed[0] if framed else None, "end": end,
+            "vocab_size": max(tok.get_vocab().values()) + 1,  # there may be gaps
+            "begin": framed[0] if framed else None, "end": end,
             "stops": {end, tok.token_to_id(eos) if eos else end},
             "chat": chat if len(files) > 1 else None,
             "key": [zlib.crc32(file.read_bytes()) for file in files]}

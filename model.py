@@ -1137,6 +1137,7 @@ def hf_fields(hf):
                          + ", ".join(HF_FAMILIES))
     (experts, qk_norm, qkv_bias), silent = HF_FAMILIES[family]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = rope if isinstance(rope, dict) else {"type": rope}
     hf = silent | hf | dict(rope_type=rope.get("type", "default")) | rope
     if hf["rope_type"] != "llama3":
         hf |= dict(factor=1.0, low_freq_factor=1, high_freq_factor=4)

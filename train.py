@@ -1297,8 +1297,13 @@ def open_hf(path, cfg):
     if not hf_config(path):
         return None
     pieces = model.hf_pieces(cfg)
-    return {"names": dict.fromkeys(pieces), "read": lambda like: ckpt.read_safetensors(
-        path, {name: pieces[name] for name in like}, like, model.HF_UNUSED)}
+
+    def read(like):
+        others = [tensor for name in pieces.keys() - like for tensor in pieces[name][0].values()]
+        return ckpt.read_safetensors(path, {name: pieces[name] for name in like}, like,
+                                     (*model.HF_UNUSED, *others))
+
+    return {"names": dict.fromkeys(pieces), "read": read}
 
 
 KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of init_from

@@ -260,6 +260,7 @@ REFUSED = {
     "llama3 without bounds": (
         dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
         ["low_freq_factor None: must be 1", "high_freq_factor None: must be 4"]),
+    "rope as a word": (dict(rope_scaling="yarn"), ["rope_type 'yarn': must be default or llama3"]),
     "rope by layer": (dict(rope_parameters={"full_attention": dict(rope_type="default")}),
                       ["full_attention {'rope_type': 'default'}: all layers must have one"]),
     "some layers slide": (
@@ -784,6 +785,32 @@ def test_an_adapter_has_no_place_for_more_than_its_factors():
     assert adapter()["r"] == 2
     with pytest.raises(ValueError, match="export_lora apart: final_norm is trained too"):
         adapter("!final_norm")
+
+
+@pytest.mark.slow
+def test_a_run_takes_a_part_of_their_weights(tiny, tmp_path):
+    """All but one from their folder, and of these the norms again from a run: the others are fresh.
+
+    Break: train.py: (*model.HF_UNUSED, *others)) => model.HF_UNUSED)
+    """
+    torch_and_transformers()
+    make_theirs("qwen3", tmp_path / "theirs")
+    part = f"{tmp_path / 'theirs'} exclude=layers.wq strict=no"
+    one = run_config(tiny, tmp_path, init_from=(part,), steps=1, out_dir=str(tmp_path / "one"))
+    two = dataclasses.replace(one, init_from=(part, f"{one.out_dir} load=*norm"),
+                              out_dir=str(tmp_path / "two"))
+    began, ended = [], []
+    for cfg in (one, two):
+        summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
+            value["params"])) if event == "load" else None])
+        ended.append(jax.device_get(summary["state"]["params"]))
+    first = read_params(tmp_path / "theirs", read_config(tmp_path / "theirs"), make_mesh(None))
+    for params in began:
+        assert [n for n in first if (params[n] != first[n]).any() and "norm" not in n] == [
+            "layers.wq"]
+    assert (began[0]["final_norm"] == first["final_norm"]).all()
+    assert (began[1]["final_norm"] == ended[0]["final_norm"]).all()
+    assert (began[1]["final_norm"] != first["final_norm"]).any()
 
 
 def test_what_contradicts_their_config_is_refused(tiny, tmp_path):

@@ -2116,7 +2116,8 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
 
 def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
     """Of two that were asked different things both take the later time, the signal, the file and
-    the wish of a hook; in between, and when asked again at the step, all is as before. One alone asks no one.
+    the wish of a hook; in between, and when asked again at the step, all is as before. One alone
+    asks no one.
 
     Break: train.py: (np.float32(found)).max(axis=0) => (np.float32(found))[0]
     """
