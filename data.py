@@ -603,7 +603,7 @@ def prepare(paths, tokenizer, folder):
     for tokens that are no labels; "counts" of what was read and left out.
     """
     name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    key = json.dumps([2, tokenizer["key"], *map(_content, paths)]).encode()
+    key = json.dumps([3, tokenizer["key"], *map(_content, paths)]).encode()
     final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
     partial, about = final.with_suffix(".partial"), dict(name=name, at=0, path=final / "tokens")
     if there := _prepared(final, tokenizer):  # perhaps where nothing can be written
@@ -783,8 +783,8 @@ def _texts(row, where):
 
 
 def rows_in(path, size):
-    """Yield (where, row, last) of the rows of a file or folder; pieces of a text, of `size`
-    characters, are rows.
+    """Yield (where, row, last) of the rows of a file or folder: of .jsonl and .json one a line, of
+    .json also those of one array; of a text pieces of `size` characters.
     """
     kind = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     if path.is_dir() or kind == "parquet":
@@ -799,16 +799,19 @@ def rows_in(path, size):
         try:
             if zstd:
                 _check_whole(path, zstd)
-            texts = ((line, True) for line in file) if kind == "jsonl" else _pieces(file, size)
-            for number, (text, last) in enumerate(texts, 1):
-                where = f"{path} line {number}" if kind == "jsonl" else str(path)
-                if kind != "jsonl":
-                    yield where, {"text": text}, last
-                elif text.strip():
-                    yield where, json.loads(text), True
+            if kind not in ("json", "jsonl"):
+                yield from ((where, {"text": text}, last) for text, last in _pieces(file, size))
+                return
+            for number, line in enumerate(file, 1):
+                where = f"{path} line {number}"
+                if kind == "json" and line.lstrip()[:1] == "[":  # an array, to the end of the file
+                    for i, row in enumerate(json.loads(line + file.read()), 1):
+                        yield f"{path} row {i}", row, True
+                elif line.strip():
+                    yield where, json.loads(line), True
         except UnicodeDecodeError as e:
             place = file.buffer.tell() - len(e.object) + e.start
-            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .jsonl (also .gz, "
+            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .json(l) (or .gz, "
                              ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
         except damage as e:
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None

@@ -853,6 +853,19 @@ def test_rows_of_every_format(kind, tmp_path):
     assert bytes(labels.tolist()) == b"4\x006\0"
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_of_json_files(indent, tmp_path):
+    """A .json file holds a row a line, as datasets writes it, or one array of rows.
+
+    Break: data.py: if kind == "json" and line => if False and line
+    """
+    rows = [{"text": "one text"}, {"text": "zwei\nlines"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    text = "\n" + json.dumps(rows, indent=indent) if indent else lines
+    shard = prepared(write(tmp_path / "a.json", text.encode()), folder=tmp_path)["shards"][0]
+    assert bytes(shard["tokens"]) == b"\0one text\0zwei\nlines\0"
+
+
 @pytest.mark.parametrize("split", ["ByteLevel", "cl100k", "Metaspace"])
 def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     """The ids of a long text do not depend on where it is cut into pieces; a tokenizer for which
@@ -896,6 +909,8 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     ("x.parquet", b"PAR1....", "not a .parquet file"),
     ("x.JSONL", b'["text"]\n', "it has no fields"),
     ("x.jsonl", b'{"text": null, "id": 5}\n', "it has text (NoneType), id (int)"),
+    ("x.json", b'[{"text": "a"},\n {"id": 5}]', "row 2: not an object with a string 'text'"),
+    ("x.json", b'{"text":\n "a"}', "line 1: damaged, or not JSON"),
     ("x.jsonl", b'{"text": ' + b"[" * 10**5, "line 1: damaged, or not JSON"),
     ("x.jsonl", b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}", "line 2: damaged, or not JSON"),
     ("x.jsonl", b'{"messages": [{"role": "assistant", "content": "a"}]}\n',
