@@ -246,7 +246,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     the "optimizer" (optax), and "train_step" (state, batch) -> (state, metrics), and returns what
     to use instead: the place for pruning and the like.
     """
-    loss_fn = override("loss_fn", loss_fn)
+    loss_fn, init_fn = _checked(override("loss_fn", loss_fn), init_fn, table)
     optimizer = override("optimizer", make_optimizer(cfg, table))
 
     def bind(f, **fixed):  # keeps f's name
@@ -426,6 +426,30 @@ def _from_host(update, on_device):
     def train_step(state, batch):
         return update(state | {"opt": jax.device_put(state["opt"], on_device)}, batch)
     return train_step
+
+
+def _checked(loss_fn, init_fn, table):
+    """Both functions, which then raise ValueError for what they must not give."""
+    def loss(params, batch, cfg):
+        match out := loss_fn(params, batch, cfg):
+            case ({"objective": objective} as sums, dict() as counts) if (
+                    sums.keys() <= counts.keys() and np.shape(objective) == ()
+                    and jnp.issubdtype(jnp.result_type(objective), jnp.floating)):
+                return out
+        raise ValueError(f"loss gives {jax.tree.map(np.shape, out)}: must be ({{name: sum}}, "
+                         "{name: count}), with an 'objective' that is one float")
+
+    def init(key, cfg):
+        params = init_fn(key, cfg)
+        there = dict(jax.tree.map(np.shape, params) or ())
+        wanted = {name: tuple(row["shape"]) for name, row in table.items()}
+        if wrong := [f"{name} is {there.get(name, 'missing')}, must be "
+                     f"{wanted.get(name, 'left out')}" for name in wanted | there
+                     if there.get(name) != wanted.get(name)]:
+            raise ValueError(f"init: {'; '.join(wrong)}")
+        return params
+
+    return loss, init
 
 
 def check_shapes(table, mesh):

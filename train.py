@@ -107,9 +107,8 @@ def prepare(cfg, task=TEXT, devices=None):
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
-    faults = [f"unknown key {key!r}" for key in task if key not in TEXT]
-    faults += [f"no {key!r}" for key in TEXT if key not in {"init"} | (TASK_DEFAULTS | task).keys()]
-    config.raise_all(faults, "task")
+    config.raise_all(config.key_faults(
+        "task", task, TASK_RULES, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
     task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
     devices = devices or jax.devices()
     keep_programs(cfg)
@@ -127,7 +126,7 @@ def prepare(cfg, task=TEXT, devices=None):
     config.raise_all([f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
                       if not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
-    config.raise_all(table_faults(table, task["batch"](cfg)), "table")
+    config.raise_all(table_faults(table, task["batch"](cfg)), "task")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
@@ -178,9 +177,7 @@ def start_run(run, hooks, observers, state, params, began):
     {event: (step, second)} of what was done at its step, clock), or None when nothing is left.
     """
     cfg, task = run["cfg"], run["task"]
-    opened = task["open"](cfg, ("train", "val"))
-    config.raise_all([f"the training data has no {key!r}" for key in ("n", "batch", "fingerprint")
-                      if key not in opened["train"]], "open")
+    opened = open_data(task, cfg, ("train", "val"))
     # A folder that grows may have had fewer files when another process listed it.
     opened["train"]["n"] = ckpt.from_main(lambda: opened["train"]["n"])
     if cfg.epochs:
@@ -372,6 +369,42 @@ TASK_DEFAULTS = {
     "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
 
 
+def is_number(x):
+    return isinstance(x, int | float | np.number) and not isinstance(x, bool)
+
+
+ANY = (lambda x: True, "")
+TASK_RULES = dict.fromkeys(TEXT, ANY) | {"unit": (
+    lambda x: isinstance(x, tuple) and len(x) == 2 and callable(x[1]), "(name, cfg -> how many)")}
+ROW_RULES = {  # of a table, and in part of a batch
+    "shape": (lambda x: isinstance(x, tuple | list) and all(
+        isinstance(n, int | np.integer) and n > 0 for n in x), "a tuple of whole numbers above 0"),
+    "spec": (lambda x: isinstance(x, jax.P) and {*jax.tree.leaves(tuple(x))} <= {*steplib.AXES},
+             f"a PartitionSpec of {', '.join(steplib.AXES)}"),
+    "init": (lambda x: isinstance(x, tuple) and len(x) == 2 and is_number(x[1]),
+             "('normal', std) or ('constant', value)"),
+    "trained": (lambda x: isinstance(x, bool), "True or False"),
+    "ids": (lambda x: isinstance(x, tuple), "a tuple of names of arrays of the batch"),
+    "lr_mult": (is_number, "a number"), "decay_mult": (is_number, "a number"),
+    "optimizer": (lambda x: x in steplib.OPTIMIZERS, f"of {', '.join(steplib.OPTIMIZERS)}")}
+SOURCE_RULES = {"n": (lambda n: is_number(n) and n >= 1, "how many examples, at least 1"),
+                "batch": (callable, "a function"),
+                "fingerprint": (lambda x: isinstance(x, str), "text")}
+
+
+def open_data(task, cfg, parts):
+    """What task["open"] gives, checked: {"train", "val"}: a source or None."""
+    opened, found = task["open"](cfg, parts), {"train": None, "val": None}
+    config.raise_all(config.key_faults("open", opened, dict.fromkeys(found, ANY)), "task")
+    found |= opened
+    whole = not {"at", "parts"} & {*(found["val"] or ())}
+    required = {"train": SOURCE_RULES, "val": ("n", "batch") if whole else ()}
+    config.raise_all([fault for part in parts if part == "train" or found[part] for fault in
+                      config.key_faults(f"open: {part}", found[part], SOURCE_RULES, required[part],
+                                        others=True)], "task")
+    return found
+
+
 def grouped(table, cfg):
     """The table, with what lr_mult, decay_mult and optimizers say of some of its rows; of several
     that match a parameter the last holds.
@@ -385,13 +418,16 @@ def grouped(table, cfg):
 
 
 def table_faults(table, batch):
-    """Faults, in words, of a task's table."""
-    known = "shape spec init trained ids lr_mult decay_mult optimizer".split()
-    return [f"{name}: {fault}" for name, row in table.items() for fault in (
-        *(f"unknown key {key!r} ({config.nearest(key, known)})" for key in row if key not in known),
-        *(f"no {key!r}" for key in ("shape", "spec", "init") if key not in row),
-        *(f"ids {ids!r}: must be names of arrays of the batch, as in ({next(iter(batch))!r},)"
-          for ids in (row.get("ids", ()),) if isinstance(ids, str) or {*ids} - {*batch}))]
+    """Faults, in words, of what a task's "table" and "batch" give."""
+    faults = [fault for name, row in table.items() for fault in (
+        config.key_faults(f"table: {name}", row, ROW_RULES, ("shape", "spec", "init")) or [
+            len(row["spec"]) > len(row["shape"])
+            and f"table: {name}: spec {row['spec']}: is longer than shape {row['shape']}",
+            {*row.get("ids", ())} - {*batch} and f"table: {name}: ids {row['ids']}: must be names "
+            f"of arrays of the batch, as in ({next(iter(batch))!r},)"])]
+    return faults + [fault for name, entry in batch.items() for fault in config.key_faults(
+        f"batch: {name}", dict(zip(("shape", "dtype", "spec"), entry, strict=False)),
+        ROW_RULES | {"dtype": ANY}, ("shape", "dtype", "spec"))]
 
 
 def program_parts(run):
@@ -482,9 +518,9 @@ def make_batch_at(run, source):
     sizes = {name: row["shape"][0] for row in run["table"].values() for name in row.get("ids", ())}
 
     def batch_at(index):
-        if not (batch := source["batch"](0 if pinned else index, rows)):
-            return batch
-        there = {name: (x.shape, x.dtype) for name, x in batch.items()}
+        if (batch := source["batch"](0 if pinned else index, rows)) is None:
+            return None
+        there = {name: (np.shape(x), np.asarray(x).dtype) for name, x in dict(batch).items()}
         config.raise_all([f"{name} is {there.get(name, 'missing')}, must be "
                           f"{wanted.get(name, 'left out')}" for name in wanted.keys() | there.keys()
                           if there.get(name) != wanted.get(name)], f"batch {index}")
@@ -744,6 +780,8 @@ def screen(cfg):
             show_texts(row["texts"])
         elif event == "reload":
             say(f"{in_words(row, 'step')}  loaded again: {', '.join(row['names'])}")
+        elif event == "out_of_data":
+            say(f"{in_words(row, 'step')}  waiting for data")
         elif event == "export":
             say(f"{in_words(row, 'step')}  exported to {cfg.export}")
         if "fault" in row:
@@ -1427,7 +1465,7 @@ def prepare_data(cfg, task, hooks=()):
     """Tokenize what is not and say what there is, touching no device; the summary."""
     cfg = (TASK_DEFAULTS | task)["adopt"](cfg)
     config.validate(cfg, None)
-    tell_data(task["open"](cfg, ("train", "val")), print)
+    tell_data(open_data(task, cfg, ("train", "val")), print)
     return {"step": 0, "reason": "data", "exit_code": 0}
 
 
@@ -1522,7 +1560,7 @@ def run_saved(cfg, task, hooks):
     if cfg.mode == "sample" and not task["preview"]:
         raise ValueError("mode sample: this task has no preview")
     if cfg.mode == "eval":
-        run |= {"train": None} | task["open"](cfg, ("val",))
+        run |= open_data(task, cfg, ("val",))
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, lowered, _ = steplib.lower_steps(*program_parts(run))

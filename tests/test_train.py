@@ -1159,35 +1159,51 @@ def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
 def test_a_task_with_a_wrong_key_is_told_so(tiny):
     """A key that no task has, and one that every task needs, before anything runs.
 
-    Break: train.py: config.raise_all(faults, "task") => pass
+    Break: train.py: "task", task, TASK_RULES, TEXT => "task", TEXT, TASK_RULES, TEXT
     """
     task = {k: v for k, v in train.TEXT.items() if k != "loss"} | {"units": ("word", len)}
-    with pytest.raises(ValueError, match="unknown key 'units'\n  no 'loss'"):
+    with pytest.raises(ValueError, match=r"task: unknown key 'units' \(nearest: unit\)\n  task: no 'loss'"):
         train.main(tiny(), task=task)
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(table={"idz": ("x",)}), r"table: w: unknown key 'idz' \(nearest: ids\)"),
-    (dict(table={"ids": "x"}), r"table: w: ids 'x': must be names .* as in \('x',\)"),
-    (dict(table={"ids": ("y",)}), r"table: w: ids \('y',\): must be names"),
+    (dict(table={"idz": ("x",)}), r"task: table: w: unknown key 'idz' \(nearest: ids\)"),
+    (dict(table={"ids": "x"}), "table: w: ids 'x': must be a tuple of names"),
+    (dict(table={"ids": ("y",)}), r"table: w: ids \('y',\): must be names .* as in \('x',\)"),
     (dict(table={"init": ("uniform", 3.0)}), "w: init 'uniform': must be 'normal' or 'constant'"),
-    (dict(source={"fingerprint": None}), "open: the training data has no 'fingerprint'"),
+    (dict(table={"init": 0.02}), r"table: w: init 0.02: must be \('normal', std\) or"),
+    (dict(table={"shape": 4}), "table: w: shape 4: must be a tuple of whole numbers"),
+    (dict(table={"spec": None}), "table: w: spec None: must be a PartitionSpec of dp, fsdp, ep"),
+    (dict(table={"spec": jax.P("fdsp")}), r"table: w: spec P\('fdsp',\): must be a PartitionSpec"),
+    (dict(table={"spec": jax.P(None, None)}), "table: w: spec .*: is longer than shape"),
+    (dict(table={"trained": "no"}), "table: w: trained 'no': must be True or False"),
+    (dict(table={"optimizer": "adam"}), "table: w: optimizer 'adam': must be of adamw, adafactor"),
+    (dict(task={"batch": lambda cfg: {"x": ((8,), np.float32)}}), "task: batch: x: no 'spec'"),
+    (dict(task={"unit": "image"}), r"task: unit 'image': must be \(name, cfg -> how many\)"),
+    (dict(task={"open": lambda cfg, parts: None}), "task: open is None: must be a dict"),
+    (dict(task={"open": lambda cfg, parts: {"val": None}}), "task: open: train is None: must be"),
+    (dict(task={"init": lambda key, cfg: {"w": jnp.ones(3)}}), r"init: w is \(3,\), must be \(4,\)"),
+    (dict(task={"init": lambda key, cfg: None}), r"init: w is missing, must be \(4,\)"),
+    (dict(task={"loss": lambda *args: {"loss": 1.0}}), r"loss gives \{'loss': \(\)\}: must be \("),
+    (dict(task={"loss": lambda *args: ({"objective": jnp.int32(1)}, {"objective": 1})}),
+     "must be .* with an 'objective' that is one float"),
+    (dict(source={"fingerprint": 5}), "open: train: fingerprint 5: must be text"),
+    (dict(source={"n": 0}), "open: train: n 0: must be how many examples, at least 1"),
     (dict(batch=np.zeros(3, np.float32)), r"batch 0: x is \(\(3,\), .*, must be \(\(8,\), "),
     (dict(batch=np.zeros(8)), r"batch 0: x is .*float64.*, must be .*float32"),
     (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
      "batch 0: x is -1 to 6: must be from 0 to 3, or 4 for padding"),
 ])
 def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
-    """By a sentence, where JAX would say something else, or nothing: of a row of the table, the
-    source, a batch, ids beyond their table.
+    """By a sentence, where JAX would say something else, or nothing: of a key of the task, a row of
+    the table, the source, the loss, a batch, ids beyond their table.
 
     Break: train.py: config.raise_all(table_faults( => print((
     """
     dtype = np.int32 if "ids" in change.get("table", ()) else np.float32
     batch = change.get("batch", np.ones(8, dtype))
     source = {"n": 64, "fingerprint": "x", "batch": lambda step, rows: {"x": batch}}
-    for key in change.get("source", ()):
-        del source[key]
+    source |= change.get("source", {})
 
     def loss(params, batch, cfg):
         objective = (params["w"].sum() * batch["x"]).sum()
@@ -1196,7 +1212,7 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
     row = dict(shape=(4,), spec=jax.P(), init=("normal", 1.0)) | change.get("table", {})
     task = {"table": lambda cfg: {"w": row}, "loss": loss,
             "batch": lambda cfg: {"x": ((8,), dtype, jax.P())},
-            "open": lambda cfg, parts: {"train": source, "val": None}}
+            "open": lambda cfg, parts: {"train": source}} | change.get("task", {})
     with pytest.raises(ValueError, match=words):
         train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
 
