@@ -60,7 +60,7 @@ def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=
             x.copy_to_host_async()
     layouts, shards = _layouts(arrays), _owned_shards(arrays)
     data = from_main(lambda: os.urandom(4).hex())
-    body = {"step": step, "folder": data, "arrays": layouts} | dict(meta)
+    body = {"step": int(_name(step)), "folder": data, "arrays": layouts} | dict(meta)
     return ThreadPoolExecutor(1, "ckpt").submit(
         _write, root, body, shards, temporary, tell,
         lambda: prune(root, keep, keep_every, tell, saved=step))
@@ -421,6 +421,9 @@ def flatten(tree):
     for name, x in arrays.items():
         if not _is_path(name) or name == SMALL:
             raise ValueError(f"{name!r}: no array can be saved under that name")
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise ValueError(f"{name!r}: a random key cannot be saved; save jax.random.key_data of "
+                             "it, and wrap that by jax.random.wrap_key_data")
         if x.dtype.kind in "OSU":
             raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers")
     if len(arrays) < len(names):

@@ -13,6 +13,7 @@ import glob
 import gzip
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -435,7 +436,7 @@ def _unseen(cfg, size_of, epoch, seen):
     for name in sorted({*names} - {*seen}, key=lambda name: [
             int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]):
         if n := size_of(name):
-            yield {"epoch": epoch, "name": name, "n": n}
+            yield {"epoch": epoch, "name": name, "n": int(n)}
 
 
 def _next_window(cfg, order, size_of, waits):
@@ -452,8 +453,6 @@ def _next_window(cfg, order, size_of, waits):
     if len({*seen}) != cfg.windows_per_epoch:
         if window := next(_unseen(cfg, size_of, epoch, seen), None):
             return window
-        if len(order) not in waits and cfg.wait_s:
-            tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
         now = time.monotonic()
         if now - waits.setdefault(len(order), now) < cfg.wait_s:
             return None
@@ -556,6 +555,7 @@ def _begins(shard, start, tokens, labels):
 
 # Files.
 
+TOKEN_FILES = (".bin", ".npy")
 N_SCANNED = 2**22  # tokens of a source whose ids are checked before training; the rest per batch
 
 
@@ -570,8 +570,8 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     tokens (unless leave_out_short), or has an id that is not below vocab_size.
     """
     form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
-    binary = [p for p in paths if p.suffix in (".bin", ".npy")]
-    texts = [p for p in paths if p.suffix not in (".bin", ".npy")]
+    binary = [p for p in paths if p.suffix in TOKEN_FILES]
+    texts = [p for p in paths if p.suffix not in TOKEN_FILES]
     if binary and form["packed"] and not 0 <= end < (form["vocab_size"] or end + 1):
         raise ValueError(f"{binary[0]}: packed rows need the id that begins a document in token "
                          f"files, and {end} is none; set --end_id (50256 in GPT-2's)")
@@ -603,7 +603,10 @@ def prepare(paths, tokenizer, folder):
     for tokens that are no labels; "counts" of what was read and left out.
     """
     name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    key = json.dumps([3, tokenizer["key"], *map(_content, paths)]).encode()
+    # Another text of what reads files makes other tokens of them.
+    code = [zlib.crc32(inspect.getsource(f).encode()) for f in (
+        rows_in, _arrow_rows, _pieces, _texts, _chat, _encoded, _write_prepared)]
+    key = json.dumps([*code, tokenizer["key"], *map(_content, paths)]).encode()
     final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
     partial, about = final.with_suffix(".partial"), dict(name=name, at=0, path=final / "tokens")
     if there := _prepared(final, tokenizer):  # perhaps where nothing can be written

@@ -428,16 +428,22 @@ def _from_host(update, on_device):
     return train_step
 
 
+# Names in metrics that are not the loss's to give.
+RESERVED = ("step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch")
+
+
 def _checked(loss_fn, init_fn, table):
     """Both functions, which then raise ValueError for what they must not give."""
     def loss(params, batch, cfg):
         match out := loss_fn(params, batch, cfg):
             case ({"objective": objective} as sums, dict() as counts) if (
                     sums.keys() <= counts.keys() and np.shape(objective) == ()
-                    and jnp.issubdtype(jnp.result_type(objective), jnp.floating)):
+                    and jnp.issubdtype(jnp.result_type(objective), jnp.floating)
+                    and not sums.keys() & {*RESERVED}):
                 return out
-        raise ValueError(f"loss gives {jax.tree.map(np.shape, out)}: must be ({{name: sum}}, "
-                         "{name: count}), with an 'objective' that is one float")
+        raise ValueError(
+            f"loss gives {jax.tree.map(np.shape, out)}: must be ({{name: sum}}, {{name: count}}), "
+            f"with an 'objective' that is one float, and no {', '.join(RESERVED)}")
 
     def init(key, cfg):
         params = init_fn(key, cfg)

@@ -123,8 +123,9 @@ def prepare(cfg, task=TEXT, devices=None):
         jax.config.update("jax_optimization_level", "O1")
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](cfg, platform)
-    config.raise_all([f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
-                      if not importlib.util.find_spec(name)])
+    config.raise_all([
+        f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
+        if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
     config.raise_all(table_faults(table, task["batch"](cfg)), "task")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
@@ -149,7 +150,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     """
     began = time.perf_counter()
     join_processes(cfg)  # JAX then catches SIGTERM itself, so this is before catch_signals
-    hooks = (*hooks, *map(load_hook, cfg.hooks))
+    hooks = (*hooks, *load_hooks(cfg.hooks))
     if cfg.mode != "train":
         return {"plan": plan, "data": prepare_data}.get(cfg.mode, run_saved)(cfg, task, hooks)
     with catch_signals() as (signals, in_loop):
@@ -179,7 +180,7 @@ def start_run(run, hooks, observers, state, params, began):
     cfg, task = run["cfg"], run["task"]
     opened = open_data(task, cfg, ("train", "val"))
     # A folder that grows may have had fewer files when another process listed it.
-    opened["train"]["n"] = ckpt.from_main(lambda: opened["train"]["n"])
+    opened["train"]["n"] = ckpt.from_main(lambda: int(opened["train"]["n"]))
     if cfg.epochs:
         steps = cfg.epochs * opened["train"]["n"] / cfg.batch_size
         # In windows the last few examples wait for the next file.
@@ -385,7 +386,7 @@ ROW_RULES = {  # of a table, and in part of a batch
              "('normal', std) or ('constant', value)"),
     "trained": (lambda x: isinstance(x, bool), "True or False"),
     "ids": (lambda x: isinstance(x, tuple), "a tuple of names of arrays of the batch"),
-    "lr_mult": (is_number, "a number"), "decay_mult": (is_number, "a number"),
+    **dict.fromkeys(("lr_mult", "decay_mult"), (lambda x: is_number(x) and x >= 0, "0 or above")),
     "optimizer": (lambda x: x in steplib.OPTIMIZERS, f"of {', '.join(steplib.OPTIMIZERS)}")}
 SOURCE_RULES = {"n": (lambda n: is_number(n) and n >= 1, "how many examples, at least 1"),
                 "batch": (callable, "a function"),
@@ -406,14 +407,16 @@ def open_data(task, cfg, parts):
 
 
 def grouped(table, cfg):
-    """The table, with what lr_mult, decay_mult and optimizers say of some of its rows; of several
-    that match a parameter the last holds.
+    """The table, with what lr_mult, decay_mult, optimizers and freeze say of some of its rows; of
+    several that match a parameter the last holds.
     """
     for field, key, convert in (("lr_mult", "lr_mult", config.number), (
             "decay_mult", "decay_mult", config.number), ("optimizers", "optimizer", str)):
         for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
             for name in model.matching(field, (pattern,), table):
                 table[name] = table[name] | {key: convert(value)}
+    for name in model.matching("freeze", cfg.freeze, table):
+        table[name] = table[name] | {"trained": False}
     return table
 
 
@@ -425,6 +428,8 @@ def table_faults(table, batch):
             and f"table: {name}: spec {row['spec']}: is longer than shape {row['shape']}",
             {*row.get("ids", ())} - {*batch} and f"table: {name}: ids {row['ids']}: must be names "
             f"of arrays of the batch, as in ({next(iter(batch))!r},)"])]
+    if not any(isinstance(row, dict) and row.get("trained", True) for row in table.values()):
+        faults.append("table: no parameter is trained")
     return faults + [fault for name, entry in batch.items() for fault in config.key_faults(
         f"batch: {name}", dict(zip(("shape", "dtype", "spec"), entry, strict=False)),
         ROW_RULES | {"dtype": ANY}, ("shape", "dtype", "spec"))]
@@ -571,7 +576,7 @@ def make_emit(run, observers, clock):
     def emit(event, row):
         run["beat"](doing=event, step=row["step"])
         row = call(run["hooks"], event, row)
-        run["wishes"].extend([(str(row["stop"]), 0)] if "stop" in row else [])
+        run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
         call(observers, event, row)
         spend(clock, event)
         return row
@@ -684,6 +689,10 @@ def call(hooks, event, value):
     for hook in hooks:
         try:
             new = hook(event, value)
+            keys = new.keys() if isinstance(new, dict) else ()
+            if new is not None and isinstance(value, dict) and (lost := {*value} - {*keys}):
+                raise TypeError(f"what it returns has no {', '.join(sorted(lost))}; return None, "
+                                "or all of the value: value | {...}")
         except Exception as e:
             e.add_note(f"in the hook {getattr(hook, '__qualname__', hook)}, at the event {event}")
             raise
@@ -724,11 +733,16 @@ def jsonl(cfg):
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json.dumps({"event": event} | row) + "\n")
+                file.write(json.dumps({"event": event} | row, default=plain) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
+
+
+def plain(x):
+    """What JSON can say of an array or a number of NumPy or JAX."""
+    return np.asarray(x).tolist()
 
 
 def read_log(out_dir):
@@ -1042,15 +1056,23 @@ def rates(run, step, clock, means):
 
 # Before the first step.
 
-def load_hook(text):
-    """The function of "file.py:function"."""
-    path, _, name = text.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"hooks {text!r}: must be file.py:function, and there is no file {path!r}")
-    hook = runpy.run_path(path).get(name)
-    if not callable(hook):
-        raise ValueError(f"hooks {text!r}: {path} has no function {name}")
-    return hook
+def load_hooks(texts):
+    """The functions of texts "file.py:function"; a file runs once, and may import what lies beside
+    it.
+    """
+    found, hooks = {}, []
+    for text in texts:
+        path, _, name = text.rpartition(":")
+        if not Path(path).is_file():
+            raise ValueError(f"hooks {text!r}: must be file.py:function, and there is no file "
+                             f"{path!r}")
+        if path not in found:
+            sys.path.append(os.path.dirname(os.path.abspath(path)))
+            found[path] = runpy.run_path(path)
+        hooks.append(found[path].get(name))
+        if not callable(hooks[-1]):
+            raise ValueError(f"hooks {text!r}: {path} has no function {name}")
+    return hooks
 
 
 def keep_programs(cfg):

@@ -244,6 +244,7 @@ def test_fractions_are_not_cut_and_steps_are_counts(tmp_path):
 @pytest.mark.parametrize("tree, words", [
     ({"a/b": np.ones(2), "a": {"b": np.zeros(2)}}, "two arrays of the tree have one name, a/b"),
     ({"a": {"..": np.ones(2)}}, "'a/..'"), ({".small": np.ones(2)}, "'.small'"),
+    ({"a": jax.random.key(0)}, "'a': a random key cannot be saved; save jax.random.key_data"),
     ({"a": np.array([None])}, "'a': arrays of object"), ({"a": "hi"}, "'a': arrays of <U2")])
 def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words):
     """A key with a slash that names another array, one that leads elsewhere, Python's objects.

@@ -702,6 +702,22 @@ def no_encoding(texts):
     raise AssertionError("tokenized again")
 
 
+def test_text_is_prepared_again_by_another_reader(tmp_path, monkeypatch):
+    """Who edits what reads a format gets its tokens, not those of before.
+
+    Break: data.py: json.dumps([*code, => json.dumps([
+    """
+    path = write(tmp_path / "a.txt", b"a text that is long enough")
+    prepared(path, folder=tmp_path / "p")
+
+    def rows_in(path, size):
+        yield str(path), {"text": path.read_text().upper()}, True
+
+    monkeypatch.setattr(data, "rows_in", rows_in)
+    shard = prepared(path, folder=tmp_path / "p")["shards"][0]
+    assert bytes(shard["tokens"]) == b"\0A TEXT THAT IS LONG ENOUGH\0"
+
+
 def test_text_is_prepared_once(tmp_path):
     """The same files are not tokenized again, not even when they were moved; changed ones are, and
     so is data that is not whole. What is prepared can be read where nothing can be written.

@@ -487,7 +487,7 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch
     """--hooks file.py:function; what is not there is one clear sentence, and a fault inside the
     file keeps its traceback, as does every ValueError that no `raise` of the six files made.
 
-    Break: train.py: hooks = (*hooks, *map(load_hook, cfg.hooks)) => pass
+    Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
     mine = tmp_path / "mine.py"
     mine.write_text("def double(event, row):\n"
@@ -1162,7 +1162,8 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     Break: train.py: "task", task, TASK_RULES, TEXT => "task", TEXT, TASK_RULES, TEXT
     """
     task = {k: v for k, v in train.TEXT.items() if k != "loss"} | {"units": ("word", len)}
-    with pytest.raises(ValueError, match=r"task: unknown key 'units' \(nearest: unit\)\n  task: no 'loss'"):
+    words = r"task: unknown key 'units' \(nearest: unit\)\n  task: no 'loss'"
+    with pytest.raises(ValueError, match=words):
         train.main(tiny(), task=task)
 
 
@@ -1182,11 +1183,15 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(task={"unit": "image"}), r"task: unit 'image': must be \(name, cfg -> how many\)"),
     (dict(task={"open": lambda cfg, parts: None}), "task: open is None: must be a dict"),
     (dict(task={"open": lambda cfg, parts: {"val": None}}), "task: open: train is None: must be"),
-    (dict(task={"init": lambda key, cfg: {"w": jnp.ones(3)}}), r"init: w is \(3,\), must be \(4,\)"),
+    (dict(task={"init": lambda key, cfg: {"w": jnp.ones(3)}}), r"init: w is \(3,\), must be \(4,"),
     (dict(task={"init": lambda key, cfg: None}), r"init: w is missing, must be \(4,\)"),
     (dict(task={"loss": lambda *args: {"loss": 1.0}}), r"loss gives \{'loss': \(\)\}: must be \("),
     (dict(task={"loss": lambda *args: ({"objective": jnp.int32(1)}, {"objective": 1})}),
      "must be .* with an 'objective' that is one float"),
+    (dict(task={"loss": lambda *args: (dict(objective=1.0, lr=1.0), dict(objective=1, lr=1))}),
+     r"loss gives .* and no step, event, lr, grad_norm"),
+    (dict(table={"lr_mult": -1.0}), "table: w: lr_mult -1.0: must be 0 or above"),
+    (dict(table={"trained": False}), "task: table: no parameter is trained"),
     (dict(source={"fingerprint": 5}), "open: train: fingerprint 5: must be text"),
     (dict(source={"n": 0}), "open: train: n 0: must be how many examples, at least 1"),
     (dict(batch=np.zeros(3, np.float32)), r"batch 0: x is \(\(3,\), .*, must be \(\(8,\), "),
@@ -1215,6 +1220,78 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
             "open": lambda cfg, parts: {"train": source}} | change.get("task", {})
     with pytest.raises(ValueError, match=words):
         train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
+
+
+def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
+    """--freeze holds for any task, and a number of examples by NumPy can be saved.
+
+    Break: train.py: in model.matching("freeze", cfg.freeze, table): => in ():
+    """
+    def loss(params, batch, cfg):
+        objective = ((params["w"] + params["v"]).sum() * batch["x"]).sum()
+        return {"objective": objective}, {"objective": 8}
+
+    row = dict(shape=(4,), spec=jax.P(), init=("normal", 1.0))
+    source = {"n": np.int64(64), "fingerprint": "x",
+              "batch": lambda step, rows: {"x": np.ones(8, np.float32)}}
+    task = {"table": lambda cfg: {"w": row, "v": row}, "loss": loss,
+            "batch": lambda cfg: {"x": ((8,), np.float32, jax.P())},
+            "open": lambda cfg, parts: {"train": source}}
+    cfg = tiny(steps=2, batch_size=8, freeze=("w",), eval_every=0, dp=1, fsdp=8)
+    params = train.main(cfg, task=task)["state"]["params"]
+    begun = model.init(jax.random.key(cfg.seed), cfg, task["table"](cfg))
+    moved = {name: float(abs(params[name] - begun[name]).max()) for name in begun}
+    assert moved["w"] < 1e-6 and moved["v"] > 1e-3  # compiled, init rounds otherwise
+    with pytest.raises(ValueError, match="freeze 'nosuch': matches no parameter; there are w, v"):
+        train.main(tiny(freeze=("nosuch",)), task=task)
+
+
+def test_what_hooks_return_by_accident(tiny):
+    """A row without its keys names the hook and the event; a "stop" that is empty stops nothing;
+    numbers and arrays of NumPy and JAX are written.
+
+    Break: train.py: if row.get("stop") else [] => if "stop" in row else []
+    """
+    def forgets(event, row):
+        return {"bits": 1.0} if event == "log" else None
+
+    with pytest.raises(TypeError, match="has no .*loss.*; return None, or all of the") as e:
+        train.main(tiny(eval_every=0, save_every=0), [forgets])
+    assert "forgets, at the event log" in e.value.__notes__[0]
+
+    def adds(event, row):
+        more = {"stop": None, "a": np.float32(3), "b": jnp.ones(2), "c": jnp.float32(5)}
+        return row | more if event == "log" else None
+
+    cfg = tiny(eval_every=0, resume="overwrite", save_every=0, log_every=4)
+    assert train.main(cfg, [adds])["step"] == 8
+    assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
+
+
+def test_a_hook_s_file_runs_once_and_sees_what_lies_beside_it(tmp_path):
+    """Two functions of one file share what it holds.
+
+    Break: train.py: if path not in found: => if True:
+    """
+    (tmp_path / "beside_it.py").write_text("SEEN = 'beside'\n")
+    (tmp_path / "mine.py").write_text(
+        "import beside_it\nseen = []\n"
+        "def one(event, value): seen.append(beside_it.SEEN)\n"
+        "def two(event, value): return seen\n")
+    one, two = train.load_hooks([f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:two"])
+    one("log", {})
+    assert two("log", {}) == ["beside"]
+
+
+def test_a_tracker_of_ones_own_needs_no_package_of_its_name(tiny, monkeypatch):
+    """It gets the events; that of a package which is not there is refused.
+
+    Break: train.py: if TRACKERS[name] in (wandb, tensorboard) and => if
+    """
+    seen = []
+    monkeypatch.setitem(train.TRACKERS, "mine", lambda cfg: lambda event, row: seen.append(event))
+    train.main(tiny(eval_every=0, save_every=0, track=("mine",)))
+    assert seen[0] == "start" and seen[-1] == "end"
 
 
 @pytest.mark.slow
@@ -2760,9 +2837,9 @@ def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
 
 
 @pytest.mark.slow
-def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days):
-    """The folder has no new file; an event says so, once, and a second later the kill file is
-    there.
+def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
+    """The folder has no new file; an event and the screen say so, once, and a second later the
+    kill file is there.
 
     Break: train.py: stopped=halted) => stopped=bool)
     """
@@ -2777,6 +2854,7 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days):
     assert summary["reason"] == f"{cfg.out_dir}/stop is there" and seen.count("out_of_data") == 1
     assert [row["step"] for row in rows(cfg.out_dir, "out_of_data")] == [summary["step"]]
     assert seen.count("window") == len(rows(cfg.out_dir, "window")) > 0
+    assert capsys.readouterr().out.count(f"step {summary['step']:>6}  waiting for data\n") == 1
 
 
 # ---- events, time, trackers
