@@ -447,8 +447,8 @@ def _field_faults(cfg):
             legal = value in choices
             words = f"not one of {', '.join(choices)} ({nearest(value, choices)})"
         elif get_origin(kind) is tuple:
-            legal = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
-            words = "must be a list of strings"
+            legal = isinstance(value, tuple) and all(isinstance(v, choices[0]) for v in value)
+            words = f"must be a list, in Python a tuple, of {choices[0].__name__}"
         else:
             legal = (isinstance(value, (int, float) if kind is float else kind)
                      and isinstance(value, bool) == (kind is bool)

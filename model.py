@@ -1223,6 +1223,8 @@ def hf_pieces(cfg, adapter=False):
     names, pieces = HF_NAMES | HF_EXPERT_NAMES.get(_hf_family(cfg), {}), {}
     for name, row in param_table(cfg).items():
         base, _, factor = name.partition(".lora_")
+        if base not in names:
+            raise ValueError(f"{base}: Hugging Face's format has no place for this parameter")
         theirs, n_stacked = names[base], names[base].count("{}")
         if factor:
             theirs = "base_model.model." + theirs.replace("weight", f"lora_{factor.upper()}.weight")

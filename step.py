@@ -246,7 +246,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     the "optimizer" (optax), and "train_step" (state, batch) -> (state, metrics), and returns what
     to use instead: the place for pruning and the like.
     """
-    loss_fn, init_fn = _checked(override("loss_fn", loss_fn), init_fn, table)
+    loss_fn = override("loss_fn", loss_fn)
+    trained_loss, init_fn = _checked(loss_fn, init_fn, table)
     optimizer = override("optimizer", make_optimizer(cfg, table))
 
     def bind(f, **fixed):  # keeps f's name
@@ -254,7 +255,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
     fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer, table=table)
     update = override("train_step", bind(
-        train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
+        train_step, loss_fn=trained_loss, optimizer=optimizer, table=table))
     sums = bind(eval_step, loss_fn=loss_fn)
     replicated = NamedSharding(mesh, P())
     with jax.set_mesh(mesh):

@@ -1386,6 +1386,7 @@ def export_hf(cfg, params):
     base = next((path for path in paths if hf_config(path)), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
     ckpt.import_safetensors()
+    pieces = model.hf_pieces(cfg, apart)
     if params is None:
         return
     if not apart:
@@ -1395,7 +1396,7 @@ def export_hf(cfg, params):
                   "eos_token_id": tokenizer["end"]}
         about |= {name: theirs[name] for name in KEPT if name in theirs}
     texts = {"adapter_config.json" if apart else "config.json": about, "sixfile.json": mine}
-    tensors = ckpt.each_tensor(params, model.hf_pieces(cfg, apart), cfg.export_dtype)
+    tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
     try:  # every process takes all tensors, whatever the disk of process 0 does
         if is_main():
             shutil.rmtree(partial_out, ignore_errors=True)

@@ -71,8 +71,8 @@ def test_json_int_for_a_float():
     ('{"steps": true}', ["steps True: must be of type int"]),
     ('{"lr": null}', ["lr None: must be a finite float"]),
     ('{"qk_norm": 1}', ["qk_norm 1: must be of type bool"]),
-    ('{"data": "a.txt"}', ["data 'a.txt': must be a list of strings"]),
-    ('{"data": [1]}', ["data (1,): must be a list of strings"]),
+    ('{"data": "a.txt"}', ["data 'a.txt': must be a list, in Python a tuple, of str"]),
+    ('{"data": [1]}', ["data (1,): must be a list, in Python a tuple, of str"]),
     ('{"prompt": ["a"]}', ["prompt ('a',): must be of type str"]),
     ("[1]", ["must be an object", "list"]),
     ("{", ["not JSON"]),
@@ -507,13 +507,17 @@ def test_a_fork_extends_config():
     class Fork(Config):
         d_hidden: config.Count = 3  # width of the hidden layer
         steps: config.Count = 7  # a default of its own
+        sizes: tuple[int, ...] = (1, 2)
 
-    cfg = config.parse(["--d_hidden", "1Ki", "--lr", "1"], Fork)
-    assert cfg == Fork(d_hidden=1024, lr=1.0) and cfg.steps == 7
+    cfg = config.parse(["--d_hidden", "1Ki", "--lr", "1", "--sizes", "3", "4"], Fork)
+    assert cfg == Fork(d_hidden=1024, lr=1.0, sizes=(3, 4)) and cfg.steps == 7
     assert config.from_json(config.to_json(cfg), kind=Fork) == cfg
     assert config.load("debug", Fork).d_hidden == 3
     with pytest.raises(ValueError, match="d_hidden 0: must be at least 1"):
         config.validate(Fork(d_hidden=0), 1)
+    config.validate(cfg, 1, CHOICES)
+    with pytest.raises(ValueError, match=r"sizes \(1.5,\): must be a list, in Python a tuple, "):
+        config.validate(Fork(sizes=(1.5,)), 1)
 
 
 def test_eval_and_sample_take_the_run_s_own_config_as_defaults(tmp_path):

@@ -1246,6 +1246,19 @@ def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
         train.main(tiny(freeze=("nosuch",)), task=task)
 
 
+def test_a_weight_of_ones_own_has_no_place_in_hugging_face_s_format(tiny, monkeypatch):
+    """It is named before anything is trained.
+
+    Break: model.py: if base not in names: => if False:
+    """
+    table = model.param_table
+    monkeypatch.setattr(model, "param_table", lambda cfg: table(cfg) | {"layers.w_own": dict(
+        shape=(2, 4), spec=jax.P(), init=("constant", 0.0), trained=True)})
+    with pytest.raises(ValueError, match="layers.w_own: Hugging Face's format has no place for"):
+        train.main(tiny(export=tiny().out_dir + "-hf"))
+    assert not Path(tiny().out_dir, "metrics.jsonl").exists()
+
+
 def test_what_hooks_return_by_accident(tiny):
     """A row without its keys names the hook and the event; a "stop" that is empty stops nothing;
     numbers and arrays of NumPy and JAX are written.
