@@ -453,6 +453,8 @@ def _next_window(cfg, order, size_of, waits):
     if len({*seen}) != cfg.windows_per_epoch:
         if window := next(_unseen(cfg, size_of, epoch, seen), None):
             return window
+        if len(order) not in waits and cfg.wait_s:
+            tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
         now = time.monotonic()
         if now - waits.setdefault(len(order), now) < cfg.wait_s:
             return None
