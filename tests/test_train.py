@@ -123,6 +123,7 @@ def command(cfg, devices=1, flags=()):
     path.write_text(config.to_json(cfg))
     run = FORKS.Process(target=_run, args=(["--config", str(path), *flags], devices, log),
                         daemon=True)
+    log.write_text("")
     run.start()
     return run, log
 
@@ -2126,8 +2127,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
                out_dir=str(tmp_path / "two"))
     runs = two(cfg)
     log = Path(cfg.out_dir, "metrics.jsonl")
-    while not (log.exists() and rows(cfg.out_dir, "log")) and runs[0][0].is_alive():
-        time.sleep(0.02)
+    wait_for(lambda: (log.exists() and rows(cfg.out_dir, "log")) or not runs[0][0].is_alive(), 120)
     os.kill(runs[1][0].pid, signal.SIGTERM)
     (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
     assert (code_0, code_1) == (0, 0), said_0 + said_1
@@ -2400,9 +2400,8 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
     """
     cfg = days(dp=1, fsdp=2, steps=9, wait_s=1e6, out_dir=str(tmp_path / "two"))
     runs = two(cfg)
-    while any(run.is_alive() for run, _ in runs) and not (
-            runs[0][1].exists() and "waiting for 1e+06 s" in runs[0][1].read_text()):
-        time.sleep(0.05)
+    wait_for(lambda: "waiting for 1e+06 s" in runs[0][1].read_text()
+             or not all(run.is_alive() for run, _ in runs), 120)
     (tmp_path / "new.txt").write_text("d" * (16 * 16 - 1))
     (tmp_path / "new.txt").rename(tmp_path / "days" / "day10.txt")
     said = [ended(*run) for run in runs]
@@ -2440,9 +2439,7 @@ def test_a_signal_ends_the_wait_for_a_window(days):
     """
     cfg = days(steps=99, wait_s=1e6)
     run, log = command(cfg)
-    while run.is_alive() and not (
-            Path(log).exists() and "waiting for 1e+06 s" in Path(log).read_text()):
-        time.sleep(0.05)
+    wait_for(lambda: "waiting for 1e+06 s" in log.read_text() or not run.is_alive(), 120)
     time.sleep(0.5)
     os.kill(run.pid, signal.SIGTERM)
     code, said = ended(run, log)
