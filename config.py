@@ -183,7 +183,7 @@ SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm q
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer "
          "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change hooks cache_dir prepared wait_s "
+FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change cache_dir prepared wait_s "
         "stop track peer_timeout_s steps epochs micro_batches scale attention remat logit_tiles "
         "mlp_tiles deterministic moments_on slices "
         "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "

@@ -366,7 +366,7 @@ def in_windows(cfg, size_of, read):
     ends there); "resume": takes those of a checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
-    B, lock, size_of = cfg.batch_size, threading.Lock(), cache(size_of)
+    B, lock, size_of, bytes_of = cfg.batch_size, threading.Lock(), cache(size_of), cache(_bytes_of)
 
     def ends():
         return np.cumsum([0, *(window["n"] for window in order)])
@@ -402,7 +402,8 @@ def in_windows(cfg, size_of, read):
         window_of = np.searchsorted(ends()[1:], places, side="right")
         used = np.unique(window_of).tolist()
         for i in used:
-            _check_size(order[i], size_of(order[i]["name"]))
+            name = order[i]["name"]
+            _check_window(order[i], {"n": size_of(name), "bytes": bytes_of(name)})
         sizes = np.array([window["n"] for window in order])[window_of]
         # Each window is an epoch of its own: its number names the permutation.
         examples = _shuffled(places + window_of * sizes - ends()[window_of], sizes, cfg.seed)
@@ -424,10 +425,17 @@ def _write_lines(path, rows):
     path.with_suffix(".tmp").replace(path)
 
 
-def _check_size(window, n):
-    if n != window["n"]:
+def _check_window(window, now):
+    if any(window[what] != now[what] for what in now.keys() & window.keys()):
         raise ValueError(f"{window['name']}: had {window['n']} examples when the run first read "
-                         f"it, now {n}; bring it back")
+                         f"it, now it has {now['n']} or others; bring it back")
+
+
+def _bytes_of(name):
+    """[size, checksum of the first MiB] of a file; of a folder by datasets, of its state.json."""
+    path = Path(name, "state.json") if os.path.isdir(name) else Path(name)
+    with open(path, "rb") as file:
+        return [path.stat().st_size, zlib.crc32(file.read(2**20))]
 
 
 def _unseen(cfg, size_of, epoch, seen):
@@ -436,7 +444,7 @@ def _unseen(cfg, size_of, epoch, seen):
     for name in sorted({*names} - {*seen}, key=lambda name: [
             int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]):
         if n := size_of(name):
-            yield {"epoch": epoch, "name": name, "n": int(n)}
+            yield {"epoch": epoch, "name": name, "n": int(n), "bytes": _bytes_of(name)}
 
 
 def _next_window(cfg, order, size_of, waits):

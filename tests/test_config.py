@@ -463,7 +463,7 @@ def test_a_resume_may_change_what_is_free_and_nothing_else():
             refused.append(field.name)
     free = [f.name for f in dataclasses.fields(Fork) if f.name not in refused]
     assert "d_hidden" in refused and set(free) == set(config.FREE) == set(
-        "dp fsdp ep tp sp mode config out_dir ckpt_dir resume allow_change hooks cache_dir "
+        "dp fsdp ep tp sp mode config out_dir ckpt_dir resume allow_change cache_dir "
         "prepared wait_s stop track steps epochs micro_batches scale attention remat logit_tiles "
         "mlp_tiles peer_timeout_s deterministic "
         "moments_on slices coordinator n_processes process_id log_every eval_every eval_batches "

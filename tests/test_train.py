@@ -485,8 +485,9 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
 
 
 def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch):
-    """--hooks file.py:function; what is not there is one clear sentence, and a fault inside the
-    file keeps its traceback, as does every ValueError that no `raise` of the six files made.
+    """--hooks file.py:function; what is not there is one clear sentence, as is a resume with other
+    hooks; a fault inside the file keeps its traceback, as does every ValueError that no `raise` of
+    the six files made.
 
     Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
@@ -502,8 +503,9 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch
                         (f"{tmp_path}/none.py:f", "no file")):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
+    assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # left out
     with pytest.raises(ValueError, match="too many values to unpack"):
-        train.cli([*argv, f"{mine}:fault", "--steps", "9"])
+        train.cli([*argv, f"{mine}:fault", "--steps", "9", "--allow_change", "hooks"])
 
     def in_words(*_):  # a ValueError of a function called by one of ours
         train.in_words({"loss": "high"}, "loss")
