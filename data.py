@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import chain, islice, repeat
-from math import ceil, exp, isqrt, lcm, log
+from math import ceil, exp, inf, isqrt, lcm, log
 from pathlib import Path
 
 import jax
@@ -458,7 +458,7 @@ def _next_window(cfg, order, size_of, waits):
     seen = [each["name"] for each in order if each["epoch"] == epoch]
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
-    if len({*seen}) != cfg.windows_per_epoch:
+    if len({*seen}) < (cfg.windows_per_epoch or inf):
         if window := next(_unseen(cfg, size_of, epoch, seen), None):
             return window
         if len(order) not in waits and cfg.wait_s:

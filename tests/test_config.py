@@ -268,6 +268,32 @@ def test_each_fault(change, words):
     assert words in fault(Config(**change))
 
 
+@pytest.mark.parametrize("change", [
+    dict(lr=0.0), dict(lr=-1.0), dict(b1=0.0), dict(top_p=1.0), dict(val_frac=0.0), dict(fsdp=-1),
+    dict(warmup_steps=0.0), dict(min_lr_frac=0.0), dict(keep=1), dict(seed=0), dict(end_id=-1),
+    dict(save_every="0"), dict(batch_size=8), dict(log_every=0)])
+def test_edges_are_legal(change):
+    """The value at a bound that belongs to it.
+
+    Break: config.py: lambda x: x >= 0 or x == -1)] => lambda x: x > 0 or x == -1)]
+    """
+    validate(Config(**change), 8)
+
+
+@pytest.mark.parametrize("text, wanted", [
+    ("250", {"step": 250}), ("1Ki", {"step": 1024}), ("epoch", {"epoch": 1}),
+    ("2windows", {"window": 2}), ("0.5epochs", {"epoch": 0.5}), ("250, 1h", {"step": 250,
+                                                                             "second": 3600}),
+    ("0", {}), ("0,1window", {"window": 1}), ("90s", {"second": 90}), ("", None), ("1,2", None),
+    ("-5", None), ("0.5window", None), ("2weeks", None), ("1epochss", None)])
+def test_periods(text, wanted):
+    """What every field that ends in _every says: counts and times, each unit once.
+
+    Break: config.py: n = number((words[1] or "1") => n = number((words[1] or "2")
+    """
+    assert config.periods(text) == wanted
+
+
 def test_what_would_do_nothing_is_refused():
     """Options without an effect under the current settings, each by name; LoRA of no weight.
     What a preset or a config file brings along is not held against a flag.

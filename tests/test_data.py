@@ -1469,6 +1469,8 @@ def test_caps_and_repeats(fields, wanted, windows):
         add(f"{i}.txt", letter, 19)
     train = make(**fields)
     assert " ".join(letters(train, range(len(wanted.split())))) == wanted
+    epochs = [window["epoch"] for window in train["windows"](len(wanted.split()) - 1)]
+    assert [*dict.fromkeys(epochs)] == list(range(epochs[-1] + 1))
 
 
 def test_a_growing_folder(windows, tmp_path):
