@@ -356,6 +356,9 @@ def test_scale():
     assert tuned.freeze == ("*", "!*.lora_?", "!embed")
     assert config.derive_text(tuned) == tuned
     assert config.derive_text(Config(d_model=256, n_heads=8, scale=0.5)).n_kv_heads == 4
+    for d_model in range(64, 4097, 64):  # d_ff by itself: 8/3 of it, up to a multiple of 32
+        d_ff = config.derive_text(Config(d_model=d_model)).d_ff
+        assert d_ff % 32 == 0 and 0 <= d_ff - 8 * d_model / 3 < 32
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.125, 0.25, 1e-12])
