@@ -320,8 +320,9 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     B, T = tokens_BT.shape
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
     empty = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
-    logits_BTV, cache = forward(params, {"tokens": tokens_BT}, cfg, (empty, empty))
-    logits_BV = jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
+    x_BTD, unembed_DV, cache, _ = _trunk(params, {"tokens": tokens_BT}, cfg, (empty, empty))
+    x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
+    logits_BV = _logits(x_B1D, unembed_DV, cfg)[:, 0]
 
     def decode(carry, i):
         logits_BV, cache = carry
@@ -559,7 +560,8 @@ def _tiled_bwd(cfg, n_tiles, saved, cotangents):
     cotangents = {k: c for k, c in cotangents.items()
                   if not isinstance(c, jax.custom_derivatives.SymbolicZero)}
     scale = cotangents.get("objective", jnp.float32(0))
-    if cotangents.keys() - {"objective"}:
+    # In float16 a gradient without the loss scale, which is in its cotangent, may overflow.
+    if cotangents.keys() - {"objective"} or grads[0].dtype == jnp.float16:
         grads, scale = _tiled_grads(*inputs, cotangents, cfg, n_tiles)[1], jnp.float32(1)
     d_unembed_DV, dx_BTD = grads
     return ((d_unembed_DV * scale).astype(dx_BTD.dtype), dx_BTD * scale.astype(dx_BTD.dtype),
@@ -610,12 +612,18 @@ def _mlp_in_tiles(x_BTD, w, cfg):
             return _mlp(x, {name: a.astype(x.dtype) for name, a in w.items()}, cfg)
 
         y = jax.lax.map(jax.checkpoint(tile), *_tiles(cfg.mlp_tiles, x))
-        return jnp.moveaxis(y, 0, 2).reshape(x.shape)
+        y = jnp.moveaxis(y, 0, 2).reshape(x.shape)
+        return jax.lax.psum(y, "tp") if n_tp > 1 else y
 
-    split = P(BATCH_AXES, "sp")
+    def over_tp(name):
+        axes = param_table(cfg)[f"layers.{name}"]["spec"][1:]
+        return P(*(axis if axis == "tp" else None for axis in axes))
+
+    split, n_tp = P(BATCH_AXES, "sp"), _axis_size("tp")
+    specs = {name: over_tp(name) for name in _mlp_weights(w)}
     # Float32, as backward adds up the gradients of the tiles and devices in the dtype of w.
-    w = {name: _shard(x).astype(jnp.float32) for name, x in _mlp_weights(w).items()}
-    return _on_each_device(all_tiles, (split, P()), split)(x_BTD, w)
+    w = {name: _shard(w[name], *spec).astype(jnp.float32) for name, spec in specs.items()}
+    return _on_each_device(all_tiles, (split, specs), split, "tp")(x_BTD, w)
 
 
 def _shard(x, *axes):
@@ -1160,7 +1168,7 @@ def hf_fields(hf):
         norm_eps=float(hf["rms_norm_eps"]), qkv_bias=qkv_bias, sliding_window=windows.pop())
     fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
     fields["head_dim"] = fields["head_dim"] or fields["d_model"] // fields["n_heads"]
-    if hf["rope_type"] == "llama3":
+    if fields["rope_factor"] != 1:
         fields["rope_original_len"] = hf.get(
             "original_max_position_embeddings", hf.get("max_position_embeddings"))
     return fields | (dict(capacity_factor=0.0) if experts else dict(n_experts=0))

@@ -53,8 +53,8 @@ SCHEDULES = {
     "cosine": lambda cfg, p, done, warm: 0.5 * (1 + jnp.cos(jnp.pi * p)),
     "polynomial": lambda cfg, p, done, warm: (1 - p) ** cfg.poly_power,
     "inverse_sqrt": lambda cfg, p, done, warm: jax.lax.rsqrt(1 + done / max(warm, 1)),
-    "wsd": lambda cfg, p, done, warm: jnp.clip(
-        (cfg.steps - warm - done) / (cfg.decay_frac * cfg.steps), 0, 1),
+    "wsd": lambda cfg, p, done, warm: jnp.clip((cfg.steps - warm - done) / min(
+        cfg.decay_frac * cfg.steps, max(cfg.steps - warm, 1)), 0, 1),
 }
 
 
@@ -80,7 +80,7 @@ OPTIMIZERS = {
         optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
     "lion": lambda cfg: optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=cfg.moment_dtype),
     "muon": lambda cfg: _muon(cfg),  # of stacks of matrices, one per layer; of the rest, adamw
-    "rmsprop": lambda cfg: optax.scale_by_rms(cfg.b2, cfg.eps),
+    "rmsprop": lambda cfg: optax.scale_by_rms(cfg.b2, cfg.eps, eps_in_sqrt=False),
     "sgd": lambda cfg: optax.trace(cfg.b1, accumulator_dtype=cfg.moment_dtype),
 }
 
@@ -240,7 +240,7 @@ def eval_step(params, batch, cfg, loss_fn):
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
     """Trace everything that runs on the mesh, allocating nothing: (the state as shapes with
     shardings; {"train_step", "eval_step", "init"}: functions that lower that program; from_params,
-    a jitted (key, params) -> state).
+    a jitted (key, params=) -> state, which takes the memory of params).
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is given "loss_fn",
     the "optimizer" (optax), and "train_step" (state, batch) -> (state, metrics), and returns what
@@ -271,7 +271,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
             return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings,
                            compiler_options=compiler_options(cfg, mesh)).lower(*args)
 
-    from_params = jax.jit(lambda key, params: fresh(key, params=params), out_shardings=shardings)
+    from_params = jax.jit(fresh, donate_argnames="params", out_shardings=shardings)
     return state, {
         "train_step": partial(lower, update, (state, batch), (shardings, replicated), donate=0),
         "eval_step": partial(lower, sums, (state["params"], batch), replicated),
@@ -341,7 +341,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     """lower_steps, compiled before an array exists; eval_step in the background, once the others
     are ready.
 
-    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params),
+    Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params=),
     "train_step", "eval_step", "memory": memory_by_kind}. train_step donates its state: use what it
     returns.
     """

@@ -1180,7 +1180,9 @@ def choose_start(run, state, params, meta):
         return "the given state", lambda programs: jax.device_put(
             state, jax.tree.map(lambda x: x.sharding, programs["state"]))
     if params is not None:
-        return "the given parameters", lambda programs: programs["from_params"](key, params)
+        return "the given parameters", lambda programs: programs["from_params"](key, params={
+            name: jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
+            for name, x in params.items() for like in (programs["state"]["params"][name],)})
     left_out = set()
     if meta:
         then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
@@ -1196,7 +1198,7 @@ def choose_start(run, state, params, meta):
         if not chosen:
             return programs["init"](key)
         like = programs["state"]["params"]
-        return programs["from_params"](key, load_parameters(sources, chosen, like))
+        return programs["from_params"](key, params=load_parameters(sources, chosen, like))
 
     run["sources"] = [source.get("about", source["path"]) for source in sources]
     if left_out and meta.get("sources") != run["sources"] and "init_from" not in cfg.allow_change:

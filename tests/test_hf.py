@@ -200,6 +200,10 @@ HUB = {  # as on the hub, written by transformers 4, and the fields that they me
         model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=11008,
         num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-06, vocab_size=32000),
         dict(n_kv_heads=32, head_dim=128, rope_theta=1e4, rope_factor=1.0, sliding_window=0)),
+    "no scaling in words": (dict(
+        model_type="llama", hidden_act="silu", hidden_size=64, intermediate_size=128,
+        num_attention_heads=4, num_hidden_layers=2, rms_norm_eps=1e-06, vocab_size=320,
+        rope_scaling=LLAMA3 | dict(factor=1.0)), dict(rope_factor=1.0, rope_theta=100.0)),
     "Mistral-7B-v0.1": (dict(
         model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
         num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-05,

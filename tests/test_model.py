@@ -1213,7 +1213,7 @@ def test_mlp_tiles_in_bfloat16_over_devices():
     """Over 8 devices the tiles' gradients are those of one tile to 2% of their norm; bfloat16 ones
     end the process.
 
-    Break: model.py: w = {name: _shard(x).astype(jnp.float32) for => w = {name: x for
+    Break: model.py: _shard(w[name], *spec).astype(jnp.float32) for => w[name] for
     """
     base = dataclasses.replace(BASE, n_layers=1, dtype="bfloat16", d_ff=32)
     batch, grads = random_batch(base, B=8, T=16), []
@@ -1226,6 +1226,64 @@ def test_mlp_tiles_in_bfloat16_over_devices():
     for name in ("layers.w_gate", "layers.w_down"):
         want, got = (np.asarray(g[name]) for g in grads)
         assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{}, dict(lora_rank=2, lora_targets=("layers.w*",))])
+def test_mlp_tiles_are_split_over_tp(change):
+    """Over tp 4 the tiles give the gradients of one device to 1e-5 of the largest entry, LoRA's
+    too, and each device computes at most half as much as one alone.
+
+    Break: model.py: axis if axis == "tp" else None for => None for
+    """
+    cfg = config.derive_text(dataclasses.replace(
+        BASE, n_layers=1, n_heads=4, n_kv_heads=4, d_ff=256, mlp_tiles=4, **change))
+    params, batch, flops, grads = random_params(cfg), random_batch(cfg, B=4, T=64), [], []
+    gradient = jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"])
+    auto = 5 * (jax.sharding.AxisType.Auto,)
+    for tp in (1, 4):
+        with jax.set_mesh(jax.make_mesh((1, 1, 1, tp, 1), config.MESH, axis_types=auto,
+                                        devices=jax.devices()[:tp])):
+            compiled = jax.jit(gradient).lower(as_f32(params)).compile()
+            flops.append(compiled.cost_analysis()["flops"])
+            grads.append(compiled(as_f32(params)))
+    for name, want in grads[0].items():
+        np.testing.assert_allclose(grads[1][name], want, rtol=0, atol=1e-5 * np.abs(want).max(),
+                                   err_msg=name)
+    assert flops[1] < flops[0] / 2
+
+
+@pytest.mark.slow
+def test_a_small_loss_scale_rescues_tiles_in_float16():
+    """The gradient of 65,536 tokens that are all the same overflows float16; scaled before, it is
+    float32's to 2% of its norm, in tiles as well.
+
+    Break: model.py: - {"objective"} or grads[0].dtype == jnp.float16: => - {"objective"}:
+    """
+    base = dataclasses.replace(BASE, n_layers=1, d_model=8, n_heads=2, n_kv_heads=2, head_dim=4,
+                               d_ff=8, logit_tiles=8, attention="xla")
+    params, grads = draw(base), {}
+    batch = dict.fromkeys(("tokens", "labels"), np.full((64, 1024), 3, np.int32))
+    for dtype, scale in (("float32", 1.0), ("float16", 2.0**-6), ("float16", 1.0)):
+        scaled = partial(lambda cfg, scale, p: scale * model.loss_fn(p, batch, cfg)[0]["objective"],
+                         dataclasses.replace(base, dtype=dtype), scale)
+        grads[dtype, scale] = jax.jit(jax.grad(scaled))(params)["embed"] / scale
+    want, got, over = grads.values()
+    assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want)
+    assert not jnp.isfinite(over).all()
+
+
+def test_a_prompt_has_one_row_of_logits():
+    """Text after a prompt of 512 tokens needs less memory than half of the prompt's logits.
+
+    Break: model.py: jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1) => x_BTD
+    """
+    cfg = dataclasses.replace(BASE, vocab_size=50304)
+    shapes = jax.eval_shape(lambda: draw(cfg))
+    tokens = jnp.zeros((1, 512), jnp.int32)
+    memory = model.generate.lower(shapes, tokens, jnp.array([512]), cfg, jax.random.key(0),
+                                  2).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 512 * 50304 / 2
 
 
 def test_a_sequence_of_one_token():

@@ -186,7 +186,7 @@ def np_sgd(m, v, g, t, cfg):
 
 def np_rmsprop(m, v, g, t, cfg):
     v = cfg.b2 * v + (1 - cfg.b2) * g**2
-    return g / np.sqrt(v + cfg.eps), m, v
+    return g / (np.sqrt(v) + cfg.eps), m, v
 
 
 def np_adafactor(m, v, g, t, cfg):
@@ -383,17 +383,18 @@ def test_inverse_sqrt_schedule():
     np.testing.assert_allclose(step.lr_at(at, cfg), 0.3 * np.sqrt(16 / at), rtol=1e-6)
 
 
-@pytest.mark.parametrize("warm", [0, 20])
+@pytest.mark.parametrize("warm", [0, 20, 90])
 def test_wsd_schedule(warm):
-    """The peak until decay_frac x steps before the horizon, then a line down to min_lr_frac, to
-    1e-6 of the peak.
+    """The peak until decay_frac x steps before the horizon, but at least to the end of warm-up,
+    then a line down to min_lr_frac, to 1e-6 of the peak.
 
-    Break: step.py: (cfg.decay_frac * cfg.steps), 0, 1) => (cfg.decay_frac * cfg.steps / 2), 0, 1)
+    Break: step.py: min(cfg.decay_frac * cfg.steps, max(cfg.steps - warm, 1)) =>
+    (cfg.decay_frac * cfg.steps)
     """
     cfg = dataclasses.replace(BASE, schedule="wsd", lr=0.3, warmup_steps=float(warm), steps=100,
                               decay_frac=0.2, min_lr_frac=0.1)
     at = np.arange(warm, 120)
-    want = 0.3 * (0.1 + 0.9 * np.clip((100 - at) / 20, 0, 1))
+    want = 0.3 * (0.1 + 0.9 * np.clip((100 - at) / min(20, 100 - warm), 0, 1))
     np.testing.assert_allclose(step.lr_at(at, cfg), want, rtol=0, atol=3e-7)
 
 
@@ -1126,11 +1127,16 @@ def test_from_params_starts_a_fresh_state():
     steps, *_ = compiled(cfg, linear_batch())
     given = {"w": np.arange(32, dtype=np.float32).reshape(8, 4),
              "b": np.arange(4, dtype=np.float32)}
-    state = steps["from_params"](jax.random.key(0), given)
+    state = steps["from_params"](jax.random.key(0), params={
+        name: jax.device_put(x, steps["state"]["params"][name].sharding)
+        for name, x in given.items()})
     for name in given:
         np.testing.assert_array_equal(state["params"][name], given[name])
         assert state["params"][name].sharding == steps["state"]["params"][name].sharding
     assert int(state["step"]) == 0 and not any(np.any(x) for x in jax.tree.leaves(state["opt"]))
+    twice = steps["from_params"](jax.random.key(0), params=state["params"])
+    assert all(x.is_deleted() for x in state["params"].values())  # its memory was taken
+    np.testing.assert_array_equal(twice["params"]["w"], given["w"])
 
 
 @pytest.mark.parametrize("change, kinds", [
