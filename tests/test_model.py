@@ -1210,22 +1210,24 @@ def test_gradients_of_many_positions_are_added_up_in_float32(dtype):
 
 @pytest.mark.slow
 def test_mlp_tiles_in_bfloat16_over_devices():
-    """Over 8 devices the tiles' gradients are those of one tile to 2% of their norm; bfloat16 ones
-    end the process.
+    """Over 8 devices, with nine of ten tokens the same, gradients of 128 tiles are those of one to
+    1% of their norm (0.01% found); added up in bfloat16 they are 3% off.
 
-    Break: model.py: _shard(w[name], *spec).astype(jnp.float32) for => w[name] for
+    Break: model.py: _shard(w[name], *spec).astype(jnp.float32) for => _shard(w[name], *spec) for
     """
     base = dataclasses.replace(BASE, n_layers=1, dtype="bfloat16", d_ff=32)
-    batch, grads = random_batch(base, B=8, T=16), []
+    batch, grads = random_batch(base, B=8, T=256), []
+    usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
+    batch = {name: np.where(usual, i, batch[name]) for i, name in ((3, "tokens"), (5, "labels"))}
     auto = 5 * (jax.sharding.AxisType.Auto,)
     with jax.set_mesh(jax.make_mesh((1, 8, 1, 1, 1), config.MESH, axis_types=auto)):
-        for n in (1, 4):
+        for n in (1, 128):
             cfg = dataclasses.replace(base, mlp_tiles=n)
-            mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 128, cfg)
+            mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 2048, cfg)
             grads.append(jax.jit(jax.grad(mean))(draw(base)))
     for name in ("layers.w_gate", "layers.w_down"):
         want, got = (np.asarray(g[name]) for g in grads)
-        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want), name
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want), name
 
 
 @pytest.mark.slow

@@ -388,8 +388,8 @@ def test_wsd_schedule(warm):
     """The peak until decay_frac x steps before the horizon, but at least to the end of warm-up,
     then a line down to min_lr_frac, to 1e-6 of the peak.
 
-    Break: step.py: min(cfg.decay_frac * cfg.steps, max(cfg.steps - warm, 1)) =>
-    (cfg.decay_frac * cfg.steps)
+    Break: step.py: cfg.decay_frac * cfg.steps, max(cfg.steps - warm, 1)) =>
+    cfg.decay_frac * cfg.steps, cfg.steps)
     """
     cfg = dataclasses.replace(BASE, schedule="wsd", lr=0.3, warmup_steps=float(warm), steps=100,
                               decay_frac=0.2, min_lr_frac=0.1)
