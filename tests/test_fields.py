@@ -462,7 +462,7 @@ FIELDS = {
     "weight_decay": row(dict(weight_decay=0.25), first_moves, [-1, -1], [-1.125, -0.984375], PLAIN),
     "b1": row(dict(b1=0.5), first_moves, [-1, -1], [-1, -1.5], PLAIN),
     "b2": row(dict(b2=0.9375), lambda cfg: first_moves(cfg)[:1], [-1], [-2], RMS),
-    "eps": row(dict(eps=3.0), lambda cfg: first_moves(cfg)[:1], [-1], [-0.5], RMS),
+    "eps": row(dict(eps=3.0), lambda cfg: first_moves(cfg)[:1], [-1], [-0.25], RMS),
     "moment_dtype": row(dict(moment_dtype="bfloat16"), lambda cfg: str(
         moments(cfg)["embed"].dtype), "float32", "bfloat16"),
     "moments_on": row(dict(moments_on="host"), lambda cfg: moments(

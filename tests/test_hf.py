@@ -203,7 +203,7 @@ HUB = {  # as on the hub, written by transformers 4, and the fields that they me
     "no scaling in words": (dict(
         model_type="llama", hidden_act="silu", hidden_size=64, intermediate_size=128,
         num_attention_heads=4, num_hidden_layers=2, rms_norm_eps=1e-06, vocab_size=320,
-        rope_scaling=LLAMA3 | dict(factor=1.0)), dict(rope_factor=1.0, rope_theta=100.0)),
+        rope_scaling=dict(LLAMA3, factor=1.0, rope_theta=1e4)), dict(rope_factor=1.0)),
     "Mistral-7B-v0.1": (dict(
         model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
         num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-05,

@@ -1669,8 +1669,8 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     assert origin == "the given state" and values(state) == {1}
     given = filled(2)["params"]
     origin, (how, key, params) = start({}, {"params": given})
-    assert (origin, how) == ("the given parameters", "from") and params is given
-    assert key == jax.random.key(3)
+    assert (origin, how) == ("the given parameters", "from") and values(params) == {2}
+    assert params.keys() == given.keys() and key == jax.random.key(3)
     origin, (how, key, params) = start({}, {})
     assert (origin, how) == (f"the parameters of {cfg.init_from[0]}", "from")
     assert key == jax.random.key(3) and values(params) == {5} and params.keys() == given.keys()
