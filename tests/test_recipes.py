@@ -86,6 +86,7 @@ def test_digits_by_its_command_line(tmp_path):
     assert run.returncode == 2 and "d_hidden 0: must be at least 1" in run.stderr
 
 
+@pytest.mark.slow
 def test_early_stopping_counts_evaluations_of_all_starts(tiny):
     """The held-out loss of a run whose rate is far too high does not fall in 2 evaluations, one of
     them of the start before.

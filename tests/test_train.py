@@ -1143,6 +1143,7 @@ def test_a_given_state_never_joins_another_run(tiny):
     assert train.main(tiny(steps=2, resume="overwrite"), params=state["params"])["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
     """It goes on by a day each time that it is asked: a limit of an hour does not end the run, a
     period of ten minutes saves nothing, and the wall time in the summary is right.
@@ -2591,6 +2592,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
     assert capsys.readouterr().err == "error: config: n_layers 0: must be at least 1\n"
 
 
+@pytest.mark.slow
 def test_data_mode_prepares_and_touches_no_device(tiny):
     """--mode data tokenizes, says how many documents and tokens there are, and ends, where JAX has
     no device at all; training then tokenizes nothing again.
