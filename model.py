@@ -515,7 +515,7 @@ def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
     """_loss_sums with the logits of one tile at a time.
 
     The gradient of "objective" is computed in the forward pass, tile by tile: nothing runs twice.
-    Only if other sums have a gradient too does backward compute the tiles again.
+    Only in float16, or if other sums have a gradient too, does backward compute the tiles again.
     Source: Hsu et al. 2024 (Liger), arXiv:2410.10989, section 3.2.
     """
     totals = jax.lax.map(lambda tile: _loss_sums(unembed_DV, *tile, cfg),
