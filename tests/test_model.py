@@ -323,6 +323,7 @@ def random_attention(T, dtype="float32", B=3, N=4, K=2, H=6):
 @pytest.mark.parametrize("T, window, packed, dtype", [
     (64, 0, False, "float32"), (61, 0, True, "float32"), (61, 13, False, "float32"),
     (100, 5, True, "float32"), (3, 0, True, "float32"), (50, 20, True, "bfloat16"),
+    (64, 10, False, "float32"),  # the last key of a block that is seen, by one query alone
     pytest.param(64, 0, True, "float16", marks=pytest.mark.slow),
 ])
 def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeypatch):
