@@ -223,6 +223,8 @@ def parse(argv, kind=Config):
             is_instance=lambda x: isinstance(x, (int, str)),
             str_from_instance=lambda x: [str(x)]) if info.type == int | str else None
 
+    # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
+    argv = [re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg) for arg in argv]
     words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
     given = {flag[2:].replace("-", "_"): value  # the last, of a flag given twice
              for flag, value in pairwise(words) if flag[:2] == "--"}

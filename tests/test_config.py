@@ -205,6 +205,15 @@ def test_config_flag_file(tmp_path):
     assert config.parse([f"--config={path}"]) == Config(steps=9, config=str(path))
 
 
+def test_a_home_after_an_equals_sign(tmp_path, monkeypatch):
+    """`--out_dir=~/run` is in the home folder, as `--out_dir ~/run` is by the shell's doing; a `~`
+    elsewhere stays. Red when parse leaves argv as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = config.parse("--out_dir=~/run --ckpt-dir=~ --prompt=~a --tokenizer=a=~/b".split())
+    assert (cfg.out_dir, cfg.ckpt_dir) == (f"{tmp_path}/run", str(tmp_path))
+    assert (cfg.prompt, cfg.tokenizer) == ("~a", "a=~/b")
+
+
 def test_all_faults_at_once():
     """One error lists every fault, of fields by themselves and of fields together, with what is
     legal instead.
