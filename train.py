@@ -469,7 +469,8 @@ def progress(run):
     """{unit of a period: function of the step, how many of it are done}."""
     cfg, train = run["cfg"], run["train"]
     return {"step": lambda step: step, "window": train.get("finished", lambda step: 0),
-            "epoch": lambda step: step * cfg.batch_size / train["n"]}
+            # 1e-9, since 1.2 // 0.4 is 2 in floating point
+            "epoch": lambda step: step * cfg.batch_size / train["n"] + 1e-9}
 
 
 def held_out_at(run, step, clock, halted):

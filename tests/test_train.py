@@ -1802,6 +1802,16 @@ def test_what_is_due_when():
     assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
 
 
+def test_parts_of_an_epoch_fall_on_their_updates():
+    """Of 2.5 updates an epoch, 0.4 epochs are one, though 1.2 // 0.4 is 2 in floating point.
+
+    Break: train.py: train["n"] + 1e-9} => train["n"]}
+    """
+    for period, n in (("0.4 epochs", 1), ("0.8epoch", 2), ("1.2epochs", 3)):
+        found = [step for step in range(1, 20) if "save" in due(step, save_every=period)]
+        assert found == list(range(n, 20, n)), period
+
+
 def test_rows_that_found_no_room_are_written_later(tiny, capsys):
     """While files may not grow, each row is told of and kept; once they may, all are there.
 
