@@ -207,7 +207,10 @@ def test_config_flag_file(tmp_path):
 
 def test_a_home_after_an_equals_sign(tmp_path, monkeypatch):
     """`--out_dir=~/run` is in the home folder, as `--out_dir ~/run` is by the shell's doing; a `~`
-    elsewhere stays. Red when parse leaves argv as it is."""
+    elsewhere stays.
+
+    Break: config.py: lambda m: m[1] + str(Path.home()), arg) => lambda m: m[0], arg)
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = config.parse("--out_dir=~/run --ckpt-dir=~ --prompt=~a --tokenizer=a=~/b".split())
     assert (cfg.out_dir, cfg.ckpt_dir) == (f"{tmp_path}/run", str(tmp_path))
