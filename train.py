@@ -1801,13 +1801,13 @@ def peer_fault(signs, now, timeout_s, silent_s):
 # The command line.
 
 def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
-    """Run a command line; the exit code. A ValueError that the six files raise is the user's fault
-    and is told in a sentence; every other exception keeps its traceback.
+    """Run a command line; the exit code. A ValueError that the six files raise, and a file that may
+    not be read, are the user's fault and told in a sentence; other exceptions keep their traceback.
     """
     try:
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
-        ours = isinstance(e, ValueError) and raised_by_us(e)
+        ours = isinstance(e, PermissionError) or (isinstance(e, ValueError) and raised_by_us(e))
         if not ours and not jax.distributed.is_initialized():
             raise
         print(f"error: {e}" if ours else traceback.format_exc(), file=sys.stderr, flush=True)

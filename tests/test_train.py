@@ -2553,6 +2553,18 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
 
 # ---- faults of the user's
 
+def test_a_file_that_may_not_be_read_is_named(capsys):
+    """Here one of Linux's own, which not even root may read: a sentence, no traceback.
+
+    Break: train.py: isinstance(e, PermissionError) or => False or
+    """
+    closed = Path("/proc/sys/vm/drop_caches")
+    if not closed.exists():
+        pytest.skip(f"no {closed} on this system")
+    assert train.cli(["--config", str(closed)]) == 2
+    assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: '{closed}'\n"
+
+
 def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
     """By the command line: exit code 2, a sentence with the name and the rule, no traceback, before
     compilation.
