@@ -808,7 +808,7 @@ def rows_in(path, size):
     opened = zstd.open if zstd else gzip.open if path.suffix == ".gz" else open
     damage = (ValueError, RecursionError, OSError, EOFError, zstd.ZstdError if zstd else zlib.error)
     where = str(path)
-    with opened(path, mode="rt", encoding="utf-8", newline="\n") as file:
+    with opened(path, mode="rt", encoding="utf-8-sig", newline="\n") as file:
         try:
             if zstd:
                 _check_whole(path, zstd)

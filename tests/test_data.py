@@ -2,6 +2,7 @@
 """data.py: every token is a label once an epoch, a batch depends on its number alone, and malformed
 files are refused.
 """
+import codecs
 import dataclasses
 import gzip
 import io
@@ -913,6 +914,17 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     assert "".join(pieces) == text and (len(pieces) > 20) == (ours["piece"] > 0)
     whole = tok.encode(text, add_special_tokens=False).ids
     assert np.concatenate(ours["encode_batch"](pieces)).tolist() == whole
+
+
+@pytest.mark.parametrize("name, content", [
+    ("x.jsonl", b'{"text": "a"}\n'), ("x.json", b'[{"text": "a"}]'), ("x.txt", b"a")])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+    """Some editors on Windows write one at the start of a file.
+
+    Break: data.py: encoding="utf-8-sig" => encoding="utf-8"
+    """
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content)
+    assert [row for _, row, _ in data.rows_in(tmp_path / name, 100)] == [{"text": "a"}]
 
 
 @pytest.mark.parametrize("name, content, words", [
