@@ -13,7 +13,6 @@ if sys.version_info < (3, 11):  # noqa: UP036
 import contextlib
 import ctypes
 import dataclasses
-import dis
 import errno
 import fcntl
 import importlib.metadata
@@ -44,6 +43,7 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 
 import jax
 import numpy as np
+from jax._src import distributed  # has the key-value store that processes share
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
@@ -157,7 +157,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         run = prepare(cfg, task)
         with lock_folders(run["cfg"]):
             observers = make_observers(run["cfg"]) if is_main() else []
-            run["beat"] = watch_peers(run["cfg"], partial(end_at_once, observers))
+            run["beat"] = watch_peers(run["cfg"], observers)
             try:
                 started = start_run(run, hooks, observers, state, params, began)
                 if not started:
@@ -245,8 +245,8 @@ def train(run, state, last, clock, signals):
             saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             val = held_out_at(run, step, clock, halted)
-            row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
-            latest |= newest(run, "eval", emit("eval", {"step": step} | row)) if row else {}
+            if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
+                latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if "export" in due and not interrupted(signals):
@@ -289,6 +289,10 @@ def why_stop(run, step, asked, latest):
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
+        # There is a "val_step" after the first evaluation, an "lr" after the first log point.
+        if name not in values and ("val_step" if name.startswith("val_") else "lr") in latest:
+            return (f"--stop {' '.join(cfg.stop)}: there is no metric {name} "
+                    f"({config.nearest(name, sorted(latest))})"), 2
     if asked["wishes"]:
         return asked["wishes"][0]
     if step >= cfg.steps:
@@ -327,7 +331,7 @@ def report(run, previous, clock):
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
         row = emit("log", row | of_this_process)
-        latest |= newest(run, "log", {k: x for k, x in row.items() if k not in of_this_process})
+        latest |= numbers({k: x for k, x in row.items() if k not in of_this_process})
     return latest
 
 
@@ -446,22 +450,23 @@ def due_events(run, step, last, second):
     """{event: why} of what is due at this step and was not done at it: "step", "epoch", "window",
     "second" or, after the last update, "end". last: {event: (step, second) of the last time}.
     """
-    cfg, done, due = run["cfg"], progress(run), {}
-    optional = {"weights", "reload", "epoch", "window", *([] if cfg.export else ["export"])}
-    always = {"epoch": {"epoch": 1}, "window": {"window": 1}}
-    for event, periods in (run["periods"] | always).items():
+    cfg, done, due, periods = run["cfg"], progress(run), {}, run["periods"]
+    periods = periods | {"epoch": {"epoch": 1}, "window": {"window": 1},
+                         "eval": {"window": 1} | periods["eval"]}  # one after each window
+    at_end = {"save": True, "eval": True, "sample": True, "export": cfg.export,
+              "weights": periods["weights"]}
+    for event, period in periods.items():
         last_step, last_second = last.get(event, (0, 0.0))
         if step == last_step:
             continue
-        if event == "eval":  # of windows there is one after each
-            periods = {"window": 1} | periods
-        for unit, n in periods.items():
-            if due.get(event, "second") == "second" and (  # a save by time is temporary
-                    second - last_second >= n if unit == "second" else
-                    done[unit](step) // n > done[unit](step - 1) // n):
-                due[event] = unit
-        if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
+        passed = [unit for unit, n in period.items()
+                  if unit != "second" and done[unit](step) // n > done[unit](step - 1) // n]
+        if step >= cfg.steps and at_end.get(event):
             due[event] = "end"
+        elif passed:
+            due[event] = passed[0]
+        elif second - last_second >= period.get("second", math.inf):  # such a save is temporary
+            due[event] = "second"
     return due
 
 
@@ -477,13 +482,13 @@ def held_out_at(run, step, clock, halted):
     """The held-out source at `step`; one that is not there yet is waited for: None once halted(),
     or when training is over.
     """
-    val, told = run["val"], False
-    if "at" not in val:
+    if "at" not in (val := run["val"]):
         return val
-    while (source := val["at"](step)) is None and step < run["cfg"].steps and not halted():
-        if not told:
-            told = bool(run["emit"]("out_of_data", {"step": step}))
-        time.sleep(0.2)
+    if (source := val["at"](step)) is None and step < run["cfg"].steps:
+        run["emit"]("out_of_data", {"step": step})
+        while source is None and not halted():
+            time.sleep(0.2)
+            source = val["at"](step)
     spend(clock, "data")
     return source
 
@@ -527,9 +532,8 @@ def make_batch_at(run, source):
         if (batch := source["batch"](0 if pinned else index, rows)) is None:
             return None
         there = {name: (np.shape(x), np.asarray(x).dtype) for name, x in dict(batch).items()}
-        config.raise_all([f"{name} is {there.get(name, 'missing')}, must be "
-                          f"{wanted.get(name, 'left out')}" for name in wanted.keys() | there.keys()
-                          if there.get(name) != wanted.get(name)], f"batch {index}")
+        if there != wanted:
+            raise ValueError(f"batch {index} is {there}, must be {wanted}")
         config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n - 1}, or {n} "
                           "for padding" for name, n in sizes.items() for x in (batch[name],)
                           if x.min() < 0 or x.max() > n], f"batch {index}")
@@ -615,15 +619,8 @@ def go_on_counting(clock, rows, step):
     clock["logged"] = step, clock["step"], clock["data"]
 
 
-def newest(run, event, row):
-    """The numbers of a row. Asks for an end when cfg.stop has a metric that is not among them."""
-    numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
-    for name, *_ in run["stops"]:
-        if (name not in numbers and name not in config.STOPS
-                and name.startswith("val_") == (event == "eval")):
-            run["wishes"].append((f"--stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
-                                  f"({config.nearest(name, sorted(numbers))})", 2))
-    return numbers | ({"val_step": row["step"]} if event == "eval" else {})
+def numbers(row):
+    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
 
 
 def next_batch(run, batches, state, step, saving):
@@ -724,6 +721,8 @@ def jsonl(cfg):
     """
     path, file = Path(cfg.out_dir) / "metrics.jsonl", None
 
+    def as_list(x): return np.asarray(x).tolist()
+
     def observe(event, row):
         nonlocal file
         if event == "start":
@@ -734,16 +733,11 @@ def jsonl(cfg):
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json.dumps({"event": event} | row, default=plain) + "\n")
+                file.write(json.dumps({"event": event} | row, default=as_list) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
-
-
-def plain(x):
-    """What JSON can say of an array or a number of NumPy or JAX."""
-    return np.asarray(x).tolist()
 
 
 def read_log(out_dir):
@@ -770,6 +764,8 @@ def in_words(row, names, between="  "):
 def screen(cfg):
     """A progress bar; where there is no terminal, plain lines."""
     bar, unit = tqdm(disable=True), ""
+    others = {"reload": "{names} loaded again", "out_of_data": "waiting for data",
+              "export": f"exported to {cfg.export}"}
 
     def observe(event, row):
         nonlocal bar, unit
@@ -793,12 +789,8 @@ def screen(cfg):
                 say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
             show_texts(row["texts"])
-        elif event == "reload":
-            say(f"{in_words(row, 'step')}  loaded again: {', '.join(row['names'])}")
-        elif event == "out_of_data":
-            say(f"{in_words(row, 'step')}  waiting for data")
-        elif event == "export":
-            say(f"{in_words(row, 'step')}  exported to {cfg.export}")
+        elif event in others:
+            say(f"{in_words(row, 'step')}  {others[event].format(**row)}")
         if "fault" in row:
             say(in_words(row, "step fault"))
         if event in ("end", "error"):
@@ -819,7 +811,9 @@ def show_start(row):
 
 
 def show_end(cfg, row):
-    show_time(row["time_s"])
+    total = sum(row["time_s"].values())  # of all starts
+    say("".join(f"{what:>8}" for what in row["time_s"]) + "  all starts")
+    say("".join(f"{s / total:8.1%}" for s in row["time_s"].values()) + f"  {total:,.0f} s")
     say(", ".join(filter(None, (
         f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
         "loss" in row and f"training {in_words(row, 'loss')}"))))
@@ -830,13 +824,6 @@ def show_end(cfg, row):
         flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
         say(f"the same command{flag} goes on from here{limit}")
-
-
-def show_time(time_s):
-    """Print the shares of wall time of all starts."""
-    total = sum(time_s.values())
-    say("".join(f"{what:>8}" for what in time_s) + "  all starts")
-    say("".join(f"{spent_s / total:8.1%}" for spent_s in time_s.values()) + f"  {total:,.0f} s")
 
 
 def show_texts(texts):
@@ -917,7 +904,7 @@ def wandb(cfg):
                              settings={"console": "off"})
             run.define_metric("*", step_metric="step")
         elif run and event in ("log", "eval", "end"):
-            run.log({name: x for name, x in row.items() if isinstance(x, (int, float))})
+            run.log(numbers(row))
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))
 
@@ -937,8 +924,7 @@ def tensorboard(cfg):
             log = SessionLog(status=SessionLog.START)
             writer.add_event(Event(session_log=log, wall_time=now, step=step + 1))
         elif event in ("log", "eval", "end"):
-            values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()
-                      if isinstance(x, (int, float)) and name != "step"]
+            values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers(row).items()]
             writer.add_event(Event(summary=Summary(value=values), wall_time=now, step=step))
         if event in ("end", "error"):
             writer.close()
@@ -1625,15 +1611,13 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     def watch():
         noted = 0.0
         while number := os.read(reader, 1):
-            if number[0] not in numbers:
-                continue
-            name, now = signal.Signals(number[0]).name, time.monotonic()
-            if caught and now - noted > 1:
+            name = signal.Signals(number[0]).name
+            if number[0] in numbers and caught and time.monotonic() - noted > 1:
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
-            if caught:
+            if number[0] not in numbers or caught:
                 continue
-            noted = now
+            noted = time.monotonic()
             caught.append(name)
             if in_loop.is_set():
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
@@ -1670,9 +1654,8 @@ def ask(run, step, asked, signals, clock):
     several = jax.process_count() > 1
     if several and (step % (run["cfg"].log_every or 10) or step == asked["step"]):
         return asked
-    number = signal.Signals[signals[0]].value if signals else 0
+    wishes, number = run["wishes"], signal.Signals[signals[0]].value if signals else 0
     file = os.path.exists(f"{run['cfg'].out_dir}/stop")
-    wishes = run["wishes"]
     found = time.perf_counter() - clock["from"], file, number, len(wishes)
     if several:
         found = multihost_utils.process_allgather(np.float32(found)).max(axis=0).tolist()
@@ -1715,63 +1698,50 @@ def end_observed(run, observers, error):
         time.sleep(8)
     words = f"{type(error).__name__}: {error}"
     call(observers, "error", {"error": words})
-    run["beat"](fault=words.splitlines()[0][:500])
+    run["beat"](fault=words.splitlines()[0])
 
 
-def end_at_once(observers, words):
-    print(f"process {jax.process_index()} ends: {words}", file=sys.stderr, flush=True)
-    call(observers, "error", {"error": words})
-    time.sleep(3 if is_main() else 0)  # JAX ends the others with it: first let them see why
-    os._exit(1)
+SILENT_S = 30  # how long a process may go without giving a sign of life
 
 
-SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
-
-
-def watch_peers(cfg, end):
-    """beat(**changes), which tells the other processes what this one is "doing" and at which
-    "step"; also "fault", why it ends, or that it is "done". A thread shows that in out_dir/.alive
-    every second, looks at the others, and calls end(words) once one has ended, is silent, or none
-    gets any further.
-
-    A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
+def watch_peers(cfg, observers):
+    """beat(**changes), which notes what this process is "doing" and at which "step"; also "fault",
+    why it ends, or that it is "done". A thread tells the other processes every second, through
+    JAX's coordination service, and ends this one once another has ended, is silent, or none gets
+    any further.
     """
     if jax.process_count() == 1 or not cfg.peer_timeout_s:
         return lambda **changes: None
-    start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
-    except OSError:  # only process 0 needs it
-        return lambda **changes: None
-    mine = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "n": 0, "beats": 0}
+    client, rank = distributed.global_state.client, jax.process_index()
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "n": 0, "told": 0}
     signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+
+    def tell():
+        mine["told"] += 1
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process 0: JAX ends this one
+            client.key_value_set(f"alive/{rank}", json.dumps(mine), allow_overwrite=True)
 
     def beat(**changes):
         mine.update({"n": mine["n"] + 1} | changes)
         if {"fault", "done"} & changes.keys():
-            show()
-
-    def show():
-        mine["beats"] += 1
-        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
-            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
+            tell()
 
     def watch():
         while not {"fault", "done"} & mine.keys():
-            show()
-            for rank in range(jax.process_count()):
-                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-                    new, now = json.loads((folder / str(rank)).read_text()), time.monotonic()
-                    old, _, moved = signs.get(rank, ({}, 0, 0))
-                    if new["start"] == start and new != old:
-                        signs[rank] = new, now, moved if new["n"] == old.get("n") else now
+            tell()
+            for key, text in client.key_value_dir_get("alive/"):
+                new, now = json.loads(text), time.monotonic()
+                old, _, moved = signs.get(key[6:], ({}, 0, 0))
+                if new != old:
+                    signs[key[6:]] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
             if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
-                mine["fault"] = words
-                show()
-                end(words)
-            time.sleep(min(1, silent_s / 3))
+                beat(fault=words)
+                print(f"process {rank} ends: {words}", file=sys.stderr, flush=True)
+                call(observers, "error", {"error": words})
+                time.sleep(0 if rank else 3)  # JAX ends the others with 0: first let them see why
+                os._exit(1)
+            time.sleep(1)
 
     threading.Thread(target=watch, daemon=True).start()
     return beat
@@ -1822,12 +1792,9 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 def raised_by_us(error):
     """Whether a `raise` statement of the six files raised it, and not, say, `k, v = f()`."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
-    return (module in (__name__, *"config model step data ckpt".split())
-            and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS")
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = (__file__, *(module.__file__ for module in (config, model, steplib, data, ckpt)))
+    return last.filename in ours and last.line.startswith("raise")
 
 
 if __name__ == "__main__":
