@@ -102,8 +102,8 @@ def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
     watch_peers), "at_once" (whether a step is done when it returns)} on these devices (default: all
     at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "sources" (of
-    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "meta" (what a checkpoint
-    says of the run), "emit".
+    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "faults" (survived ones),
+    "meta" (what a checkpoint says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -215,7 +215,7 @@ def start_run(run, hooks, observers, state, params, began):
                                    for row in read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
-    run |= {"programs": programs, "first_step": step, "wishes": []}
+    run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
     run |= {"meta": describe(run, meta), "emit": make_emit(run, observers, clock)}
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
                           "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
@@ -242,7 +242,7 @@ def train(run, state, last, clock, signals):
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
+            save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             val = held_out_at(run, step, clock, halted)
             if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
@@ -250,7 +250,7 @@ def train(run, state, last, clock, signals):
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if "export" in due and not interrupted(signals):
-            latest |= export(run, state["params"], step)
+            export(run, state["params"], step)
         last |= dict.fromkeys(due, (step, asked["second"]))
         asked = ask(run, step, asked, signals, clock)
         if stop := why_stop(run, step, asked, latest):
@@ -270,7 +270,7 @@ def train(run, state, last, clock, signals):
     latest |= report(run, previous, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
-        saving = save_state(run, state, step, saving)
+        save_state(run, state, step, saving)
     stop = why_stop(run, step, asked, latest) or stop  # the last metrics may say worse
     return end_run(run, state, step, stop, saving, latest, clock)
 
@@ -337,8 +337,8 @@ def report(run, previous, clock):
 
 def save_state(run, state, step, saving, kind="save", temporary=False):
     """Start a checkpoint once the one before of its kind ("save", or "weights" for parameters
-    alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
-    run stands in its data, and under what config.
+    alone) is committed. saving: {kind: (step, Future)} of those that are under way. meta.json says
+    where the run stands in its data, and under what config.
     """
     cfg, train, began = run["cfg"], run["train"], time.perf_counter()
     end_saves(run, saving, [kind])
@@ -353,10 +353,10 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
     began = time.perf_counter()
-    future = ckpt.save(root, step, tree, run["meta"] | {"data": place}, *keep, temporary, say)
+    meta = run["meta"] | {"data": place}
+    saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, say)
     run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
-    return saving | {kind: (step, future)}
 
 
 # ---- optional
@@ -508,8 +508,7 @@ def evaluate(run, val, eval_step, params, signals=()):
             return {}
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
         if name:
-            total, count = totals["loss"]
-            row[f"val_loss/{name}"] = float(total / count)
+            row[f"val_loss/{name}"] = float(np.divide(*totals["loss"]))
     means = {name: total / np.where(count, count, 1) for name, (total, count) in sums.items()}
     found = scalars(means | run["task"]["metrics"](means, val))
     found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
@@ -559,19 +558,25 @@ def sample_texts(run, params, step):
         return run["task"]["preview"](params, run["cfg"], key)
 
 
-def end_saves(run, saving, kinds=("weights", "save")):
-    """Wait for the saves of these kinds that are under way; the fault in words of the last that
-    failed, which the run survives, or None.
+@contextlib.contextmanager
+def survived(run, step, kind):
+    """Tell of a ValueError in a save or an export, and go on; run["faults"] has the last of each
+    kind, unless one since then went well.
     """
-    fault = None
-    for kind in kinds:
-        step, future = saving.pop(kind, (None, None))
-        try:
+    run["faults"].pop(kind, None)
+    try:
+        yield
+    except ValueError as e:
+        run["faults"][kind] = str(e)
+        run["emit"]("fault", {"step": step, "fault": str(e)})
+
+
+def end_saves(run, saving, kinds=("weights", "save")):
+    """Wait for the saves of these kinds that are under way."""
+    for kind in [kind for kind in kinds if kind in saving]:
+        step, future = saving.pop(kind)
+        with survived(run, step, kind):
             ckpt.wait(future)
-        except ValueError as e:
-            fault = str(e)
-            run["emit"]("fault", {"step": step, "fault": fault})
-    return fault
 
 
 def make_emit(run, observers, clock):
@@ -630,13 +635,14 @@ def next_batch(run, batches, state, step, saving):
     """
     try:
         batch, waited_s = next(batches, (None, None))
-        if batch is None and waited_s is not None:
-            run["emit"]("out_of_data", {"step": step})
-        return batch, waited_s
     except (ValueError, OSError):
         if jax.process_count() == 1:
-            end_saves(run, save_state(run, state, step, saving))
+            save_state(run, state, step, saving)
+            end_saves(run, saving)
         raise
+    if batch is None and waited_s is not None:
+        run["emit"]("out_of_data", {"step": step})
+    return batch, waited_s
 
 
 def preview(run, params, step):
@@ -650,36 +656,27 @@ def preview(run, params, step):
 
 
 def export(run, params, step):
-    """Export the parameters. What goes wrong with the disk is told, and training goes on:
-    {"export_fault": words, empty where nothing did}.
-    """
-    began, fault = time.perf_counter(), ""
-    try:
+    """Export the parameters. What goes wrong with the disk is told, and training goes on."""
+    began = time.perf_counter()
+    with survived(run, step, "export"):
         run["task"]["export"](run["cfg"], params)
         run["emit"]("export", {"step": step, "export_s": time.perf_counter() - began})
-    except ValueError as e:
-        fault = str(e)
-        run["emit"]("fault", {"step": step, "fault": fault})
-    return {"export_fault": fault}
 
 
 def end_run(run, state, step, stop, saving, latest, clock):
     """Emit "stop" and "end", which has the newest metrics; the summary. stop: of why_stop."""
-    lost, not_exported = end_saves(run, saving), latest.pop("export_fault", "")
-    fault = "; ".join(filter(None, (lost, not_exported)))
-    reason, exit_code = (f"{stop[0]}; {fault}", 1) if fault else stop
-    why = {"step": step, "reason": reason}
+    end_saves(run, saving)
+    lost, (reason, exit_code) = run["faults"], stop
+    why = {"step": step, "reason": "; ".join([reason, *lost.values()])}
     run["emit"]("stop", why)
     if is_main():
         Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True)
-    rest = {"exit_code": exit_code, "wall_s": clock["at"] - clock["from"],
-            "time_s": {what: clock[what] for what in SPENT}}
-    kept = {k: v for k, v in latest.items() if k not in ("finite", "eval_s")}
-    if kept.get("val_step") == step:
-        del kept["val_step"]
-    saved = None if lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
-    return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
-        "state": state, "mesh": run["mesh"]}
+    left_out = ("finite", "eval_s", *["val_step"] * (latest.get("val_step") == step))
+    row = {name: x for name, x in latest.items() if name not in left_out} | why | {
+        "exit_code": 1 if lost else exit_code, "wall_s": clock["at"] - clock["from"],
+        "time_s": {what: clock[what] for what in SPENT},
+        "checkpoint": None if "save" in lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")}
+    return run["emit"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
 def call(hooks, event, value):
@@ -687,8 +684,7 @@ def call(hooks, event, value):
     for hook in hooks:
         try:
             new = hook(event, value)
-            keys = new.keys() if isinstance(new, dict) else ()
-            if new is not None and isinstance(value, dict) and (lost := {*value} - {*keys}):
+            if new is not None and isinstance(value, dict) and (lost := value.keys() - {*new}):
                 raise TypeError(f"what it returns has no {', '.join(sorted(lost))}; return None, "
                                 "or all of the value: value | {...}")
         except Exception as e:
@@ -765,13 +761,14 @@ def screen(cfg):
     """A progress bar; where there is no terminal, plain lines."""
     bar, unit = tqdm(disable=True), ""
     others = {"reload": "{names} loaded again", "out_of_data": "waiting for data",
-              "export": f"exported to {cfg.export}"}
+              "export": "exported to {cfg.export}"}
 
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
-            show_start(row)
-            unit = row["unit"]
+            total, unit = row["memory_bytes_per_device"]["total"] / 2**20, row["unit"]
+            say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
+                f"{row['origin']}, at step {row['step']}")
             bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
         elif event == "step":
@@ -790,7 +787,7 @@ def screen(cfg):
         elif event == "sample":
             show_texts(row["texts"])
         elif event in others:
-            say(f"{in_words(row, 'step')}  {others[event].format(**row)}")
+            say(f"{in_words(row, 'step')}  {others[event].format(cfg=cfg, **row)}")
         if "fault" in row:
             say(in_words(row, "step fault"))
         if event in ("end", "error"):
@@ -799,15 +796,6 @@ def screen(cfg):
             show_end(cfg, row)
 
     return observe
-
-
-def show_start(row):
-    device, total = jax.devices()[0], row["memory_bytes_per_device"]["total"] / 2**20
-    known = device.platform == "cpu" or steplib.peaks(device.device_kind)[0]
-    if "flops_formula" in row and not known:
-        say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
-    say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
-        f"{row['origin']}, at step {row['step']}")
 
 
 def show_end(cfg, row):
@@ -1597,11 +1585,10 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     """A list that gets the name of the first such signal, and an Event to set once there is
     something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
 
-    A thread reads them, since Python runs no handler while the main thread is inside a compilation.
-    Before the loop it also ends the process when the main thread, busy outside Python, has not
-    left after 3 s. Two within a second count as one: `timeout` sends two.
+    A thread reads them, since Python runs no handler while the main thread is inside a step. Two
+    within a second count as one: `timeout` sends two.
     """
-    caught, in_loop, left = [], threading.Event(), threading.Event()
+    caught, in_loop = [], threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield caught, in_loop
         return
@@ -1622,9 +1609,6 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             if in_loop.is_set():
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                          .encode())
-            elif not left.wait(3) and not in_loop.is_set():
-                os.write(2, f"\n{name}: ended; nothing was changed\n".encode())
-                os._exit(0)
         os.close(reader)
 
     def handle(number, frame):
@@ -1632,7 +1616,6 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(left.set)
         undo.callback(os.close, writer)
         undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
         for number in numbers:

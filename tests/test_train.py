@@ -838,8 +838,8 @@ def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
 
 
 def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
-    """A line for each event, to the letter; on a terminal the log is a bar. A device without a
-    known peak is told so. A run that stopped says how to go on.
+    """A line for each event, to the letter; on a terminal the log is a bar. A run that stopped says
+    how to go on.
 
     Break: train.py: if bar.disable: => if not bar.disable:
     """
@@ -853,8 +853,7 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
 
     Bar.write = staticmethod(train.tqdm.write)
     start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
-             "compile_s": 1.25, "origin": "nothing", "devices": "8 x abacus",
-             "flops_formula": "6 N"}
+             "compile_s": 1.25, "origin": "nothing"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
     held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
     end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
@@ -909,13 +908,6 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
     assert say(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
     lost = alone | {"checkpoint": None}
     assert say(observe, ("end", lost)) == short + "\n"
-    for kind, known in (("abacus", False), ("TPU v4", True)):
-        device = types.SimpleNamespace(platform="tpu", device_kind=kind)
-        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
-        said = say(observe, ("start", start)).removesuffix(compiled)
-        assert said == ("" if known else "no peak rate is known for 8 x abacus: metrics have "
-                        "TFLOP/s, and no MFU\n")
-    assert say(observe, ("start", {k: v for k, v in start.items() if "flops" not in k})) == compiled
 
 
 def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
@@ -1198,8 +1190,8 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(table={"trained": False}), "task: table: no parameter is trained"),
     (dict(source={"fingerprint": 5}), "open: train: fingerprint 5: must be text"),
     (dict(source={"n": 0}), "open: train: n 0: must be how many examples, at least 1"),
-    (dict(batch=np.zeros(3, np.float32)), r"batch 0: x is \(\(3,\), .*, must be \(\(8,\), "),
-    (dict(batch=np.zeros(8)), r"batch 0: x is .*float64.*, must be .*float32"),
+    (dict(batch=np.zeros(3, np.float32)), r"batch 0 is .*\(3,\), .*, must be .*\(8,\), "),
+    (dict(batch=np.zeros(8)), r"batch 0 is .*float64.*, must be .*float32"),
     (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
      "batch 0: x is -1 to 6: must be from 0 to 3, or 4 for padding"),
 ])
@@ -1738,7 +1730,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tiny, capsys):
     """A save that fails in the background (a file stands where its folder must go) is a row and a
     line on the screen; the next save is whole. One that fails at the end ends the run with 1.
 
-    Break: train.py: run["emit"]("fault", {"step": step, "fault": fault}) => pass
+    Break: train.py: run["faults"][kind] = str(e) => pass
     """
     def block(at):
         def hook(event, value):
@@ -1776,8 +1768,8 @@ def test_what_is_due_when():
     """Updates, epochs (of 2.5 updates), windows and seconds; each event once a step, and after the
     last update those that always are; weights, reloads and exports only where they are wanted.
 
-    Break: train.py: done[unit](step) // n > done[unit](step - 1) // n):
-    => done[unit](step) % n == 0):
+    Break: train.py: done[unit](step) // n > done[unit](step - 1) // n] =>
+    done[unit](step) % n == 0]
     """
     def steps(**fields):
         event, = fields
@@ -2464,7 +2456,7 @@ def test_a_signal_ends_the_wait_for_a_window(days):
 def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
     """When a file changes under a run it ends with an error, and the state is saved before.
 
-    Break: train.py: end_saves(run, save_state(run, state, step, saving)) => pass
+    Break: train.py: if jax.process_count() == 1: => if False:
     """
     (path := tmp_path / "ids.bin").write_bytes(np.arange(3000, dtype=np.uint16).tobytes())
     cfg = tiny(data=(str(path),), vocab_size=3000, steps=99, eval_every=0, save_every=0)
@@ -2483,7 +2475,7 @@ def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
     """Evaluation of a mixture has the loss of each source, as one run on that alone has it, and
     their mean by labels.
 
-    Break: train.py: row[f"val_loss/{name}"] = float(total / count) => row[f"val_loss/{name}"] = 1.0
+    Break: train.py: float(np.divide(*totals["loss"])) => 1.0
     """
     (other := tmp_path / "other.txt").write_text("12 34 " * 300)
     sources = tiny().data[0], str(other)
@@ -3133,7 +3125,8 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
     code 1 and words that name it, its host and its number there; what was saved stays.
 
-    Break: train.py: os.pwrite(file, json => (file, json
+    Break: train.py: for key, text in client.key_value_dir_get("alive/"): =>
+    for key, text in ():
     """
     cfg = tiny(steps=10**6, dp=1, fsdp=n, save_every=5, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
