@@ -300,14 +300,6 @@ def why_stop(run, step, asked, latest):
     return None
 
 
-def why_stop_waiting(run, step, asked, latest, signals, clock):
-    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
-    """
-    run["beat"](doing="waiting for data", step=step)
-    return jax.process_count() == 1 and why_stop(
-        run, step, ask(run, None, asked, signals, clock), latest)
-
-
 def report(run, previous, clock):
     """Wait for the metrics of the step before and emit "step", at a log point also "log". Returns
     {metric: value} for why_stop and the summary.
@@ -502,8 +494,8 @@ def evaluate(run, val, eval_step, params, signals=()):
     for name, part in parts.items():
         n = -(-part["n"] // cfg.batch_size)
         batches = data.prefetch(make_batch_at(run, part), 0, min(cfg.eval_batches or n, n))
-        beating = ((batch, run["beat"](doing="eval"))[0] for batch, _ in batches)
-        totals = steplib.evaluate(eval_step, params, beating, partial(interrupted, signals))
+        totals = steplib.evaluate(eval_step, params, (batch for batch, _ in batches),
+                                  lambda: run["beat"](doing="eval") or interrupted(signals))
         if totals is None:
             return {}
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
@@ -777,8 +769,8 @@ def screen(cfg):
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
             bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                wait_ms = 1000 * row["data_wait_s"]
-                say(f"{in_words(row, 'step loss lr')}  {rate}  data wait {wait_ms:.1f} ms")
+                say(f"{in_words(row, 'step loss lr')}  {rate}  "
+                    f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
             own = [x for x in row if x.startswith("val_") and x not in QUIET and "/" not in x]
             say(in_words(row, " ".join(["step", "val_loss", *own])))
@@ -862,11 +854,10 @@ def plot(cfg):
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
             for name, label in lines.items():
-                points = [(row["step"], row[name]) for row in rows if name in row
-                          and row["event"] == ("eval" if label == "held-out" else "log")]
-                steps, values = zip(*points, strict=True) if points else ((), ())
-                axes.plot(steps, values, "o-" if label == "held-out" else "-", label=label,
-                          linewidth=1.2, markersize=4)
+                event, style = ("eval", "o-") if label == "held-out" else ("log", "-")
+                points = [(row["step"], row[name]) for row in rows
+                          if row["event"] == event and name in row]
+                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=label, markersize=4)
             axes.set_title(title, loc="left", fontsize=10)
             axes.grid(alpha=0.3)
         figure.axes[0].legend()
@@ -1649,6 +1640,14 @@ def ask(run, step, asked, signals, clock):
             "signal": signal.Signals(int(number)).name if number else None}
 
 
+def why_stop_waiting(run, step, asked, latest, signals, clock):
+    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
+    """
+    run["beat"](doing="waiting for data", step=step)
+    return jax.process_count() == 1 and why_stop(
+        run, step, ask(run, None, asked, signals, clock), latest)
+
+
 # Other processes.
 
 def join_processes(cfg):
@@ -1658,12 +1657,10 @@ def join_processes(cfg):
     if not cfg.coordinator:
         return
     config.validate(cfg, None)
-    if cfg.coordinator == "auto":
-        jax.distributed.initialize()
-    else:
-        print(f"process {cfg.process_id} meets the others of {cfg.n_processes} at "
-              f"{cfg.coordinator} ...", file=sys.stderr, flush=True)
-        jax.distributed.initialize(cfg.coordinator, cfg.n_processes, cfg.process_id)
+    auto = cfg.coordinator == "auto"
+    place = () if auto else (cfg.coordinator, cfg.n_processes, cfg.process_id)
+    print(f"meeting the other processes ({cfg.coordinator}) ...", file=sys.stderr, flush=True)
+    jax.distributed.initialize(*place)
     alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
     mine = json.loads(config.to_json(alike))
     others = ckpt.from_main(lambda: mine)
@@ -1695,14 +1692,14 @@ def watch_peers(cfg, observers):
     """
     if jax.process_count() == 1 or not cfg.peer_timeout_s:
         return lambda **changes: None
-    client, rank = distributed.global_state.client, jax.process_index()
+    client, own_rank = distributed.global_state.client, jax.process_index()
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "n": 0, "told": 0}
     signs = {}  # {rank: (sign, when it was heard of, when it got further)}
 
     def tell():
         mine["told"] += 1
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process 0: JAX ends this one
-            client.key_value_set(f"alive/{rank}", json.dumps(mine), allow_overwrite=True)
+            client.key_value_set(f"alive/{own_rank}", json.dumps(mine), allow_overwrite=True)
 
     def beat(**changes):
         mine.update({"n": mine["n"] + 1} | changes)
@@ -1713,16 +1710,16 @@ def watch_peers(cfg, observers):
         while not {"fault", "done"} & mine.keys():
             tell()
             for key, text in client.key_value_dir_get("alive/"):
-                new, now = json.loads(text), time.monotonic()
-                old, _, moved = signs.get(key[6:], ({}, 0, 0))
+                rank, new, now = key.removeprefix("alive/"), json.loads(text), time.monotonic()
+                old, _, moved = signs.get(rank, ({}, 0, 0))
                 if new != old:
-                    signs[key[6:]] = new, now, moved if new["n"] == old.get("n") else now
+                    signs[rank] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
             if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
                 beat(fault=words)
-                print(f"process {rank} ends: {words}", file=sys.stderr, flush=True)
+                print(f"process {own_rank} ends: {words}", file=sys.stderr, flush=True)
                 call(observers, "error", {"error": words})
-                time.sleep(0 if rank else 3)  # JAX ends the others with 0: first let them see why
+                time.sleep(0 if own_rank else 3)  # JAX ends the others with 0: let them see why
                 os._exit(1)
             time.sleep(1)
 

@@ -111,7 +111,9 @@ def _run(argv, devices, log):
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
     train.plot = lambda cfg: lambda event, row: None  # see tiny
-    sys.exit(train.cli(argv))
+    code = train.cli(argv)
+    jax.distributed.shutdown()  # as JAX does at exit, which a fork leaves out: waits for the others
+    sys.exit(code)
 
 
 def command(cfg, devices=1, flags=()):
@@ -652,7 +654,7 @@ def test_a_task_is_told_its_platform(
 def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
     """By the address and the numbers given, or by what jax.distributed finds out itself.
 
-    Break: train.py: if cfg.coordinator == "auto": => if False:
+    Break: train.py: auto = cfg.coordinator == "auto" => auto = False
     """
     asked = []
 
@@ -809,7 +811,8 @@ def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
     """Losses, rate, gradient norm and throughput over steps, drawn at the end; nothing where
     nothing was logged.
 
-    Break: train.py: "eval" if label == "held-out" else "log" => "log"
+    Break: train.py: ("eval", "o-") if label == "held-out" else ("log", "-") =>
+    ("log", "-")
     """
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (
