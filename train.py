@@ -1580,13 +1580,8 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     within a second count as one: `timeout` sends two.
     """
     caught, in_loop = [], threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught, in_loop
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
 
-    def watch():
+    def watch(reader):
         noted = 0.0
         while number := os.read(reader, 1):
             name = signal.Signals(number[0]).name
@@ -1607,11 +1602,15 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(os.close, writer)
-        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-        for number in numbers:
-            undo.callback(signal.signal, number, signal.signal(number, handle))
-        threading.Thread(target=watch, daemon=True).start()
+        if threading.current_thread() is threading.main_thread():  # no other may catch signals
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            undo.callback(os.close, writer)
+            threading.Thread(target=watch, args=[reader], daemon=True).start()
+            old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            undo.callback(signal.set_wakeup_fd, old)
+            for number in numbers:
+                undo.callback(signal.signal, number, signal.signal(number, handle))
         yield caught, in_loop
 
 
