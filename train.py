@@ -284,8 +284,7 @@ def why_stop(run, step, asked, latest):
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if asked["signal"]:
         return asked["signal"], 0
-    values = latest | {"step": step, "updates": step - run["first_step"],
-                       "second": asked["second"], "file": asked["file"]}
+    values = latest | asked | {"step": step, "updates": step - run["first_step"]}
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
@@ -1691,14 +1690,15 @@ def watch_peers(cfg, observers):
     """
     if jax.process_count() == 1 or not cfg.peer_timeout_s:
         return lambda **changes: None
-    client, own_rank = distributed.global_state.client, jax.process_index()
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "n": 0, "told": 0}
-    signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+    client, key = distributed.global_state.client, f"alive/{jax.process_index()}"
+    name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})"
+    mine = {"name": name, "n": 0, "told": 0}
+    signs = {}  # {key: (sign, when it was heard of, when it got further)}
 
     def tell():
         mine["told"] += 1
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process 0: JAX ends this one
-            client.key_value_set(f"alive/{own_rank}", json.dumps(mine), allow_overwrite=True)
+            client.key_value_set(key, json.dumps(mine), allow_overwrite=True)
 
     def beat(**changes):
         mine.update({"n": mine["n"] + 1} | changes)
@@ -1708,17 +1708,17 @@ def watch_peers(cfg, observers):
     def watch():
         while not {"fault", "done"} & mine.keys():
             tell()
-            for key, text in client.key_value_dir_get("alive/"):
-                rank, new, now = key.removeprefix("alive/"), json.loads(text), time.monotonic()
-                old, _, moved = signs.get(rank, ({}, 0, 0))
+            now = time.monotonic()
+            for peer, text in client.key_value_dir_get("alive/"):
+                (old, _, moved), new = signs.get(peer, ({}, 0, 0)), json.loads(text)
                 if new != old:
-                    signs[rank] = new, now, moved if new["n"] == old.get("n") else now
+                    signs[peer] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
-            if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
+            if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
                 beat(fault=words)
-                print(f"process {own_rank} ends: {words}", file=sys.stderr, flush=True)
+                print(f"{name} ends: {words}", file=sys.stderr, flush=True)
                 call(observers, "error", {"error": words})
-                time.sleep(0 if own_rank else 3)  # JAX ends the others with 0: let them see why
+                time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
                 os._exit(1)
             time.sleep(1)
 
@@ -1727,23 +1727,19 @@ def watch_peers(cfg, observers):
 
 
 def peer_fault(signs, now, timeout_s, silent_s):
-    """Why to end a run, which process is at fault and how, or None. signs: {rank: (sign of life,
-    when it was heard of, when it last did something)}.
+    """Why to end a run, which process is at fault and how, or None. signs: (sign of life, when it
+    was heard of, when it last did something) of each process.
     """
-    def who(rank):
-        return f"process {rank} (pid {signs[rank][0]['pid']} on {signs[rank][0]['host']})"
-
-    for rank, (sign, heard, _) in signs.items():
+    for sign, heard, _ in signs:
         if "fault" in sign:
-            return f"{who(rank)} has ended: {sign['fault']}"
+            return f"{sign['name']} has ended: {sign['fault']}"
         if now - heard > silent_s and "done" not in sign:
-            return (f"{who(rank)} has given no sign of life for {now - heard:.0f} s: it is dead, "
-                    "stopped or cut off")
-    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs.values()):
-        last = min(signs, key=lambda rank: signs[rank][0]["n"])
-        sign = signs[last][0]
+            return (f"{sign['name']} has given no sign of life for {now - heard:.0f} s: it is "
+                    "dead, stopped or cut off")
+    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs):
+        last = min((sign for sign, *_ in signs), key=lambda sign: sign["n"])
         return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
-                f"{who(last)}, after {sign.get('doing')} at step {sign.get('step')}")
+                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
     return None
 
 

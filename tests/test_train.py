@@ -3082,26 +3082,26 @@ def test_which_process_ends_a_run():
     """One that says so, one that is silent, and of those that all wait the one furthest behind;
     one that is done is none of them.
 
-    Break: train.py: key=lambda rank: signs[rank][0]["n"] => key=lambda rank: -signs[rank][0]["n"]
+    Break: train.py: key=lambda sign: sign["n"] => key=lambda sign: -sign["n"]
     """
     def fault(*changes):
         """Three processes at time 100 that were heard of and got further at 99."""
-        signs = {rank: ({"pid": 70 + rank, "host": "box", "n": 9, "doing": "step", "step": 5}
-                        | dict(change.get("sign", {})), change.get("heard", 99),
-                        change.get("moved", 99)) for rank, change in enumerate(changes)}
+        signs = [({"name": f"process {rank}", "n": 9, "doing": "step", "step": 5}
+                  | dict(change.get("sign", {})), change.get("heard", 99),
+                  change.get("moved", 99)) for rank, change in enumerate(changes)]
         return train.peer_fault(signs, 100, timeout_s=20, silent_s=3)
 
     assert fault({}, {}, {}) is None
     assert fault({}, {"sign": {"fault": "OSError: no"}}, {}) == (
-        "process 1 (pid 71 on box) has ended: OSError: no")
-    assert fault({}, {}, {"heard": 96}) == ("process 2 (pid 72 on box) has given no sign of life "
-                                            "for 4 s: it is dead, stopped or cut off")
+        "process 1 has ended: OSError: no")
+    assert fault({}, {}, {"heard": 96}) == ("process 2 has given no sign of life for 4 s: it is "
+                                            "dead, stopped or cut off")
     assert fault({}, {}, {"heard": 96, "sign": {"done": True}}) is None
     waits = {"moved": 79}
     assert fault(waits, waits, {}) is None
     assert fault(waits, {"sign": {"n": 8, "doing": "dispatch"}} | waits, waits) == (
-        "no process has done anything for 20 s; the furthest behind is process 1 (pid 71 on box), "
-        "after dispatch at step 5")
+        "no process has done anything for 20 s; the furthest behind is process 1, after dispatch "
+        "at step 5")
     assert fault(waits, waits, {"sign": {"n": 0}} | waits) is None  # it may still compile
 
 
@@ -3128,8 +3128,8 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
     code 1 and words that name it, its host and its number there; what was saved stays.
 
-    Break: train.py: for key, text in client.key_value_dir_get("alive/"): =>
-    for key, text in ():
+    Break: train.py: for peer, text in client.key_value_dir_get("alive/"): =>
+    for peer, text in ():
     """
     cfg = tiny(steps=10**6, dp=1, fsdp=n, save_every=5, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
