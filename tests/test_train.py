@@ -1457,7 +1457,7 @@ def test_a_bug_of_a_fork_keeps_its_traceback(tiny, tmp_path):
     """A ValueError that no `raise` of ours made, here in an edited copy of the project, is shown
     whole; one of ours stays a sentence.
 
-    Break: train.py: and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS") => )
+    Break: train.py: in ours and last.line.startswith("raise") => in ours
     """
     for name in train_files():
         shutil.copy(ROOT / name, tmp_path)
@@ -2373,7 +2373,7 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
     there are more files, of which one sorts before those it has read, reads on as if nothing had
     come, then the new ones; meta.json says which windows it has seen.
 
-    Break: train.py: periods = {"window": 1} | periods => pass
+    Break: train.py: "eval": {"window": 1} | periods["eval"]} => "eval": periods["eval"]}
     """
     cfg = days(steps=9, schedule="cosine")
     train.main(cfg, hooks=[lambda event, row: row | {"stop": "enough"}
