@@ -579,7 +579,8 @@ def make_emit(run, observers, clock):
         row = call(run["hooks"], event, row)
         run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
         call(observers, event, row)
-        spend(clock, event)
+        if event not in ("dispatch", "epoch", "window"):
+            spend(clock, event)
         return row
 
     return emit
@@ -597,8 +598,6 @@ def start_clock(began):
 
 def spend(clock, event):
     """Add the seconds since the last call to what they were spent on; return them."""
-    if event in ("dispatch", "epoch", "window"):
-        return 0.0
     now = time.perf_counter()
     spent_s, clock["at"] = now - clock["at"], now
     clock[event if event in SPENT else "other"] += spent_s
