@@ -13,7 +13,6 @@ if sys.version_info < (3, 11):  # noqa: UP036
 import contextlib
 import ctypes
 import dataclasses
-import dis
 import errno
 import fcntl
 import importlib.metadata
@@ -44,6 +43,7 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 
 import jax
 import numpy as np
+from jax._src import distributed  # has the key-value store that processes share
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
@@ -102,8 +102,8 @@ def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
     watch_peers), "at_once" (whether a step is done when it returns)} on these devices (default: all
     at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "sources" (of
-    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "meta" (what a checkpoint
-    says of the run), "emit".
+    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "faults" (survived ones),
+    "meta" (what a checkpoint says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -157,7 +157,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         run = prepare(cfg, task)
         with lock_folders(run["cfg"]):
             observers = make_observers(run["cfg"]) if is_main() else []
-            run["beat"] = watch_peers(run["cfg"], partial(end_at_once, observers))
+            run["beat"] = watch_peers(run["cfg"], observers)
             try:
                 started = start_run(run, hooks, observers, state, params, began)
                 if not started:
@@ -215,7 +215,7 @@ def start_run(run, hooks, observers, state, params, began):
                                    for row in read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
-    run |= {"programs": programs, "first_step": step, "wishes": []}
+    run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
     run |= {"meta": describe(run, meta), "emit": make_emit(run, observers, clock)}
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
                           "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
@@ -242,15 +242,15 @@ def train(run, state, last, clock, signals):
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
+            save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             val = held_out_at(run, step, clock, halted)
-            row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
-            latest |= newest(run, "eval", emit("eval", {"step": step} | row)) if row else {}
+            if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
+                latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if "export" in due and not interrupted(signals):
-            latest |= export(run, state["params"], step)
+            export(run, state["params"], step)
         last |= dict.fromkeys(due, (step, asked["second"]))
         asked = ask(run, step, asked, signals, clock)
         if stop := why_stop(run, step, asked, latest):
@@ -270,7 +270,7 @@ def train(run, state, last, clock, signals):
     latest |= report(run, previous, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
-        saving = save_state(run, state, step, saving)
+        save_state(run, state, step, saving)
     stop = why_stop(run, step, asked, latest) or stop  # the last metrics may say worse
     return end_run(run, state, step, stop, saving, latest, clock)
 
@@ -284,24 +284,19 @@ def why_stop(run, step, asked, latest):
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if asked["signal"]:
         return asked["signal"], 0
-    values = latest | {"step": step, "updates": step - run["first_step"],
-                       "second": asked["second"], "file": asked["file"]}
+    values = latest | asked | {"step": step, "updates": step - run["first_step"]}
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
+        # There is a "val_step" after the first evaluation, an "lr" after the first log point.
+        if name not in values and ("val_step" if name.startswith("val_") else "lr") in latest:
+            return (f"--stop {' '.join(cfg.stop)}: there is no metric {name} "
+                    f"({config.nearest(name, sorted(latest))})"), 2
     if asked["wishes"]:
         return asked["wishes"][0]
     if step >= cfg.steps:
         return ALL_DONE.format(cfg.steps), 0
     return None
-
-
-def why_stop_waiting(run, step, asked, latest, signals, clock):
-    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
-    """
-    run["beat"](doing="waiting for data", step=step)
-    return jax.process_count() == 1 and why_stop(
-        run, step, ask(run, None, asked, signals, clock), latest)
 
 
 def report(run, previous, clock):
@@ -327,14 +322,14 @@ def report(run, previous, clock):
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
         row = emit("log", row | of_this_process)
-        latest |= newest(run, "log", {k: x for k, x in row.items() if k not in of_this_process})
+        latest |= numbers({k: x for k, x in row.items() if k not in of_this_process})
     return latest
 
 
 def save_state(run, state, step, saving, kind="save", temporary=False):
     """Start a checkpoint once the one before of its kind ("save", or "weights" for parameters
-    alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
-    run stands in its data, and under what config.
+    alone) is committed. saving: {kind: (step, Future)} of those that are under way. meta.json says
+    where the run stands in its data, and under what config.
     """
     cfg, train, began = run["cfg"], run["train"], time.perf_counter()
     end_saves(run, saving, [kind])
@@ -349,10 +344,10 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
     began = time.perf_counter()
-    future = ckpt.save(root, step, tree, run["meta"] | {"data": place}, *keep, temporary, say)
+    meta = run["meta"] | {"data": place}
+    saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, say)
     run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
-    return saving | {kind: (step, future)}
 
 
 # ---- optional
@@ -446,22 +441,23 @@ def due_events(run, step, last, second):
     """{event: why} of what is due at this step and was not done at it: "step", "epoch", "window",
     "second" or, after the last update, "end". last: {event: (step, second) of the last time}.
     """
-    cfg, done, due = run["cfg"], progress(run), {}
-    optional = {"weights", "reload", "epoch", "window", *([] if cfg.export else ["export"])}
-    always = {"epoch": {"epoch": 1}, "window": {"window": 1}}
-    for event, periods in (run["periods"] | always).items():
+    cfg, done, due, periods = run["cfg"], progress(run), {}, run["periods"]
+    periods = periods | {"epoch": {"epoch": 1}, "window": {"window": 1},
+                         "eval": {"window": 1} | periods["eval"]}  # one after each window
+    at_end = {"save": True, "eval": True, "sample": True, "export": cfg.export,
+              "weights": periods["weights"]}
+    for event, period in periods.items():
         last_step, last_second = last.get(event, (0, 0.0))
         if step == last_step:
             continue
-        if event == "eval":  # of windows there is one after each
-            periods = {"window": 1} | periods
-        for unit, n in periods.items():
-            if due.get(event, "second") == "second" and (  # a save by time is temporary
-                    second - last_second >= n if unit == "second" else
-                    done[unit](step) // n > done[unit](step - 1) // n):
-                due[event] = unit
-        if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
+        passed = [unit for unit, n in period.items()
+                  if unit != "second" and done[unit](step) // n > done[unit](step - 1) // n]
+        if step >= cfg.steps and at_end.get(event):
             due[event] = "end"
+        elif passed:
+            due[event] = passed[0]
+        elif second - last_second >= period.get("second", math.inf):  # such a save is temporary
+            due[event] = "second"
     return due
 
 
@@ -477,13 +473,13 @@ def held_out_at(run, step, clock, halted):
     """The held-out source at `step`; one that is not there yet is waited for: None once halted(),
     or when training is over.
     """
-    val, told = run["val"], False
-    if "at" not in val:
+    if "at" not in (val := run["val"]):
         return val
-    while (source := val["at"](step)) is None and step < run["cfg"].steps and not halted():
-        if not told:
-            told = bool(run["emit"]("out_of_data", {"step": step}))
-        time.sleep(0.2)
+    if (source := val["at"](step)) is None and step < run["cfg"].steps:
+        run["emit"]("out_of_data", {"step": step})
+        while source is None and not halted():
+            time.sleep(0.2)
+            source = val["at"](step)
     spend(clock, "data")
     return source
 
@@ -497,14 +493,13 @@ def evaluate(run, val, eval_step, params, signals=()):
     for name, part in parts.items():
         n = -(-part["n"] // cfg.batch_size)
         batches = data.prefetch(make_batch_at(run, part), 0, min(cfg.eval_batches or n, n))
-        beating = ((batch, run["beat"](doing="eval"))[0] for batch, _ in batches)
-        totals = steplib.evaluate(eval_step, params, beating, partial(interrupted, signals))
+        totals = steplib.evaluate(eval_step, params, (batch for batch, _ in batches),
+                                  lambda: run["beat"](doing="eval") or interrupted(signals))
         if totals is None:
             return {}
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
         if name:
-            total, count = totals["loss"]
-            row[f"val_loss/{name}"] = float(total / count)
+            row[f"val_loss/{name}"] = float(np.divide(*totals["loss"]))
     means = {name: total / np.where(count, count, 1) for name, (total, count) in sums.items()}
     found = scalars(means | run["task"]["metrics"](means, val))
     found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
@@ -527,9 +522,8 @@ def make_batch_at(run, source):
         if (batch := source["batch"](0 if pinned else index, rows)) is None:
             return None
         there = {name: (np.shape(x), np.asarray(x).dtype) for name, x in dict(batch).items()}
-        config.raise_all([f"{name} is {there.get(name, 'missing')}, must be "
-                          f"{wanted.get(name, 'left out')}" for name in wanted.keys() | there.keys()
-                          if there.get(name) != wanted.get(name)], f"batch {index}")
+        if there != wanted:
+            raise ValueError(f"batch {index} is {there}, must be {wanted}")
         config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n - 1}, or {n} "
                           "for padding" for name, n in sizes.items() for x in (batch[name],)
                           if x.min() < 0 or x.max() > n], f"batch {index}")
@@ -555,19 +549,25 @@ def sample_texts(run, params, step):
         return run["task"]["preview"](params, run["cfg"], key)
 
 
-def end_saves(run, saving, kinds=("weights", "save")):
-    """Wait for the saves of these kinds that are under way; the fault in words of the last that
-    failed, which the run survives, or None.
+@contextlib.contextmanager
+def survived(run, step, kind):
+    """Tell of a ValueError in a save or an export, and go on; run["faults"] has the last of each
+    kind, unless one since then went well.
     """
-    fault = None
-    for kind in kinds:
-        step, future = saving.pop(kind, (None, None))
-        try:
+    run["faults"].pop(kind, None)
+    try:
+        yield
+    except ValueError as e:
+        run["faults"][kind] = str(e)
+        run["emit"]("fault", {"step": step, "fault": str(e)})
+
+
+def end_saves(run, saving, kinds=("weights", "save")):
+    """Wait for the saves of these kinds that are under way."""
+    for kind in [kind for kind in kinds if kind in saving]:
+        step, future = saving.pop(kind)
+        with survived(run, step, kind):
             ckpt.wait(future)
-        except ValueError as e:
-            fault = str(e)
-            run["emit"]("fault", {"step": step, "fault": fault})
-    return fault
 
 
 def make_emit(run, observers, clock):
@@ -579,7 +579,8 @@ def make_emit(run, observers, clock):
         row = call(run["hooks"], event, row)
         run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
         call(observers, event, row)
-        spend(clock, event)
+        if event not in ("dispatch", "epoch", "window"):
+            spend(clock, event)
         return row
 
     return emit
@@ -597,8 +598,6 @@ def start_clock(began):
 
 def spend(clock, event):
     """Add the seconds since the last call to what they were spent on; return them."""
-    if event in ("dispatch", "epoch", "window"):
-        return 0.0
     now = time.perf_counter()
     spent_s, clock["at"] = now - clock["at"], now
     clock[event if event in SPENT else "other"] += spent_s
@@ -615,15 +614,8 @@ def go_on_counting(clock, rows, step):
     clock["logged"] = step, clock["step"], clock["data"]
 
 
-def newest(run, event, row):
-    """The numbers of a row. Asks for an end when cfg.stop has a metric that is not among them."""
-    numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
-    for name, *_ in run["stops"]:
-        if (name not in numbers and name not in config.STOPS
-                and name.startswith("val_") == (event == "eval")):
-            run["wishes"].append((f"--stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
-                                  f"({config.nearest(name, sorted(numbers))})", 2))
-    return numbers | ({"val_step": row["step"]} if event == "eval" else {})
+def numbers(row):
+    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
 
 
 def next_batch(run, batches, state, step, saving):
@@ -633,13 +625,14 @@ def next_batch(run, batches, state, step, saving):
     """
     try:
         batch, waited_s = next(batches, (None, None))
-        if batch is None and waited_s is not None:
-            run["emit"]("out_of_data", {"step": step})
-        return batch, waited_s
     except (ValueError, OSError):
         if jax.process_count() == 1:
-            end_saves(run, save_state(run, state, step, saving))
+            save_state(run, state, step, saving)
+            end_saves(run, saving)
         raise
+    if batch is None and waited_s is not None:
+        run["emit"]("out_of_data", {"step": step})
+    return batch, waited_s
 
 
 def preview(run, params, step):
@@ -653,36 +646,27 @@ def preview(run, params, step):
 
 
 def export(run, params, step):
-    """Export the parameters. What goes wrong with the disk is told, and training goes on:
-    {"export_fault": words, empty where nothing did}.
-    """
-    began, fault = time.perf_counter(), ""
-    try:
+    """Export the parameters. What goes wrong with the disk is told, and training goes on."""
+    began = time.perf_counter()
+    with survived(run, step, "export"):
         run["task"]["export"](run["cfg"], params)
         run["emit"]("export", {"step": step, "export_s": time.perf_counter() - began})
-    except ValueError as e:
-        fault = str(e)
-        run["emit"]("fault", {"step": step, "fault": fault})
-    return {"export_fault": fault}
 
 
 def end_run(run, state, step, stop, saving, latest, clock):
     """Emit "stop" and "end", which has the newest metrics; the summary. stop: of why_stop."""
-    lost, not_exported = end_saves(run, saving), latest.pop("export_fault", "")
-    fault = "; ".join(filter(None, (lost, not_exported)))
-    reason, exit_code = (f"{stop[0]}; {fault}", 1) if fault else stop
-    why = {"step": step, "reason": reason}
+    end_saves(run, saving)
+    lost, (reason, exit_code) = run["faults"], stop
+    why = {"step": step, "reason": "; ".join([reason, *lost.values()])}
     run["emit"]("stop", why)
     if is_main():
         Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True)
-    rest = {"exit_code": exit_code, "wall_s": clock["at"] - clock["from"],
-            "time_s": {what: clock[what] for what in SPENT}}
-    kept = {k: v for k, v in latest.items() if k not in ("finite", "eval_s")}
-    if kept.get("val_step") == step:
-        del kept["val_step"]
-    saved = None if lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
-    return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
-        "state": state, "mesh": run["mesh"]}
+    left_out = ("finite", "eval_s", *["val_step"] * (latest.get("val_step") == step))
+    row = {name: x for name, x in latest.items() if name not in left_out} | why | {
+        "exit_code": 1 if lost else exit_code, "wall_s": clock["at"] - clock["from"],
+        "time_s": {what: clock[what] for what in SPENT},
+        "checkpoint": None if "save" in lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")}
+    return run["emit"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
 def call(hooks, event, value):
@@ -690,8 +674,7 @@ def call(hooks, event, value):
     for hook in hooks:
         try:
             new = hook(event, value)
-            keys = new.keys() if isinstance(new, dict) else ()
-            if new is not None and isinstance(value, dict) and (lost := {*value} - {*keys}):
+            if new is not None and isinstance(value, dict) and (lost := value.keys() - {*new}):
                 raise TypeError(f"what it returns has no {', '.join(sorted(lost))}; return None, "
                                 "or all of the value: value | {...}")
         except Exception as e:
@@ -724,6 +707,8 @@ def jsonl(cfg):
     """
     path, file = Path(cfg.out_dir) / "metrics.jsonl", None
 
+    def as_list(x): return np.asarray(x).tolist()
+
     def observe(event, row):
         nonlocal file
         if event == "start":
@@ -734,16 +719,11 @@ def jsonl(cfg):
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json.dumps({"event": event} | row, default=plain) + "\n")
+                file.write(json.dumps({"event": event} | row, default=as_list) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
-
-
-def plain(x):
-    """What JSON can say of an array or a number of NumPy or JAX."""
-    return np.asarray(x).tolist()
 
 
 def read_log(out_dir):
@@ -770,12 +750,15 @@ def in_words(row, names, between="  "):
 def screen(cfg):
     """A progress bar; where there is no terminal, plain lines."""
     bar, unit = tqdm(disable=True), ""
+    others = {"reload": "{names} loaded again", "out_of_data": "waiting for data",
+              "export": "exported to {cfg.export}"}
 
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
-            show_start(row)
-            unit = row["unit"]
+            total, unit = row["memory_bytes_per_device"]["total"] / 2**20, row["unit"]
+            say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
+                f"{row['origin']}, at step {row['step']}")
             bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
         elif event == "step":
@@ -784,8 +767,8 @@ def screen(cfg):
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
             bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                wait_ms = 1000 * row["data_wait_s"]
-                say(f"{in_words(row, 'step loss lr')}  {rate}  data wait {wait_ms:.1f} ms")
+                say(f"{in_words(row, 'step loss lr')}  {rate}  "
+                    f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
             own = [x for x in row if x.startswith("val_") and x not in QUIET and "/" not in x]
             say(in_words(row, " ".join(["step", "val_loss", *own])))
@@ -793,12 +776,8 @@ def screen(cfg):
                 say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
             show_texts(row["texts"])
-        elif event == "reload":
-            say(f"{in_words(row, 'step')}  loaded again: {', '.join(row['names'])}")
-        elif event == "out_of_data":
-            say(f"{in_words(row, 'step')}  waiting for data")
-        elif event == "export":
-            say(f"{in_words(row, 'step')}  exported to {cfg.export}")
+        elif event in others:
+            say(f"{in_words(row, 'step')}  {others[event].format(cfg=cfg, **row)}")
         if "fault" in row:
             say(in_words(row, "step fault"))
         if event in ("end", "error"):
@@ -809,17 +788,10 @@ def screen(cfg):
     return observe
 
 
-def show_start(row):
-    device, total = jax.devices()[0], row["memory_bytes_per_device"]["total"] / 2**20
-    known = device.platform == "cpu" or steplib.peaks(device.device_kind)[0]
-    if "flops_formula" in row and not known:
-        say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
-    say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
-        f"{row['origin']}, at step {row['step']}")
-
-
 def show_end(cfg, row):
-    show_time(row["time_s"])
+    total = sum(row["time_s"].values())  # of all starts
+    say("".join(f"{what:>8}" for what in row["time_s"]) + "  all starts")
+    say("".join(f"{s / total:8.1%}" for s in row["time_s"].values()) + f"  {total:,.0f} s")
     say(", ".join(filter(None, (
         f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
         "loss" in row and f"training {in_words(row, 'loss')}"))))
@@ -830,13 +802,6 @@ def show_end(cfg, row):
         flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
         say(f"the same command{flag} goes on from here{limit}")
-
-
-def show_time(time_s):
-    """Print the shares of wall time of all starts."""
-    total = sum(time_s.values())
-    say("".join(f"{what:>8}" for what in time_s) + "  all starts")
-    say("".join(f"{spent_s / total:8.1%}" for spent_s in time_s.values()) + f"  {total:,.0f} s")
 
 
 def show_texts(texts):
@@ -887,11 +852,10 @@ def plot(cfg):
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
             for name, label in lines.items():
-                points = [(row["step"], row[name]) for row in rows if name in row
-                          and row["event"] == ("eval" if label == "held-out" else "log")]
-                steps, values = zip(*points, strict=True) if points else ((), ())
-                axes.plot(steps, values, "o-" if label == "held-out" else "-", label=label,
-                          linewidth=1.2, markersize=4)
+                event, style = ("eval", "o-") if label == "held-out" else ("log", "-")
+                points = [(row["step"], row[name]) for row in rows
+                          if row["event"] == event and name in row]
+                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=label, markersize=4)
             axes.set_title(title, loc="left", fontsize=10)
             axes.grid(alpha=0.3)
         figure.axes[0].legend()
@@ -917,7 +881,7 @@ def wandb(cfg):
                              settings={"console": "off"})
             run.define_metric("*", step_metric="step")
         elif run and event in ("log", "eval", "end"):
-            run.log({name: x for name, x in row.items() if isinstance(x, (int, float))})
+            run.log(numbers(row))
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))
 
@@ -937,8 +901,7 @@ def tensorboard(cfg):
             log = SessionLog(status=SessionLog.START)
             writer.add_event(Event(session_log=log, wall_time=now, step=step + 1))
         elif event in ("log", "eval", "end"):
-            values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()
-                      if isinstance(x, (int, float)) and name != "step"]
+            values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers(row).items()]
             writer.add_event(Event(summary=Summary(value=values), wall_time=now, step=step))
         if event in ("end", "error"):
             writer.close()
@@ -1611,36 +1574,25 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     """A list that gets the name of the first such signal, and an Event to set once there is
     something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
 
-    A thread reads them, since Python runs no handler while the main thread is inside a compilation.
-    Before the loop it also ends the process when the main thread, busy outside Python, has not
-    left after 3 s. Two within a second count as one: `timeout` sends two.
+    A thread reads them, since Python runs no handler while the main thread is inside a step. Two
+    within a second count as one: `timeout` sends two.
     """
-    caught, in_loop, left = [], threading.Event(), threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught, in_loop
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    caught, in_loop = [], threading.Event()
 
-    def watch():
+    def watch(reader):
         noted = 0.0
         while number := os.read(reader, 1):
-            if number[0] not in numbers:
-                continue
-            name, now = signal.Signals(number[0]).name, time.monotonic()
-            if caught and now - noted > 1:
+            name = signal.Signals(number[0]).name
+            if number[0] in numbers and caught and time.monotonic() - noted > 1:
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
-            if caught:
+            if number[0] not in numbers or caught:
                 continue
-            noted = now
+            noted = time.monotonic()
             caught.append(name)
             if in_loop.is_set():
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                          .encode())
-            elif not left.wait(3) and not in_loop.is_set():
-                os.write(2, f"\n{name}: ended; nothing was changed\n".encode())
-                os._exit(0)
         os.close(reader)
 
     def handle(number, frame):
@@ -1648,12 +1600,15 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(left.set)
-        undo.callback(os.close, writer)
-        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-        for number in numbers:
-            undo.callback(signal.signal, number, signal.signal(number, handle))
-        threading.Thread(target=watch, daemon=True).start()
+        if threading.current_thread() is threading.main_thread():  # no other may catch signals
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            undo.callback(os.close, writer)
+            threading.Thread(target=watch, args=[reader], daemon=True).start()
+            old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            undo.callback(signal.set_wakeup_fd, old)
+            for number in numbers:
+                undo.callback(signal.signal, number, signal.signal(number, handle))
         yield caught, in_loop
 
 
@@ -1670,9 +1625,8 @@ def ask(run, step, asked, signals, clock):
     several = jax.process_count() > 1
     if several and (step % (run["cfg"].log_every or 10) or step == asked["step"]):
         return asked
-    number = signal.Signals[signals[0]].value if signals else 0
+    wishes, number = run["wishes"], signal.Signals[signals[0]].value if signals else 0
     file = os.path.exists(f"{run['cfg'].out_dir}/stop")
-    wishes = run["wishes"]
     found = time.perf_counter() - clock["from"], file, number, len(wishes)
     if several:
         found = multihost_utils.process_allgather(np.float32(found)).max(axis=0).tolist()
@@ -1681,6 +1635,14 @@ def ask(run, step, asked, signals, clock):
     second, file, number, _ = found
     return {"step": step, "second": second, "file": bool(file), "wishes": wishes,
             "signal": signal.Signals(int(number)).name if number else None}
+
+
+def why_stop_waiting(run, step, asked, latest, signals, clock):
+    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
+    """
+    run["beat"](doing="waiting for data", step=step)
+    return jax.process_count() == 1 and why_stop(
+        run, step, ask(run, None, asked, signals, clock), latest)
 
 
 # Other processes.
@@ -1692,12 +1654,10 @@ def join_processes(cfg):
     if not cfg.coordinator:
         return
     config.validate(cfg, None)
-    if cfg.coordinator == "auto":
-        jax.distributed.initialize()
-    else:
-        print(f"process {cfg.process_id} meets the others of {cfg.n_processes} at "
-              f"{cfg.coordinator} ...", file=sys.stderr, flush=True)
-        jax.distributed.initialize(cfg.coordinator, cfg.n_processes, cfg.process_id)
+    auto = cfg.coordinator == "auto"
+    place = () if auto else (cfg.coordinator, cfg.n_processes, cfg.process_id)
+    print(f"meeting the other processes ({cfg.coordinator}) ...", file=sys.stderr, flush=True)
+    jax.distributed.initialize(*place)
     alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
     mine = json.loads(config.to_json(alike))
     others = ckpt.from_main(lambda: mine)
@@ -1715,86 +1675,70 @@ def end_observed(run, observers, error):
         time.sleep(8)
     words = f"{type(error).__name__}: {error}"
     call(observers, "error", {"error": words})
-    run["beat"](fault=words.splitlines()[0][:500])
+    run["beat"](fault=words.splitlines()[0])
 
 
-def end_at_once(observers, words):
-    print(f"process {jax.process_index()} ends: {words}", file=sys.stderr, flush=True)
-    call(observers, "error", {"error": words})
-    time.sleep(3 if is_main() else 0)  # JAX ends the others with it: first let them see why
-    os._exit(1)
+SILENT_S = 30  # how long a process may go without giving a sign of life
 
 
-SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
-
-
-def watch_peers(cfg, end):
-    """beat(**changes), which tells the other processes what this one is "doing" and at which
-    "step"; also "fault", why it ends, or that it is "done". A thread shows that in out_dir/.alive
-    every second, looks at the others, and calls end(words) once one has ended, is silent, or none
-    gets any further.
-
-    A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
+def watch_peers(cfg, observers):
+    """beat(**changes), which notes what this process is "doing" and at which "step"; also "fault",
+    why it ends, or that it is "done". A thread tells the other processes every second, through
+    JAX's coordination service, and ends this one once another has ended, is silent, or none gets
+    any further.
     """
     if jax.process_count() == 1 or not cfg.peer_timeout_s:
         return lambda **changes: None
-    start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
-    except OSError:  # only process 0 needs it
-        return lambda **changes: None
-    mine = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "n": 0, "beats": 0}
-    signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+    client, key = distributed.global_state.client, f"alive/{jax.process_index()}"
+    name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})"
+    mine = {"name": name, "n": 0, "told": 0}
+    signs = {}  # {key: (sign, when it was heard of, when it got further)}
+
+    def tell():
+        mine["told"] += 1
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process 0: JAX ends this one
+            client.key_value_set(key, json.dumps(mine), allow_overwrite=True)
 
     def beat(**changes):
         mine.update({"n": mine["n"] + 1} | changes)
         if {"fault", "done"} & changes.keys():
-            show()
-
-    def show():
-        mine["beats"] += 1
-        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
-            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
+            tell()
 
     def watch():
         while not {"fault", "done"} & mine.keys():
-            show()
-            for rank in range(jax.process_count()):
-                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-                    new, now = json.loads((folder / str(rank)).read_text()), time.monotonic()
-                    old, _, moved = signs.get(rank, ({}, 0, 0))
-                    if new["start"] == start and new != old:
-                        signs[rank] = new, now, moved if new["n"] == old.get("n") else now
+            tell()
+            now = time.monotonic()
+            for peer, text in client.key_value_dir_get("alive/"):
+                (old, _, moved), new = signs.get(peer, ({}, 0, 0)), json.loads(text)
+                if new != old:
+                    signs[peer] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
-            if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
-                mine["fault"] = words
-                show()
-                end(words)
-            time.sleep(min(1, silent_s / 3))
+            if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
+                beat(fault=words)
+                print(f"{name} ends: {words}", file=sys.stderr, flush=True)
+                call(observers, "error", {"error": words})
+                time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
+                os._exit(1)
+            time.sleep(1)
 
     threading.Thread(target=watch, daemon=True).start()
     return beat
 
 
 def peer_fault(signs, now, timeout_s, silent_s):
-    """Why to end a run, which process is at fault and how, or None. signs: {rank: (sign of life,
-    when it was heard of, when it last did something)}.
+    """Why to end a run, which process is at fault and how, or None. signs: (sign of life, when it
+    was heard of, when it last did something) of each process.
     """
-    def who(rank):
-        return f"process {rank} (pid {signs[rank][0]['pid']} on {signs[rank][0]['host']})"
-
-    for rank, (sign, heard, _) in signs.items():
+    for sign, heard, _ in signs:
         if "fault" in sign:
-            return f"{who(rank)} has ended: {sign['fault']}"
+            return f"{sign['name']} has ended: {sign['fault']}"
         if now - heard > silent_s and "done" not in sign:
-            return (f"{who(rank)} has given no sign of life for {now - heard:.0f} s: it is dead, "
-                    "stopped or cut off")
-    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs.values()):
-        last = min(signs, key=lambda rank: signs[rank][0]["n"])
-        sign = signs[last][0]
+            return (f"{sign['name']} has given no sign of life for {now - heard:.0f} s: it is "
+                    "dead, stopped or cut off")
+    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs):
+        last = min((sign for sign, *_ in signs), key=lambda sign: sign["n"])
         return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
-                f"{who(last)}, after {sign.get('doing')} at step {sign.get('step')}")
+                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
     return None
 
 
@@ -1822,12 +1766,9 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 def raised_by_us(error):
     """Whether a `raise` statement of the six files raised it, and not, say, `k, v = f()`."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
-    return (module in (__name__, *"config model step data ckpt".split())
-            and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS")
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = (__file__, *(module.__file__ for module in (config, model, steplib, data, ckpt)))
+    return last.filename in ours and last.line.startswith("raise")
 
 
 if __name__ == "__main__":

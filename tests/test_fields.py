@@ -496,7 +496,7 @@ FIELDS = {
                       JOINED | dict(n_processes=2)),
 
     "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(train.peer_fault(
-        {0: ({"pid": 1, "host": "box", "n": 1}, 99, 0)}, 100, cfg.peer_timeout_s, 30)),
+        [({"name": "process 0", "n": 1}, 99, 0)], 100, cfg.peer_timeout_s, 30)),
         False, True),
     "track": row(dict(track=("tensorboard",)), lambda cfg: [
         path.name for path in Path(cfg.out_dir).glob("tensor*")], [], ["tensorboard"], RUN),

@@ -111,7 +111,9 @@ def _run(argv, devices, log):
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
     train.plot = lambda cfg: lambda event, row: None  # see tiny
-    sys.exit(train.cli(argv))
+    code = train.cli(argv)
+    jax.distributed.shutdown()  # as JAX does at exit, which a fork leaves out: waits for the others
+    sys.exit(code)
 
 
 def command(cfg, devices=1, flags=()):
@@ -652,7 +654,7 @@ def test_a_task_is_told_its_platform(
 def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
     """By the address and the numbers given, or by what jax.distributed finds out itself.
 
-    Break: train.py: if cfg.coordinator == "auto": => if False:
+    Break: train.py: auto = cfg.coordinator == "auto" => auto = False
     """
     asked = []
 
@@ -809,7 +811,8 @@ def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
     """Losses, rate, gradient norm and throughput over steps, drawn at the end; nothing where
     nothing was logged.
 
-    Break: train.py: "eval" if label == "held-out" else "log" => "log"
+    Break: train.py: ("eval", "o-") if label == "held-out" else ("log", "-") =>
+    ("log", "-")
     """
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (
@@ -838,8 +841,8 @@ def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
 
 
 def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
-    """A line for each event, to the letter; on a terminal the log is a bar. A device without a
-    known peak is told so. A run that stopped says how to go on.
+    """A line for each event, to the letter; on a terminal the log is a bar. A run that stopped says
+    how to go on.
 
     Break: train.py: if bar.disable: => if not bar.disable:
     """
@@ -853,8 +856,7 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
 
     Bar.write = staticmethod(train.tqdm.write)
     start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
-             "compile_s": 1.25, "origin": "nothing", "devices": "8 x abacus",
-             "flops_formula": "6 N"}
+             "compile_s": 1.25, "origin": "nothing"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
     held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
     end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
@@ -909,13 +911,6 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
     assert say(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
     lost = alone | {"checkpoint": None}
     assert say(observe, ("end", lost)) == short + "\n"
-    for kind, known in (("abacus", False), ("TPU v4", True)):
-        device = types.SimpleNamespace(platform="tpu", device_kind=kind)
-        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
-        said = say(observe, ("start", start)).removesuffix(compiled)
-        assert said == ("" if known else "no peak rate is known for 8 x abacus: metrics have "
-                        "TFLOP/s, and no MFU\n")
-    assert say(observe, ("start", {k: v for k, v in start.items() if "flops" not in k})) == compiled
 
 
 def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
@@ -1198,8 +1193,8 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(table={"trained": False}), "task: table: no parameter is trained"),
     (dict(source={"fingerprint": 5}), "open: train: fingerprint 5: must be text"),
     (dict(source={"n": 0}), "open: train: n 0: must be how many examples, at least 1"),
-    (dict(batch=np.zeros(3, np.float32)), r"batch 0: x is \(\(3,\), .*, must be \(\(8,\), "),
-    (dict(batch=np.zeros(8)), r"batch 0: x is .*float64.*, must be .*float32"),
+    (dict(batch=np.zeros(3, np.float32)), r"batch 0 is .*\(3,\), .*, must be .*\(8,\), "),
+    (dict(batch=np.zeros(8)), r"batch 0 is .*float64.*, must be .*float32"),
     (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
      "batch 0: x is -1 to 6: must be from 0 to 3, or 4 for padding"),
 ])
@@ -1462,7 +1457,7 @@ def test_a_bug_of_a_fork_keeps_its_traceback(tiny, tmp_path):
     """A ValueError that no `raise` of ours made, here in an edited copy of the project, is shown
     whole; one of ours stays a sentence.
 
-    Break: train.py: and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS") => )
+    Break: train.py: in ours and last.line.startswith("raise") => in ours
     """
     for name in train_files():
         shutil.copy(ROOT / name, tmp_path)
@@ -1738,7 +1733,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tiny, capsys):
     """A save that fails in the background (a file stands where its folder must go) is a row and a
     line on the screen; the next save is whole. One that fails at the end ends the run with 1.
 
-    Break: train.py: run["emit"]("fault", {"step": step, "fault": fault}) => pass
+    Break: train.py: run["faults"][kind] = str(e) => pass
     """
     def block(at):
         def hook(event, value):
@@ -1776,8 +1771,8 @@ def test_what_is_due_when():
     """Updates, epochs (of 2.5 updates), windows and seconds; each event once a step, and after the
     last update those that always are; weights, reloads and exports only where they are wanted.
 
-    Break: train.py: done[unit](step) // n > done[unit](step - 1) // n):
-    => done[unit](step) % n == 0):
+    Break: train.py: done[unit](step) // n > done[unit](step - 1) // n] =>
+    done[unit](step) % n == 0]
     """
     def steps(**fields):
         event, = fields
@@ -2378,7 +2373,7 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
     there are more files, of which one sorts before those it has read, reads on as if nothing had
     come, then the new ones; meta.json says which windows it has seen.
 
-    Break: train.py: periods = {"window": 1} | periods => pass
+    Break: train.py: "eval": {"window": 1} | periods["eval"]} => "eval": periods["eval"]}
     """
     cfg = days(steps=9, schedule="cosine")
     train.main(cfg, hooks=[lambda event, row: row | {"stop": "enough"}
@@ -2464,7 +2459,7 @@ def test_a_signal_ends_the_wait_for_a_window(days):
 def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
     """When a file changes under a run it ends with an error, and the state is saved before.
 
-    Break: train.py: end_saves(run, save_state(run, state, step, saving)) => pass
+    Break: train.py: if jax.process_count() == 1: => if False:
     """
     (path := tmp_path / "ids.bin").write_bytes(np.arange(3000, dtype=np.uint16).tobytes())
     cfg = tiny(data=(str(path),), vocab_size=3000, steps=99, eval_every=0, save_every=0)
@@ -2483,7 +2478,7 @@ def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
     """Evaluation of a mixture has the loss of each source, as one run on that alone has it, and
     their mean by labels.
 
-    Break: train.py: row[f"val_loss/{name}"] = float(total / count) => row[f"val_loss/{name}"] = 1.0
+    Break: train.py: float(np.divide(*totals["loss"])) => 1.0
     """
     (other := tmp_path / "other.txt").write_text("12 34 " * 300)
     sources = tiny().data[0], str(other)
@@ -2936,7 +2931,7 @@ def test_time_of_all_starts_is_counted_once(monkeypatch):
     now = [50.0]
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     clock = train.start_clock(40.0)
-    assert train.spend(clock, "start") == 10 and train.spend(clock, "dispatch") == 0
+    assert train.spend(clock, "start") == 10
     for event, seconds in (("compile", 3), ("step", 2), ("sample", 4)):
         now[0] += seconds
         assert train.spend(clock, event) == seconds
@@ -3087,26 +3082,26 @@ def test_which_process_ends_a_run():
     """One that says so, one that is silent, and of those that all wait the one furthest behind;
     one that is done is none of them.
 
-    Break: train.py: key=lambda rank: signs[rank][0]["n"] => key=lambda rank: -signs[rank][0]["n"]
+    Break: train.py: key=lambda sign: sign["n"] => key=lambda sign: -sign["n"]
     """
     def fault(*changes):
         """Three processes at time 100 that were heard of and got further at 99."""
-        signs = {rank: ({"pid": 70 + rank, "host": "box", "n": 9, "doing": "step", "step": 5}
-                        | dict(change.get("sign", {})), change.get("heard", 99),
-                        change.get("moved", 99)) for rank, change in enumerate(changes)}
+        signs = [({"name": f"process {rank}", "n": 9, "doing": "step", "step": 5}
+                  | dict(change.get("sign", {})), change.get("heard", 99),
+                  change.get("moved", 99)) for rank, change in enumerate(changes)]
         return train.peer_fault(signs, 100, timeout_s=20, silent_s=3)
 
     assert fault({}, {}, {}) is None
     assert fault({}, {"sign": {"fault": "OSError: no"}}, {}) == (
-        "process 1 (pid 71 on box) has ended: OSError: no")
-    assert fault({}, {}, {"heard": 96}) == ("process 2 (pid 72 on box) has given no sign of life "
-                                            "for 4 s: it is dead, stopped or cut off")
+        "process 1 has ended: OSError: no")
+    assert fault({}, {}, {"heard": 96}) == ("process 2 has given no sign of life for 4 s: it is "
+                                            "dead, stopped or cut off")
     assert fault({}, {}, {"heard": 96, "sign": {"done": True}}) is None
     waits = {"moved": 79}
     assert fault(waits, waits, {}) is None
     assert fault(waits, {"sign": {"n": 8, "doing": "dispatch"}} | waits, waits) == (
-        "no process has done anything for 20 s; the furthest behind is process 1 (pid 71 on box), "
-        "after dispatch at step 5")
+        "no process has done anything for 20 s; the furthest behind is process 1, after dispatch "
+        "at step 5")
     assert fault(waits, waits, {"sign": {"n": 0}} | waits) is None  # it may still compile
 
 
@@ -3133,7 +3128,8 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
     code 1 and words that name it, its host and its number there; what was saved stays.
 
-    Break: train.py: os.pwrite(file, json => (file, json
+    Break: train.py: for peer, text in client.key_value_dir_get("alive/"): =>
+    for peer, text in ():
     """
     cfg = tiny(steps=10**6, dp=1, fsdp=n, save_every=5, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
