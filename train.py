@@ -43,7 +43,6 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 
 import jax
 import numpy as np
-from jax._src import distributed  # has the key-value store that processes share
 from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
@@ -1675,29 +1674,35 @@ def end_observed(run, observers, error):
         time.sleep(8)
     words = f"{type(error).__name__}: {error}"
     call(observers, "error", {"error": words})
-    run["beat"](fault=words.splitlines()[0])
+    run["beat"](fault=words.splitlines()[0][:500])
 
 
-SILENT_S = 30  # how long a process may go without giving a sign of life
+SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
 
 
 def watch_peers(cfg, observers):
     """beat(**changes), which notes what this process is "doing" and at which "step"; also "fault",
-    why it ends, or that it is "done". A thread tells the other processes every second, through
-    JAX's coordination service, and ends this one once another has ended, is silent, or none gets
-    any further.
+    why it ends, or that it is "done". A thread shows that in out_dir/.alive every second, looks at
+    the others, and ends this process once another has ended, is silent, or none gets any further.
+
+    A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
     """
     if jax.process_count() == 1 or not cfg.peer_timeout_s:
         return lambda **changes: None
-    client, key = distributed.global_state.client, f"alive/{jax.process_index()}"
+    start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
+    except OSError:  # only process 0 needs it
+        return lambda **changes: None
     name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})"
-    mine = {"name": name, "n": 0, "told": 0}
-    signs = {}  # {key: (sign, when it was heard of, when it got further)}
+    mine = {"name": name, "start": start, "n": 0, "told": 0}
+    signs = {}  # {rank: (sign, when it was heard of, when it got further)}
 
     def tell():
         mine["told"] += 1
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process 0: JAX ends this one
-            client.key_value_set(key, json.dumps(mine), allow_overwrite=True)
+        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
+            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
 
     def beat(**changes):
         mine.update({"n": mine["n"] + 1} | changes)
@@ -1708,10 +1713,12 @@ def watch_peers(cfg, observers):
         while not {"fault", "done"} & mine.keys():
             tell()
             now = time.monotonic()
-            for peer, text in client.key_value_dir_get("alive/"):
-                (old, _, moved), new = signs.get(peer, ({}, 0, 0)), json.loads(text)
-                if new != old:
-                    signs[peer] = new, now, moved if new["n"] == old.get("n") else now
+            for rank in range(jax.process_count()):
+                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
+                    new = json.loads((folder / str(rank)).read_text())
+                    old, _, moved = signs.get(rank, ({}, 0, 0))
+                    if new["start"] == start and new != old:
+                        signs[rank] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
             if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
                 beat(fault=words)
@@ -1719,7 +1726,7 @@ def watch_peers(cfg, observers):
                 call(observers, "error", {"error": words})
                 time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
                 os._exit(1)
-            time.sleep(1)
+            time.sleep(min(1, silent_s / 3))
 
     threading.Thread(target=watch, daemon=True).start()
     return beat

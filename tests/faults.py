@@ -182,11 +182,12 @@ def make_run(root, name, steps=400):
         sample_tokens=0, peer_timeout_s=4.0)
 
 
-def phase(out, log_before):
+def phase(out, pids, log_before):
     """What a run is in, as its files show. log_before: inode of its log when it was started."""
     log, folders = out / "metrics.jsonl", sorted(out.glob("ckpt/0*"))
     if not log.exists() or log.stat().st_ino == log_before:
-        watched = "compiling" in Path(f"{out}0.log").read_text()  # process 0 says so after that
+        signs = [path.read_text() for path in out.glob(".alive/*")]
+        watched = all(any(f"(pid {pid} on" in sign for sign in signs) for pid in pids)
         return "starting" if watched else "starting, not yet watched"
     torn = [folder for folder in folders if not (folder / "meta.json").exists()]
     return ("saving" if torn[-1] == folders[-1] else "pruning") if torn else "stepping"
@@ -220,7 +221,7 @@ def kill_run(several, cfg, rng, seconds):
     out, log, root = Path(cfg.out_dir), Path(cfg.out_dir, "metrics.jsonl"), f"{cfg.out_dir}/ckpt"
     log_before, saved = log.exists() and log.stat().st_ino, ckpt.latest(root)
     began, runs = time.monotonic(), several(2, cfg)
-    killed = rng.choice([[0], [0], [1], [1], [0, 1]])
+    pids, killed = [run.pid for run, _ in runs], rng.choice([[0], [0], [1], [1], [0, 1]])
     wanted = rng.choices(["starting", "stepping", "saving"], [1, 4, 4])[0]
     if wanted == "starting":
         end = began + rng.uniform(0, 5)
@@ -231,9 +232,9 @@ def kill_run(several, cfg, rng, seconds):
         end = time.monotonic() + rng.uniform(0, 1)
         wait_in(lambda: time.monotonic() > end, runs)
         if wanted == "saving":
-            wait_in(lambda: phase(out, log_before) == "saving", runs)
+            wait_in(lambda: phase(out, pids, log_before) == "saving", runs)
             time.sleep(rng.uniform(0, 0.2))
-    found, alive = phase(out, log_before), all(run.is_alive() for run, _ in runs)
+    found, alive = phase(out, pids, log_before), all(run.is_alive() for run, _ in runs)
     for i in killed:
         runs[i][0].kill()
     words = [f"killed, {found}, process {' and '.join(map(str, killed))}"]

@@ -3128,8 +3128,7 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
     code 1 and words that name it, its host and its number there; what was saved stays.
 
-    Break: train.py: for peer, text in client.key_value_dir_get("alive/"): =>
-    for peer, text in ():
+    Break: train.py: os.pwrite(file, json => (file, json
     """
     cfg = tiny(steps=10**6, dp=1, fsdp=n, save_every=5, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
