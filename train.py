@@ -159,12 +159,12 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             observers = make_observers(run["cfg"]) if is_main() else []
             run["beat"] = watch_peers(run["cfg"], partial(end_at_once, observers))
             try:
-                started = start_run(run, hooks, observers, state, params, began)
-                if not started:
-                    step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
-                    return {"step": step, "exit_code": 0, "reason": "finished before"}
-                in_loop.set()
                 with explain_memory(run):
+                    started = start_run(run, hooks, observers, state, params, began)
+                    if not started:
+                        step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
+                        return {"step": step, "exit_code": 0, "reason": "finished before"}
+                    in_loop.set()
                     return train(*started, signals)
             except BaseException as e:
                 end_observed(run, observers, e)
@@ -203,9 +203,8 @@ def start_run(run, hooks, observers, state, params, began):
     say(f"compiling the update for {cfg.steps} steps ...")
     clock = start_clock(began)
     spend(clock, "start")
-    with explain_memory(run):
-        programs = steplib.compile_steps(*program_parts(run))
-        steplib.check_fits(programs["memory"], run["mesh"])
+    programs = steplib.compile_steps(*program_parts(run))
+    steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
@@ -972,8 +971,7 @@ def describe(run, meta, sources):
            "processes": jax.process_count(), "unit": unit, f"{unit}s_per_step": size(cfg),
            "n_params": sum(math.prod(row["shape"]) for row in run["table"].values()),
            "memory_bytes_per_device": run["programs"]["memory"],
-           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
-           "sources": sources,
+           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape), "sources": sources,
            "run_id": meta.get("run_id", os.urandom(4).hex()),
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
@@ -1007,9 +1005,8 @@ def rates(run, step, clock, means):
         peak = steplib.peaks(jax.devices()[0].device_kind)[0]  # TFLOP/s of a device
         scale = per_s / jax.device_count() / 1e12
         row |= {"model_tflops_per_device": flops * scale,
-                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
                 "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
-                "hfu": peak and (flops + recomputed) * scale / peak}
+                "hfu": peak and (flops + recomputed) * scale / peak}  # with those of remat
     return row
 
 
@@ -1154,9 +1151,8 @@ def choose_start(run, state, params, meta):
             first = programs["from_params"](key, params=loaded) if loaded else programs["init"](key)
         return load_own(cfg, like, missing, first)[1] if meta else first
 
-    paths = ", ".join(source["path"] for source in sources if source["take"])
-    fresh = f"the parameters of {paths}" if paths else "a fresh initialization"
-    return "its own checkpoint" if meta else fresh, told or meta.get("sources", []), first_state
+    origin = "its own checkpoint" if meta else ", ".join(told) or "a fresh initialization"
+    return origin, told or meta.get("sources", []), first_state
 
 
 def find_parameters(run, meta):
@@ -1460,9 +1456,10 @@ def explain_memory(run, measure=True):
     except (MemoryError, jax.errors.JaxRuntimeError) as e:
         if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        fault, remedy = (*map(str, e.args), "")[:2]
-        raise ValueError(f"does not fit: {fault.splitlines()[0]}; to change: "
-                         f"{remedy or savings(run, measure)}") from None
+        fault, remedy, *_ = *map(str, e.args), "", ""
+        fault = fault.partition("\n")[0]
+        raise ValueError(f"does not fit: {fault}; to change: {remedy or savings(run, measure)}"
+                         ) from None
 
 
 def savings(run, measure):
@@ -1499,11 +1496,8 @@ def run_saved(cfg, task, hooks):
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, lowered, _ = steplib.lower_steps(*program_parts(run))
-    missing, sources = find_parameters(run, meta)
-    others = load_parameters(sources, like["params"])
-    config.raise_all([f"{name} is in no checkpoint and no source of init_from"
-                      for name in sorted(missing - others.keys())], "leave_out")
-    step, saved = load_own(cfg, {"params": like["params"]}, missing, {"params": others})
+    others = load_parameters(find_parameters(run, meta)[1], like["params"])
+    step, saved = load_own(cfg, {"params": like["params"]}, others, {"params": others})
     params = saved["params"]
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":

@@ -366,8 +366,9 @@ FIELDS = {
                         "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
     "ckpt_dir": row(dict(ckpt_dir="elsewhere"), lambda cfg: Path(cfg.out_dir, "ckpt").exists(),
                     True, False, RUN),
-    "init_from": row(dict(init_from=("first dynamic=yes",)), last("start", "origin"),
-                     "a fresh initialization", "the parameters of first", RUN),
+    "init_from": row(dict(init_from=("first dynamic=yes",)),
+                     lambda cfg: last("start", "origin")(cfg)[:13],
+                     "a fresh initi", "first at step", RUN),
     "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
                   and bool(cfg.export), False, True, RUN),
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),

@@ -1585,7 +1585,7 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
     saved = arrays(tiny().out_dir)
     other = tiny(out_dir=str(tmp_path / "other"), init_from=(tiny().out_dir,), steps=4)
     train.main(other)
-    assert origin(other) == f"the parameters of {tiny().out_dir}"
+    assert origin(other).startswith(f"{tiny().out_dir} at step 8 of run ")
     assert rows(other.out_dir, "start")[-1]["step"] == 0
     more = dataclasses.replace(other, steps=8)
     train.main(more)
@@ -1656,7 +1656,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     assert (origin, how) == ("the given parameters", "from") and values(params) == {2}
     assert params.keys() == given.keys() and key == jax.random.key(3)
     origin, (how, key, params) = start({}, {})
-    assert (origin, how) == (f"the parameters of {cfg.init_from[0]}", "from")
+    assert (origin, how) == (f"{cfg.init_from[0]} at step 6 of run None", "from")
     assert key == jax.random.key(3) and values(params) == {5} and params.keys() == given.keys()
     origin, (how, key) = start({"init_from": ()}, {})
     assert (origin, how) == ("a fresh initialization", "init") and key == jax.random.key(3)
@@ -1871,7 +1871,7 @@ def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
     """
     train.main(tiny(steps=1, eval_every=0, leave_out=("embed",)))
     assert "leave_out: embed will be trained, not saved: lost when" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="leave_out: embed is in no checkpoint and no source"):
+    with pytest.raises(ValueError, match="000000001 has no params/embed: start from"):
         train.main(tiny(mode="eval", leave_out=("embed",)))
 
 
