@@ -383,11 +383,11 @@ def grouped(table, cfg):
     """The table, with what lr_mult, decay_mult, optimizers and freeze say of some of its rows; of
     several that match a parameter the last holds.
     """
-    for field, key, convert in (("lr_mult", "lr_mult", config.number), (
-            "decay_mult", "decay_mult", config.number), ("optimizers", "optimizer", str)):
+    kinds = {"lr_mult": config.number, "decay_mult": config.number, "optimizers": str}
+    for field, convert in kinds.items():
         for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
             for name in model.matching(field, (pattern,), table):
-                table[name] = table[name] | {key: convert(value)}
+                table[name] = table[name] | {field.removesuffix("s"): convert(value)}
     for name in model.matching("freeze", cfg.freeze, table):
         table[name] = table[name] | {"trained": False}
     return table
@@ -985,9 +985,8 @@ def rates(run, step, clock, means):
     where the device's peak rate is not known.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
-    now = step, clock["step"], clock["data"]
-    n, step_s, data_s = (new - old for new, old in zip(now, clock["logged"], strict=True))
-    clock["logged"] = now
+    old, clock["logged"] = clock["logged"], (step, clock["step"], clock["data"])
+    n, step_s, data_s = np.subtract(clock["logged"], old).tolist()
     per_s = n * size(cfg) / (step_s + data_s)
     memory = jax.local_devices()[0].memory_stats()  # None on a CPU: then what the process held
     row = {
@@ -1006,7 +1005,8 @@ def rates(run, step, clock, means):
         scale = per_s / jax.device_count() / 1e12
         row |= {"model_tflops_per_device": flops * scale,
                 "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
-                "hfu": peak and (flops + recomputed) * scale / peak}  # with those of remat
+                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
+                "hfu": peak and (flops + recomputed) * scale / peak}
     return row
 
 
@@ -1175,9 +1175,9 @@ def find_parameters(run, meta):
                       if whole], f"init_from {', '.join(cfg.init_from)}")
     given = [(source["path"], source["take"].values()) for source in sources]
     fresh = [name for name in table if name in missing - taken]
-    for path, names in (*given, ("a fresh initialization", fresh)) if sources else ():
+    for path, names in (*given, ("a fresh initialization", fresh)):
         which = f": {', '.join(names)}" if len(names) < len(table) else ""
-        if names:
+        if names and (sources or meta):
             say(f"{len(names)} of {len(table)} parameters from {path}{which}")
     return missing, sources
 

@@ -1871,7 +1871,9 @@ def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
     """
     train.main(tiny(steps=1, eval_every=0, leave_out=("embed",)))
     assert "leave_out: embed will be trained, not saved: lost when" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="000000001 has no params/embed: start from"):
+    train.main(tiny(steps=2, eval_every=0, leave_out=("embed",)))
+    assert "1 of 13 parameters from a fresh initialization: embed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="000000002 has no params/embed: start from"):
         train.main(tiny(mode="eval", leave_out=("embed",)))
 
 
