@@ -1137,11 +1137,11 @@ def choose_start(run, state, params, meta):
     missing, sources = find_parameters(run, meta)
     told = [source.get("about", source["path"]) for source in sources]
     if meta:
-        seen = {"data": (meta["data"]["fingerprint"], run["train"]["fingerprint"])} | (
-            {"init_from": (meta.get("sources"), told)} if missing else {})
-        config.raise_all([f"{name} was {then}, is {now}: bring it back, or go on with "
-                          f"--allow_change {name}" for name, (then, now) in seen.items()
-                          if then != now and name not in cfg.allow_change],
+        then = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
+        now = {"data": run["train"]["fingerprint"]} | ({"init_from": told} if missing else {})
+        config.raise_all([f"{name} was {then[name]}, is {now[name]}: bring it back, or go on with "
+                          f"--allow_change {name}" for name in now
+                          if then[name] != now[name] and name not in cfg.allow_change],
                          f"{cfg.out_dir} holds a run from other data or parameters")
 
     def first_state(programs):
@@ -1158,23 +1158,13 @@ def choose_start(run, state, params, meta):
 def find_parameters(run, meta):
     """(names of the parameters that the own checkpoint of `meta` left out, without one of all; the
     sources of init_from, if there are such names). Prints what comes from where.
-
-    Raises ValueError for parameters that no source has, though no pattern left them out.
     """
-    cfg, table = run["cfg"], run["table"]
-    left_out = meta["config"].get("leave_out", ()) if meta else ("*",)
+    table, left_out = run["table"], meta["config"].get("leave_out", ()) if meta else ("*",)
     if not (missing := model.matching("leave_out", left_out, table)):
         return missing, []
     sources = open_sources(run, missing)
-    there = {name for source in sources for name in source["names"]}
-    expected = run["task"]["init_names"](cfg, table, there)
-    taken = {name for source in sources for name in source["take"].values()}
-    whole = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
-                for source in sources)
-    config.raise_all([f"{name} is not there" for name in sorted((missing & expected) - taken)
-                      if whole], f"init_from {', '.join(cfg.init_from)}")
     given = [(source["path"], source["take"].values()) for source in sources]
-    fresh = [name for name in table if name in missing - taken]
+    fresh = [name for name in table if name in missing.difference(*(names for _, names in given))]
     for path, names in (*given, ("a fresh initialization", fresh)):
         which = f": {', '.join(names)}" if len(names) < len(table) else ""
         if names and (sources or meta):
@@ -1208,13 +1198,22 @@ def load_own(cfg, like, left_out, first):
 def open_sources(run, wanted=None):
     """The sources of cfg.init_from, each with "take": {name there: name here} of what is loaded
     from it; where several have a parameter, the last. wanted: names here; None: all.
+
+    Raises ValueError for parameters that no source has, though no pattern left them out.
     """
-    table = run["table"]
-    sources = [open_source(run, ckpt.parse_source(text)) for text in run["cfg"].init_from]
+    cfg, table = run["cfg"], run["table"]
+    sources = [open_source(run, ckpt.parse_source(text)) for text in cfg.init_from]
+    there = {name for source in sources for name in source["names"]}
+    expected = run["task"]["init_names"](cfg, table, there)
     chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
+    whole = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
+                for source in sources)
+    config.raise_all([f"{name} is not there" for name in table
+                      if whole and name in expected and name not in chosen],
+                     f"init_from {', '.join(cfg.init_from)}")
+    taken = [(name, *chosen[name]) for name in table if name in chosen.keys() & (wanted or table)]
     for i, source in enumerate(sources):
-        source["take"] = {chosen[name][1]: name for name in table if name in chosen
-                          and chosen[name][0] == i and name in (wanted or table)}
+        source["take"] = {there: name for name, at, there in taken if at == i}
     return sources
 
 

@@ -1560,7 +1560,7 @@ def test_a_resume_under_another_config_lists_the_differences(tiny):
 def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
     """The same file name with other text in it.
 
-    Break: train.py: if then != now and name not in => if False and name not in
+    Break: train.py: if then[name] != now[name] and => if False and
     """
     train.main(tiny(eval_every=0))
     text = tmp_path / "text.txt"
@@ -1899,7 +1899,7 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
     """The last one wins; what no source gives is fresh, and said; a table says what is from where.
 
-    Break: train.py: and chosen[name][0] == i and name => and chosen[name][0] == 0 and name
+    Break: train.py: in taken if at == i} => in taken if at == 0}
     """
     runs = [tiny(steps=1, seed=seed, out_dir=str(tmp_path / str(seed)), weights_every=1)
             for seed in (1, 2)]
