@@ -236,8 +236,8 @@ def batch_names(cfg):
 def randomness(cfg):
     """The keys of the initialization and of a sample, and where the first batch's rows begin."""
     run = train.prepare(cfg)
-    _, first_state = train.choose_start(run, None, None, {})
-    key = first_state({"init": jax.random.key_data})
+    *_, first_state = train.choose_start(run, None, None, {})
+    key = first_state({"init": jax.random.key_data, "state": {"params": {}}})
     first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
     preview = {"preview": lambda params, cfg, key: jax.random.key_data(key)}
     sample = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": preview}, None, 3)
