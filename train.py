@@ -1017,13 +1017,14 @@ def load_hooks(texts):
     it.
     """
     found, hooks = {}, []
-    for path, _, name in (text.rpartition(":") for text in texts):
+    for text in texts:
+        path, _, name = text.rpartition(":")
         if path not in found:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
             found[path] = runpy.run_path(path) if Path(path).is_file() else {}
         if not callable(found[path].get(name)):
-            raise ValueError(f"hooks '{path}:{name}': must be file.py:function; there is no such "
-                             "file, or no such function in it")
+            raise ValueError(f"hooks {text!r}: must be file.py:function; there is no such file, or "
+                             "no such function in it")
         hooks.append(found[path][name])
     return hooks
 
