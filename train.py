@@ -26,7 +26,6 @@ import runpy
 import shutil
 import signal
 import socket
-import textwrap
 import threading
 import time
 import traceback
@@ -100,14 +99,14 @@ TEXT = {
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
     watch_peers), "at_once" (whether a step is done when it returns)} on these devices (default: all
-    at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "sources" (of
-    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "faults" (survived ones),
-    "meta" (what a checkpoint says of the run), "emit".
+    at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "left_out",
+    "programs", "first_step", "wishes" (to stop), "faults" (survived ones), "meta" (what a
+    checkpoint says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
     config.raise_all(config.key_faults(
-        "task", task, TASK_RULES, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
+        "task", task, TEXT, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
     task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
     devices = devices or jax.devices()
     keep_programs(cfg)
@@ -126,7 +125,10 @@ def prepare(cfg, task=TEXT, devices=None):
         f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
-    config.raise_all(table_faults(table, task["batch"](cfg)), "task")
+    config.raise_all([fault for name, row in table.items() for fault in config.key_faults(
+        f"table: {name}", row, ROW_KEYS, ("shape", "spec", "init"))] or [
+        not any(row.get("trained", True) for row in table.values())
+        and "table: no parameter is trained; freeze fewer"], "task")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
@@ -158,12 +160,12 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             observers = make_observers(run["cfg"]) if is_main() else []
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
-                started = start_run(run, hooks, observers, state, params, began)
-                if not started:
-                    step, _ = newest_meta(ckpt_root(run["cfg"]))
-                    return {"step": step, "exit_code": 0, "reason": "finished before"}
-                in_loop.set()
                 with explain_memory(run):
+                    started = start_run(run, hooks, observers, state, params, began)
+                    if not started:
+                        step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
+                        return {"step": step, "exit_code": 0, "reason": "finished before"}
+                    in_loop.set()
                     return train(*started, signals)
             except BaseException as e:
                 end_observed(run, observers, e)
@@ -186,15 +188,14 @@ def start_run(run, hooks, observers, state, params, began):
         steps = math.floor(steps) if "windows" in opened["train"] else math.ceil(steps)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
-    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "sources": [],
-                 "stops": config.stops(cfg),
+    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if "resume" in run["train"]:
         run["train"]["resume"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
-    origin, first_state = choose_start(run, state, params, meta)
+    origin, sources, first_state = choose_start(run, state, params, meta)
     if meta and is_finished(cfg, saved):
         return None
     say(headline(run))
@@ -203,9 +204,8 @@ def start_run(run, hooks, observers, state, params, began):
     say(f"compiling the update for {cfg.steps} steps ...")
     clock = start_clock(began)
     spend(clock, "start")
-    with explain_memory(run):
-        programs = steplib.compile_steps(*program_parts(run))
-        steplib.check_fits(programs["memory"], run["mesh"])
+    programs = steplib.compile_steps(*program_parts(run))
+    steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
@@ -215,7 +215,7 @@ def start_run(run, hooks, observers, state, params, began):
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
-    run |= {"meta": describe(run, meta), "emit": make_emit(run, observers, clock)}
+    run |= {"meta": describe(run, meta, sources), "emit": make_emit(run, observers, clock)}
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
                           "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
     return run, state, last | ({"save": (step, 0.0)} if meta else {}), clock
@@ -364,69 +364,29 @@ TASK_DEFAULTS = {
     "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
 
 
-def is_number(x):
-    return isinstance(x, int | float | np.number) and not isinstance(x, bool)
-
-
-ANY = (lambda x: True, "")
-TASK_RULES = dict.fromkeys(TEXT, ANY) | {"unit": (
-    lambda x: isinstance(x, tuple) and len(x) == 2 and callable(x[1]), "(name, cfg -> how many)")}
-ROW_RULES = {  # of a table, and in part of a batch
-    "shape": (lambda x: isinstance(x, tuple | list) and all(
-        isinstance(n, int | np.integer) and n > 0 for n in x), "a tuple of whole numbers above 0"),
-    "spec": (lambda x: isinstance(x, jax.P) and {*jax.tree.leaves(tuple(x))} <= {*steplib.AXES},
-             f"a PartitionSpec of {', '.join(steplib.AXES)}"),
-    "init": (lambda x: isinstance(x, tuple) and len(x) == 2 and is_number(x[1]),
-             "('normal', std) or ('constant', value)"),
-    "trained": (lambda x: isinstance(x, bool), "True or False"),
-    "ids": (lambda x: isinstance(x, tuple), "a tuple of names of arrays of the batch"),
-    **dict.fromkeys(("lr_mult", "decay_mult"), (lambda x: is_number(x) and x >= 0, "0 or above")),
-    "optimizer": (lambda x: x in steplib.OPTIMIZERS, f"of {', '.join(steplib.OPTIMIZERS)}")}
-SOURCE_RULES = {"n": (lambda n: is_number(n) and n >= 1, "how many examples, at least 1"),
-                "batch": (callable, "a function"),
-                "fingerprint": (lambda x: isinstance(x, str), "text")}
+# What a row of a task's table may say of its parameter.
+ROW_KEYS = "shape spec init trained ids lr_mult decay_mult optimizer".split()
 
 
 def open_data(task, cfg, parts):
-    """What task["open"] gives, checked: {"train", "val"}: a source or None."""
-    opened, found = task["open"](cfg, parts), {"train": None, "val": None}
-    config.raise_all(config.key_faults("open", opened, dict.fromkeys(found, ANY)), "task")
-    found |= opened
-    whole = not {"at", "parts"} & {*(found["val"] or ())}
-    required = {"train": SOURCE_RULES, "val": ("n", "batch") if whole else ()}
-    config.raise_all([fault for part in parts if part == "train" or found[part] for fault in
-                      config.key_faults(f"open: {part}", found[part], SOURCE_RULES, required[part],
-                                        others=True)], "task")
-    return found
+    """What task["open"] gives: {"train", "val"}: a source or None."""
+    opened = task["open"](cfg, parts)
+    config.raise_all(config.key_faults("open", opened, ("train", "val")), "task")
+    return {"train": None, "val": None} | opened
 
 
 def grouped(table, cfg):
     """The table, with what lr_mult, decay_mult, optimizers and freeze say of some of its rows; of
     several that match a parameter the last holds.
     """
-    for field, key, convert in (("lr_mult", "lr_mult", config.number), (
-            "decay_mult", "decay_mult", config.number), ("optimizers", "optimizer", str)):
+    kinds = {"lr_mult": config.number, "decay_mult": config.number, "optimizers": str}
+    for field, convert in kinds.items():
         for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
             for name in model.matching(field, (pattern,), table):
-                table[name] = table[name] | {key: convert(value)}
+                table[name] = table[name] | {field.removesuffix("s"): convert(value)}
     for name in model.matching("freeze", cfg.freeze, table):
         table[name] = table[name] | {"trained": False}
     return table
-
-
-def table_faults(table, batch):
-    """Faults, in words, of what a task's "table" and "batch" give."""
-    faults = [fault for name, row in table.items() for fault in (
-        config.key_faults(f"table: {name}", row, ROW_RULES, ("shape", "spec", "init")) or [
-            len(row["spec"]) > len(row["shape"])
-            and f"table: {name}: spec {row['spec']}: is longer than shape {row['shape']}",
-            {*row.get("ids", ())} - {*batch} and f"table: {name}: ids {row['ids']}: must be names "
-            f"of arrays of the batch, as in ({next(iter(batch))!r},)"])]
-    if not any(isinstance(row, dict) and row.get("trained", True) for row in table.values()):
-        faults.append("table: no parameter is trained")
-    return faults + [fault for name, entry in batch.items() for fault in config.key_faults(
-        f"batch: {name}", dict(zip(("shape", "dtype", "spec"), entry, strict=False)),
-        ROW_RULES | {"dtype": ANY}, ("shape", "dtype", "spec"))]
 
 
 def program_parts(run):
@@ -964,20 +924,18 @@ def headline(run):
             f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
 
 
-def describe(run, meta):
+def describe(run, meta, sources):
     """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint it
-    goes on from, or {}.
+    goes on from, or {}. sources: of its parameters.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
     versions = {name: importlib.metadata.version(name)
                 for name in "jax jaxlib numpy optax tensorstore".split()}
     row = {"devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-           "processes": jax.process_count(), "dtype": cfg.dtype, "attention": cfg.attention,
+           "processes": jax.process_count(), "unit": unit, f"{unit}s_per_step": size(cfg),
            "n_params": sum(math.prod(row["shape"]) for row in run["table"].values()),
-           "unit": unit, f"{unit}s_per_step": size(cfg),
            "memory_bytes_per_device": run["programs"]["memory"],
-           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
-           "sources": run["sources"] or meta.get("sources", []),
+           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape), "sources": sources,
            "run_id": meta.get("run_id", os.urandom(4).hex()),
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
@@ -991,9 +949,8 @@ def rates(run, step, clock, means):
     where the device's peak rate is not known.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
-    now = step, clock["step"], clock["data"]
-    n, step_s, data_s = (new - old for new, old in zip(now, clock["logged"], strict=True))
-    clock["logged"] = now
+    old, clock["logged"] = clock["logged"], (step, clock["step"], clock["data"])
+    n, step_s, data_s = np.subtract(clock["logged"], old).tolist()
     per_s = n * size(cfg) / (step_s + data_s)
     memory = jax.local_devices()[0].memory_stats()  # None on a CPU: then what the process held
     row = {
@@ -1011,8 +968,8 @@ def rates(run, step, clock, means):
         peak = steplib.peaks(jax.devices()[0].device_kind)[0]  # TFLOP/s of a device
         scale = per_s / jax.device_count() / 1e12
         row |= {"model_tflops_per_device": flops * scale,
-                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
                 "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
+                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
                 "hfu": peak and (flops + recomputed) * scale / peak}
     return row
 
@@ -1026,15 +983,13 @@ def load_hooks(texts):
     found, hooks = {}, []
     for text in texts:
         path, _, name = text.rpartition(":")
-        if not Path(path).is_file():
-            raise ValueError(f"hooks {text!r}: must be file.py:function, and there is no file "
-                             f"{path!r}")
         if path not in found:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
-            found[path] = runpy.run_path(path)
-        hooks.append(found[path].get(name))
-        if not callable(hooks[-1]):
-            raise ValueError(f"hooks {text!r}: {path} has no function {name}")
+            found[path] = runpy.run_path(path) if Path(path).is_file() else {}
+        if not callable(found[path].get(name)):
+            raise ValueError(f"hooks {text!r}: must be file.py:function; there is no such file, or "
+                             "no such function in it")
+        hooks.append(found[path][name])
     return hooks
 
 
@@ -1056,21 +1011,19 @@ def keep_programs(cfg):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+@contextlib.contextmanager
 def lock_folders(cfg):
-    """Make out_dir, and ckpt_dir on this machine, fit to write to; what to hold open so that no
-    other run writes to them.
+    """Make out_dir, and ckpt_dir on this machine, fit to write to, and keep other runs from writing
+    to them. Process 0 does it for all.
     """
-    if not is_main():
-        return contextlib.nullcontext()
-    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg)))
+    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg))) if is_main() else ()
     folders = {os.path.realpath(path): f"{name} {path!r}" for name, path in paths
                if "://" not in path}
     with contextlib.ExitStack() as locks:
         for folder, where in folders.items():
             try:
                 os.makedirs(folder, exist_ok=True)
-                lock = open(os.path.join(folder, ".lock"), "w")  # noqa: SIM115 closed by the caller
-                locks.enter_context(lock)
+                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "w"))
                 # The system releases it when the process ends, however that is.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -1081,9 +1034,14 @@ def lock_folders(cfg):
                                      ) from None
                 say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
                     "write to it")
-        for root in (ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")):
+        for root in roots(cfg) if is_main() else ():
             ckpt.clean(root, say)
-        return locks.pop_all()
+        yield
+
+
+def roots(cfg):
+    """Where the checkpoints of a run are, and those of its parameters alone."""
+    return ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")
 
 
 def ckpt_root(cfg):
@@ -1092,21 +1050,14 @@ def ckpt_root(cfg):
 
 def root_of(out_dir):
     """Where the run that left its config.json in out_dir keeps its checkpoints."""
-    path, elsewhere = Path(out_dir, "config.json"), ""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        elsewhere = json.loads(path.read_bytes()).get("ckpt_dir", "")
-    return elsewhere or ckpt.below(out_dir, "ckpt")
+    return read_json(Path(out_dir, "config.json")).get("ckpt_dir") or ckpt.below(out_dir, "ckpt")
 
 
-def newest_meta(root, needed_for=""):
-    """(step, meta) of the newest checkpoint of a root; (None, {}) for none, which is a ValueError
-    when one is needed.
-    """
+def newest_meta(root, needed_for):
+    """(step, meta) of the newest checkpoint of a root. Raises ValueError when there is none."""
     saved, meta = ckpt.newest_meta(root)
-    if needed_for and not meta:
+    if not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
-    if meta and not {"config", "data"} <= meta.keys():
-        raise ValueError(f"{root} holds checkpoints that no run of this kind wrote; name another")
     return saved, meta
 
 
@@ -1118,140 +1069,105 @@ def find_start(cfg, given=False):
     """
     if cfg.resume == "overwrite":
         return None, {}
-    before = ckpt.from_main(lambda: root_of(cfg.out_dir))
-    same = {os.path.realpath(ckpt.below(root, "")) for root in (before, ckpt_root(cfg))}
-    if len(same) > 1 and newest_meta(before)[1]:
+    root, before = ckpt_root(cfg), ckpt.from_main(lambda: root_of(cfg.out_dir))
+    if os.path.realpath(before) != os.path.realpath(root) and ckpt.newest_meta(before)[1]:
         raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
-    saved, meta = newest_meta(ckpt_root(cfg), "resume must" if cfg.resume == "must" else "")
+    saved, meta = (newest_meta(root, "resume must") if cfg.resume == "must" else
+                   ckpt.newest_meta(root))
     if meta and (given or cfg.resume == "never"):
-        also = ", and a state or parameters to start from were given" if given else ""
-        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}{also}; "
-                         "choose another --out_dir, or delete it with --resume overwrite")
+        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}, with "
+                         "which this start would not go on; choose another --out_dir, or delete "
+                         "it with --resume overwrite")
     return saved, meta
 
 
 def choose_start(run, state, params, meta):
-    """(origin in words, programs -> first state): given state, given parameters, own checkpoint of
-    `meta`, init_from, fresh; the first that there is. What an own checkpoint left out is as the
-    run's first start had it.
+    """(origin in words, sources of parameters in words, programs -> first state): given state,
+    given parameters, own checkpoint of `meta`, init_from, fresh; the first that there is. What an
+    own checkpoint left out is as the run's first start had it.
 
     Raises ValueError when a checkpoint is of another config, other data or another model.
     """
     cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
     if state is not None:
-        return "the given state", lambda programs: jax.device_put(
+        return "the given state", [], lambda programs: jax.device_put(
             state, jax.tree.map(lambda x: x.sharding, programs["state"]))
     if params is not None:
-        return "the given parameters", lambda programs: programs["from_params"](key, params={
+        return "the given parameters", [], lambda programs: programs["from_params"](key, params={
             name: jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
             for name, x in params.items() for like in (programs["state"]["params"][name],)})
-    left_out = set()
     if meta:
-        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
         config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
-        if then != now and "data" not in cfg.allow_change:
-            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
-                             "now; bring it back, or go on with --allow_change data")
-        left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
-    sources = open_sources(run) if left_out or not meta else []
-    chosen = choose_parameters(run, sources, left_out) if left_out or not meta else {}
+    missing, sources = find_parameters(run, meta)
+    told = [source.get("about", source["path"]) for source in sources]
+    if meta:
+        then = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
+        now = {"data": run["train"]["fingerprint"]} | ({"init_from": told} if missing else {})
+        config.raise_all([f"{name} was {then[name]}, is {now[name]}: bring it back, or go on with "
+                          f"--allow_change {name}" for name in now
+                          if then[name] != now[name] and name not in cfg.allow_change],
+                         f"{cfg.out_dir} holds a run from other data or parameters")
 
-    def first(programs):
-        if not chosen:
-            return programs["init"](key)
-        like = programs["state"]["params"]
-        return programs["from_params"](key, params=load_parameters(sources, chosen, like))
+    def first_state(programs):
+        first, like = {}, programs["state"]
+        if missing:
+            loaded = load_parameters(sources, like["params"])
+            first = programs["from_params"](key, params=loaded) if loaded else programs["init"](key)
+        return load_own(cfg, like, missing, first)[1] if meta else first
 
-    run["sources"] = [source.get("about", source["path"]) for source in sources]
-    if left_out and meta.get("sources") != run["sources"] and "init_from" not in cfg.allow_change:
-        raise ValueError(f"init_from changed since {cfg.out_dir} was saved without "
-                         f"{', '.join(sorted(left_out))}: {meta.get('sources')} then, "
-                         f"{run['sources']} now (on purpose: --allow_change init_from)")
-    paths = ", ".join(source["path"] for source in sources)
-    origin = f"the parameters of {paths}" if chosen else "a fresh initialization"
-    if not meta:
-        return origin, first
-    also = f", and {len(left_out)} parameters that it left out from {origin}" if left_out else ""
-    return "its own checkpoint" + also, lambda programs: load_state(
-        cfg, programs["state"], left_out, first(programs) if left_out else None)
+    origin = "its own checkpoint" if meta else ", ".join(told) or "a fresh initialization"
+    return origin, told or meta.get("sources", []), first_state
 
 
-def load_saved(run, like, meta):
-    """(step, parameters) of the newest sound checkpoint of the run, with what it left out from
-    where the run began. like: {name: shape with sharding}.
+def find_parameters(run, meta):
+    """(names of the parameters that the own checkpoint of `meta` left out, without one of all; the
+    sources of init_from, if there are such names). Prints what comes from where.
     """
-    left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
-    sources = open_sources(run) if left_out else []
-    chosen = choose_parameters(run, sources, left_out) if left_out else {}
-    loaded = load_parameters(sources, chosen, like)
-    if lost := sorted(left_out - loaded.keys()):
-        raise ValueError(f"leave_out: {', '.join(lost)} is in no checkpoint and in no source of "
-                         "init_from")
-    wanted = {"params": {name: x for name, x in like.items() if name not in left_out}}
-    root, config_file = ckpt_root(run["cfg"]), f"{run['cfg'].out_dir}/config.json"
-    step, saved = load_checkpoint(root, wanted, config_file)
-    return step, {name: (loaded | saved["params"])[name] for name in like}
+    table, left_out = run["table"], meta["config"].get("leave_out", ()) if meta else ("*",)
+    if not (missing := model.matching("leave_out", left_out, table)):
+        return missing, []
+    sources = open_sources(run, missing)
+    given = [(source["path"], source["take"].values()) for source in sources]
+    fresh = [name for name in table if name in missing.difference(*(names for _, names in given))]
+    for path, names in (*given, ("a fresh initialization", fresh)):
+        which = f": {', '.join(names)}" if len(names) < len(table) else ""
+        if names and (sources or meta):
+            say(f"{len(names)} of {len(table)} parameters from {path}{which}")
+    return missing, sources
 
 
-def load_state(cfg, like, left_out, first):
-    """The state of the newest sound checkpoint, with what it left out from the state `first`."""
+def load_parameters(sources, like):
+    """{name: array} of what is taken from each source. like: {name: shape with sharding}."""
+    loaded = {}
+    for source in sources:
+        arrays = source["read"]({there: like[name] for there, name in source["take"].items()})
+        loaded |= {source["take"][there]: x for there, x in arrays.items()}
+    return loaded
+
+
+def load_own(cfg, like, left_out, first):
+    """(step, tree) of the newest sound checkpoint of the run, in shapes and shardings of `like`;
+    what it left out, with its moments, is taken from the tree `first`.
+    """
     wanted, treedef = ckpt.flatten(like)
-    saved = {name: x for name, x in wanted.items() if name.split("/")[-1] not in left_out}
-    _, loaded = load_checkpoint(ckpt_root(cfg), saved, f"{cfg.out_dir}/config.json", True)
-    loaded = ckpt.flatten(first)[0] | loaded
-    return jax.tree.unflatten(treedef, [loaded[name] for name in wanted])
+    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
+    try:
+        step, own = ckpt.restore_newest(ckpt_root(cfg), saved, say, set_aside=cfg.mode == "train")
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: start from --config {cfg.out_dir}/config.json") from None
+    whole = ckpt.flatten(first)[0] | own
+    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
 
 
-def open_sources(run):
-    """The sources of cfg.init_from with "names", what there is, and "read", {name there: like} ->
-    {name there: array}.
+def open_sources(run, wanted=None):
+    """The sources of cfg.init_from, each with "take": {name there: name here} of what is loaded
+    from it; where several have a parameter, the last. wanted: names here; None: all.
 
-    Raises ValueError when one holds no parameters, or its model is another one.
-    """
-    cfg, task = run["cfg"], run["task"]
-    sources = [ckpt.parse_source(text) for text in cfg.init_from]
-    for i, source in enumerate(sources):
-        if weights := task["weights"](source["path"], cfg):
-            sources[i] |= weights
-            continue
-        if "://" not in source["path"] and not Path(source["path"]).is_dir():
-            raise ValueError(f"init_from {source['path']}: no such folder; nothing is downloaded")
-        root = ckpt.from_main(partial(root_of, source["path"]))
-        step, meta = ckpt.newest_meta(root)
-        if not meta:
-            of_run, root = root, source["path"]
-            step, meta = ckpt.newest_meta(root)
-        if not meta:
-            raise ValueError(f"init_from {source['path']}: holds no checkpoint and no weights, nor "
-                             f"does {of_run}; must be a run's --out_dir, a folder of checkpoints "
-                             "or one of Hugging Face's")
-        names = {name.removeprefix("params/"): layout["shape"]
-                 for name, layout in meta["arrays"].items() if name.startswith("params/")}
-        then = meta.get("config", {})
-        faults = [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
-                  f"--allow_change {name})" for name in config.FORWARD
-                  if source["strict"] and name not in cfg.allow_change
-                  and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]
-        sources[i] |= {"names": names, "read": partial(read_parameters, root), "faults": faults,
-                       "about": f"{source['path']} at step {step} of run {meta.get('run_id')}"}
-    return sources
-
-
-def read_parameters(root, like):
-    """The parameters `like` of the newest sound checkpoint of root."""
-    wanted = {f"params/{name}": x for name, x in like.items()}
-    loaded = load_checkpoint(root, wanted, "its own config.json")[1]
-    return {name: loaded[f"params/{name}"] for name in like}
-
-
-def choose_parameters(run, sources, left_out=()):
-    """What ckpt.choose says of these sources; printed as a table, on a resume only of what the
-    checkpoint left out. Raises ValueError for parameters of this model that no source has, though
-    no pattern left them out.
+    Raises ValueError for parameters that no source has, though no pattern left them out.
     """
     cfg, table = run["cfg"], run["table"]
-    told = [name for name in table if name in left_out or not left_out]
+    sources = [open_source(run, ckpt.parse_source(text)) for text in cfg.init_from]
     there = {name for source in sources for name in source["names"]}
     expected = run["task"]["init_names"](cfg, table, there)
     chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
@@ -1260,25 +1176,39 @@ def choose_parameters(run, sources, left_out=()):
     config.raise_all([f"{name} is not there" for name in table
                       if whole and name in expected and name not in chosen],
                      f"init_from {', '.join(cfg.init_from)}")
-    for i, source in enumerate((*sources, {"path": "a fresh initialization"}) if sources else ()):
-        names = [name for name in told if chosen.get(name, (len(sources),))[0] == i]
-        if names:
-            count = "all" if len(names) == len(table) else f"{len(names)} of"
-            which = f": {', '.join(names)}" if len(names) < len(table) else ""
-            say(textwrap.fill(f"{count} {len(table)} parameters from {source['path']}{which}", 100,
-                              subsequent_indent="    ", break_on_hyphens=False))
-    return chosen
-
-
-def load_parameters(sources, chosen, like):
-    """{name: array} of what was chosen. like: {name: shape with sharding}."""
-    loaded = {}
+    taken = [(name, *chosen[name]) for name in table if name in chosen.keys() & (wanted or table)]
     for i, source in enumerate(sources):
-        names = {there: name for name, (at, there) in chosen.items() if at == i}
-        if names:
-            arrays = source["read"]({there: like[name] for there, name in names.items()})
-            loaded |= {name: arrays[there] for there, name in names.items()}
-    return loaded
+        source["take"] = {there: name for name, at, there in taken if at == i}
+    return sources
+
+
+def open_source(run, source):
+    """A source of cfg.init_from with "names", what there is, and "read", {name there: like} ->
+    {name there: array}.
+
+    Raises ValueError when it holds no parameters.
+    """
+    cfg, path = run["cfg"], source["path"]
+    if weights := run["task"]["weights"](path, cfg):
+        return source | weights
+    for root in ckpt.from_main(lambda: (root_of(path), path)):
+        step, meta = ckpt.newest_meta(root)
+        if meta:
+            break
+    else:
+        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
+                         "downloaded")
+    then = meta.get("config", {})
+    return source | {
+        "names": {name.removeprefix("params/"): layout["shape"]
+                  for name, layout in meta["arrays"].items() if name.startswith("params/")},
+        "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
+        "about": f"{path} at step {step} of run {meta.get('run_id')}",
+        "faults": [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
+                   f"--allow_change {name})" for name in config.FORWARD
+                   if source["strict"] and name not in cfg.allow_change
+                   and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]}
 
 
 # Weights in Hugging Face's format.
@@ -1286,12 +1216,11 @@ def load_parameters(sources, chosen, like):
 def read_json(path):
     """The object in a JSON file, or {} where there is no such file. Raises ValueError."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        return json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as e:
         raise ValueError(f"{path}: cannot be read: {e}") from None
-    return found if isinstance(found, dict) else {}
 
 
 def hf_config(path):
@@ -1341,14 +1270,13 @@ def export_hf(cfg, params):
     Raises ValueError when no family of theirs is of this form, or the folder is not an export's.
     """
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
-    out, partial_out = Path(cfg.export), Path(f"{cfg.export}.partial")
+    out, new = Path(cfg.export), Path(f"{cfg.export}.partial")
     mine = {"out_dir": os.path.abspath(cfg.out_dir)}
-    taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
-    if taken and mine != read_json(out / "sixfile.json"):
+    if (out.is_file() or any(out.glob("*"))) and mine != read_json(out / "sixfile.json"):
         raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
                          "another")
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
-    base = next((path for path in paths if hf_config(path)), None)
+    base = next(filter(hf_config, paths), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, apart)
@@ -1356,41 +1284,37 @@ def export_hf(cfg, params):
         return
     if not apart:
         params, tokenizer = model.merge_lora(params, cfg), data.make_tokenizer(cfg.tokenizer)
-        theirs = hf_config(base) if base else {}
         about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
                   "eos_token_id": tokenizer["end"]}
+        theirs = hf_config(base) if base else {}
         about |= {name: theirs[name] for name in KEPT if name in theirs}
-    texts = {"adapter_config.json" if apart else "config.json": about, "sixfile.json": mine}
-    tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
-    try:  # every process takes all tensors, whatever the disk of process 0 does
-        if is_main():
-            shutil.rmtree(partial_out, ignore_errors=True)
-            partial_out.mkdir(parents=True)
-        ckpt.write_safetensors(partial_out, tensors, "adapter_model" if apart else "model")
-        fault = ""
-    except OSError as e:
-        fault = str(e)
-        deque(tensors, maxlen=0)
-    ckpt.from_main(lambda: complete_export(cfg, partial_out, texts, fault))
-
-
-def complete_export(cfg, folder, texts, fault):
-    """Write the JSON files of an export, copy the tokenizer's, and give it its name."""
-    tokenizer = Path(cfg.tokenizer)
+    tensors, fault = ckpt.each_tensor(params, pieces, cfg.export_dtype), None
     try:
-        if fault:
-            raise OSError(fault)
-        for name, text in texts.items():
-            (folder / name).write_text(json.dumps(text, indent=1))
-        for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
-            shutil.copy(file, folder)
-        if tokenizer.is_file():
-            shutil.copy(tokenizer, folder / "tokenizer.json")
-        shutil.rmtree(cfg.export, ignore_errors=True)
-        os.rename(folder, cfg.export)
+        if is_main():
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            (new / "sixfile.json").write_text(json.dumps(mine))
+            name = "adapter_config.json" if apart else "config.json"
+            (new / name).write_text(json.dumps(about, indent=1))
+            copy_tokenizer(cfg, new)
+        ckpt.write_safetensors(new, tensors, "adapter_model" if apart else "model")
+        if is_main():
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
     except OSError as e:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise ValueError(f"export {cfg.export}: could not be written: {e}") from None
+        deque(tensors, maxlen=0)  # the other processes wait for this one at each tensor
+        fault = str(e)
+        shutil.rmtree(new, ignore_errors=True)
+    ckpt.from_main(lambda: config.raise_all([fault], f"export {cfg.export}: could not be written"))
+
+
+def copy_tokenizer(cfg, folder):
+    """Copy the files of a Hugging Face tokenizer."""
+    tokenizer = Path(cfg.tokenizer)
+    for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
+        shutil.copy(file, folder)
+    if tokenizer.is_file():
+        shutil.copy(tokenizer, folder / "tokenizer.json")
     if not tokenizer.exists():
         say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging Face's")
 
@@ -1400,23 +1324,13 @@ def reload(run, state, step):
     cannot be read is told, and training goes on.
     """
     try:
-        sources = open_sources(run)
-        chosen = ckpt.choose(sources, {name: row["shape"] for name, row in run["table"].items()})
-        dynamic = {name: row for name, row in chosen.items() if sources[row[0]]["dynamic"]}
-        params = load_parameters(sources, dynamic, run["programs"]["state"]["params"])
+        dynamic = [source for source in open_sources(run) if source["dynamic"]]
+        params = load_parameters(dynamic, run["programs"]["state"]["params"])
     except ValueError as e:
         run["emit"]("fault", {"step": step, "fault": str(e)})
         return state
     run["emit"]("reload", {"step": step, "names": sorted(params)})
     return state | {"params": state["params"] | params}
-
-
-def load_checkpoint(root, like, config_file, set_aside=False):
-    """(step, tree) of the newest sound checkpoint of root."""
-    try:
-        return ckpt.restore_newest(root, like, say, set_aside)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {config_file}") from None
 
 
 def begin_out_dir(cfg):
@@ -1425,7 +1339,7 @@ def begin_out_dir(cfg):
         return
     out = Path(cfg.out_dir)
     if cfg.resume == "overwrite":
-        for root in (ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")):
+        for root in roots(cfg):
             ckpt.delete_all(root, say)
         for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
             (out / name).unlink(missing_ok=True)
@@ -1442,10 +1356,8 @@ def is_finished(cfg, step):
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    past = f"past --steps {cfg.steps}" if step > cfg.steps else "the last"
-    say(f"{cfg.out_dir} is finished, at step {step}, {past}. To go further: {further}. To start "
-        "afresh: --resume overwrite, or another --out_dir."
-        + (" To export it: --mode export." if cfg.export else ""))
+    say(f"{cfg.out_dir} is finished, at step {step}. To go further: {further}. To start afresh: "
+        "--resume overwrite, or another --out_dir. To export it: --mode export.")
     return True
 
 
@@ -1469,7 +1381,7 @@ def plan(cfg, task=TEXT, hooks=()):
 
 def estimate(run, measure=False):
     """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
-    device by kind, "compiled", "compile_s"}, or "fault" in words. measure: as in explain_memory.
+    device by kind, "compiled"}, or "fault" in words. measure: as in explain_memory.
     """
     cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}}
     if run["task"]["flops"]:
@@ -1477,11 +1389,9 @@ def estimate(run, measure=False):
         n = run["task"]["unit"][1](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
-    began = time.perf_counter()
     try:
         with explain_memory(run, measure):
             cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
-            cost["compile_s"] = time.perf_counter() - began
             cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
             steplib.check_fits(cost["memory"], mesh)
     except ValueError as e:
@@ -1496,8 +1406,8 @@ def show_estimate(run, cost):
     for kind, n_bytes in cost["memory"].items():
         say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
     limit = steplib.memory_limit(run["mesh"])
-    say(cost.get("fault") or f"compiled in {cost['compile_s']:.0f} s; "
-        + (f"fits in {limit / 2**30:,.4g} GiB" if limit else "this device's memory is not known"))
+    say(cost.get("fault") or (f"fits in {limit / 2**30:,.4g} GiB" if limit else
+                              "whether it fits is not known, as this device's memory is not"))
 
 
 @contextlib.contextmanager
@@ -1510,9 +1420,10 @@ def explain_memory(run, measure=True):
     except (MemoryError, jax.errors.JaxRuntimeError) as e:
         if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        fault, remedy = (*map(str, e.args), "")[:2]
-        raise ValueError(f"does not fit: {fault.splitlines()[0]}; to change: "
-                         f"{remedy or savings(run, measure)}") from None
+        fault, remedy, *_ = *map(str, e.args), "", ""
+        fault = fault.partition("\n")[0]
+        raise ValueError(f"does not fit: {fault}; to change: {remedy or savings(run, measure)}"
+                         ) from None
 
 
 def savings(run, measure):
@@ -1522,15 +1433,12 @@ def savings(run, measure):
     if measure:
         say("out of memory: compiling what would need less ...")
     for flag in ("", *flags) if measure else ():
-        changed = dataclasses.replace(cfg, epochs=0.0)  # steps is worked out
-        if flag:
-            name, value = flag.removeprefix("--").split()
-            changed = dataclasses.replace(changed, **{name: type(getattr(cfg, name))(value)})
-        with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
-            state, lowered, _ = steplib.lower_steps(*program_parts(
-                prepare(changed, run["task"], mesh.devices.flatten().tolist())))
-            compiled = steplib.compile_lowered(lowered["train_step"]())
-            needs[flag] = steplib.memory_by_kind(state, compiled)["total"] / 2**30
+        name, value = (flag or "--epochs 0").removeprefix("--").split()
+        changes = {"epochs": 0.0, name: type(getattr(cfg, name))(value)}  # steps is worked out
+        changed = dataclasses.replace(cfg, **changes)
+        with contextlib.suppress(ValueError):  # of a change that is not legal
+            cost = estimate(prepare(changed, run["task"], [*mesh.devices.flat]))
+            needs[flag] = cost["memory"].get("total", math.inf) / 2**30
     words = [f"{flag} ({needs[flag]:,.4g} GiB)" for flag in sorted(needs, key=needs.get)
              if needs[flag] < 0.99 * needs.get("", math.inf)]
     return ", ".join([*(words or flags), "more devices along tp or sp"])
@@ -1542,7 +1450,7 @@ def run_saved(cfg, task, hooks):
     """Evaluate, sample or export the newest checkpoint of cfg.out_dir, as cfg.mode says; the
     summary. Of hooks, those that replace the loss have an effect.
     """
-    meta = newest_meta(ckpt_root(cfg), needed_for=f"mode {cfg.mode}")[1]
+    meta = newest_meta(ckpt_root(cfg), f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
     if cfg.mode == "sample" and not task["preview"]:
@@ -1552,7 +1460,9 @@ def run_saved(cfg, task, hooks):
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, lowered, _ = steplib.lower_steps(*program_parts(run))
-    step, params = load_saved(run, like["params"], meta)
+    others = load_parameters(find_parameters(run, meta)[1], like["params"])
+    step, saved = load_own(cfg, {"params": like["params"]}, others, {"params": others})
+    params = saved["params"]
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], lowered["eval_step"]().compile(), params)

@@ -236,8 +236,8 @@ def batch_names(cfg):
 def randomness(cfg):
     """The keys of the initialization and of a sample, and where the first batch's rows begin."""
     run = train.prepare(cfg)
-    _, first_state = train.choose_start(run, None, None, {})
-    key = first_state({"init": jax.random.key_data})
+    *_, first_state = train.choose_start(run, None, None, {})
+    key = first_state({"init": jax.random.key_data, "state": {"params": {}}})
     first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
     preview = {"preview": lambda params, cfg, key: jax.random.key_data(key)}
     sample = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": preview}, None, 3)
@@ -366,8 +366,9 @@ FIELDS = {
                         "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
     "ckpt_dir": row(dict(ckpt_dir="elsewhere"), lambda cfg: Path(cfg.out_dir, "ckpt").exists(),
                     True, False, RUN),
-    "init_from": row(dict(init_from=("first dynamic=yes",)), last("start", "origin"),
-                     "a fresh initialization", "the parameters of first", RUN),
+    "init_from": row(dict(init_from=("first dynamic=yes",)),
+                     lambda cfg: last("start", "origin")(cfg)[:13],
+                     "a fresh initi", "first at step", RUN),
     "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
                   and bool(cfg.export), False, True, RUN),
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
