@@ -1236,7 +1236,7 @@ def load_state(cfg, like, left_out, first):
     """The state of the newest sound checkpoint, with what it left out from the state `first`."""
     wanted, treedef = ckpt.flatten(like)
     saved = {name: x for name, x in wanted.items() if name.split("/")[-1] not in left_out}
-    _, loaded = load_checkpoint(ckpt_root(cfg), saved, f"{cfg.out_dir}/config.json", True)
+    _, loaded = load_checkpoint(ckpt_root(cfg), saved, f"{cfg.out_dir}/config.json")
     loaded = ckpt.flatten(first)[0] | loaded
     return jax.tree.unflatten(treedef, [loaded[name] for name in wanted])
 
@@ -1449,10 +1449,10 @@ def reload(run, state, step):
     return state | {"params": state["params"] | params}
 
 
-def load_checkpoint(root, like, config_file, set_aside=False):
+def load_checkpoint(root, like, config_file):
     """(step, tree) of the newest sound checkpoint of root."""
     try:
-        return ckpt.restore_newest(root, like, say, set_aside)
+        return ckpt.restore_newest(root, like, say)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}: start from --config {config_file}") from None
 
