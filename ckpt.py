@@ -769,17 +769,17 @@ def _place_tensors(like, tensors, pieces, transposed):
     shape, sharding = like.shape, getattr(like, "sharding", None)
     if (sharding is None or () in pieces or sharding.shard_shape(shape)[0] < shape[0]
             or next(iter(sharding.addressable_devices)).platform in HOST_PLATFORMS):
-        read = partial(_read_block, like.dtype, tensors, pieces, transposed)
+        read = partial(_read_block, {}, like.dtype, tensors, pieces, transposed)
         return _assemble(shape, sharding, read)
-    # Layer by layer, so that the host holds one at a time, and as stored: the device converts.
+    # Layer by layer, in the same host memory, and as stored: the device converts.
     stored = {TENSOR_DTYPES[tensors[tensor].get_dtype()] for tensor in pieces.values()}
-    stack = jax.numpy.zeros(shape, like.dtype, device=sharding)
+    stack, memory = jax.numpy.zeros(shape, like.dtype, device=sharding), {}
     for i in range(shape[0]):
         layer = {(0, *index[1:]): tensor for index, tensor in pieces.items() if index[0] == i}
-        read = partial(_read_block, jax.numpy.result_type(*stored), tensors, layer, transposed)
+        read = partial(
+            _read_block, memory, jax.numpy.result_type(*stored), tensors, layer, transposed)
         part = _assemble((1, *shape[1:]), sharding, read)
         stack = _put_layer(stack, part, i).block_until_ready()
-        del part
     return stack
 
 
@@ -788,10 +788,12 @@ def _put_layer(stack, part, layer):
     return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
 
 
-def _read_block(dtype, tensors, pieces, transposed, *ranges):
-    """Read a part of an array into new memory, slice by slice and by several cores."""
+def _read_block(memory, dtype, tensors, pieces, transposed, *ranges):
+    """Read a part of an array, slice by slice and by several cores. memory: {ranges: array} of
+    parts whose memory is to be used again.
+    """
     lengths, n_stacked = [len(r) for r in ranges], len(next(iter(pieces)))
-    block = _aligned(lengths, dtype)
+    block = memory.setdefault(ranges, _aligned(lengths, dtype))
     rows, *others = ranges[n_stacked:][:: -1 if transposed else 1]
     n_rows = max(SLICE_BYTES // (4 * prod(map(len, others))), 1)
 

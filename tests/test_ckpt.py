@@ -798,7 +798,7 @@ before = peak()
 for kind in ("shape", "file", "large", "deep", "deep_too", "wide"):
     root = f"{sys.argv[1]}/{kind}"
     faults = ckpt.verify(root)
-    assert len(faults) == 1 and root in faults[0], faults
+    assert len(faults) == (ckpt.MOST_FAULTS if kind == "shape" else 1) and root in faults[0]
     ckpt.clean(root)
     try:
         if kind not in ("shape", "file"):
