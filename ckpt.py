@@ -113,8 +113,7 @@ def _commit(root, store, body, temporary):
     crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     text = json.dumps({"crc32": crc32, "body": body}, indent=1).encode()
     if len(text) > META_BYTES:
-        raise ValueError(f"meta.json would have {len(text):,} bytes, {META_BYTES:,} are allowed: "
-                         "use fewer arrays or a shorter meta")
+        raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
     if not temporary:  # a kill in between leaves a checkpoint too many, none too few
         store.write("temporary", None).result()
     store.write("meta.json", text).result()
@@ -376,18 +375,17 @@ def _await(store, data, late):
 def flatten(tree):
     """Return ({path of keys joined by "/": array}, treedef)."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    arrays = dict(zip(names, (x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves),
-                      strict=True))
-    for name, x in arrays.items():
+    arrays = {}
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in arrays:
+            raise ValueError(f"two arrays of the tree have one name, {name}: rename a key")
+        x = arrays[name] = x if hasattr(x, "dtype") else np.asarray(x)
         if not _is_path(name) or name == SMALL:
             raise ValueError(f"{name!r}: no array can be saved under that name")
         if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
             raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
                              "a random key save jax.random.key_data")
-    if len(arrays) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
     return arrays, treedef
 
 
@@ -448,7 +446,8 @@ def _files(shape, file):
     """Yield the index of each file's part of an array."""
     if not shape:
         yield ()
-    for start in range(0, *shape[:1], *file[:1]) if shape else ():
+        return
+    for start in range(0, shape[0], file[0]):
         part = slice(start, min(start + file[0], shape[0]))
         yield from ((part, *others) for others in _files(shape[1:], file[1:]))
 
@@ -460,8 +459,8 @@ def _check_fit(wanted, stored, path):
     other = []
     for name, x in wanted.items():
         shape, dtype = stored[name]["shape"], stored[name]["dtype"]
-        cut = jax.numpy.issubdtype(dtype, np.inexact) and x.dtype.kind in "biu"
-        if shape != list(x.shape) or cut:
+        was_float, is_float = (jax.numpy.issubdtype(d, np.inexact) for d in (dtype, x.dtype))
+        if shape != list(x.shape) or was_float > is_float:
             other.append(f"{name} is {dtype}{shape} there, {x.dtype}{list(x.shape)} here")
     if other:
         raise TypeError(f"checkpoint {path} has other shapes or kinds: {'; '.join(other)}")
@@ -559,14 +558,12 @@ def newest_meta(root):
     Raises ValueError when there are checkpoints but no meta.json can be read.
     """
     def look():
-        fault = None
-        for step in reversed(steps(root)):
-            try:
+        for step in (there := steps(root))[::-1]:
+            with contextlib.suppress(ValueError):
                 return step, read_meta(root, step)
-            except ValueError as e:
-                fault = e
-        if fault:
-            raise ValueError(f"{root}: no checkpoint there can be read; of the oldest: {fault}")
+        if there:
+            raise ValueError(f"{root}: no checkpoint there can be read, as python ckpt.py verify "
+                             "tells")
         return None, {}
 
     return from_main(look)
@@ -616,6 +613,10 @@ def parse_source(text):
             "strict": source["strict"] == "yes", "dynamic": source["dynamic"] == "yes"}
 
 
+def _matching(names, patterns):
+    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+
 def choose(sources, shapes):
     """{name here: (index of the source, name there)}; of several sources the last wins.
 
@@ -632,16 +633,16 @@ def choose(sources, shapes):
     chosen, faults = {}, []
     for i, source in enumerate(sources):
         names = {here(there, source["rename"]): there for there in source["names"]}
-        found = {pattern: fnmatch.filter(names, pattern)
-                 for pattern in source["load"] + source["exclude"]}
-        taken, left = ({name for pattern in source[way] for name in found[pattern]}
-                       for way in ("load", "exclude"))
-        wrong = [*source.get("faults", ()),
-                 *(f"{pattern!r} matches nothing there" for pattern in found if not found[pattern])]
-        for name in [name for name in names if name in taken - left]:
-            shape, wanted = source["names"][names[name]], shapes.get(name)
+        taken = _matching(names, source["load"]) - _matching(names, source["exclude"])
+        wrong = [*source.get("faults", ())]
+        wrong += [f"{pattern!r} matches nothing there" for pattern in
+                  source["load"] + source["exclude"] if not _matching(names, [pattern])]
+        for name, there in names.items():
+            shape, wanted = source["names"][there], shapes.get(name)
+            if name not in taken:
+                continue
             if wanted is not None and (shape is None or tuple(shape) == tuple(wanted)):
-                chosen[name] = i, names[name]
+                chosen[name] = i, there
             elif source["strict"]:
                 wrong.append(f"{name} there is no parameter of this model" if wanted is None else
                              f"{name} is {tuple(shape)} there, {tuple(wanted)} here")
@@ -663,18 +664,14 @@ def verify(root, tell=print):
     """
     there, faults = steps(root), []
     for step in there:
+        found = []
         try:
             meta = read_meta(root, step)
-        except ValueError as e:
-            faults.append(str(e))
-            continue
-        found, n_bytes = [], 0
-        for name, layout in meta["arrays"].items():
-            if "file" in layout:
+            for name in [name for name, layout in meta["arrays"].items() if "file" in layout]:
                 found += islice(_faults_in(root, meta, name), MOST_FAULTS)
-                n_bytes += prod(layout["shape"]) * np.dtype(layout["dtype"]).itemsize
-        tell(f"{below(root, _name(step))}: {len(meta['arrays'].keys() - {SMALL})} arrays, "
-             f"{n_bytes / 1e9:,.3g} GB, {len(found) or 'no'} faults")
+        except ValueError as e:
+            found.append(str(e))
+        tell(f"{below(root, _name(step))}: {len(found) or 'no'} faults")
         faults += found
     return faults if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
 
@@ -683,16 +680,14 @@ def _faults_in(root, meta, name):
     """Yield the faults of a stored array, which is read file by file."""
     layout, path = meta["arrays"][name], below(root, _name(meta["step"]), name)
     file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
-    if file_bytes > VERIFY_BYTES:
-        yield f"{path}: not read, files of {file_bytes:,} bytes are too large for verify"
-        return
     try:
+        if file_bytes > VERIFY_BYTES:
+            raise ValueError(f"not read, its files of {file_bytes:,} bytes are too large")
         array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
     except ValueError as e:
         yield f"{path}: {_message(e)}"
         return
-    files = _files(layout["shape"], layout["file"])
-    n_at_once = min(16, VERIFY_BYTES // file_bytes)
+    files, n_at_once = _files(layout["shape"], layout["file"]), min(16, VERIFY_BYTES // file_bytes)
     while reads := [array[part].read() for part in islice(files, n_at_once)]:
         for read in reads:
             try:
@@ -738,8 +733,8 @@ def read_safetensors(folder, wanted, like, unused=()):
             faults.append(f"{tensor} is {tensors[tensor].get_shape()} there, {shape} here")
         elif (kind := tensors[tensor].get_dtype()) not in TENSOR_DTYPES:
             faults.append(f"{tensor} is of dtype {kind}, not a float of 16 bits or more")
-    faults += [f"{tensor} has no place in this model" for tensor in sorted(tensors.keys() - shapes)
-               if not any(fnmatch.fnmatchcase(tensor, pattern) for pattern in unused)]
+    faults += [f"{tensor} has no place in this model" for tensor in sorted(
+        tensors.keys() - shapes - _matching(tensors, unused))]
     if faults:
         raise ValueError("\n  ".join([f"{folder}:", *faults]))
     return {name: _place_tensors(like[name], tensors, *wanted[name]) for name in wanted}
@@ -840,7 +835,6 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
                 safetensors.numpy.save_file(shard, folder / f"{stem}.{i}", {"format": "pt"})
             except safetensors.SafetensorError as e:
                 raise OSError(str(e)) from None
-            _sync(folder / f"{stem}.{i}")
     if jax.process_index():
         return
     index = {"metadata": {"total_size": sum(sum(x.values()) for x in sizes)}, "weight_map": {}}
@@ -849,10 +843,10 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
         os.rename(folder / f"{stem}.{i}", folder / f"{name}.safetensors")
         index["weight_map"] |= dict.fromkeys(shard, f"{name}.safetensors")
     if len(sizes) > 1:
-        path = folder / f"{stem}.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=1, sort_keys=True))
+        text = json.dumps(index, indent=1, sort_keys=True)
+        (folder / f"{stem}.safetensors.index.json").write_text(text)
+    for path in (*folder.glob(f"{stem}*"), folder):
         _sync(path)
-    _sync(folder)
 
 
 def _shards(tensors, shard_bytes):

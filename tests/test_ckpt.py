@@ -271,11 +271,11 @@ def test_reserved_keys_of_meta_are_refused(tmp_path):
 def test_a_meta_that_would_not_be_read_is_not_written(tmp_path, monkeypatch):
     """META_BYTES holds for what is written, too; the older one stays.
 
-    Break: ckpt.py: raise ValueError(f"meta.json would have => print(f"meta.json would have
+    Break: ckpt.py: raise ValueError(f"meta.json is too => print(f"meta.json is too
     """
     save(tmp_path, 1)
     monkeypatch.setattr(ckpt, "META_BYTES", 2000)
-    with pytest.raises(ValueError, match="would have .* bytes, 2,000 are allowed"):
+    with pytest.raises(ValueError, match="meta.json is too long, .* bytes: use fewer"):
         ckpt.wait(ckpt.save(tmp_path, 1, {"a": np.ones(3)}, {"note": "x" * 2000}))
     assert ckpt.restore(tmp_path, 1, {"a": np.ones(3)})["a"].max() == 1
 
@@ -639,7 +639,7 @@ def test_verify_names_all_damage_at_once(tmp_path, parts, monkeypatch, capsys):
                 "2/b/c: .*b/c/c/1. is missing", "3/meta.json: missing or damaged"]
     assert len(found) == len(patterns), found
     assert all(re.search(pattern, "\n".join(found)) for pattern in patterns), "\n".join(found)
-    assert len(told) == 3 and "2 faults" in told[0], told
+    assert len(told) == 4 and "2 faults" in told[0], told
     done = run([sys.executable, "ckpt.py", "verify", tmp_path])
     assert done.returncode == 1 and len(done.stderr.splitlines()) == len(found)
 
