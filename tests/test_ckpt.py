@@ -206,7 +206,7 @@ def test_each_part_of_an_array_is_written_once(monkeypatch):
 def test_numbers_are_saved_as_arrays(tmp_path):
     """Python's numbers in a tree, and in `like`.
 
-    Break: ckpt.py: x if hasattr(x, "dtype") else np.asarray(x) for => x for
+    Break: ckpt.py: arrays[name] = x if hasattr(x, "dtype") else np.asarray(x) => arrays[name] = x
     """
     save(tmp_path, 1, tree={"a": 1.5, "b": 7})
     back = ckpt.restore(tmp_path, 1, {"a": 0.0, "b": 0})
@@ -230,7 +230,8 @@ def test_missing_arrays_and_other_shapes_are_listed(tmp_path):
 def test_fractions_are_not_cut_and_steps_are_counts(tmp_path):
     """Floats are not restored into integers; a step that is none, or is not there, is told.
 
-    Break: ckpt.py: if shape != list(x.shape) or cut: => if shape != list(x.shape):
+    Break: ckpt.py: if shape != list(x.shape) or was_float > is_float: =>
+    if shape != list(x.shape):
     """
     save(tmp_path, 1, tree={"a": np.array([0.5, 300.2]), "b": np.ones(2, np.int32)})
     with pytest.raises(TypeError, match=r"kinds: a is float64\[2\] there, int8\[2\] here$"):

@@ -659,7 +659,7 @@ ckpt.write_safetensors(root / "out", ckpt.each_tensor(got, wanted, "float32"), s
 def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path):
     """The array over all devices of both, and the same tensors written again.
 
-    Break: ckpt.py: read(*(range(n)[part] for n, part in => read(*(range(n) for n, part in
+    Break: ckpt.py: *(range(n)[part] for n, part in zip(shape, index)))) => *map(range, shape)))
     """
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     rng = np.random.default_rng(0)

@@ -1337,7 +1337,7 @@ def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, 
     """init_from with fitting shapes but another architecture lists what differs; a difference of
     the forward pass may be wanted, and is then allowed by name.
 
-    Break: ckpt.py: wrong = [*source.get("faults", ()), => wrong = [
+    Break: ckpt.py: wrong = [*source.get("faults", ())] => wrong = []
     """
     base = tiny(steps=1, eval_every=0, save_every=0, **before)
     train.main(base)
@@ -3172,7 +3172,8 @@ def test_a_disk_that_is_full_for_one_process_costs_one_save(tiny):
     """Files that process 1 writes end at 2,000 bytes until step 6: the save at 4 fails on both,
     that at 8 is whole, and the run ends as if nothing had been.
 
-    Break: ckpt.py: store.write(f"{data}.failed", words.encode()).result() => pass
+    Break: ckpt.py: store.write(f"{data}.failed", f"process {rank}: {fault}".encode()).result() =>
+    pass
     """
     cfg = tiny(steps=8, dp=1, fsdp=2, d_model=64, eval_every=0, log_every=2)
     hook = Path(cfg.out_dir + "_hook.py")
