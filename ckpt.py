@@ -48,18 +48,17 @@ def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=
     Futures resolve after that. Then older ones are deleted: see `prune`. temporary: the next
     checkpoint replaces this one.
 
-    Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
+    meta: more to write, under other names than "step", "folder" and "arrays". Raises TypeError when
+    it has one of these, ValueError for what cannot be saved. Other errors are in the Future: see
     `wait`.
     """
-    if reserved := sorted({"step", "folder", "arrays"} & dict(meta).keys()):
-        raise ValueError(f"meta has {', '.join(reserved)}: ckpt.py writes that itself; rename it")
     arrays, _ = flatten(tree)
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
     layouts, shards = _lay_out(arrays)
     data = from_main(lambda: os.urandom(4).hex())
-    body = {"step": int(_name(step)), "folder": data, "arrays": layouts} | dict(meta)
+    body = dict(step=int(_name(step)), folder=data, arrays=layouts, **dict(meta))
     return ThreadPoolExecutor(1, "ckpt").submit(
         _write, root, body, shards, temporary, tell, (keep, keep_every))
 
@@ -365,8 +364,8 @@ def _await(store, data, late):
         if fault := _read(store, f"{data}.failed"):
             raise OSError(fault.decode())
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {patience_s} s; have "
-                               "they ended, or do they not share this folder?")
+            raise TimeoutError(f"processes {ranks} are not done after {patience_s} s: ended, or "
+                               "without this folder?")
         time.sleep(0.05)
 
 
@@ -562,8 +561,7 @@ def newest_meta(root):
             with contextlib.suppress(ValueError):
                 return step, read_meta(root, step)
         if there:
-            raise ValueError(f"{root}: no checkpoint there can be read, as python ckpt.py verify "
-                             "tells")
+            raise ValueError(f"{root}: no checkpoint there can be read; try python ckpt.py verify")
         return None, {}
 
     return from_main(look)
@@ -745,8 +743,7 @@ def _open_tensors(folder):
     safetensors, tensors, whole = import_safetensors(), {}, folder / "model.safetensors"
     paths = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors"))
     if not paths:
-        raise ValueError(f"{folder}: holds no model.safetensors; a pytorch_model.bin must be "
-                         "converted to it")
+        raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
     for path in paths:
         try:
             file = safetensors.safe_open(path, framework="np")

@@ -545,7 +545,7 @@ def test_a_folder_without_safetensors_is_told(tmp_path):
     Break: ckpt.py: if not paths: => if False:
     """
     _, wanted, like = stack()
-    with pytest.raises(ValueError, match="no model.safetensors; a pytorch_model.bin must be conv"):
+    with pytest.raises(ValueError, match="no model.safetensors; convert its pytorch_model.bin"):
         ckpt.read_safetensors(tmp_path, wanted, like)
 
 

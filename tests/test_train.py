@@ -1635,8 +1635,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     damaged checkpoint is passed over; one of other shapes says where its config is. overwrite
     leaves config.json, which does not say so.
 
-    Break: train.py: ckpt.restore_newest(root, like, say) =>
-    ckpt.restore_newest(cfg_root(root), like, say)
+    Break: train.py: ckpt.restore_newest(root, like, say) => ckpt.restore_newest(root, like, str)
     """
     cfg = tiny(seed=3, init_from=(str(tmp_path / "other"),))
     run = train.prepare(cfg) | {"train": {"fingerprint": "of it"}}
