@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has a checksum and is read by itself
-SMALL_BYTES = 2**16  # arrays up to this size, whole on process 0, share one array of bytes
+SMALL_BYTES = 2**16  # arrays up to this size that are not split share one array of bytes
 SMALL = ".small"  # its name
 READERS = 32  # arrays that are read at a time
 RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
@@ -401,12 +401,6 @@ def _snapshot(x):
     return jax.device_put(x, x.sharding, may_alias=False) if _in_host_memory(x) else np.asarray(x)
 
 
-def _is_small(x):
-    whole = not isinstance(x, jax.Array) or (x.is_fully_replicated and any(
-        device.process_index == 0 for device in x.sharding.device_set))
-    return whole and x.nbytes <= SMALL_BYTES
-
-
 def _lay_out(arrays):
     """Return ({name: how it is stored}, [(name, index, copy)] of what this process writes). Small
     arrays are stored from an offset of the array of bytes SMALL, others in files of chunks, each
@@ -415,7 +409,8 @@ def _lay_out(arrays):
     main, layouts, shards, small, end = jax.process_index() == 0, {}, [], [], 0
     for name, x in arrays.items():
         layouts[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
-        if _is_small(x):
+        whole = not isinstance(x, jax.Array) or x.is_fully_replicated
+        if whole and x.nbytes <= SMALL_BYTES:
             layouts[name]["offset"] = end
             end += x.nbytes
             small += [np.asarray(x).tobytes()] if main else []

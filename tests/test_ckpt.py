@@ -140,7 +140,7 @@ def test_odd_trees_come_back(tmp_path, tree):
 def test_small_arrays_share_files(tmp_path):
     """10,000 of them come back from two files and meta.json.
 
-    Break: ckpt.py: return whole and x.nbytes <= SMALL_BYTES => return whole and x.nbytes <= 7
+    Break: ckpt.py: if whole and x.nbytes <= SMALL_BYTES: => if whole and x.nbytes <= 7:
     """
     tree = {f"layer_{i}": np.full(i % 7 + 1, i) for i in range(10000)}
     save(tmp_path, 1, tree=tree)
@@ -679,7 +679,8 @@ def test_a_damaged_meta_json_does_not_cost_its_arrays(tmp_path):
     save(tmp_path, 1)
     folder, meta = data_of(tmp_path, 1), tmp_path / "000000001/meta.json"
     whole = meta.read_text()
-    meta.write_text(whole.replace(folder.name, folder.name[:-1] + "x"))
+    last = format(int(folder.name[-1], 16) ^ 1, "x")
+    meta.write_text(whole.replace(folder.name, folder.name[:-1] + last))
     ckpt.clean(tmp_path)
     meta.write_text(whole)
     assert ckpt.verify(tmp_path) == []
