@@ -1153,7 +1153,7 @@ def load_own(cfg, like, left_out, first):
     wanted, treedef = ckpt.flatten(like)
     saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
     try:
-        step, own = ckpt.restore_newest(ckpt_root(cfg), saved, say, set_aside=cfg.mode == "train")
+        step, own = ckpt.restore_newest(ckpt_root(cfg), saved, say)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}: start from --config {cfg.out_dir}/config.json") from None
     whole = ckpt.flatten(first)[0] | own
