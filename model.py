@@ -893,23 +893,15 @@ def _dot(x, w, cfg, wide=False):
     return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def _wide_dot(x, w):
     """x @ w in float32, whatever their dtype. The gradient's products take dy rounded to that
     dtype: else a GPU would multiply in float32.
     """
-    return _wide_fwd(x, w)[0]
+    def gradient(dy):
+        return jax.vjp(jnp.dot, x, w)[1](dy.astype(x.dtype))
 
-
-def _wide_fwd(x, w):
-    return jnp.dot(x, w, preferred_element_type=jnp.float32), (x, w)
-
-
-def _wide_bwd(saved, dy):
-    return jax.vjp(jnp.dot, *saved)[1](dy.astype(saved[0].dtype))
-
-
-_wide_dot.defvjp(_wide_fwd, _wide_bwd)
+    return jnp.dot(x, w, preferred_element_type=jnp.float32), gradient
 
 
 def _product(x, w, cfg):
@@ -920,7 +912,7 @@ def _product(x, w, cfg):
     return y.reshape(x.shape[:-1] + w.shape[-1:])
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def _mixed_dot(x, w):
     """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
     accumulated in float32.
@@ -930,28 +922,21 @@ def _mixed_dot(x, w):
 
     Error: 2**-9 of each operand.
     """
-    return _mixed_fwd(x, w)[0]
-
-
-def _mixed_fwd(x, w):
-    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32), (x, w)
-
-
-def _mixed_bwd(saved, dy):
-    (x, w), dy = saved, dy.astype(jnp.bfloat16)
     dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
 
     def transposed(a):  # forces XLA to write it: fused into a product, it is slow or has no kernel
         return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
 
-    # The smaller of x and dy is transposed; without the barrier XLA undoes that, and has no kernel.
-    dw = jax.lax.optimization_barrier(
-        dot(transposed(x), dy) if x.size <= dy.size else dot(transposed(dy), x))
-    return dot(dy, transposed(w)), dw if x.size <= dy.size else dw.mT
+    def gradient(dy):
+        dy = dy.astype(jnp.bfloat16)
+        # The smaller of x and dy is transposed; without the barrier XLA undoes that, and has no
+        # kernel.
+        dw = jax.lax.optimization_barrier(
+            dot(transposed(x), dy) if x.size <= dy.size else dot(transposed(dy), x))
+        return dot(dy, transposed(w)), dw if x.size <= dy.size else dw.mT
 
-
-_mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
+    return dot(x, w), gradient
 
 
 # Not cast to the dtype of activations: the router, and biases, whose gradient is a sum over all
@@ -959,35 +944,27 @@ _mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
 KEPT_WIDE = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def _look_up(embed_VD, tokens_BT):
     """embed_VD[tokens_BT], with a gradient added up in float32: in bfloat16 a sum of ones stays at
     256.
     """
-    return embed_VD[tokens_BT]
-
-
-def _look_up_fwd(embed_VD, tokens_BT):
-    return embed_VD[tokens_BT], (embed_VD, tokens_BT)
-
-
-def _look_up_bwd(saved, dx_BTD):
     def of_device(tokens, dx):
         zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
         return zeros_VD.at[tokens].add(dx.astype(jnp.float32)).astype(embed_VD.dtype)
 
-    (embed_VD, tokens_BT), parts = saved, (_axis_size(*BATCH_AXES), _axis_size("sp"))
-    if dx_BTD.dtype == jnp.float32 or any(n % m for n, m in zip(tokens_BT.shape, parts)):
-        return of_device(tokens_BT, dx_BTD), None
-    # Parts that no two devices share: devices then send what was rounded, not float32.
-    tokens, dx = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], *x.shape[2:])
-                  for x in (tokens_BT, dx_BTD))
-    d_embed = jax.vmap(jax.vmap(of_device, 1))(tokens, dx)
-    d_embed = _shard(d_embed, BATCH_AXES, "sp", "tp")
-    return jax.lax.reduce(d_embed, jnp.zeros((), d_embed.dtype), jax.lax.add, (0, 1)), None
+    def gradient(dx_BTD):
+        parts = _axis_size(*BATCH_AXES), _axis_size("sp")
+        if dx_BTD.dtype == jnp.float32 or any(n % m for n, m in zip(tokens_BT.shape, parts)):
+            return of_device(tokens_BT, dx_BTD), None
+        # Parts that no two devices share: devices then send what was rounded, not float32.
+        tokens, dx = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], *x.shape[2:])
+                      for x in (tokens_BT, dx_BTD))
+        d_embed = jax.vmap(jax.vmap(of_device, 1))(tokens, dx)
+        d_embed = _shard(d_embed, BATCH_AXES, "sp", "tp")
+        return jax.lax.reduce(d_embed, jnp.zeros((), d_embed.dtype), jax.lax.add, (0, 1)), None
 
-
-_look_up.defvjp(_look_up_fwd, _look_up_bwd)
+    return embed_VD[tokens_BT], gradient
 
 
 def _lora_rows(table, cfg):
