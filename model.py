@@ -491,8 +491,8 @@ def _n_tiles(B, T, cfg):
     V, tp = cfg.vocab_size, _axis_size("tp")
     n_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
     most, per_shard = max(LOGIT_BYTES, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
-    return next(n for n in range(1, per_shard + 1)
-                if per_shard % n == 0 and (n_bytes / n <= most or n == per_shard))
+    fitting = (n for n in range(1, per_shard) if per_shard % n == 0 and n_bytes / n <= most)
+    return next(fitting, per_shard)
 
 
 def _tiles(n, *arrays):
@@ -581,15 +581,14 @@ def label_log_probs(params, batch, cfg):
     n_tiles, labels_BT = _n_tiles(*x_BTD.shape[:2], cfg), batch["labels"]
 
     def all_tiles(unembed_DV, x_BTD, labels_BT):
-        @jax.checkpoint
-        def of_tile(unembed_DV, x_BtD, labels_Bt):
+        def of_tile(tile):
+            x_BtD, labels_Bt = tile
             mask_Bt = labels_Bt != IGNORE
             _, _, lse_Bt, true_Bt = _label_logits(
                 unembed_DV.astype(x_BTD.dtype), x_BtD, jnp.where(mask_Bt, labels_Bt, 0), cfg)
             return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
 
-        tiles = _tiles(n_tiles, x_BTD, labels_BT)
-        log_probs = jax.lax.map(lambda tile: of_tile(unembed_DV, *tile), tiles)
+        log_probs = jax.lax.map(jax.checkpoint(of_tile), _tiles(n_tiles, x_BTD, labels_BT))
         return jnp.moveaxis(log_probs, 0, 2).reshape(labels_BT.shape)
 
     split = P(BATCH_AXES, "sp")
@@ -669,14 +668,14 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
         return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
     query_pos_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
 
-    def attend(first, stop):
-        queries, keys = slice(first, stop), slice(0, stop)
+    def attend(queries):
+        keys = slice(0, queries.stop)
         segments = None if segments_BT is None else (segments_BT[:, queries], segments_BT[:, keys])
         return _attend(q_BNTH[:, :, queries], k_BKTH[:, :, keys], v_BKTH[:, :, keys],
                        query_pos_BT[:, queries], cfg, segments)
 
     middle = (T + 1) // 2
-    return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
+    return jnp.concatenate([attend(slice(0, middle)), attend(slice(middle, T))], axis=2)
 
 
 DENSE_LEN = 1024  # longer, attention goes block by block: faster, in memory linear in T
