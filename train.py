@@ -116,7 +116,6 @@ def prepare(cfg, task=TEXT, devices=None):
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
         "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["faults"])
-    steplib.check_host_memory(cfg, devices[0])
     platform = steplib.platform(devices[0])
     if platform.endswith("cuda") and len(devices) > 1:
         # Collectives of a layer run beside the layers before and after it.
@@ -1518,7 +1517,7 @@ def estimate(run, measure=False):
     began = time.perf_counter()
     try:
         with explain_memory(run, measure):
-            cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
+            cost["compiled"] = lowered["train_step"]().compile()
             cost["compile_s"] = time.perf_counter() - began
             cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
             steplib.check_fits(cost["memory"], mesh)
@@ -1567,7 +1566,7 @@ def savings(run, measure):
         with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
             state, lowered, _ = steplib.lower_steps(*program_parts(
                 prepare(changed, run["task"], mesh.devices.flatten().tolist())))
-            compiled = steplib.compile_lowered(lowered["train_step"]())
+            compiled = lowered["train_step"]().compile()
             needs[flag] = steplib.memory_by_kind(state, compiled)["total"] / 2**30
     words = [f"{flag} ({needs[flag]:,.4g} GiB)" for flag in sorted(needs, key=needs.get)
              if needs[flag] < 0.99 * needs.get("", math.inf)]
