@@ -388,8 +388,7 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
                    if (chosen := str(text).rpartition("=")[2]) not in known]
     raise_all(of_fields and of_fields + faults)  # the rules below divide by numbers
     faults += _idle_faults(cfg)
-    faults += [fault(cfg, name, words.format(**names)) for name, wrong, words in RULES
-               if wrong(cfg)]
+    faults += [fault(cfg, name, words) for name, wrong, words in RULES if wrong(cfg)]
     sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
     raise_all(faults + mesh_faults + task_faults(cfg, sizes))
 
@@ -431,19 +430,17 @@ def _type_rule(kind):
 
 def _field_faults(cfg):
     """Faults of single fields: of a wrong type, or else out of bounds."""
-    types = {name: _type_rule(hint) for name, hint in get_type_hints(type(cfg)).items()}
+    types = {k: _type_rule(hint) for k, hint in get_type_hints(type(cfg)).items()}
     hints = get_type_hints(type(cfg), include_extras=True)
-    bounds = {name: get_args(hint)[1] for name, hint in hints.items()
-              if get_origin(hint) is Annotated}
+    bounds = {k: hint.__metadata__[0] for k, hint in hints.items() if get_origin(hint) is Annotated}
     return key_faults("", vars(cfg), types) or key_faults("", vars(cfg), bounds, others=True)
 
 
 # (field, whether it is wrong, what to say of it)
 RULES = (
-    ("process_id", lambda c: c.process_id >= c.n_processes,
-     "must be below n_processes {n_processes}"),
+    ("process_id", lambda c: c.process_id >= c.n_processes, "must be below n_processes"),
     ("profile", lambda c: not is_legal(profile_span, c),
-     "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
+     "must be first:last, counted from 1, as in 20:22, and begin within steps"),
     ("stop", lambda c: not is_legal(stops, c) or (not c.log_every and any(
         name not in STOPS and name[:4] != "val_" for name, *_ in stops(c))),
      "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9, which "
@@ -467,8 +464,7 @@ RULES = (
     ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
     # Expert capacity is counted over a whole sequence.
     ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1, "must be 1 with n_experts"),
-    ("experts_per_token", lambda c: 0 < c.n_experts < c.experts_per_token,
-     "must be at most n_experts {n_experts}"),
+    ("experts_per_token", lambda c: 0 < c.n_experts < c.experts_per_token, "at most n_experts"),
 )
 
 # (field, values of it with which others have no effect, those others)

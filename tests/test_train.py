@@ -2569,7 +2569,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
         "--attention cudnn": "attention cudnn: needs an NVIDIA GPU of compute capability",
         "--logit_tiles 3 --dp -1": "logit_tiles 3: must divide seq_len / sp = 16; nearest: 2",
         "--profile 9:10": "profile '9:10': must be first:last, counted from 1, as in 20:22, and "
-                          "begin within steps 8",
+                          "begin within steps",
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 cannot be split over tp=2; nearest: 254 or 256",
