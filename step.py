@@ -444,9 +444,8 @@ def check_shapes(table, mesh):
 # Of one device: dense bfloat16 TFLOP/s, GiB of memory for a program. Source: the makers' data
 # sheets; memory of TPUs, XLA.
 PEAKS = {"NVIDIA A100": (312, 80), "NVIDIA H100": (989, 80), "NVIDIA H200": (989, 141),
-         "NVIDIA B200": (2250, 178),
-         "TPU v4": (275, 30.75), "TPU v5 lite": (197, 15.75), "TPU v5": (459, 95),
-         "TPU v6": (918, 31.25)}
+         "NVIDIA B200": (2250, 178), "TPU v4": (275, 30.75), "TPU v5 lite": (197, 15.75),
+         "TPU v5": (459, 95), "TPU v6": (918, 31.25)}
 
 
 def peaks(kind):
@@ -532,6 +531,5 @@ def choose_dtype(dtype, platform):
     words = Path("/proc/cpuinfo")
     has = {*words.read_text().split()} if words.exists() else set()
     mixed = "amx_bf16" in has or {"AuthenticAMD", "avx512_bf16"} <= has
-    on_cpu = "mixed" if mixed else "float32"
-    fastest = {"cpu": on_cpu, "old cuda": "float16"}
+    fastest = {"cpu": "mixed" if mixed else "float32", "old cuda": "float16"}
     return fastest.get(platform, "bfloat16") if dtype == "auto" else dtype

@@ -742,7 +742,7 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
                         lambda path: calls.append(str(path.relative_to(tmp_path))))
 
     def feed(profile, *events):
-        observe = train.tracing(types.SimpleNamespace(profile=profile, out_dir=tmp_path))
+        observe = train.tracing(config.Config(profile=profile, out_dir=str(tmp_path)))
         seen = []
         for event, step in events:
             observe(event, {"step": step})
