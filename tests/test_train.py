@@ -1338,7 +1338,7 @@ def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
     experts = dict(n_experts=2, d_ff=32, steps=2, eval_every=0, save_every=0, seq_len=32)
     train.main(tiny(**experts))
     more = experts | dict(steps=3, schedule="constant", allow_change=("schedule",))
-    with pytest.raises(ValueError, match="sp was 1, is 2: other tokens would be dropped"):
+    with pytest.raises(ValueError, match="sp was 1, is 2 .on purpose: --allow_change sp"):
         train.main(tiny(**more, sp=2))
     assert train.main(tiny(**more))["step"] == 3
 
