@@ -106,7 +106,7 @@ def prepare(cfg, task=TEXT, devices=None):
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
     config.raise_all(config.key_faults(
-        "task", task, TEXT, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
+        "task: ", task, TEXT, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
     task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
     devices = devices or jax.devices()
     keep_programs(cfg)
@@ -114,7 +114,6 @@ def prepare(cfg, task=TEXT, devices=None):
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
         "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["faults"])
-    steplib.check_host_memory(cfg, devices[0])
     platform = steplib.platform(devices[0])
     if platform.endswith("cuda") and len(devices) > 1:
         # Collectives of a layer run beside the layers before and after it.
@@ -126,7 +125,7 @@ def prepare(cfg, task=TEXT, devices=None):
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
     config.raise_all([fault for name, row in table.items() for fault in config.key_faults(
-        f"table: {name}", row, ROW_KEYS, ("shape", "spec", "init"))] or [
+        f"table: {name}: ", row, ROW_KEYS, ("shape", "spec", "init"))] or [
         not any(row.get("trained", True) for row in table.values())
         and "table: no parameter is trained; freeze fewer"], "task")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
@@ -371,7 +370,7 @@ ROW_KEYS = "shape spec init trained ids lr_mult decay_mult optimizer".split()
 def open_data(task, cfg, parts):
     """What task["open"] gives: {"train", "val"}: a source or None."""
     opened = task["open"](cfg, parts)
-    config.raise_all(config.key_faults("open", opened, ("train", "val")), "task")
+    config.raise_all(config.key_faults("open: ", opened, ("train", "val")), "task")
     return {"train": None, "val": None} | opened
 
 
@@ -1391,7 +1390,7 @@ def estimate(run, measure=False):
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
     try:
         with explain_memory(run, measure):
-            cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
+            cost["compiled"] = lowered["train_step"]().compile()
             cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
             steplib.check_fits(cost["memory"], mesh)
     except ValueError as e:

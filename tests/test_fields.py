@@ -586,7 +586,7 @@ def test_every_field_has_a_row():
 def test_each_field_has_its_effect(field, folder, request):
     """A changed value shows in the program, the update, the data, the mesh, a run or an error.
 
-    Break: step.py: optax.scale_by_rms(cfg.b2, cfg.eps) => optax.scale_by_rms(cfg.b2, 1e-8)
+    Break: step.py: optax.scale_by_rms(cfg.b2, cfg.eps, => optax.scale_by_rms(cfg.b2, 1e-8,
     """
     r = FIELDS[field]
     assert field in r["change"] and r["before"] != r["after"]
