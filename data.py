@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -102,7 +103,7 @@ def make_source(shards, form=()):
     form = FORM | dict(form)
     T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
     if form["fill"] == "stream":
-        counts = -(-(lengths - 1) // T)
+        counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)
     else:
         shards = [shard if "rows" in shard else _fill_rows(shard, form) for shard in shards]
         counts = [len(shard["rows"][0]) - 1 for shard in shards]
@@ -221,15 +222,9 @@ def open_text(cfg, parts=("train", "val")):
             os.makedirs(folder, exist_ok=True)
             break
 
-    def opened(patterns, may_be_empty=False):
-        source = open_source(
+    def opened(*patterns, may_be_empty=False):
+        return open_source(
             patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id, may_be_empty)
-        if not source["n"]:
-            words = f"{' '.join(patterns)}: has no sequence of {cfg.seq_len} tokens with a label"
-            if not may_be_empty:
-                raise ValueError(f"data {words}; choose another --too_long, or a longer --seq_len")
-            tqdm.write(f"{words}; left out")
-        return source
 
     def part(source, at):
         return {
@@ -238,18 +233,17 @@ def open_text(cfg, parts=("train", "val")):
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
-    cut = cfg.val_frac and not cfg.val_data  # each part of a mixture holds out sequences of its own
-    parts_of_mix = {f"mix {name}": [name] for name in mixed} if cut else {"mix": [*mixed]}
+    parts_of_mix = {f"mix {name}": [name] for name in mixed}
     check_apart(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
-    val = part(opened(cfg.val_data), eval_batch_at) if cfg.val_data else None
+    val = part(opened(*cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
     if cfg.order == "windows":
-        source_of = cache(lambda name: opened([name], may_be_empty=True))
+        source_of = cache(partial(opened, may_be_empty=True))
         return {"val": val, "train": in_windows(
             cfg, lambda name: source_of(name)["n"],
             lambda name, examples: _sequences(source_of(name), examples))}
-    sources = {name: opened([name]) for name in mixed} or {"": opened(cfg.data)}
+    sources = {name: opened(name) for name in mixed} or {"": opened(*cfg.data)}
     if cfg.val_frac and not val:
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
         sources = {name: train for name, (train, _) in pairs.items()}
@@ -334,8 +328,12 @@ def mix(sources, weights):
         ranks.append(counts[part_of[-1]])
         counts[part_of[-1]] += 1
     n = max(ceil(each["n"] / share) for each, share in zip(sources, shares))
-    return _join(sources) | {"parts": sources, "part_of": np.array(part_of), "n": n,
-                             "rank": np.array(ranks), "counts": np.array(counts)}
+    sizes = np.array([each["n"] for each in sources])
+    joined = make_source([shard for each in sources for shard in each["shards"]],
+                         sources[0]["form"])
+    return joined | {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
+                     "counts": np.array(counts), "n": n, "sizes": sizes,
+                     "firsts": sizes.cumsum() - sizes}
 
 
 def _mixed(source, places, seed):
@@ -344,13 +342,6 @@ def _mixed(source, places, seed):
     places = cycles * source["counts"][part_of] + source["rank"][within]
     examples = _shuffled(places, source["sizes"][part_of], seed)
     return _sequences(source, source["firsts"][part_of] + examples)
-
-
-def _join(sources):
-    """One source of the shards of several, and where each of these begins in it."""
-    sizes = np.array([each["n"] for each in sources])
-    return make_source([shard for each in sources for shard in each["shards"]],
-                       sources[0]["form"]) | {"sizes": sizes, "firsts": sizes.cumsum() - sizes}
 
 
 def in_windows(cfg, size_of, read):
@@ -366,7 +357,7 @@ def in_windows(cfg, size_of, read):
     ends there); "resume": takes those of a checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
-    B, lock, size_of, bytes_of = cfg.batch_size, threading.Lock(), cache(size_of), cache(_bytes_of)
+    B, lock, window_of = cfg.batch_size, threading.Lock(), cache(partial(_window, size_of))
 
     def ends():
         return np.cumsum([0, *(window["n"] for window in order)])
@@ -374,13 +365,15 @@ def in_windows(cfg, size_of, read):
     def resume(windows):
         order[:] = windows
         if not jax.process_index():
-            _write_lines(log, windows)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.with_suffix(".tmp").write_text("".join(json.dumps(x) + "\n" for x in order))
+            log.with_suffix(".tmp").replace(log)
 
     def reaches(place):
         with lock:  # training asks in a thread of its own
             if ends()[-1] <= place and log.exists():
                 order[:] = map(json.loads, log.read_text().splitlines())
-            while ends()[-1] <= place and (window := _next_window(cfg, order, size_of, waits)):
+            while ends()[-1] <= place and (window := _next_window(cfg, order, window_of, waits)):
                 resume([*order, window])
             return ends()[-1] > place
 
@@ -399,18 +392,19 @@ def in_windows(cfg, size_of, read):
         if not reaches(step * B + B - 1):
             return None
         places = _places(step, B, rows)
-        window_of = np.searchsorted(ends()[1:], places, side="right")
-        used = np.unique(window_of).tolist()
-        for i in used:
-            name = order[i]["name"]
-            _check_window(order[i], {"n": size_of(name), "bytes": bytes_of(name)})
-        sizes = np.array([window["n"] for window in order])[window_of]
+        at = np.searchsorted(ends()[1:], places, side="right")  # the window of each place
+        windows = {i: order[i] for i in np.unique(at).tolist()}
+        for window in windows.values():
+            if window != window | window_of(window["name"]):
+                raise ValueError(f"{window['name']}: had {window['n']} examples when the run first "
+                                 "read it, and now has others; bring it back")
+        sizes = np.array([window["n"] for window in order])[at]
         # Each window is an epoch of its own: its number names the permutation.
-        examples = _shuffled(places + window_of * sizes - ends()[window_of], sizes, cfg.seed)
-        drawn = [read(order[i]["name"], examples[window_of == i]) for i in used]
+        examples = _shuffled(places + at * sizes - ends()[at], sizes, cfg.seed)
+        drawn = [read(window["name"], examples[at == i]) for i, window in windows.items()]
         return {key: np.concatenate([part[key] for part in drawn]) for key in drawn[0]}
 
-    first = list(islice(_unseen(cfg, size_of, 0, ()), cfg.windows_per_epoch or None))
+    first = list(islice(_unseen(cfg, window_of, 0), cfg.windows_per_epoch or None))
     if not first:
         raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file here has an example")
     about = f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}"
@@ -419,35 +413,23 @@ def in_windows(cfg, size_of, read):
             "following": following, "windows": lambda step: order[: finished(step) + 1]}
 
 
-def _write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path.with_suffix(".tmp").replace(path)
+def _window(size_of, name):
+    """What is written down of a file."""
+    if not (n := int(size_of(name))):
+        tqdm.write(f"{name}: has no example; left out")
+    return {"name": name, "n": n, "bytes": _content(Path(name))}
 
 
-def _check_window(window, now):
-    if any(window[what] != now[what] for what in now.keys() & window.keys()):
-        raise ValueError(f"{window['name']}: had {window['n']} examples when the run first read "
-                         f"it, now it has {now['n']} or others; bring it back")
-
-
-def _bytes_of(name):
-    """[size, checksum of the first MiB] of a file; of a folder by datasets, of its state.json."""
-    path = Path(name, "state.json") if os.path.isdir(name) else Path(name)
-    with open(path, "rb") as file:
-        return [path.stat().st_size, zlib.crc32(file.read(2**20))]
-
-
-def _unseen(cfg, size_of, epoch, seen):
+def _unseen(cfg, window_of, epoch, seen=()):
     """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
-    names = map(str, expand(cfg.data, lenient=True))
-    for name in sorted({*names} - {*seen}, key=lambda name: [
+    names = {*map(str, expand(cfg.data, lenient=True))} - {*seen}
+    for name in sorted(names, key=lambda name: [
             int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]):
-        if n := size_of(name):
-            yield {"epoch": epoch, "name": name, "n": int(n), "bytes": _bytes_of(name)}
+        if os.path.getsize(name) and (window := window_of(name))["n"]:
+            yield {"epoch": epoch} | window
 
 
-def _next_window(cfg, order, size_of, waits):
+def _next_window(cfg, order, window_of, waits):
     """The window after those of `order`: the same again, the next unseen one, or, once none came
     for wait_s or the epoch has its windows, the first of the next epoch. None: wait; only process 0
     chooses. waits: {number of windows: when there was first none after them}.
@@ -459,14 +441,14 @@ def _next_window(cfg, order, size_of, waits):
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
     if len({*seen}) < (cfg.windows_per_epoch or inf):
-        if window := next(_unseen(cfg, size_of, epoch, seen), None):
+        if window := next(_unseen(cfg, window_of, epoch, seen), None):
             return window
         if len(order) not in waits and cfg.wait_s:
             tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
         now = time.monotonic()
         if now - waits.setdefault(len(order), now) < cfg.wait_s:
             return None
-    return next(_unseen(cfg, size_of, epoch + 1, ()), None)
+    return next(_unseen(cfg, window_of, epoch + 1), None)
 
 
 # Whole documents in rows.
@@ -553,12 +535,12 @@ def _begins(shard, start, tokens, labels):
     """Where documents begin in a window of a shard; a label across a border is ignored."""
     if "documents" not in shard:
         return tokens == shard["end"]
-    begins, (starts, stops) = np.zeros(len(tokens) + 1, bool), shard["documents"].T
-    first, last = np.searchsorted(starts, shard["at"] + start + np.array([0, len(begins)]))
-    places = starts[first:last] - shard["at"] - start
-    begins[places] = True
-    apart = stops[max(first - 1, 0) : last - 1] <= starts[max(first, 1) : last]
-    borders = places[len(places) - len(apart):][apart]
+    begins, documents = np.zeros(len(tokens) + 1, bool), shard["documents"]
+    window = shard["at"] + start + np.array([0, len(begins)])
+    first, last = np.searchsorted(documents[:, 0], window)
+    starts, stops = documents[max(first - 1, 0) : last].T - window[0]  # also of the one before
+    begins[starts[starts >= 0]] = True
+    borders = starts[1:][stops[:-1] <= starts[1:]]
     labels[borders[borders > 0] - 1] = IGNORE
     return begins[:-1]
 
@@ -570,14 +552,14 @@ N_SCANNED = 2**22  # tokens of a source whose ids are checked before training; t
 
 
 def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared", end=-1,
-                leave_out_short=False):
+                may_be_empty=False):
     """Open token files and documents given as files, globs and folders of Hugging Face datasets; by
     default Python's standard library.
 
     Each token file (.bin, .npy) is a shard; all documents are one shard, prepared in `folder`. end:
     the id that begins a document in token files, for packed rows; -1: unknown.
-    Raises: ValueError naming the file that is missing, empty, malformed, shorter than seq_len + 1
-    tokens (unless leave_out_short), or has an id that is not below vocab_size.
+    Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
+    label (unless may_be_empty), or has an id that is not below vocab_size.
     """
     form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
     binary = [p for p in paths if p.suffix in TOKEN_FILES]
@@ -592,16 +574,15 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     if len(kinds) > 1:
         raise ValueError(f"token files of one source differ in type: {kinds}; use one")
     shards += [prepare(texts, tokenizer, folder)] if texts else []
-    if form["fill"] == "stream" and leave_out_short:
-        shards = [shard for shard in shards if len(shard["tokens"]) > form["seq_len"]]
-    for shard in shards:
-        name, tokens = shard["name"], shard["tokens"]
-        if form["fill"] == "stream" and len(tokens) < form["seq_len"] + 1:
-            raise ValueError(f"{name}: has {len(tokens)} tokens, fewer than seq_len + 1 = "
-                             f"{form['seq_len'] + 1}; use longer files or a smaller --seq_len")
+    source = make_source(shards, form)
+    for shard, n in zip(source["shards"], np.diff(source["ends"], prepend=0)):
+        tokens, T = shard["tokens"], form["seq_len"]
+        if not n and not may_be_empty:
+            raise ValueError(f"{shard['name']}: has {len(tokens)} tokens, and no sequence of {T} "
+                             "with a label; use more data, another --seq_len or --too_long")
         if np.iinfo(tokens.dtype).max >= form["vocab_size"]:
             check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
-    return make_source(shards, form)
+    return source
 
 
 def prepare(paths, tokenizer, folder):
@@ -616,12 +597,17 @@ def prepare(paths, tokenizer, folder):
     # Another text of what reads files makes other tokens of them.
     code = [zlib.crc32(inspect.getsource(f).encode()) for f in (
         rows_in, _arrow_rows, _pieces, _texts, _chat, _encoded, _write_prepared)]
-    key = json.dumps([*code, tokenizer["key"], *map(_content, paths)]).encode()
+    files = [p for path in paths for p in (path, *sorted(path.glob("*"))) if p.is_file()]
+    # Beyond its first MiB a file is told by when it was last changed.
+    content = [[p.suffixes[-2:], *_content(p), p.stat().st_size > 2**20 and p.stat().st_mtime_ns]
+               for p in files]
+    key = json.dumps([*code, tokenizer["key"], *content]).encode()
     final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
     partial, about = final.with_suffix(".partial"), dict(name=name, at=0, path=final / "tokens")
     if there := _prepared(final, tokenizer):  # perhaps where nothing can be written
         return there | about
-    try:
+    with _told(f"{name}: cannot be prepared in {folder}; make room there, or choose another folder "
+               "with --prepared", OSError):
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(final.with_suffix(".lock"), "w") as lock:
             with contextlib.suppress(OSError):  # no locks here: at worst the work is done twice
@@ -635,20 +621,16 @@ def prepare(paths, tokenizer, folder):
                     partial.rename(final)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
-    except OSError as e:
-        raise ValueError(f"{name}: cannot be prepared in {folder}: {e}; make room there, or choose "
-                         "another folder with --prepared") from None
     return _prepared(final, tokenizer) | about
 
 
 def _content(path):
-    """What tells the content of a file from another's: its name's end, size, checksum of its first
-    MiB, and of a longer one the time of its last change."""
-    if path.is_dir():
-        return [*map(_content, sorted(p for p in path.iterdir() if p.is_file()))]
+    """What tells the content of a file from another's: size, checksum of its first MiB; of a folder
+    by datasets those of its state.json.
+    """
+    path = path / "state.json" if path.is_dir() else path
     with open(path, "rb") as file:
-        stat, crc = path.stat(), zlib.crc32(file.read(2**20))
-    return [path.suffixes[-2:], stat.st_size, crc, stat.st_size > 2**20 and stat.st_mtime_ns]
+        return [path.stat().st_size, zlib.crc32(file.read(2**20))]
 
 
 def _prepared(folder, tokenizer):
@@ -669,33 +651,33 @@ def _write_prepared(paths, tokenizer, folder):
     has a begin id, between its own two; chats as their template writes them.
     """
     begin, end, dtype = tokenizer["begin"], tokenizer["end"], tokenizer["dtype"]
-    shared, first, after_chat, n = begin is None, True, 0, 0
-    documents, counts = array("q"), Counter()  # of documents, begin and end in turn
+    shared, first, after_chat = begin is None, True, False
+    documents, n_empty = array("q"), 0  # of documents, begin and end in turn
     with open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks:
+        def n():
+            return tokens.tell() // dtype.itemsize
+
         def put(ids, masked):
-            nonlocal n
             if np.any(masked):
-                masks.seek(n)  # what is skipped reads as zeros
+                masks.seek(n())  # what is skipped reads as zeros
                 masks.write(np.full(len(ids), masked, np.uint8))
             tokens.write(np.asarray(ids, dtype))
-            n += len(ids)
 
         for ids, masked, is_chat, last in _encoded(paths, tokenizer):
             if first and last and not len(ids):
-                counts["empty documents left out"] += 1
+                n_empty += 1
                 continue
             if first:
                 put([end] if shared else [] if is_chat else [begin], after_chat)
-                documents.append(n - (not is_chat))
+                documents.append(n() - (not is_chat))
             put(ids, masked)
             if last:
-                documents.append(n + (not is_chat))
+                documents.append(n() + (not is_chat))
                 put([] if shared or is_chat else [end], 0)
-                counts["documents"] += 1
                 after_chat = is_chat
             first = last
         put([end] if shared else [], after_chat)
-        masks.truncate(n if masks.tell() else 0)
+        masks.truncate(n() if masks.tell() else 0)
     if not documents:
         raise ValueError(f"{paths[0]}: has no text")
     (folder / "documents").write_bytes(documents)
@@ -703,6 +685,8 @@ def _write_prepared(paths, tokenizer, folder):
     for name in sizes:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
+    counts = {"documents": len(documents) // 2, "empty documents left out": n_empty}
+    counts = {what: n for what, n in counts.items() if n}
     (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
 
 
@@ -738,11 +722,9 @@ def _chat(row, tokenizer, where):
                          "that transformers saved with one")
 
     def render(n, prompt=False):
-        try:
+        with _told(f"{where}: the chat template refuses it", Exception):  # it raises what it likes
             return library.apply_chat_template(messages[:n], tools=row.get("tools"), tokenize=False,
                                                add_generation_prompt=prompt)
-        except Exception as e:  # a template raises what it likes
-            raise ValueError(f"{where}: the chat template refuses it: {e}") from None
 
     text = render(len(messages))
     out = library(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -751,19 +733,17 @@ def _chat(row, tokenizer, where):
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before, turn = render(i, prompt=True), render(i + 1).rstrip()
-            if not text.startswith(before):
-                raise ValueError(f"{where}: message {i + 1}: the chat template does not put it "
-                                 "after its text of the messages before; use another template")
             if not text.startswith(turn):  # eos may stand after the last turn alone
                 last = library(turn, add_special_tokens=False)["input_ids"][-1:]
                 mark = library.decode(last)
                 turn = turn.removesuffix(library.eos_token or "").rstrip()
             if not text.startswith(turn):  # it leaves out the thinking of earlier turns
-                end = text.find(mark, len(before))
-                if end < 0:
-                    raise ValueError(f"{where}: message {i + 1}: the chat template does not end it "
-                                     f"by {mark!r} when others follow; use another template")
-                turn = text[: end + len(mark)]
+                turn = "".join(text[len(before):].partition(mark)[:2])
+                turn = before + turn if turn.endswith(mark) else None
+            if turn is None or not text.startswith(before):
+                raise ValueError(f"{where}: message {i + 1}: the chat template writes it, or the "
+                                 "messages before, in another way when others follow; use another "
+                                 "template")
             masked[(ends > len(before)) & (starts < len(turn))] = 0  # a token may span the border
     return np.array(out["input_ids"]), masked
 
@@ -774,24 +754,20 @@ def _texts(row, where):
     for names in (["text"], ["prompt", "completion"]):
         if all(isinstance(row.get(name), str) for name in names):
             texts = [row[name] for name in names]
-            if any("\0" in text for text in texts):
-                raise ValueError(f"{where}: has a zero byte, which no text has")
-            try:
-                "".join(texts).encode()
-            except UnicodeEncodeError as e:
-                raise ValueError(f"{where}: has a lone surrogate: {e}; drop such rows") from None
+            whole = "".join(texts)
+            if "\0" in whole or (not whole.isascii() and re.search("[\ud800-\udfff]", whole)):
+                raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
             return texts
     fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
                          f"'completion', or a list 'messages'; it has {fields or 'no fields'}")
-    roles = "system", "developer", "user", "assistant", "tool"
+    roles = ["system", "developer", "user"]
     for i, message in enumerate(row["messages"], 1):
         if not isinstance(message, dict) or message.get("role") not in roles:
             raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
                              f"{str(message)[:80]}")
-    if row["messages"] and row["messages"][0]["role"] == "assistant":
-        raise ValueError(f"{where}: a chat must not begin with the assistant; drop that message")
+        roles = ["system", "developer", "user", "assistant", "tool"]
     return []
 
 
@@ -799,48 +775,33 @@ def rows_in(path, size):
     """Yield (where, row, last) of the rows of a file or folder: of .jsonl and .json one a line, of
     .json also those of one array; of a text pieces of `size` characters.
     """
-    kind = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
-    if path.is_dir() or kind == "parquet":
+    kind, where = path.name.lower().removesuffix(".gz").removesuffix(".zst"), str(path)
+    if path.is_dir() or kind.endswith(".parquet"):
         for number, row in enumerate(_arrow_rows(path), 1):
             yield f"{path} row {number}", row, True
         return
-    zstd = _need("zstandard", path) if path.suffix == ".zst" else None
-    opened = zstd.open if zstd else gzip.open if path.suffix == ".gz" else open
-    damage = (ValueError, RecursionError, OSError, EOFError, zstd.ZstdError if zstd else zlib.error)
-    where = str(path)
-    with opened(path, mode="rt", encoding="utf-8-sig", newline="\n") as file:
+    if path.suffix == ".zst":  # unlike zstandard's, this reader minds a file that is cut off
+        file = _need("pyarrow", path).input_stream(where, compression="zstd")
+    else:
+        file = (gzip.open if path.suffix == ".gz" else open)(path, "rb")
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n") as file:
         try:
-            if zstd:
-                _check_whole(path, zstd)
-            if kind not in ("json", "jsonl"):
+            if not kind.endswith((".json", ".jsonl")):
                 yield from ((where, {"text": text}, last) for text, last in _pieces(file, size))
                 return
             for number, line in enumerate(file, 1):
                 where = f"{path} line {number}"
-                if kind == "json" and line.lstrip()[:1] == "[":  # an array, to the end of the file
+                if kind.endswith(".json") and line.lstrip()[:1] == "[":  # an array, to the end
                     for i, row in enumerate(json.loads(line + file.read()), 1):
                         yield f"{path} row {i}", row, True
                 elif line.strip():
                     yield where, json.loads(line), True
         except UnicodeDecodeError as e:
-            place = file.buffer.tell() - len(e.object) + e.start
-            raise ValueError(f"{path}: not UTF-8 at byte {place}; data is text, .json(l) (or .gz, "
+            there = e.object[max(0, e.start - 20) : e.end]
+            raise ValueError(f"{path}: not UTF-8 at {there!r}; data is text, .json(l) (or .gz, "
                              ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
-        except damage as e:
+        except (ValueError, RecursionError, OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
-
-
-def _check_whole(path, zstd):
-    """Raise EOFError for a file that ends inside a frame: the library reads it without a word."""
-    frame = zstd.ZstdDecompressor().decompressobj()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            while block:
-                frame = zstd.ZstdDecompressor().decompressobj() if frame.eof else frame
-                frame.decompress(block)
-                block = frame.unused_data
-    if not frame.eof:
-        raise EOFError("it is cut off")
 
 
 def _pieces(file, size):
@@ -861,7 +822,8 @@ def _pieces(file, size):
 def _arrow_rows(path):
     """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
     parquet, ipc = _need("pyarrow.parquet", path), _need("pyarrow.ipc", path)
-    try:
+    faults = OSError, KeyError, ValueError  # ArrowInvalid is a ValueError
+    with _told(f"{path}: not a .parquet file or a folder of datasets", *faults):
         if path.is_file():
             batches = parquet.ParquetFile(path).iter_batches()
         else:
@@ -870,8 +832,6 @@ def _arrow_rows(path):
                        for batch in ipc.open_stream(str(path / part["filename"])))
         for batch in batches:
             yield from batch.to_pylist()
-    except (OSError, KeyError, ValueError) as e:  # ArrowInvalid is a ValueError
-        raise ValueError(f"{path}: not a .parquet file or a folder of datasets: {e}") from None
 
 
 def _need(module, what):
@@ -881,13 +841,18 @@ def _need(module, what):
         raise ValueError(f"{what}: needs `pip install {module.partition('.')[0]}`") from None
 
 
+@contextlib.contextmanager
+def _told(what, *kinds):
+    """Raise exceptions of these kinds as a ValueError that says `what`, then what they say."""
+    try:
+        yield
+    except kinds as e:
+        raise ValueError(f"{what}: {e}") from None
+
+
 def _check_unchanged(shard):
     """Raise ValueError when a file has another size: reading beyond its end ends the process."""
-    try:
-        size = os.stat(shard["path"]).st_size if "path" in shard else None
-    except OSError:
-        size = "no"
-    if size != shard.get("size"):
+    if "path" in shard and (size := os.stat(shard["path"]).st_size) != shard["size"]:
         raise ValueError(f"{shard['path']}: had {shard['size']} bytes when it was opened and has "
                          f"{size} now; data must not change while a run reads it")
 
@@ -989,25 +954,19 @@ def _standard_library():
 
 
 def expand(patterns, lenient=False):
-    """List the files that match, sorted within each pattern. Raises: ValueError if none does, or
-    one is empty; lenient: leave these out.
+    """List the files that match, sorted within each pattern. Raises: ValueError if none does,
+    unless lenient.
     """
     paths = []
     for pattern in map(str, patterns):
-        literal = os.path.exists(pattern)  # a name may have brackets
-        found = [Path(p) for p in sorted(
-                     glob.glob(glob.escape(pattern) if literal else pattern, recursive=True))
-                 if os.path.isfile(p) or os.path.isfile(os.path.join(p, "state.json"))]
+        names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        found = [name for name in sorted(names)  # one that exists may have brackets
+                 if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json"))]
         if not lenient and not found:
-            raise ValueError(f"data {pattern!r}: is a folder; name its files, as in 'folder/*.txt'"
-                             if os.path.isdir(pattern) else
-                             f"data {pattern!r}: no such file, and no file matches it as a glob")
-        paths += found
-    paths = [*dict.fromkeys(paths)]
-    empty = [path for path in paths if not path.stat().st_size]
-    if empty and not lenient:
-        raise ValueError(f"{empty[0]}: the file is empty")
-    return [path for path in paths if path not in empty]
+            raise ValueError(f"data {pattern!r}: no such file, and no file matches it as a glob; "
+                             "name the files of a folder as in 'folder/*.txt'")
+        paths += map(Path, found)
+    return [*dict.fromkeys(paths)]
 
 
 # {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
@@ -1017,10 +976,8 @@ LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint
 def _tokens_in(path, dtype):
     """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
     if path.suffix == ".npy":
-        try:
+        with _told(f"{path}: not a .npy file", ValueError, EOFError, OSError):
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as e:
-            raise ValueError(f"{path}: not a .npy file: {e}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
         return tokens
@@ -1034,8 +991,8 @@ def _tokens_in(path, dtype):
             raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
                              f"{1024 + count * dtype.itemsize} bytes; the file has {size}")
         return np.memmap(path, dtype, "r", 1024, (count,))
-    if size % dtype.itemsize:
-        raise ValueError(f"{path}: {size} bytes is not a whole number of {dtype}; set --data_dtype")
+    if size % dtype.itemsize or not size:
+        raise ValueError(f"{path}: {size} bytes is no whole number of {dtype}; set --data_dtype")
     tokens = np.memmap(path, dtype, "r")
     if size >= 64 and dtype == np.uint16 and not tokens[1:2**16:2].any() and tokens[:2**16:2].any():
         raise ValueError(f"{path}: every second uint16 is 0; set --data_dtype uint32")
@@ -1044,7 +1001,7 @@ def _tokens_in(path, dtype):
 
 def check_ids(rows, vocab_size, shards):
     """Raise ValueError for an id of a shard's row that is not in [0, vocab_size); 0: any may be."""
-    if vocab_size and (rows.min() < 0 or rows.max() >= vocab_size):
+    if vocab_size and rows.size and (rows.min() < 0 or rows.max() >= vocab_size):
         bad = (rows < 0) | (rows >= vocab_size)
         i = int(np.argmax(bad.any(axis=1)))
         raise ValueError(
@@ -1092,10 +1049,8 @@ def _decode_bytes(ids):
 
 def _tiktoken(name):
     library = _need("tiktoken", f"tokenizer {name!r}")
-    try:
+    with _told(f"tokenizer {name!r}", Exception):  # no such name, or its files are not to be had
         tok = library.get_encoding(name.partition(":")[2])
-    except Exception as e:  # an unknown name, or its files are not here and not to be had
-        raise ValueError(f"tokenizer {name!r}: {e}") from None
     return {"encode_batch": tok.encode_ordinary_batch, "decode": tok.decode,
             "vocab_size": tok.n_vocab, "end": tok.eot_token}
 
@@ -1107,12 +1062,10 @@ def _library_tokenizer(name):
         raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
                          "with one, nor tiktoken:NAME")
     library, settings = _need("tokenizers", f"tokenizer {name!r}"), {}
-    try:
+    with _told(f"tokenizer {name!r}: cannot be read", Exception):  # as the library raises it
         tok = library.Tokenizer.from_file(str(path))
         if os.path.isdir(name) and (file := path.with_name("tokenizer_config.json")).exists():
             settings = dict(json.loads(file.read_text()))
-    except Exception as e:  # the library raises Exception itself
-        raise ValueError(f"tokenizer {name!r}: cannot be read: {e}") from None
     tok.no_truncation()  # a tokenizer.json keeps both as they were last used
     tok.no_padding()
     files = sorted({p for pattern in TOKENIZER_FILES for p in Path(name).glob(pattern)}) or [path]
@@ -1120,11 +1073,9 @@ def _library_tokenizer(name):
     @cache
     def chat():
         library = _need("transformers", f"tokenizer {name!r}: a chat")
-        try:
+        with _told(f"tokenizer {name!r}: cannot be read", Exception):
             return library.AutoTokenizer.from_pretrained(
                 name, local_files_only=True, trust_remote_code=False)
-        except Exception as e:  # whatever is wrong with its files
-            raise ValueError(f"tokenizer {name!r}: cannot be read: {e}") from None
 
     eos = settings.get("eos_token")
     eos = eos["content"] if isinstance(eos, dict) else eos  # in a chat, the end of a turn

@@ -140,7 +140,7 @@ def train_clicks(cfg, kill_step):
 def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
     """Tables split by rows; parameters, moments and evaluations are those of a run never killed.
 
-    Break: data.py: _shuffled(places + window_of => _shuffled(places + os.getpid() + window_of
+    Break: data.py: _shuffled(places + at => _shuffled(places + os.getpid() + at
     """
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
     summary = train.main(cfg, task=clicks.TASK)

@@ -2552,8 +2552,8 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 cannot be split over tp=2; nearest: 254 or 256",
-        f"--data {tmp_path}/file": "file: the file is empty",
-        f"--data {tmp_path}/short.txt": "has 7 tokens, fewer than seq_len + 1 = 17",
+        f"--data {tmp_path}/file": "file: has no text",
+        f"--data {tmp_path}/short.txt": "has 7 tokens, and no sequence of 16 with a label",
         f"--data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
         f"--data {tmp_path}/none*": "no such file, and no file matches it as a glob",
         f"--out_dir {tmp_path}/file/out": "cannot be written",
@@ -2596,7 +2596,7 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     run = subprocess.run(
         [sys.executable, ROOT / "train.py", *windows.split(), "--prepared", cfg.prepared],
         env=os.environ | {"JAX_PLATFORMS": "no_such_device"}, capture_output=True, text=True)
-    assert "short.txt: has no sequence" in run.stdout and "1 windows" in run.stdout, run.stderr
+    assert "short.txt: has no example" in run.stdout and "1 windows" in run.stdout, run.stderr
     made = {p: p.stat().st_mtime_ns for p in Path(cfg.prepared).rglob("*") if p.suffix != ".lock"}
     data.open_text(cfg)
     assert made == {p: p.stat().st_mtime_ns for p in made}
