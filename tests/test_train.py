@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import errno
 import fcntl
+import gc
 import importlib.util
 import io
 import itertools
@@ -2538,7 +2539,8 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
         "--tp 3": "must multiply to 8 devices; one may be -1",
         "--batch_size 9":
             "batch_size 9: must be a multiple of micro_batches x dp x fsdp x ep = 8; nearest: 8",
-        "--attention pallas": "attention pallas: needs a TPU and head_dim a multiple of 128",
+        "--attention pallas":
+            "attention pallas: needs a TPU, and head_dim and seq_len multiples of 128",
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
         "--freeze *": "freeze *: leaves no parameter to train",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
@@ -2649,6 +2651,7 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
     cfg = tiny(mode="plan", dp=1, fsdp=2, tp=2, sp=2, n_kv_heads=4)
+    gc.collect()  # of what other tests left, nothing may go meanwhile
     before = len(jax.live_arrays())
     cost = train.main(dataclasses.replace(cfg, data=("/nowhere",)))
     said = capsys.readouterr().out
