@@ -30,6 +30,7 @@ Id = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for none")]
 Period = Annotated[int | str, (
     lambda x: is_legal(periods, x),
     "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h")]
+Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for what is left")]
 
 
@@ -40,7 +41,7 @@ class Config:
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     ckpt_dir: str = ""  # checkpoints: a folder, s3://bucket/path or gs://...; empty: in out_dir
-    seed: int = 0  # random seed of initialization, data order and sampling
+    seed: Seed = 0  # random seed of initialization, data order and sampling
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # go on in out_dir, or delete it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
     init_from: tuple[str, ...] = ()  # runs, Hugging Face folders, 'DIR load=w* strict=no', ...

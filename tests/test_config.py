@@ -258,6 +258,7 @@ def test_all_faults_at_once():
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
     (dict(top_p=1.5), "top_p 1.5: must be in (0, 1]"),
     (dict(scale=0.0), "scale 0.0: must be above 0"),
+    (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(stop=("9", "loss<3"), log_every=0), "loss>9, which needs log_every above 0"),
     (dict(lr_mult=("embed=fast",)), "lr_mult ('embed=fast',): must be NAME=NUMBER"),
