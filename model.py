@@ -1115,11 +1115,12 @@ def _hf_window(hf):
     family, n_layers = hf["model_type"], hf["num_hidden_layers"]
     used = family != "llama" and hf.get("use_sliding_window", not family.startswith("qwen"))
     window = (used and hf["sliding_window"]) or 0
-    n_full = hf.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+    by_layer = family in ("qwen2", "qwen3")  # the others ignore layer_types: it must say the same
+    n_full = hf.get("max_window_layers", 28) if by_layer else 0
     types = hf.get("layer_types") or [
         "full_attention" if i < n_full else "sliding_attention" for i in range(n_layers)]
     n_sliding = types.count("sliding_attention")
-    if window and 0 < n_sliding < n_layers:
+    if window and n_sliding not in ({0, n_layers} if by_layer else {n_layers}):
         raise ValueError(f"config.json: sliding_window {window}: must be that of all layers, or of "
                          "none; see layer_types and max_window_layers")
     return window if n_sliding else 0

@@ -270,6 +270,9 @@ REFUSED = {
     "layer types": (
         dict(model_type="qwen3", use_sliding_window=True, sliding_window=8,
              layer_types=["full_attention", "sliding_attention"]), ["sliding_window 8"]),
+    "layer types that its family ignores": (
+        dict(model_type="mistral", sliding_window=8, layer_types=["full_attention"] * 2),
+        ["sliding_window 8"]),
     "qwen3 bias": (dict(model_type="qwen3", attention_bias=True), ["attention_bias True"]),
     "experts": (
         dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8, mlp_only_layers=[0],
