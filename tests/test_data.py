@@ -987,7 +987,7 @@ def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
 def test_no_sequence_with_a_label(tmp_path):
     """Data of which too_long leaves nothing is refused: to train on, to evaluate, in a mixture.
 
-    Break: data.py: if not may_be_empty: => if False:
+    Break: data.py: if not n and not may_be_empty: => if False:
     """
     long, good = tmp_path / "long.jsonl", tmp_path / "good.jsonl"
     long.write_text(json.dumps({"text": "a" * 99}) + "\n")
