@@ -933,7 +933,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     ("x.png", b"\x89PNG\r\n\x1a\n", r"not UTF-8 at b'\x89'"),
     ("x.txt", b"a\0b", "has a zero byte"),
     ("x.jsonl", b'{"text": "a"}\n{"text": "a\\u0000b"}\n', "line 2: has a zero byte"),
-    ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', "line 2: has a zero byte or a lone surrogate"),
+    ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', "or a lone surrogate"),
     ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "damaged"),
     ("x.parquet", b"PAR1....", "not a .parquet file"),
     ("x.JSONL", b'["text"]\n', "it has no fields"),
