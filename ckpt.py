@@ -12,18 +12,16 @@ import contextlib
 import errno
 import fnmatch
 import json
-import mmap
 import os
 import re
 import shutil
 import sys
 import time
 import zlib
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice, product
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 
 import jax
@@ -33,8 +31,9 @@ from jax.experimental import multihost_utils
 
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
 CHUNK_BYTES = 2**20  # largest part of a file that has a checksum and is read by itself
-SMALL_BYTES = 2**16  # arrays up to this size, whole on process 0, share one array of bytes
+SMALL_BYTES = 2**16  # arrays up to this size that are not split share one array of bytes
 SMALL = ".small"  # its name
+READERS = 32  # arrays that are read at a time
 RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
 META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has some 2**21
 
@@ -49,40 +48,40 @@ def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=
     Futures resolve after that. Then older ones are deleted: see `prune`. temporary: the next
     checkpoint replaces this one.
 
-    Raises ValueError when meta has a key that ckpt.py writes. Other errors are in the Future: see
+    meta: more to write, under other names than "step", "folder" and "arrays". Raises TypeError when
+    it has one of these, ValueError for what cannot be saved. Other errors are in the Future: see
     `wait`.
     """
-    if reserved := sorted({"step", "folder", "arrays"} & dict(meta).keys()):
-        raise ValueError(f"meta has {', '.join(reserved)}: ckpt.py writes that itself; rename it")
     arrays, _ = flatten(tree)
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
-    layouts, shards = _layouts(arrays), _owned_shards(arrays)
+    layouts, shards = _lay_out(arrays)
     data = from_main(lambda: os.urandom(4).hex())
-    body = {"step": int(_name(step)), "folder": data, "arrays": layouts} | dict(meta)
+    body = dict(step=int(_name(step)), folder=data, arrays=layouts, **dict(meta))
     return ThreadPoolExecutor(1, "ckpt").submit(
-        _write, root, body, shards, temporary, tell,
-        lambda: prune(root, keep, keep_every, tell, saved=step))
+        _write, root, body, shards, temporary, tell, (keep, keep_every))
 
 
-def _write(root, body, shards, temporary, tell, then):
+def _write(root, body, shards, temporary, tell, keep):
     """Write the shards of this process; process 0 commits, the others wait until it has."""
-    folder, data, rank = _name(body["step"]), body["folder"], jax.process_index()
-    path, peers = _join(root, folder), range(1, jax.process_count())
-    store, arrays, writes = None, {}, []
+    data, rank, peers = body["folder"], jax.process_index(), range(1, jax.process_count())
+    path, store, under_way = below(root, _name(body["step"])), None, []
     try:
         _check_space(root, sum(x.nbytes for _, _, x in shards))
-        store = _open(root, folder)
+        store = _open(root, _name(body["step"]))
         # In a bucket that is not there TensorStore would try for ever to create an array.
         store.write(f"{data}.{rank}", b"begun").result()
-        arrays |= {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
-                   for name, _, _ in shards}
-        writes += (
-            arrays[name].result()[index].write(x, can_reference_source_data_indefinitely=True)
-            for name, *shard in shards for index, x in _files(*shard, body["arrays"][name]))
-        for write in writes:
-            write.result()
+        arrays = {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
+                  for name, _, _ in shards}
+        under_way += arrays.values()
+        for name, index, x in shards:
+            x, target = np.asarray(x), arrays[name].result()[index].translate_to[0]
+            # One write of several files would end at its first error and still write the others.
+            under_way += [target[part].write(x[part], can_reference_source_data_indefinitely=True)
+                          for part in _files(x.shape, body["arrays"][name]["file"])]
+        for each in under_way:
+            each.result()
         if rank:
             store.write(f"{data}.{rank}", b"written").result()
             _await(store, data, lambda: [] if data.encode() in _read(store, "meta.json") else [0])
@@ -93,12 +92,12 @@ def _write(root, body, shards, temporary, tell, then):
     except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
         fault = _message(e)
         if store:
-            _give_up(store, data, fault, [*arrays.values(), *writes], tell)
+            _give_up(root, store, body, fault, under_way, tell)
         raise ValueError(f"{path} could not be written, older ones are whole: {fault}") from e
     if rank == 0:
         try:
-            _sweep(store, tell)
-            then()
+            clean(root, tell, body["step"])
+            prune(root, *keep, tell, up_to=body["step"])
         except (ValueError, OSError) as e:
             tell(f"{path} is written; deleting what it replaces failed: {_message(e)}")
     return path
@@ -108,14 +107,12 @@ def _commit(root, store, body, temporary):
     """Make what was written the checkpoint, by one atomic write."""
     if _is_local(root):  # TensorStore syncs the folder of a file, not those above it
         path = Path(root, _name(body["step"])).resolve()
-        inside = [Path(above) for above, subfolders, _ in os.walk(path) if subfolders]
-        for above in (*inside, *path.parents[:3]):  # also those that a run makes
-            _sync(above)
+        for above in (*[above for above, _, _ in os.walk(path)], *path.parents[:3]):
+            _sync(above)  # also those that a run makes
     crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     text = json.dumps({"crc32": crc32, "body": body}, indent=1).encode()
     if len(text) > META_BYTES:
-        raise ValueError(f"meta.json would have {len(text):,} bytes, {META_BYTES:,} are allowed: "
-                         "use fewer arrays or a shorter meta")
+        raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
     if not temporary:  # a kill in between leaves a checkpoint too many, none too few
         store.write("temporary", None).result()
     store.write("meta.json", text).result()
@@ -141,24 +138,13 @@ def restore(root, step, like, meta=None):
     arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
     data is damaged or missing.
     """
-    meta, path = meta or read_meta(root, step), _join(root, _name(step))
+    meta = meta or read_meta(root, step)
     (wanted, treedef), stored = flatten(like), meta["arrays"]
-    _check_fit(wanted, stored, path)
-    where = {name: SMALL if "offset" in stored[name] else name for name in wanted}
-    opened, reads, leaves = {}, {}, []
-    try:
-        for name, array in where.items():  # noqa: B007 name: for the error
-            if array not in opened and array in stored:
-                opened[array] = ts.open(_zarr_spec(root, meta, array), open=True, read=True)
-        for name, array in where.items():
-            if array not in reads and array in opened:  # start all before waiting for the first
-                whole = wanted[name] if array == name else None
-                reads[array] = _start_reads(opened[array].result(), whole)
-        for name, x in wanted.items():
-            leaves.append(_assemble(x, stored[name], reads.pop(name, reads.get(SMALL))))
-    except ValueError as e:
-        raise ValueError(f"checkpoint {path}: array {name} is damaged: {_message(e)}") from None
-    return jax.tree.unflatten(treedef, leaves)
+    _check_fit(wanted, stored, below(root, _name(step)))
+    with ThreadPoolExecutor(READERS) as pool:
+        small = pool.submit(_load, root, meta, SMALL, np.empty(0, np.uint8))
+        leaves = pool.map(partial(_load, root, meta, small=small), wanted, wanted.values())
+        return jax.tree.unflatten(treedef, leaves)
 
 
 # ---- optional
@@ -174,19 +160,19 @@ def from_main(decide):
     """
     if jax.process_count() == 1:
         return decide()
-    told = {}
+    value = fault = None
     if jax.process_index() == 0:
         try:
-            told = {"value": decide()}
+            value = decide()
         except ValueError as e:
-            told = {"fault": str(e)}
-    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+            fault = str(e)
+    text = np.frombuffer(json.dumps([value, fault]).encode(), np.uint8)
     n = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = multihost_utils.broadcast_one_to_all(np.resize(text, n))
-    told = json.loads(np.asarray(text, np.uint8).tobytes())
-    if "fault" in told:
-        raise ValueError(told["fault"])
-    return told["value"]
+    value, fault = json.loads(np.asarray(text, np.uint8).tobytes())
+    if fault is not None:
+        raise ValueError(fault)
+    return value
 
 
 # What is where.
@@ -201,20 +187,10 @@ def _is_local(root):
     return "://" not in str(root)
 
 
-def _split(root):
-    """(path, "?endpoint=..." or "")."""
-    path, mark, rest = (str(root), "", "") if _is_local(root) else str(root).partition("?")
-    return path.rstrip("/") or "/", mark + rest
-
-
-def _join(root, *names):
-    return "/".join([_split(root)[0], *names])
-
-
-def below(root, name):
-    """The root `name` within another."""
-    path, endpoint = _split(root)
-    return f"{path}/{name}{endpoint}"
+def below(root, *names):
+    """A folder or file within a root, in a store whose endpoint stays last."""
+    path, mark, endpoint = str(root).partition("?endpoint=")
+    return "/".join([path.rstrip("/"), *names]) + mark + endpoint
 
 
 def _kvstore(root, *names):
@@ -241,10 +217,6 @@ def _open(root, *names):
     return ts.KvStore.open(_kvstore(root, *names)).result()
 
 
-def _is_folder(store):
-    return store.spec().to_json()["driver"] == "file"
-
-
 def _zarr_spec(root, meta, name):
     """Describe an array; opening one whose zarr.json says something else is an error."""
     layout = meta["arrays"][name]
@@ -261,33 +233,31 @@ def _zarr_spec(root, meta, name):
 
 
 def _read(store, key):
-    """The bytes of a key; none when there is no such key. Raises ValueError for a large file."""
-    with contextlib.suppress(FileNotFoundError):
-        if _is_folder(store) and Path(store.path, key).stat().st_size > META_BYTES:
-            raise ValueError(f"{key} is larger than {META_BYTES:,} bytes")
+    """The bytes of a key; none when there is no such key."""
     return store.read(key).result().value
 
 
-def _delete(store, key, tell):
-    """Delete a key and what is below it; give whether it is gone. Errors are told, as they must
-    not end a run.
+def _delete(root, tell, *keys):
+    """Delete keys of root and what is below them, in this order, until one cannot be deleted: that
+    is told, as it must not end a run.
     """
-    path = Path(store.path, key)
-    try:
-        if not _is_folder(store):
-            store.delete_range(ts.KvStore.KeyRange(f"{key}/", f"{key}0")).result()  # "0": after "/"
-            store.write(key, None).result()
-        elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        return True
-    except (ValueError, OSError) as e:
-        tell(f"{store.path}{key} is left over: {_message(e)}")
-        return False
+    for key in keys:
+        path = Path(root, key)
+        try:
+            if not _is_local(root):
+                store, end = _open(root), f"{key}0"  # "0" comes after "/"
+                store.delete_range(ts.KvStore.KeyRange(f"{key}/", end)).result()
+                store.write(key, None).result()
+            elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except (ValueError, OSError) as e:
+            tell(f"{below(root, key)} is left over: {_message(e)}")
+            return
 
 
-OURS = re.compile(r"|([0-9a-f]{8}|temporary|meta\.json|damaged\.json)(\..*)?")  # in a step's folder
+OURS = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
 
 
 def _contents(root):
@@ -299,47 +269,37 @@ def _contents(root):
             keys = [key.decode(errors="replace").split("/")[:2] for key in listed]
         elif os.path.lexists(root):
             for entry in os.scandir(root):
-                if entry.is_dir(follow_symlinks=False) and entry.name.isdecimal():
+                if entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # another process deleted it
                         keys += [(entry.name, name) for name in ["", *os.listdir(entry.path)]]
     except (ValueError, OSError) as e:
         raise ValueError(f"{root} cannot be listed: {_message(e)}") from None
     for folder, *names in keys:
         if re.fullmatch("[0-9]{9,}", folder) and folder == _name(int(folder)):
-            found.setdefault(int(folder), set()).update(names)
+            found.setdefault(int(folder), set()).update(filter(None, names))
     return {step: names for step, names in found.items()
-            if names & {"meta.json", "damaged.json"} or all(map(OURS.fullmatch, names))}
+            if "meta.json" in names or all(map(OURS.fullmatch, names))}
 
 
 def read_meta(root, step):
     """Return the meta given to `save`, with "step", "folder" and "arrays". Raises ValueError when
     it is missing, damaged, or describes what no save writes.
     """
-    path = _join(root, _name(step), "meta.json")
     try:
-        if not (text := _read(_open(root, _name(step)), "meta.json")):
-            raise ValueError("there is none")
-        body = _parse(text)
-        if body["step"] != step:
-            raise ValueError("it is that of another step")
-        if not re.fullmatch("[0-9a-f]{8}", body["folder"]):
-            raise ValueError(f"its arrays would be in {body['folder']!r}")
+        store = _open(root, _name(step))
+        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
+            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
+        stored = json.loads(_read(store, "meta.json"))
+        body = stored["body"]
+        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != stored["crc32"]:
+            raise ValueError("its checksum does not match")
+        if body["step"] != step or not re.fullmatch("[0-9a-f]{8}", body["folder"]):
+            raise ValueError("it is not that of a save of this step")
         if bad := [name for name, layout in body["arrays"].items() if not _is_ours(name, layout)]:
             raise ValueError(f"no save writes such an entry: {bad[0]!r}: {body['arrays'][bad[0]]}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        why = _message(e) if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: {e}"
-        raise ValueError(f"{path}: missing or damaged: {why}") from None
-    return body
-
-
-def _parse(text):
-    """Return the body of a meta.json. Raises whatever shows that it is damaged."""
-    if len(text) > META_BYTES:
-        raise ValueError(f"is larger than {META_BYTES:,} bytes")
-    stored = json.loads(text)
-    body = stored["body"]
-    if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != stored["crc32"]:
-        raise ValueError("its checksum does not match")
+        raise ValueError(f"{below(root, _name(step), 'meta.json')}: missing or damaged: "
+                         f"{_message(e)}") from None
     return body
 
 
@@ -384,17 +344,16 @@ def _sync(path):
 PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
-def _give_up(store, data, fault, under_way, tell):
+def _give_up(root, store, body, fault, under_way, tell):
     """Delete what a failed save has written, and end the wait of the other processes."""
+    data, rank = body["folder"], jax.process_index()
     for each in under_way:  # what they write later nobody would delete
         each.exception()
     with contextlib.suppress(ValueError, OSError):
-        if jax.process_index() == 0 and data.encode() not in _read(store, "meta.json"):
-            _delete(store, data, tell)
-            _delete(store, f"{data}.0", tell)
+        if rank == 0 and data.encode() not in _read(store, "meta.json"):
+            _delete(root, tell, *(f"{_name(body['step'])}/{name}" for name in (data, f"{data}.0")))
         if jax.process_count() > 1:
-            words = f"process {jax.process_index()}: {fault}"
-            store.write(f"{data}.failed", words.encode()).result()
+            store.write(f"{data}.failed", f"process {rank}: {fault}".encode()).result()
 
 
 def _await(store, data, late):
@@ -405,8 +364,8 @@ def _await(store, data, late):
         if fault := _read(store, f"{data}.failed"):
             raise OSError(fault.decode())
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {patience_s} s; have "
-                               "they ended, or do they not share this folder?")
+            raise TimeoutError(f"processes {ranks} are not done after {patience_s} s: ended, or "
+                               "without this folder?")
         time.sleep(0.05)
 
 
@@ -415,20 +374,17 @@ def _await(store, data, late):
 def flatten(tree):
     """Return ({path of keys joined by "/": array}, treedef)."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    arrays = dict(zip(names, (x if hasattr(x, "dtype") else np.asarray(x) for _, x in leaves),
-                      strict=True))
-    for name, x in arrays.items():
+    arrays = {}
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in arrays:
+            raise ValueError(f"two arrays of the tree have one name, {name}: rename a key")
+        x = arrays[name] = x if hasattr(x, "dtype") else np.asarray(x)
         if not _is_path(name) or name == SMALL:
             raise ValueError(f"{name!r}: no array can be saved under that name")
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise ValueError(f"{name!r}: a random key cannot be saved; save jax.random.key_data of "
-                             "it, and wrap that by jax.random.wrap_key_data")
-        if x.dtype.kind in "OSU":
-            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers")
-    if len(arrays) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"two arrays of the tree have one name, {', '.join(twice)}: rename a key")
+        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
+                             "a random key save jax.random.key_data")
     return arrays, treedef
 
 
@@ -445,26 +401,31 @@ def _snapshot(x):
     return jax.device_put(x, x.sharding, may_alias=False) if _in_host_memory(x) else np.asarray(x)
 
 
-def _is_small(x):
-    whole = not isinstance(x, jax.Array) or (x.is_fully_replicated and any(
-        device.process_index == 0 for device in x.sharding.device_set))
-    return whole and x.nbytes <= SMALL_BYTES
-
-
-def _layouts(arrays):
-    """{name: how it is stored}: in chunks, or from an offset of the array of bytes SMALL."""
-    layouts, end = {}, 0
+def _lay_out(arrays):
+    """Return ({name: how it is stored}, [(name, index, copy)] of what this process writes). Small
+    arrays are stored from an offset of the array of bytes SMALL, others in files of chunks, each
+    part by one process.
+    """
+    main, layouts, shards, small, end = jax.process_index() == 0, {}, [], [], 0
     for name, x in arrays.items():
         layouts[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
-        if _is_small(x):
+        whole = not isinstance(x, jax.Array) or x.is_fully_replicated
+        if whole and x.nbytes <= SMALL_BYTES:
             layouts[name]["offset"] = end
             end += x.nbytes
-        else:
-            shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-            file = _halved(shard, FILE_BYTES // x.dtype.itemsize)
-            layouts[name] |= {"file": file, "chunk": _halved(file, CHUNK_BYTES // x.dtype.itemsize)}
-    small = {"shape": [end], "dtype": "uint8", "file": [min(end, FILE_BYTES)]}
-    return layouts | ({SMALL: small} if end else {})
+            small += [np.asarray(x).tobytes()] if main else []
+            continue
+        shape, owned = x.shape, [((), x)] if main else []
+        if isinstance(x, jax.Array):
+            shape = x.sharding.shard_shape(shape)
+            owned = [(s.index, s.data) for s in x.addressable_shards if s.replica_id == 0]
+        file = _halved(shape, FILE_BYTES // x.dtype.itemsize)
+        layouts[name] |= {"file": file, "chunk": _halved(file, CHUNK_BYTES // x.dtype.itemsize)}
+        shards += [(name, index, _snapshot(part)) for index, part in owned]
+    if end:
+        layouts[SMALL] = {"shape": [end], "dtype": "uint8", "file": [min(end, FILE_BYTES)]}
+        shards += [(SMALL, (), np.frombuffer(b"".join(small), np.uint8))] if main else []
+    return layouts, shards
 
 
 def _halved(shape, n):
@@ -475,173 +436,88 @@ def _halved(shape, n):
     return part
 
 
-def _owned_shards(arrays):
-    """List (name, index, copy) of what this process writes: over all processes, each part once."""
-    main, parts, small = jax.process_index() == 0, [], []
-    for name, x in arrays.items():
-        if _is_small(x):
-            small += [np.asarray(x).tobytes()] if main else []
-        elif isinstance(x, jax.Array):
-            parts += [(name, shard.index, _snapshot(shard.data))
-                      for shard in x.addressable_shards if shard.replica_id == 0]
-        elif main:
-            parts.append((name, (), _snapshot(x)))
-    packed = np.frombuffer(b"".join(small), np.uint8)
-    return parts + ([(SMALL, (), packed)] if packed.size else [])
-
-
-def _files(index, x, layout):
-    """Each file's part of a shard, as (index in the array, part): one write of several files would
-    end at the first error, while TensorStore still writes the others.
-    """
-    x, file = np.asarray(x), layout["file"]
-    starts = [part.start or 0 for part in index] or [0] * x.ndim
-    for corner in product(*map(range, [0] * x.ndim, x.shape, file)):
-        yield (tuple(slice(start + i, start + min(i + n, size)) for start, i, n, size
-                     in zip(starts, corner, file, x.shape, strict=True)),
-               x[tuple(map(slice, corner, np.add(corner, file)))])
+def _files(shape, file):
+    """Yield the index of each file's part of an array."""
+    if not shape:
+        yield ()
+        return
+    for start in range(0, shape[0], file[0]):
+        part = slice(start, min(start + file[0], shape[0]))
+        yield from ((part, *others) for others in _files(shape[1:], file[1:]))
 
 
 def _check_fit(wanted, stored, path):
     """Raise KeyError or TypeError when a checkpoint is not of these names, shapes and kinds."""
     if missing := [name for name in wanted if name not in stored]:
         raise KeyError(f"checkpoint {path} has no {', '.join(missing)}")
-    if other := [f"{name} is {tuple(stored[name]['shape'])} there, {tuple(x.shape)} here"
-                 for name, x in wanted.items() if tuple(stored[name]["shape"]) != tuple(x.shape)]:
-        raise TypeError(f"checkpoint {path} has other shapes: {'; '.join(other)}")
-    if lossy := [f"{name} is {stored[name]['dtype']} there, {x.dtype} here" for name, x
-                 in wanted.items() if _is_float(stored[name]["dtype"]) > _is_float(x.dtype)]:
-        raise TypeError(f"checkpoint {path} has other kinds of numbers: {'; '.join(lossy)}")
+    other = []
+    for name, x in wanted.items():
+        shape, dtype = stored[name]["shape"], stored[name]["dtype"]
+        was_float, is_float = (jax.numpy.issubdtype(d, np.inexact) for d in (dtype, x.dtype))
+        if shape != list(x.shape) or was_float > is_float:
+            other.append(f"{name} is {dtype}{shape} there, {x.dtype}{list(x.shape)} here")
+    if other:
+        raise TypeError(f"checkpoint {path} has other shapes or kinds: {'; '.join(other)}")
 
 
-def _is_float(dtype):
-    return bool(jax.numpy.issubdtype(dtype, np.inexact))
+def _load(root, meta, name, like, small=None):
+    """Read what this process needs of an array. small: the Future of SMALL."""
+    layout = meta["arrays"][name]
+    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
+
+    def read(*ranges):
+        part = array[tuple(slice(r.start, r.stop) for r in ranges)]
+        if isinstance(part, ts.TensorStore):
+            memory = _aligned(part.shape, dtype)
+            ts.array(memory).write(part).result()
+            part = memory
+        return np.asarray(part, like.dtype)
+
+    try:
+        if "offset" in layout:
+            n_bytes = prod(shape) * dtype.itemsize
+            packed = small.result()[layout["offset"]:][:n_bytes] if n_bytes else np.zeros(0, "u1")
+            array = packed.view(dtype).reshape(shape)
+        else:
+            array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+        return _assemble(shape, getattr(like, "sharding", None), read)
+    except ValueError as e:
+        raise ValueError(f"checkpoint {below(root, _name(meta['step']))}: array {name} is damaged: "
+                         f"{_message(e)}") from None
 
 
-def _start_reads(array, like):
-    """Start to read what this process needs of `like`: {str(index): (future, where to)}."""
-    whole, reads = getattr(like, "sharding", None) is None, {}
-    indices = [()] if whole else like.sharding.addressable_devices_indices_map(like.shape).values()
-    for name, index in {str(index): index for index in indices}.items():
-        part, dtype = array[index], array.dtype.numpy_dtype
-        n_bytes = part.size * dtype.itemsize
-        room = np.empty(n_bytes + 64, np.uint8)
-        start = -room.ctypes.data % 64  # a CPU device takes memory so aligned without a copy
-        part_to = room[start:start + n_bytes].view(dtype).reshape(part.shape)
-        reads[name] = ts.array(part_to).write(part), part_to
-    return reads
+def _assemble(shape, sharding, read):
+    """The array of which read(range of each dim, ...) gives the parts that this process needs, each
+    once; a NumPy array where there is no sharding.
+    """
+    read = cache(read)  # several devices may hold the same part
+    if sharding is None:
+        return read(*map(range, shape))
+    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: read(
+        *(range(n)[part] for n, part in zip(shape, index))))
 
 
-def _assemble(like, layout, reads):
-    """The array of `like` from the reads of its parts, or of SMALL."""
-    def part_at(index):
-        future, part = reads[str(index)]
-        future.result()
-        return part
-
-    if "offset" in layout:
-        dtype, start = np.dtype(layout["dtype"]), layout["offset"]
-        n_bytes = prod(layout["shape"]) * dtype.itemsize
-        packed = part_at(())[start:start + n_bytes] if n_bytes else b""
-        part_at = np.frombuffer(packed, dtype).reshape(layout["shape"]).__getitem__
-    if getattr(like, "sharding", None) is None:
-        return np.asarray(part_at(()), like.dtype)
-    return jax.make_array_from_callback(
-        like.shape, like.sharding, lambda index: np.asarray(part_at(index), like.dtype))
+def _aligned(shape, dtype):
+    """New memory that JAX takes on a CPU as it is; of any other it makes a copy."""
+    n_bytes = prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(n_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start:start + n_bytes].view(dtype).reshape(shape)
 
 
 # Retention and clean-up.
 
-def prune(root, keep, keep_every=0, tell=print, saved=None):
-    """Delete all but the `keep` newest checkpoints (0: keep all), those of steps that keep_every
-    divides, the newest of all and the one just saved; temporary ones, once there is a newer one;
-    and the remains of damaged ones older than those kept. `tell` gets a sentence for each that
-    cannot be deleted.
+def prune(root, keep, keep_every=0, tell=print, up_to=float("inf")):
+    """Of the checkpoints up to a step, delete all but the `keep` newest (0: keep all), those of
+    steps that keep_every divides and the newest of all; temporary ones, once there is a newer one.
+    `tell` gets a sentence for each that cannot be deleted.
     """
-    found = _contents(root)
-    whole = [step for step in sorted(found) if "meta.json" in found[step]]
-    lasting = [step for step in whole if "temporary" not in found[step]]
+    whole = {step: names for step, names in sorted(_contents(root).items())
+             if "meta.json" in names and step <= up_to}
+    lasting = [step for step, names in whole.items() if "temporary" not in names]
     for_ever = [step for step in lasting if keep_every and step % keep_every == 0]
-    kept = {*lasting[-keep:], *whole[-1:], *for_ever, saved}
-    oldest = min(lasting[-keep:], default=0) if keep else 0
-    for step in found.keys() - kept:
-        if step < oldest or step in whole:
-            _delete_step(root, step, tell)
-
-
-def clean(root, tell=print):
-    """Delete what interrupted saves and deletions left. Call it only while no save is under way."""
-    for step, names in _contents(root).items():
-        if names & {"meta.json", "damaged.json"}:
-            _sweep(_open(root, _name(step)), tell)
-        else:
-            _delete(_open(root), _name(step), tell)
-
-
-def _sweep(store, tell):
-    """Delete what the meta.json of this folder, whole or set aside, does not name."""
-    used = {"temporary"}
-    for index in ("meta.json", "damaged.json"):
-        try:
-            if text := _read(store, index):
-                used |= {index, _parse(text)["folder"]}
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return  # nothing says what is garbage
-    names = os.listdir(store.path) if _is_folder(store) else [
-        key.decode().split("/")[0] for key in store.list().result()]
-    for name in {*names} - used:
-        _delete(store, name, tell)
-
-
-def newest_meta(root):
-    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint. Process 0 looks and tells the others.
-
-    Raises ValueError when there are checkpoints but no meta.json can be read.
-    """
-    def look():
-        fault = None
-        for step in reversed(steps(root)):
-            try:
-                return step, read_meta(root, step)
-            except ValueError as e:
-                fault = e
-        if fault:
-            raise ValueError(f"{root}: no checkpoint there can be read; of the oldest: {fault}")
-        return None, {}
-
-    return from_main(look)
-
-
-def restore_newest(root, like, tell=print, set_aside=False):
-    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
-    Process 0 says which are there.
-
-    `tell` gets a sentence for each damaged one. With set_aside these are renamed to damaged.json,
-    once an older one has been read. Raises ValueError when there is none, KeyError and TypeError as
-    `restore` does.
-    """
-    damaged = []
-    for step in reversed(from_main(lambda: steps(root))):
-        try:
-            meta = from_main(lambda step=step: read_meta(root, step))
-            tree, fault = restore(root, step, like, meta), ""
-        except ValueError as e:
-            fault = str(e)
-        if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
-            fault = fault or f"another process could not read checkpoint {step}"
-        if not fault:
-            for old in damaged if set_aside and jax.process_index() == 0 else ():
-                try:
-                    store = _open(root, _name(old))
-                    store.write("damaged.json", _read(store, "meta.json")).result()
-                    _delete(store, "meta.json", tell)
-                except ValueError as e:
-                    tell(f"checkpoint {old} could not be set aside: {_message(e)}")
-            return step, tree
-        tell(f"passing over a damaged checkpoint: {fault}")
-        damaged.append(step)
-    raise ValueError(f"{root}: {'no checkpoint there can be read' if damaged else 'holds none'}")
+    for step in whole.keys() - {*lasting[-keep:], *for_ever, max(whole, default=None)}:
+        _delete_step(root, step, tell)
 
 
 def delete_all(root, tell=print):
@@ -651,8 +527,59 @@ def delete_all(root, tell=print):
 
 
 def _delete_step(root, step, tell):
-    if _delete(_open(root, _name(step)), "meta.json", tell):  # first: half a checkpoint is none
-        _delete(_open(root), _name(step), tell)
+    _delete(root, tell, f"{_name(step)}/meta.json", _name(step))  # half a checkpoint is none
+
+
+def clean(root, tell=print, only=None):
+    """Delete what interrupted saves and deletions left, in the folders of all steps or of one. Call
+    it only while no save of these is under way.
+    """
+    for step, names in _contents(root).items():
+        if only not in (None, step):
+            continue
+        if "meta.json" not in names:
+            _delete_step(root, step, tell)
+            continue
+        with contextlib.suppress(ValueError):  # a damaged meta.json does not say what is garbage
+            for name in names - {"meta.json", "temporary", read_meta(root, step)["folder"]}:
+                _delete(root, tell, f"{_name(step)}/{name}")
+
+
+def newest_meta(root):
+    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
+    is no checkpoint. Process 0 looks and tells the others.
+
+    Raises ValueError when there are checkpoints but no meta.json can be read.
+    """
+    def look():
+        for step in (there := steps(root))[::-1]:
+            with contextlib.suppress(ValueError):
+                return step, read_meta(root, step)
+        if there:
+            raise ValueError(f"{root}: no checkpoint there can be read; try python ckpt.py verify")
+        return None, {}
+
+    return from_main(look)
+
+
+def restore_newest(root, like, tell=print):
+    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+    Process 0 says which are there. `tell` gets a sentence for each damaged one.
+
+    Raises ValueError when there is none, KeyError and TypeError as `restore` does.
+    """
+    for step in reversed(from_main(lambda: steps(root))):
+        try:
+            meta = from_main(partial(read_meta, root, step))
+            tree, fault = restore(root, step, like, meta), ""
+        except ValueError as e:
+            fault = str(e)
+        if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
+            fault = fault or f"another process could not read checkpoint {step}"
+        if not fault:
+            return step, tree
+        tell(f"passing over a damaged checkpoint: {fault}")
+    raise ValueError(f"{root}: no checkpoint there can be read")
 
 
 # Choosing what is loaded from where.
@@ -679,6 +606,10 @@ def parse_source(text):
             "strict": source["strict"] == "yes", "dynamic": source["dynamic"] == "yes"}
 
 
+def _matching(names, patterns):
+    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+
 def choose(sources, shapes):
     """{name here: (index of the source, name there)}; of several sources the last wins.
 
@@ -688,9 +619,6 @@ def choose(sources, shapes):
     nothing; of a strict source also names that are not here, and other shapes. From others those
     are left out.
     """
-    def among(name, patterns):
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
     def here(name, rename):
         old = next((old for old in rename if name.startswith(old)), "")
         return rename.get(old, "") + name[len(old):]
@@ -698,93 +626,67 @@ def choose(sources, shapes):
     chosen, faults = {}, []
     for i, source in enumerate(sources):
         names = {here(there, source["rename"]): there for there in source["names"]}
-        faults += [f"{source['path']}: {fault}" for fault in source.get("faults", ())]
-        faults += [f"{source['path']}: {pattern!r} matches nothing there"
-                   for pattern in source["load"] + source["exclude"]
-                   if not any(among(name, [pattern]) for name in names)]
+        taken = _matching(names, source["load"]) - _matching(names, source["exclude"])
+        wrong = [*source.get("faults", ())]
+        wrong += [f"{pattern!r} matches nothing there" for pattern in
+                  source["load"] + source["exclude"] if not _matching(names, [pattern])]
         for name, there in names.items():
             shape, wanted = source["names"][there], shapes.get(name)
-            if not among(name, source["load"]) or among(name, source["exclude"]):
+            if name not in taken:
                 continue
             if wanted is not None and (shape is None or tuple(shape) == tuple(wanted)):
                 chosen[name] = i, there
             elif source["strict"]:
-                faults.append(f"{source['path']}: {name} there is no parameter of this model"
-                              if wanted is None else f"{source['path']}: {name} is {tuple(shape)} "
-                              f"there, {tuple(wanted)} here")
+                wrong.append(f"{name} there is no parameter of this model" if wanted is None else
+                             f"{name} is {tuple(shape)} there, {tuple(wanted)} here")
+        faults += [f"{source['path']}: {fault}" for fault in wrong]
     if faults:
         raise ValueError("init_from does not fit (for a run's own shape: --config DIR/config.json; "
                          "to take only what fits: strict=no)\n  " + "\n  ".join(faults))
     return chosen
 
 
+VERIFY_BYTES = 2**30  # largest file that verify reads
+MOST_FAULTS = 100  # of an array that verify looks for
+
+
 def verify(root, tell=print):
-    """Read every chunk of every checkpoint; return all faults, in words. `tell` gets a line for
-    each checkpoint. Memory is bounded, whatever the folder claims.
+    """Read every chunk of every checkpoint; return all faults, in words, of an array at most
+    MOST_FAULTS. `tell` gets a line for each checkpoint. Memory is bounded, whatever the folder
+    claims.
     """
-    there = steps(root)
-    faults = [] if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
+    there, faults = steps(root), []
     for step in there:
+        found = []
         try:
-            meta, n_bytes, found = read_meta(root, step), 0, []
-            for name in (name for name, layout in meta["arrays"].items() if "file" in layout):
-                n, more = _check_array(root, meta, name)
-                n_bytes, found = n_bytes + n, found + more
-            n = len(meta["arrays"].keys() - {SMALL})
-            tell(f"{_join(root, _name(step))}: {n} arrays, {n_bytes / 1e9:,.3g} GB, "
-                 f"{len(found) or 'no'} faults")
+            meta = read_meta(root, step)
+            for name in [name for name, layout in meta["arrays"].items() if "file" in layout]:
+                found += islice(_faults_in(root, meta, name), MOST_FAULTS)
         except ValueError as e:
-            found = [_message(e)]
+            found.append(str(e))
+        tell(f"{below(root, _name(step))}: {len(found) or 'no'} faults")
         faults += found
-    return faults
+    return faults if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
 
 
-def _check_array(root, meta, name):
-    """(bytes read, faults) of a stored array; what is read is what is there."""
-    n_bytes, faults, reads, path = 0, [], deque(), _join(root, _name(meta["step"]), name)
-    layout = meta["arrays"][name]
-    grid = [ceil(n / chunk) for n, chunk in zip(layout["shape"], layout["file"], strict=True)]
+def _faults_in(root, meta, name):
+    """Yield the faults of a stored array, which is read file by file."""
+    layout, path = meta["arrays"][name], below(root, _name(meta["step"]), name)
+    file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
     try:
-        folder = _open(root, _name(meta["step"]), meta["folder"], *name.split("/"))
+        if file_bytes > VERIFY_BYTES:
+            raise ValueError(f"not read, its files of {file_bytes:,} bytes are too large")
         array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
     except ValueError as e:
-        return 0, [f"{path}: {_message(e)}"]
-    keys = {key.decode() for key in folder.list().result() if re.match(rb"c(/\d+)*$", key)}
-    if len(keys) < prod(grid):
-        missing = (_chunk_key(i, grid) for i in range(prod(grid)))
-        some = [key for key in islice(missing, len(keys) + 10) if key not in keys]
-        faults.append(f"{path}: {prod(grid) - len(keys)} of {prod(grid)} chunks are missing, "
-                      f"{', '.join(some)} ...")
-    file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
-    n_at_once = min(16, 2**30 // file_bytes)  # reads at a time
-    if n_at_once == 0:
-        faults.append(f"{path}: not read, files of {file_bytes:,} bytes are too large for verify")
-        keys = set()
-    for key in (*sorted(keys), *[None] * n_at_once):
-        if key:
-            place = list(map(int, key.split("/")[1:]))
-            if len(place) != len(grid) or any(i >= n for i, n in zip(place, grid)):
-                faults.append(f"{path}/{key}: no chunk of this array")
-                continue
-            index = tuple(slice(i * n, min((i + 1) * n, size))
-                          for i, n, size in zip(place, layout["file"], layout["shape"]))
-            reads.append((key, array[index].read()))
-        if len(reads) == n_at_once or (reads and not key):
-            key, read = reads.popleft()
+        yield f"{path}: {_message(e)}"
+        return
+    files, n_at_once = _files(layout["shape"], layout["file"]), min(16, VERIFY_BYTES // file_bytes)
+    while reads := [array[part].read() for part in islice(files, n_at_once)]:
+        for read in reads:
             try:
-                n_bytes += read.result().nbytes
+                read.result()
             except ValueError as e:
-                faults.append(f"{path}/{key}: {_message(e)}")
-    return n_bytes, faults
-
-
-def _chunk_key(i, grid):
-    """The key of chunk i, counted with the last dim fastest."""
-    place = []
-    for n in reversed(grid):
-        i, last = divmod(i, n)
-        place.append(str(last))
-    return "/".join(["c", *reversed(place)])
+                yield f"{path}: {_message(e)}"
 
 
 # Hugging Face's tensors.
@@ -824,8 +726,8 @@ def read_safetensors(folder, wanted, like, unused=()):
             faults.append(f"{tensor} is {tensors[tensor].get_shape()} there, {shape} here")
         elif (kind := tensors[tensor].get_dtype()) not in TENSOR_DTYPES:
             faults.append(f"{tensor} is of dtype {kind}, not a float of 16 bits or more")
-    faults += [f"{tensor} has no place in this model" for tensor in sorted(tensors.keys() - shapes)
-               if not any(fnmatch.fnmatchcase(tensor, pattern) for pattern in unused)]
+    faults += [f"{tensor} has no place in this model" for tensor in sorted(
+        tensors.keys() - shapes - _matching(tensors, unused))]
     if faults:
         raise ValueError("\n  ".join([f"{folder}:", *faults]))
     return {name: _place_tensors(like[name], tensors, *wanted[name]) for name in wanted}
@@ -833,55 +735,37 @@ def read_safetensors(folder, wanted, like, unused=()):
 
 def _open_tensors(folder):
     """{name: slice of safetensors} of all files of a folder, their headers checked."""
-    safetensors, names, tensors, faults = import_safetensors(), {"model.safetensors"}, {}, []
-    if not (folder / "model.safetensors").exists():
-        index = folder / "model.safetensors.index.json"
+    safetensors, tensors, whole = import_safetensors(), {}, folder / "model.safetensors"
+    paths = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
+    for path in paths:
         try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except FileNotFoundError:
-            why = (": convert its pytorch_model.bin to safetensors"
-                   if any(folder.glob("pytorch_model*.bin")) else "")
-            raise ValueError(f"{folder}: holds no model.safetensors{why}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{index}: damaged: {e!r}") from None
-    for name in sorted(names, key=str):
-        try:
-            if not re.fullmatch(r"[\w.-]+\.safetensors", str(name)):  # a path could leave it
-                raise ValueError("not the name of a safetensors file")
-            file = safetensors.safe_open(folder / name, framework="np")
-            tensors |= {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
+            file = safetensors.safe_open(path, framework="np")
+            more = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, safetensors.SafetensorError) as e:
-            faults.append(f"{name}: cannot be read: {e}")
-    if faults:
-        raise ValueError("\n  ".join([f"{folder}:", *faults]))
+            raise ValueError(f"{path}: cannot be read: {e}") from None
+        if twice := sorted(tensors.keys() & more):
+            raise ValueError(f"{path}: holds {', '.join(twice)}, which another file there holds")
+        tensors |= more
     return tensors
 
 
 def _place_tensors(like, tensors, pieces, transposed):
     """Return the array that `pieces` of `tensors` make up, placed as `like`."""
-    shape, sharding, blocks = like.shape, getattr(like, "sharding", None), {}
-
-    def place(layers, dtype):
-        @cache  # several devices may hold the same part
-        def read(*at):
-            ranges, block = (at[0][layers], *at[1:]), blocks.get(at)
-            blocks[at] = _read_block(ranges, dtype, tensors, pieces, transposed, block)
-            return blocks[at]
-
-        if sharding is None:
-            return read(*map(range, shape))
-        return jax.make_array_from_callback(
-            (len(range(shape[0])[layers]), *shape[1:]), sharding,
-            lambda index: read(*(range(n)[part] for n, part in zip(shape, index))))
-
+    shape, sharding = like.shape, getattr(like, "sharding", None)
     if (sharding is None or () in pieces or sharding.shard_shape(shape)[0] < shape[0]
             or next(iter(sharding.addressable_devices)).platform in HOST_PLATFORMS):
-        return place(slice(None), like.dtype)
+        read = partial(_read_block, {}, like.dtype, tensors, pieces, transposed)
+        return _assemble(shape, sharding, read)
     # Layer by layer, in the same host memory, and as stored: the device converts.
     stored = {TENSOR_DTYPES[tensors[tensor].get_dtype()] for tensor in pieces.values()}
-    stack = jax.numpy.zeros(shape, like.dtype, device=sharding)
+    stack, memory = jax.numpy.zeros(shape, like.dtype, device=sharding), {}
     for i in range(shape[0]):
-        part = place(slice(i, i + 1), jax.numpy.result_type(*stored))
+        layer = {(0, *index[1:]): tensor for index, tensor in pieces.items() if index[0] == i}
+        read = partial(
+            _read_block, memory, jax.numpy.result_type(*stored), tensors, layer, transposed)
+        part = _assemble((1, *shape[1:]), sharding, read)
         stack = _put_layer(stack, part, i).block_until_ready()
     return stack
 
@@ -891,12 +775,12 @@ def _put_layer(stack, part, layer):
     return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
 
 
-def _read_block(ranges, dtype, tensors, pieces, transposed, block):
-    """Read a part of an array, slice by slice and by several cores, into `block` or new memory."""
+def _read_block(memory, dtype, tensors, pieces, transposed, *ranges):
+    """Read a part of an array, slice by slice and by several cores. memory: {ranges: array} of
+    parts whose memory is to be used again.
+    """
     lengths, n_stacked = [len(r) for r in ranges], len(next(iter(pieces)))
-    if block is None:  # not np.empty: JAX takes aligned memory as it is, of any other a copy
-        memory = mmap.mmap(-1, prod(lengths) * np.dtype(dtype).itemsize, access=mmap.ACCESS_COPY)
-        block = np.frombuffer(memory, dtype).reshape(lengths)
+    block = memory.setdefault(ranges, _aligned(lengths, dtype))
     rows, *others = ranges[n_stacked:][:: -1 if transposed else 1]
     n_rows = max(SLICE_BYTES // (4 * prod(map(len, others))), 1)
 
@@ -943,7 +827,6 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
                 safetensors.numpy.save_file(shard, folder / f"{stem}.{i}", {"format": "pt"})
             except safetensors.SafetensorError as e:
                 raise OSError(str(e)) from None
-            _sync(folder / f"{stem}.{i}")
     if jax.process_index():
         return
     index = {"metadata": {"total_size": sum(sum(x.values()) for x in sizes)}, "weight_map": {}}
@@ -952,10 +835,10 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
         os.rename(folder / f"{stem}.{i}", folder / f"{name}.safetensors")
         index["weight_map"] |= dict.fromkeys(shard, f"{name}.safetensors")
     if len(sizes) > 1:
-        path = folder / f"{stem}.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=1, sort_keys=True))
+        text = json.dumps(index, indent=1, sort_keys=True)
+        (folder / f"{stem}.safetensors.index.json").write_text(text)
+    for path in (*folder.glob(f"{stem}*"), folder):
         _sync(path)
-    _sync(folder)
 
 
 def _shards(tensors, shard_bytes):

@@ -12,31 +12,26 @@ import json
 import operator
 import re
 from decimal import Decimal
-from itertools import pairwise
-from math import gcd, prod
+from functools import partial
+from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-# A number's type carries its bound: (sentence, test).
-Count = Annotated[int, ("at least 1", lambda x: x >= 1)]
-Whole = Annotated[int, ("at least 0", lambda x: x >= 0)]
-Amount = Annotated[float, ("at least 0", lambda x: x >= 0)]
-Positive = Annotated[float, ("above 0", lambda x: x > 0)]
-Below1 = Annotated[float, ("in [0, 1)", lambda x: 0 <= x < 1)]
-UpTo1 = Annotated[float, ("in [0, 1]", lambda x: 0 <= x <= 1)]
-Share = Annotated[float, ("in (0, 1]", lambda x: 0 < x <= 1)]
-Rate = Annotated[float, ("at least 0, or -1 for the default", lambda x: x >= 0 or x == -1)]
-Id = Annotated[int, ("at least 0, or -1 for none", lambda x: x >= -1)]
+# A number's type carries its bound: (test, what a value must be, in words).
+Count = Annotated[int, (lambda x: x >= 1, "at least 1")]
+Whole = Annotated[int, (lambda x: x >= 0, "at least 0")]
+Amount = Annotated[float, (lambda x: x >= 0, "at least 0")]
+Positive = Annotated[float, (lambda x: x > 0, "above 0")]
+Below1 = Annotated[float, (lambda x: 0 <= x < 1, "in [0, 1)")]
+UpTo1 = Annotated[float, (lambda x: 0 <= x <= 1, "in [0, 1]")]
+Share = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
+Rate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
+Id = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for none")]
 Period = Annotated[int | str, (
-    "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h",
-    lambda x: periods(x) is not None)]
-Axis = Annotated[int, ("at least 1, or -1 for what is left", lambda x: x >= 1 or x == -1)]
-
-Dtype = Literal["auto", "float32", "mixed", "bfloat16", "float16"]
-Remat = Literal["none", "full", "dots", "named", "offload"]
-Fill = Literal["stream", "best_fit", "one"]
-TooLong = Literal["keep_start", "keep_end", "drop", "error"]
-LossNorm = Literal["tokens", "positions", "sequences", "constant"]
+    lambda x: is_legal(periods, x),
+    "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h")]
+Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
+Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for what is left")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +41,7 @@ class Config:
     config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
     ckpt_dir: str = ""  # checkpoints: a folder, s3://bucket/path or gs://...; empty: in out_dir
-    seed: int = 0  # random seed of initialization, data order and sampling
+    seed: Seed = 0  # random seed of initialization, data order and sampling
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # go on in out_dir, or delete it
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
     init_from: tuple[str, ...] = ()  # runs, Hugging Face folders, 'DIR load=w* strict=no', ...
@@ -64,9 +59,11 @@ class Config:
     end_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
     prepared: str = ""  # folder of tokenized text; empty: data in cache_dir
-    fill: Fill = "stream"  # stream: documents end to end, cut; else whole ones, packed or one a row
+    # stream: documents end to end, cut; else whole ones, packed or one a row
+    fill: Literal["stream", "best_fit", "one"] = "stream"
     packed: bool = False  # attention and positions stay within a document of the stream
-    too_long: TooLong = "keep_start"  # what to do with a whole document longer than a sequence
+    # what to do with a whole document longer than a sequence
+    too_long: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     pad: Literal["right", "left"] = "right"  # side of the padding of whole documents
     order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
     windows_per_epoch: Whole = 0  # files per epoch with order windows; 0: all
@@ -104,10 +101,13 @@ class Config:
     lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights that get LoRA updates
     scale: Positive = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
     # ---- numerics
-    dtype: Dtype = "auto"  # of activations; mixed: float32 with bfloat16 matmul operands
+
+    # of activations; mixed: float32 with bfloat16 matmul operands
+    dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"  # kernel; auto: the device's own
-    remat: Remat = "none"  # activations to recompute in backward
+    # activations to recompute in backward
+    remat: Literal["none", "full", "dots", "named", "offload"] = "none"
     logit_tiles: Whole = 0  # sequence tiles for logits and loss; 0: as many as keep them small
     mlp_tiles: Count = 1  # sequence tiles for the MLP
     deterministic: bool = False  # bitwise reproducible on NVIDIA GPUs too; may cost some speed
@@ -134,7 +134,8 @@ class Config:
     z_loss: Amount = 0.0  # weight of the squared log-partition
     router_balance: Amount = 0.01  # weight of the router's load-balance loss
     router_z: Amount = 0.001  # weight of the router's z-loss
-    loss_norm: LossNorm = "tokens"  # what the loss is averaged over; constant: loss_divisor
+    # what the loss is averaged over; constant: loss_divisor
+    loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
     loss_divisor: Amount = 0.0  # divisor of a batch's summed loss, with loss_norm constant
     nan: Literal["skip", "stop", "raise"] = "stop"  # after a non-finite loss; it makes no update
     # ---- mesh
@@ -178,23 +179,21 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 
 EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_every is of
 
+# Fields of this process, not of the run: config.json holds their defaults.
+START = "mode config resume allow_change coordinator n_processes process_id".split()
 # A checkpoint fits no config that differs in one of these ...
 SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer "
          "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *"mode config out_dir ckpt_dir resume allow_change cache_dir prepared wait_s "
-        "stop track peer_timeout_s steps epochs micro_batches scale attention remat logit_tiles "
-        "mlp_tiles deterministic moments_on slices "
-        "coordinator n_processes process_id log_every eval_every eval_batches save_every keep "
-        "keep_every leave_out weights_every export export_every export_dtype export_lora "
-        "reload_every sample_every watch profile prompt n_samples sample_tokens temperature top_k "
-        "top_p".split())
+FREE = (*MESH, *START, *"out_dir ckpt_dir cache_dir prepared wait_s stop track peer_timeout_s "
+        "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles deterministic "
+        "moments_on slices log_every eval_every eval_batches save_every keep keep_every leave_out "
+        "weights_every export export_every export_dtype export_lora reload_every sample_every "
+        "watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
 FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
            "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
-# Fields of this process, not of the run: config.json holds their defaults.
-START = "mode config resume allow_change coordinator n_processes process_id".split()
 
 
 def parse(argv, kind=Config):
@@ -215,26 +214,16 @@ def parse(argv, kind=Config):
             is_instance=lambda x: isinstance(x, (int, info.type)),
             str_from_instance=lambda x: [str(x)]) if info.type in (int, float) else None
 
-    @registry.primitive_rule
-    def period(info):
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar="PERIOD",
-            instance_from_str=lambda args: int(args[0]) if args[0].isdigit() else args[0],
-            is_instance=lambda x: isinstance(x, (int, str)),
-            str_from_instance=lambda x: [str(x)]) if info.type == int | str else None
-
     # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
     argv = [re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg) for arg in argv]
-    words = [word for arg in argv for word in (arg.split("=", 1) if arg[:2] == "--" else [arg])]
-    given = {flag[2:].replace("-", "_"): value  # the last, of a flag given twice
-             for flag, value in pairwise(words) if flag[:2] == "--"}
-    chosen = given.get("config", "")
-    if not chosen and given.get("mode") in ("eval", "sample", "export"):
-        saved = Path(given.get("out_dir", kind.out_dir), "config.json")
+    cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
+                  description="Train, evaluate, sample, plan, prepare data or export.")
+    asked, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
+    chosen = asked.config
+    if not chosen and asked.mode in ("eval", "sample", "export"):
+        saved = Path(asked.out_dir, "config.json")
         chosen = str(saved) if saved.is_file() else ""
-    default = load(chosen, kind) if chosen else kind()
-    return tyro.cli(kind, args=argv, default=default, registry=registry, use_underscores=True,
-                    description="Train, evaluate, sample, plan, prepare data or export.")
+    return cli(default=load(chosen, kind) if chosen else kind())
 
 
 def load(name, kind=Config):
@@ -253,18 +242,13 @@ def to_json(cfg):
 def from_json(text, where="JSON", kind=Config):
     """Raises ValueError that names every unknown key and every value of a wrong type."""
     try:
-        given = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{where}: not JSON: {e}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{where}: must be an object of fields, is a {type(given).__name__}")
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+    except (json.JSONDecodeError, AttributeError) as e:
+        raise ValueError(f"{where}: no JSON object of fields: {e}") from None
     types = get_type_hints(kind)
-    faults = [f"unknown key {key!r} ({nearest(key, types)})" for key in given if key not in types]
-    cfg = kind(**{k: tuple(v) if isinstance(v, list) else v
-                  for k, v in given.items() if k in types})
-    raise_all(faults + _field_faults(cfg)[0], where)
-    return dataclasses.replace(
-        cfg, **{k: float(getattr(cfg, k)) for k, wanted in types.items() if wanted is float})
+    rules = {k: _type_rule(t) for k, t in types.items()}
+    raise_all(key_faults("", given, rules) + value_faults(given, rules), where)
+    return kind(**{k: float(v) if types[k] is float else v for k, v in given.items()})
 
 
 def repeatable(cfg):
@@ -299,30 +283,19 @@ def number(text, kind=float):
     return kind(value)
 
 
+def amount(text):
+    """(unit, how many) of 250, 10m, 2epochs, a window: unit is step, second, epoch or window."""
+    count = re.sub("(epoch|window)s?$", "", text)
+    unit = text[len(count):].rstrip("s") or ("second" if text[-1:] in [*"smhd"] else "step")
+    return unit, number(count or (text and "1"), float if unit in ("second", "epoch") else int)
+
+
 def periods(value):
-    """{"step", "epoch", "window", "second": how many} of a Period, without those of 0; None when it
-    is malformed.
-    """
-    found = {}
-    for part in str(value).replace(" ", "").split(","):
-        words = re.fullmatch(r"([\d.]*)(epoch|window)s?", part)
-        unit = words[2] if words else "second" if part[-1:] in [*"smhd"] else "step"
-        kind = float if unit in ("epoch", "second") else int
-        try:
-            n = number((words[1] or "1") if words else part, kind)
-        except ValueError:
-            return None
-        if n < 0 or unit in found:
-            return None
-        found |= {unit: n} if n else {}
-    return found
-
-
-def is_factor(text):
-    """Whether it is PATTERN=NUMBER, of at least 0."""
-    with contextlib.suppress(ValueError):
-        return "=" in text and number(text.rpartition("=")[2]) >= 0
-    return False
+    """{unit: how many} of a Period, without those of 0. Raises ValueError when it is malformed."""
+    found = [amount(part) for part in str(value).replace(" ", "").split(",")]
+    if len(dict(found)) < len(found) or min(n for _, n in found) < 0:
+        raise ValueError(f"period {value!r}: names a unit twice, or is negative")
+    return {unit: n for unit, n in found if n}
 
 
 # What a condition of cfg.stop counts, and why it ends the run, in the order in which they hold.
@@ -331,39 +304,45 @@ STOPS = {"updates": "{1:g} updates since the start are done", "step": "step {1:g
 
 
 def stop_at(text):
-    """(what it counts, or a metric; sign; bound) of a condition of cfg.stop; None if malformed."""
+    """A condition of cfg.stop: (name of a value, test, its second operand, reason with a place for
+    the value, exit code). A loss above its bound is a failure. Raises ValueError if malformed.
+    """
     metric = re.fullmatch(r"([\w/.]+)([<>])(.+)", text)
-    name = "updates" if text[:1] == "+" else "second" if text[-1:] in [*"smhd"] else "step"
-    try:
-        if metric:
-            return None if metric[1] in STOPS else (metric[1], metric[2], number(metric[3]))
-        bound = number(text, float if name == "second" else int)
-    except ValueError:
-        return None
-    return (name, ">=", bound) if bound > 0 else None
+    if metric and metric[1] not in STOPS:
+        name, bound = metric[1], number(metric[3])
+        if metric[2] == "<":
+            return name, operator.lt, bound, name + " {:.4g} is below {:g}", 0
+        return name, operator.gt, bound, name + " {:.4g} is above {:g}", int("loss" in name)
+    unit, bound = amount(text)
+    if unit not in STOPS or bound <= 0:
+        raise ValueError(f"stop {text!r}: counts neither updates nor time")
+    name = "updates" if unit == "step" and text[0] == "+" else unit
+    return name, operator.ge, bound, STOPS[name], 0
 
 
 def stops(cfg):
-    """Conditions that end a run, in order: [(name of a value, test, its second operand, reason with
-    a place for the value, exit code)]. A loss above its bound is a failure.
-    """
-    found = [("file", lambda there, folder: there, cfg.out_dir, STOPS["file"], 0)]
-    for text in cfg.stop:
-        name, sign, bound = stop_at(text)
-        test = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}[sign]
-        reason = STOPS.get(name, f"{name} {{:.4g}} is {'below' if sign == '<' else 'above'} {{:g}}")
-        found.append((name, test, bound, reason, int(sign == ">" and "loss" in name)))
-    order = {name: i for i, name in enumerate(STOPS)}
-    return sorted(found, key=lambda each: (order.get(each[0], len(order)), each[4]))
+    """Conditions that end a run, as of stop_at, in the order in which they hold."""
+    file = ("file", lambda there, folder: there, cfg.out_dir, STOPS["file"], 0)
+    return sorted([file, *map(stop_at, cfg.stop)],  # as STOPS are, then metrics
+                  key=lambda each: ([*STOPS, each[0]].index(each[0]), each[4]))
 
 
 def profile_span(cfg):
-    """(first, last) update of cfg.profile, counted from 1; (0, 0) when it is empty, None when it is
-    malformed.
+    """(first, last) update of cfg.profile, counted from 1; (0, 0) when it is empty. Raises
+    ValueError when it is malformed, or begins after the last step.
     """
-    match = re.fullmatch(r"(\d+):(\d+)", cfg.profile or "0:0")
-    first, last = map(int, match.groups()) if match else (1, 0)
-    return (first, last) if bool(first) == bool(cfg.profile) and first <= last else None
+    first, last = map(int, (cfg.profile or "0:0").split(":"))
+    if cfg.profile and not 0 < first <= (last if cfg.epochs else min(last, cfg.steps)):
+        raise ValueError(f"profile {cfg.profile!r}: traces no update")
+    return first, last
+
+
+def is_legal(read, *args):
+    """Whether read(*args) raises no ValueError."""
+    with contextlib.suppress(ValueError):
+        read(*args)
+        return True
+    return False
 
 
 def raise_all(faults, where="config"):
@@ -372,18 +351,17 @@ def raise_all(faults, where="config"):
         raise ValueError(f"{where}: " + ("\n  " if len(faults) > 1 else "") + "\n  ".join(faults))
 
 
-def key_faults(where, given, rules, required=(), others=False):
-    """Faults, in words, of a dict: a required key that is missing, one without a rule unless there
-    may be `others`, a value for which its rule does not hold. rules: {key: (test, what a value must
-    be, in words)}.
-    """
-    if not isinstance(given, dict):
-        return [f"{where} is {given!r:.80}: must be a dict"]
-    return [*(f"{where}: unknown key {key!r} ({nearest(key, rules)})"
-              for key in given if not others and key not in rules),
-            *(f"{where}: no {key!r}" for key in required if key not in given),
-            *(f"{where}: {key} {given[key]!r:.80}: must be {words}"
-              for key, (holds, words) in rules.items() if key in given and not holds(given[key]))]
+def key_faults(where, given, known, required=()):
+    """Faults, in words, of the keys of a dict: one that is not known, a required one missing."""
+    return [*(f"{where}unknown key {key!r} ({nearest(key, known)})"
+              for key in given if key not in known),
+            *(f"{where}no {key!r}" for key in required if key not in given)]
+
+
+def value_faults(given, rules):
+    """Faults, in words, of the values of a dict. rules: {key: (test, what it must be)}."""
+    return [f"{key} {given[key]!r:.80}: must be {words}"
+            for key, (holds, words) in rules.items() if key in given and not holds(given[key])]
 
 
 def fault(cfg, name, words):
@@ -403,16 +381,14 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     of a field with PATTERN=VALUE, of the values.
     task_faults(cfg, {axis: size}): faults of what is trained, empty ones among them: text_faults.
     """
-    (mistyped, out_of_bounds), names = _field_faults(cfg), vars(cfg)
-    raise_all(mistyped)
-    faults = []
+    of_fields, names, faults = _field_faults(cfg), vars(cfg), []
     for name, known in ({"allow_change": names} | dict(choices)).items():
         given = names[name] if isinstance(names[name], tuple) else (names[name],)
-        faults += [f"{name} {text!r}: unknown ({nearest(text.rpartition('=')[2], known)})"
-                   for text in given if text.rpartition("=")[2] not in known]
-    faults += out_of_bounds + _idle_faults(cfg)
-    raise_all(faults if out_of_bounds else [])  # the rules below divide by numbers
-    faults += [fault(cfg, name, rule.format(**names)) for name, wrong, rule in RULES if wrong(cfg)]
+        faults += [f"{name} {text!r}: unknown ({nearest(chosen, known)})" for text in given
+                   if (chosen := str(text).rpartition("=")[2]) not in known]
+    raise_all(of_fields and of_fields + faults)  # the rules below divide by numbers
+    faults += _idle_faults(cfg)
+    faults += [fault(cfg, name, words) for name, wrong, words in RULES if wrong(cfg)]
     sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
     raise_all(faults + mesh_faults + task_faults(cfg, sizes))
 
@@ -421,16 +397,14 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     """Raise ValueError when a run under config dict `old` cannot go on as config `new`, listing
     each difference. A field that `old` lacks is taken to have had its default.
     """
-    faults, sp = [], dict(mesh).get("sp")
-    old_sp = dict(old_mesh).get("sp", sp)
-    # Expert capacity is counted over each sp device's part of a sequence.
-    if new.n_experts and new.capacity_factor and old_sp != sp and "sp" not in new.allow_change:
-        faults.append(f"sp was {old_sp}, is {sp}: other tokens would be dropped "
-                      "(on purpose: --allow_change sp)")
     before, now = (json.loads(to_json(cfg)) for cfg in (type(new)(), new))
-    before |= old
+    before |= old | dict(mesh) | dict(old_mesh)
+    now |= dict(mesh)
+    # Expert capacity is counted over each sp device's part of a sequence: sp changes what is lost.
+    bound = {"sp"} if new.n_experts and new.capacity_factor else set()
+    faults = []
     for name in now:
-        allowed = name in FREE or (name in new.allow_change and name not in SHAPE)
+        allowed = name in {*FREE} - bound or (name in new.allow_change and name not in SHAPE)
         if before[name] != now[name] and not allowed:
             how = ("another shape: use another --out_dir" if name in SHAPE else
                    f"on purpose: --allow_change {name}")
@@ -439,82 +413,68 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
                       f"--config {new.out_dir}/config.json)")
 
 
+def _type_rule(kind):
+    """(test of a value of a field of this type, what it must be, in words)."""
+    within = get_args(kind)
+    if get_origin(kind) is Literal:
+        return lambda x: x in within, f"one of {', '.join(within)}"
+    if get_origin(kind) is tuple:
+        return (lambda x: isinstance(x, tuple) and all(isinstance(v, within[0]) for v in x),
+                f"a list, in Python a tuple, of {within[0].__name__}")
+    if kind is float:
+        return lambda x: (isinstance(x, int | float) and not isinstance(x, bool)
+                          and isfinite(x)), "a finite float"
+    return (lambda x: isinstance(x, kind) and isinstance(x, bool) == (kind is bool),
+            f"of type {getattr(kind, '__name__', kind)}")
+
+
 def _field_faults(cfg):
-    """Faults of single fields: (of the wrong type; of the right one, but out of bounds)."""
-    mistyped, out_of_bounds = [], []
-    for name, hint in get_type_hints(type(cfg), include_extras=True).items():
-        kind, bound = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-        value, choices = getattr(cfg, name), get_args(kind)
-        if get_origin(kind) is Literal:
-            legal = value in choices
-            words = f"not one of {', '.join(choices)} ({nearest(value, choices)})"
-        elif get_origin(kind) is tuple:
-            legal = isinstance(value, tuple) and all(isinstance(v, choices[0]) for v in value)
-            words = f"must be a list, in Python a tuple, of {choices[0].__name__}"
-        else:
-            legal = (isinstance(value, (int, float) if kind is float else kind)
-                     and isinstance(value, bool) == (kind is bool)
-                     and (kind is not float or -1e308 < value < 1e308))
-            words = ("must be " + ("a finite float" if kind is float else
-                                   f"of type {getattr(kind, '__name__', kind)}"))
-        mistyped += [] if legal else [fault(cfg, name, words)]
-        if legal and bound and not bound[1](value):
-            out_of_bounds.append(fault(cfg, name, f"must be {bound[0]}"))
-    return mistyped, out_of_bounds
+    """Faults of single fields: of a wrong type, or else out of bounds."""
+    types = {k: _type_rule(hint) for k, hint in get_type_hints(type(cfg)).items()}
+    hints = get_type_hints(type(cfg), include_extras=True)
+    bounds = {k: hint.__metadata__[0] for k, hint in hints.items() if get_origin(hint) is Annotated}
+    return value_faults(vars(cfg), types) or value_faults(vars(cfg), bounds)
 
 
 # (field, whether it is wrong, what to say of it)
 RULES = (
-    ("process_id", lambda c: c.process_id >= c.n_processes,
-     "must be below n_processes {n_processes}"),
-    ("n_processes", lambda c: c.coordinator in ("", "auto") and c.n_processes + c.process_id > 1,
-     "needs --coordinator host:port, as process_id does"),
-    ("profile", lambda c: not profile_span(c) or (profile_span(c)[0] > c.steps and not c.epochs),
-     "must be first:last, counted from 1, as in 20:22, and begin within steps {steps}"),
-    ("stop", lambda c: not all(map(stop_at, c.stop)),
-     "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9"),
-    ("stop", lambda c: not c.log_every and any(
-        stop[0] not in STOPS and stop[0][:4] != "val_" for stop in map(stop_at, c.stop) if stop),
-     "a metric of training needs log_every above 0"),
-    *((name, lambda c, name=name: not all(map(is_factor, getattr(c, name))),
-       "must be PATTERN=NUMBER, as in 'embed=0.3'") for name in ("lr_mult", "decay_mult")),
-    ("optimizers", lambda c: not all("=" in each for each in c.optimizers),
-     "must be PATTERN=NAME, as in 'embed=sgd'"),
-    ("seed", lambda c: c.seed >= 2**63, "must be below 2^63"),
+    ("process_id", lambda c: c.process_id >= c.n_processes, "must be below n_processes"),
+    ("profile", lambda c: not is_legal(profile_span, c),
+     "must be first:last, counted from 1, as in 20:22, and begin within steps"),
+    ("stop", lambda c: not is_legal(stops, c) or (not c.log_every and any(
+        name not in STOPS and name[:4] != "val_" for name, *_ in stops(c))),
+     "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9, which "
+     "needs log_every above 0"),
+    *((name, lambda c, name=name: not all(
+        re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", each) for each in getattr(c, name)),
+       "must be NAME=NUMBER, as in embed=0.3") for name in ("mix", "lr_mult", "decay_mult")),
     ("loss_divisor", lambda c: c.loss_norm == "constant" and not c.loss_divisor,
      "must be above 0 with loss_norm constant"),
     ("data", lambda c: c.mix and c.data, "must be empty with mix, which names its own"),
-    ("mix", lambda c: not all(re.fullmatch(r".+=\d*\.?\d+", each) for each in c.mix),
-     "must be FILES=WEIGHT, as in web.bin=0.7 code.bin=0.3"),
     ("mix", lambda c: len({each.rpartition("=")[0] for each in c.mix}) < len(c.mix),
      "names the same files twice; add up their weights"),
+    ("mix", lambda c: c.mix and c.order == "windows", "has no order windows; set --data instead"),
     ("order", lambda c: c.order == "windows" and c.val_frac and not c.val_data,
      "held-out data must be named: set --val_data, or --val_frac 0 for none"),
-    ("mix", lambda c: c.mix and c.order == "windows", "has no order windows; set --data instead"),
-    ("out_dir", lambda c: "://" in c.out_dir,
-     "must be a folder on this machine; checkpoints go elsewhere by --ckpt_dir"),
-    ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
-    ("sample_tokens", lambda c: c.mode == "sample" and not c.sample_tokens,
-     "must be above 0 in mode sample"),
     ("order", lambda c: c.order != "windows" and any(
         "window" in str(getattr(c, f"{event}_every")) for event in EVENTS),
      "must be windows for a period in windows, as of save_every or eval_every"),
-    ("reload_every", lambda c: periods(c.reload_every) and "dynamic=yes" not in str(c.init_from),
-     "needs a source with dynamic=yes in init_from {init_from}"),
-    ("lora_targets", lambda c: c.lora_rank and not c.lora_targets, "name some, as in 'layers.w*'"),
-    ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1,
-     "must be 1 with n_experts {n_experts}, whose capacity is counted over a whole sequence"),
-    ("experts_per_token", lambda c: 0 < c.n_experts < c.experts_per_token,
-     "must be at most n_experts {n_experts}"),
+    ("out_dir", lambda c: "://" in c.out_dir,
+     "must be a folder on this machine; checkpoints go elsewhere by --ckpt_dir"),
+    ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
+    # Expert capacity is counted over a whole sequence.
+    ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1, "must be 1 with n_experts"),
+    ("experts_per_token", lambda c: 0 < c.n_experts < c.experts_per_token, "at most n_experts"),
 )
 
 # (field, values of it with which others have no effect, those others)
 IDLE = (
     ("n_experts", lambda n: n == 0, "experts_per_token capacity_factor router_balance router_z"),
-    ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets"),
+    ("coordinator", lambda x: x in ("", "auto"), "n_processes process_id"),
+    ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets export_lora"),
     ("epochs", lambda n: n > 0, "steps"),
     ("export", lambda x: not x, "export_every export_dtype export_lora"),
-    ("lora_rank", lambda n: n == 0, "export_lora"),
+    ("init_from", lambda x: "dynamic=yes" not in str(x), "reload_every"),
     ("fill", lambda x: x == "stream", "too_long pad"),
     ("fill", lambda x: x != "stream", "packed end_id"),
     ("order", lambda x: x != "windows", "windows_per_epoch window_repeats wait_s"),
@@ -545,15 +505,10 @@ def mesh_sizes(cfg, n_devices):
     """({axis: size} with -1 worked out, or None; faults of the mesh and of what it splits)."""
     sizes = {a: getattr(cfg, a) for a in MESH}
     left = [a for a, n in sizes.items() if n == -1]
-    if len(left) > 1:
-        return None, [f"{' and '.join(left)} -1: only one mesh axis can take what is left"]
-    fixed = prod(n for n in sizes.values() if n > 0)
-    if n_devices % fixed or (not left and n_devices != fixed):
-        mesh = " ".join(f"{a}={n}" for a, n in sizes.items())
-        verb, what = ("divide", "other sizes") if left else ("make", "other sizes, or one to -1")
-        return None, [f"mesh {mesh}: {fixed} devices do not {verb} the {n_devices} at hand; "
-                      f"set {what}"]
-    sizes |= dict.fromkeys(left, n_devices // fixed)
+    sizes |= dict.fromkeys(left[:1], n_devices // prod(n for n in sizes.values() if n > 0))
+    if prod(sizes.values()) != n_devices:
+        mesh = " ".join(f"{a}={getattr(cfg, a)}" for a in MESH)
+        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
     outer = "dp" if sizes["dp"] > 1 else "fsdp"
     rows = cfg.micro_batches * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     return sizes, [divides("slices", cfg.slices, outer, sizes[outer]), multiple(
@@ -570,30 +525,27 @@ def multiple(name, value, rule, of):
 def divides(name, value, rule, whole):
     """The fault that `value` does not divide `whole`, with the nearest legal value, or None."""
     if whole % value:
-        legal = (n for n in range(1, whole + 1) if whole % n == 0)
-        closest = min(legal, key=lambda n: abs(n - value))
+        closest = min((n for n in range(1, whole + 1) if whole % n == 0),
+                      key=lambda n: abs(n - value))
         return f"{name} {value}: must divide {rule} = {whole}; nearest: {closest}"
 
 
 def text_faults(cfg, sizes):
     """Faults between the fields that shape the transformer, on a mesh of these sizes or None."""
+    unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
+    legal = max(round(unit * cfg.scale), 1) / unit
     faults = [
         not cfg.head_dim and multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads),
         cfg.n_kv_heads and multiple("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads),
-        cfg.head_dim % 2 and fault(cfg, "head_dim", "must be even, for rotary positions")]
-    unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
-    legal = max(round(unit * cfg.scale), 1) / unit
-    if abs(legal - cfg.scale) > 1e-9 * legal:
-        rule = f"d_model, d_ff and head counts would not stay whole; nearest: {legal}"
-        return [*faults, fault(cfg, "scale", rule)]
+        cfg.head_dim % 2 and fault(cfg, "head_dim", "must be even, for rotary positions"),
+        abs(legal - cfg.scale) > 1e-9 * legal and fault(
+            cfg, "scale", f"d_model, d_ff and head counts would not stay whole; nearest: {legal}")]
     if not sizes:
         return faults
-    if sizes["ep"] > 1 and not cfg.n_experts:
-        faults.append(f"ep {sizes['ep']}: no experts to split; set --ep 1, or --n_experts")
     part, n_heads = max(cfg.seq_len // sizes["sp"], 1), round(cfg.n_heads * cfg.scale)
     return [
         *faults,
-        cfg.n_experts and divides("ep", sizes["ep"], "n_experts", cfg.n_experts),
+        divides("ep", sizes["ep"], "n_experts", cfg.n_experts or 1),
         divides("logit_tiles", cfg.logit_tiles or 1, "seq_len / sp", part),
         divides("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", part),
         multiple("seq_len", cfg.seq_len, "sp", sizes["sp"]),

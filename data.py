@@ -364,9 +364,7 @@ def in_windows(cfg, size_of, read):
     def resume(windows):
         order[:] = windows
         if not jax.process_index():
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.with_suffix(".tmp").write_text("".join(json.dumps(x) + "\n" for x in order))
-            log.with_suffix(".tmp").replace(log)
+            _write_lines(log, order)
 
     def reaches(place):
         with lock:  # training asks in a thread of its own
@@ -394,9 +392,7 @@ def in_windows(cfg, size_of, read):
         at = np.searchsorted(ends()[1:], places, side="right")  # the window of each place
         windows = {i: order[i] for i in np.unique(at).tolist()}
         for window in windows.values():
-            if window != window | window_of(window["name"]):
-                raise ValueError(f"{window['name']}: had {window['n']} examples when the run first "
-                                 "read it, and now has others; bring it back")
+            _check_window(window, window_of(window["name"]))
         sizes = np.array([window["n"] for window in order])[at]
         # Each window is an epoch of its own: its number names the permutation.
         examples = _shuffled(places + at * sizes - ends()[at], sizes, cfg.seed)
@@ -412,11 +408,23 @@ def in_windows(cfg, size_of, read):
             "following": following, "windows": lambda step: order[: finished(step) + 1]}
 
 
+def _write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.with_suffix(".tmp").replace(path)
+
+
 def _window(size_of, name):
     """What is written down of a file."""
     if not (n := int(size_of(name))):
         tqdm.write(f"{name}: has no example; left out")
     return {"name": name, "n": n, "bytes": _content(Path(name))}
+
+
+def _check_window(window, now):
+    if any(window.get(what, x) != x for what, x in now.items()):
+        raise ValueError(f"{window['name']}: had {window['n']} examples when the run first read "
+                         "it, and now has others; bring it back")
 
 
 def _unseen(cfg, window_of, epoch, seen=()):

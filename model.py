@@ -491,8 +491,8 @@ def _n_tiles(B, T, cfg):
     V, tp = cfg.vocab_size, _axis_size("tp")
     n_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
     most, per_shard = max(LOGIT_BYTES, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
-    return next(n for n in range(1, per_shard + 1)
-                if per_shard % n == 0 and (n_bytes / n <= most or n == per_shard))
+    fitting = (n for n in range(1, per_shard) if per_shard % n == 0 and n_bytes / n <= most)
+    return next(fitting, per_shard)
 
 
 def _tiles(n, *arrays):
@@ -581,15 +581,14 @@ def label_log_probs(params, batch, cfg):
     n_tiles, labels_BT = _n_tiles(*x_BTD.shape[:2], cfg), batch["labels"]
 
     def all_tiles(unembed_DV, x_BTD, labels_BT):
-        @jax.checkpoint
-        def of_tile(unembed_DV, x_BtD, labels_Bt):
+        def of_tile(tile):
+            x_BtD, labels_Bt = tile
             mask_Bt = labels_Bt != IGNORE
             _, _, lse_Bt, true_Bt = _label_logits(
                 unembed_DV.astype(x_BTD.dtype), x_BtD, jnp.where(mask_Bt, labels_Bt, 0), cfg)
             return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
 
-        tiles = _tiles(n_tiles, x_BTD, labels_BT)
-        log_probs = jax.lax.map(lambda tile: of_tile(unembed_DV, *tile), tiles)
+        log_probs = jax.lax.map(jax.checkpoint(of_tile), _tiles(n_tiles, x_BTD, labels_BT))
         return jnp.moveaxis(log_probs, 0, 2).reshape(labels_BT.shape)
 
     split = P(BATCH_AXES, "sp")
@@ -669,14 +668,14 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
         return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg)
     query_pos_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
 
-    def attend(first, stop):
-        queries, keys = slice(first, stop), slice(0, stop)
+    def attend(queries):
+        keys = slice(0, queries.stop)
         segments = None if segments_BT is None else (segments_BT[:, queries], segments_BT[:, keys])
         return _attend(q_BNTH[:, :, queries], k_BKTH[:, :, keys], v_BKTH[:, :, keys],
                        query_pos_BT[:, queries], cfg, segments)
 
     middle = (T + 1) // 2
-    return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
+    return jnp.concatenate([attend(slice(0, middle)), attend(slice(middle, T))], axis=2)
 
 
 DENSE_LEN = 1024  # longer, attention goes block by block: faster, in memory linear in T
@@ -700,7 +699,8 @@ def _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
         ids_Bnt = None if ids is None else parts(ids[..., None])[..., 0]
         operand = jnp.bfloat16 if cfg.dtype == "mixed" else q.dtype
         qkv = (parts(x.astype(operand)) for x in (q_BKGTH, k, v))
-        a = _blockwise(*qkv, ids_Bnt, cfg.sliding_window or T)
+        attention = jax.custom_gradient(partial(_blockwise, window=cfg.sliding_window or T))
+        a = attention(*qkv, ids_Bnt)
         return a.reshape(*q.shape[:2], n * t, H)[:, :, :T].astype(q_BNTH.dtype)
 
     return _by_heads(attend)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
@@ -744,18 +744,13 @@ def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
     return jax.lax.fori_loop(0, meet.sum(), one, totals)
 
 
-@partial(jax.custom_vjp, nondiff_argnames=("window",))
 def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
-    """Attention of scaled queries in n parts of t. Forward and backward hold the scores of one
-    block at a time; backward computes them again.
+    """(attention of scaled queries in n parts of t, its gradient). Both hold the scores of one
+    block at a time; the gradient computes them again.
 
     Source: Dao 2023, arXiv:2307.08691, section 3.1.
     """
-    return _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window)[0]
-
-
-def _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
-    def add_block(totals, i, j, scores_BKGts):
+    def add_forward(totals, i, j, scores_BKGts):
         a_BKGtH, sum_BKGt1, old_top_BKGt1 = (_part(x, i) for x in totals)
         top_BKGt1 = jnp.maximum(old_top_BKGt1, scores_BKGts.max(axis=-1, keepdims=True))
         e_BKGts, scale_BKGt1 = (jnp.exp(x - top_BKGt1) for x in (scores_BKGts, old_top_BKGt1))
@@ -764,38 +759,36 @@ def _blockwise_fwd(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
                scale_BKGt1 * sum_BKGt1 + e_BKGts.sum(axis=-1, keepdims=True), top_BKGt1)
         return tuple(_put_part(x, y, i) for x, y in zip(totals, new))
 
+    inputs = q_BKGntH, k_BKntH, v_BKntH
     zeros_BKGnt1 = jnp.zeros((*q_BKGntH.shape[:-1], 1))
     totals = jnp.zeros(q_BKGntH.shape), zeros_BKGnt1, zeros_BKGnt1 - jnp.inf
     a_BKGntH, sum_BKGnt1, top_BKGnt1 = _over_blocks(
-        add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
+        add_forward, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
     a_BKGntH = checkpoint_name((a_BKGntH / sum_BKGnt1).astype(q_BKGntH.dtype), "attention")
     lse_BKGnt1 = checkpoint_name(top_BKGnt1 + jnp.log(sum_BKGnt1), "attention")
-    return a_BKGntH, (q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, a_BKGntH, lse_BKGnt1)
 
+    def gradient(da_BKGntH):
+        delta_BKGnt1 = (da_BKGntH.astype(jnp.float32) * a_BKGntH).sum(axis=-1, keepdims=True)
 
-def _blockwise_bwd(window, saved, da_BKGntH):
-    q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, a_BKGntH, lse_BKGnt1 = saved
-    delta_BKGnt1 = (da_BKGntH.astype(jnp.float32) * a_BKGntH).sum(axis=-1, keepdims=True)
+        def add_backward(totals, i, j, scores_BKGts):
+            da_BKGtH = _part(da_BKGntH, i)
+            p_BKGts = jnp.exp(scores_BKGts - _part(lse_BKGnt1, i))
+            dp_BKGts = _einsum("BKGtH,BKsH->BKGts", da_BKGtH, _part(v_BKntH, j))
+            ds_BKGts = (p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))).astype(q_BKGntH.dtype)
+            # dk and dv transposed, or XLA on a CPU would transpose ds and p in every block.
+            new = (_einsum("BKGts,BKsH->BKGtH", ds_BKGts, _part(k_BKntH, j)),
+                   _einsum("BKGtH,BKGts->BKHs", _part(q_BKGntH, i), ds_BKGts),
+                   _einsum("BKGtH,BKGts->BKHs", da_BKGtH, p_BKGts.astype(da_BKGtH.dtype)))
+            return tuple(_put_part(x, _part(x, at) + y, at)
+                         for x, y, at in zip(totals, new, (i, j, j)))
 
-    def add_block(totals, i, j, scores_BKGts):
-        da_BKGtH = _part(da_BKGntH, i)
-        p_BKGts = jnp.exp(scores_BKGts - _part(lse_BKGnt1, i))
-        dp_BKGts = _einsum("BKGtH,BKsH->BKGts", da_BKGtH, _part(v_BKntH, j))
-        ds_BKGts = (p_BKGts * (dp_BKGts - _part(delta_BKGnt1, i))).astype(q_BKGntH.dtype)
-        # dk and dv transposed, or XLA on a CPU would transpose ds and p in every block.
-        new = (_einsum("BKGts,BKsH->BKGtH", ds_BKGts, _part(k_BKntH, j)),
-               _einsum("BKGtH,BKGts->BKHs", _part(q_BKGntH, i), ds_BKGts),
-               _einsum("BKGtH,BKGts->BKHs", da_BKGtH, p_BKGts.astype(da_BKGtH.dtype)))
-        return tuple(_put_part(x, _part(x, at) + y, at) for x, y, at in zip(totals, new, (i, j, j)))
+        zeros_BKnHt = jnp.zeros(k_BKntH.swapaxes(3, 4).shape)
+        totals = jnp.zeros(q_BKGntH.shape), zeros_BKnHt, zeros_BKnHt
+        dq_BKGntH, *dkv = _over_blocks(add_backward, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
+        grads = dq_BKGntH, *(x_BKnHt.swapaxes(3, 4) for x_BKnHt in dkv)
+        return *(x.astype(y.dtype) for x, y in zip(grads, inputs)), None
 
-    zeros_BKnHt = jnp.zeros(k_BKntH.swapaxes(3, 4).shape)
-    totals = jnp.zeros(q_BKGntH.shape), zeros_BKnHt, zeros_BKnHt
-    dq_BKGntH, *dkv = _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window)
-    grads = dq_BKGntH, *(x_BKnHt.swapaxes(3, 4) for x_BKnHt in dkv)
-    return *(x.astype(y.dtype) for x, y in zip(grads, saved)), None
-
-
-_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
+    return a_BKGntH, gradient
 
 
 MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
@@ -824,23 +817,18 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, segments_BT, cfg):
     T, window = q_BNTH.shape[2], cfg.sliding_window
     block = max(n for n in (128, 256, 512) if T % n == 0)
 
-    def blocks(names):
-        return dict.fromkeys((f"block_{name}" for name in names.split()), block)
-
     def attend(q, k, v, segments):  # of one device
+        ids = None if segments is None else splash.SegmentIds(segments, segments)
         if _needs_flash(cfg, T):
             k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-            ids = None if segments is None else flash.SegmentIds(segments, segments)
-            sizes = flash.BlockSizes(block_b=1, **blocks(
-                "q k_major k q_major_dkv k_major_dkv k_dkv q_dkv k_major_dq k_dq q_dq"))
+            sizes = flash.BlockSizes(*3 * [block], 1, *7 * [block])  # 1: sequences at a time
             return checkpoint_name(flash.flash_attention(
                 q, k, v, segment_ids=ids, causal=True, block_sizes=sizes), "attention")
         mask = splash.LocalMask((T, T), (window - 1, 0), 0) if window else splash.CausalMask((T, T))
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * q.shape[1]), head_shards=1, q_seq_shards=1,
-            block_sizes=splash.BlockSizes(**blocks("q kv q_dkv kv_dkv q_dq kv_dq")),
+            block_sizes=splash.BlockSizes(*8 * [block]),
             residual_checkpoint_name="attention")
-        ids = None if segments is None else splash.SegmentIds(segments, segments)
         return jax.vmap(kernel)(q, k, v, ids)
 
     q_scaled_BNTH = cfg.head_dim**-0.5 * q_BNTH
@@ -851,29 +839,28 @@ ATTENTION = {"auto": _attend_xla, "xla": _attend_xla, "cudnn": _attend_cudnn,
              "pallas": _attend_pallas}
 
 
+KERNEL_NEEDS = {
+    "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
+             "head_dim a multiple of 8 up to 128, and rows of one document or seq_len up to 8192",
+    "pallas": "a TPU, and head_dim and seq_len multiples of 128"}
+
+
 def choose_attention(cfg, platform):
     """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
     GPU of compute capability 8.0 or later, "tpu", or another.
 
     Raises: ValueError when the kernel that cfg.attention names cannot be used.
     """
-    H, T = cfg.head_dim, cfg.seq_len
-    needs = {
-        "cudnn": {"an NVIDIA GPU of compute capability 8.0 or later": platform == "cuda",
-                  f"dtype bfloat16 or float16 (it is {cfg.dtype})": "16" in cfg.dtype,
-                  f"head_dim a multiple of 8 up to 128 (it is {H})": H % 8 == 0 and H <= 128,
-                  f"rows of one document, or seq_len up to {MASK_LEN} (it is {T})":
-                      T <= MASK_LEN or (cfg.fill == "stream" and not cfg.packed)},
-        "pallas": {"a TPU": platform == "tpu",
-                   f"head_dim a multiple of 128 (it is {H})": H % 128 == 0,
-                   f"seq_len a multiple of 128 (it is {T})": T % 128 == 0}}
-    unmet = {k: [need for need, met in rules.items() if not met] for k, rules in needs.items()}
-    if unmet.get(cfg.attention):
-        raise ValueError(f"attention {cfg.attention}: needs {' and '.join(unmet[cfg.attention])}; "
+    H, T, whole_rows = cfg.head_dim, cfg.seq_len, cfg.fill == "stream" and not cfg.packed
+    works = {"cudnn": (platform == "cuda" and "16" in cfg.dtype and H % 8 == 0 and H <= 128
+                       and (whole_rows or T <= MASK_LEN)),
+             "pallas": platform == "tpu" and H % 128 == 0 and T % 128 == 0, "xla": True}
+    if cfg.attention == "auto":
+        return next(kernel for kernel in works if works[kernel])
+    if not works[cfg.attention]:
+        raise ValueError(f"attention {cfg.attention}: needs {KERNEL_NEEDS[cfg.attention]}; "
                          "choose xla or auto")
-    if cfg.attention != "auto":
-        return cfg.attention
-    return next((kernel for kernel, missing in unmet.items() if not missing), "xla")
+    return cfg.attention
 
 
 def _dtype(cfg):
@@ -893,23 +880,15 @@ def _dot(x, w, cfg, wide=False):
     return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def _wide_dot(x, w):
     """x @ w in float32, whatever their dtype. The gradient's products take dy rounded to that
     dtype: else a GPU would multiply in float32.
     """
-    return _wide_fwd(x, w)[0]
+    def gradient(dy):
+        return jax.vjp(jnp.dot, x, w)[1](dy.astype(x.dtype))
 
-
-def _wide_fwd(x, w):
-    return jnp.dot(x, w, preferred_element_type=jnp.float32), (x, w)
-
-
-def _wide_bwd(saved, dy):
-    return jax.vjp(jnp.dot, *saved)[1](dy.astype(saved[0].dtype))
-
-
-_wide_dot.defvjp(_wide_fwd, _wide_bwd)
+    return jnp.dot(x, w, preferred_element_type=jnp.float32), gradient
 
 
 def _product(x, w, cfg):
@@ -920,7 +899,7 @@ def _product(x, w, cfg):
     return y.reshape(x.shape[:-1] + w.shape[-1:])
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def _mixed_dot(x, w):
     """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
     accumulated in float32.
@@ -930,28 +909,21 @@ def _mixed_dot(x, w):
 
     Error: 2**-9 of each operand.
     """
-    return _mixed_fwd(x, w)[0]
-
-
-def _mixed_fwd(x, w):
-    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32), (x, w)
-
-
-def _mixed_bwd(saved, dy):
-    (x, w), dy = saved, dy.astype(jnp.bfloat16)
     dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
 
     def transposed(a):  # forces XLA to write it: fused into a product, it is slow or has no kernel
         return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
 
-    # The smaller of x and dy is transposed; without the barrier XLA undoes that, and has no kernel.
-    dw = jax.lax.optimization_barrier(
-        dot(transposed(x), dy) if x.size <= dy.size else dot(transposed(dy), x))
-    return dot(dy, transposed(w)), dw if x.size <= dy.size else dw.mT
+    def gradient(dy):
+        dy = dy.astype(jnp.bfloat16)
+        # The smaller of x and dy is transposed; without the barrier XLA undoes that, and has no
+        # kernel.
+        dw = jax.lax.optimization_barrier(
+            dot(transposed(x), dy) if x.size <= dy.size else dot(transposed(dy), x))
+        return dot(dy, transposed(w)), dw if x.size <= dy.size else dw.mT
 
-
-_mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
+    return dot(x, w), gradient
 
 
 # Not cast to the dtype of activations: the router, and biases, whose gradient is a sum over all
@@ -959,35 +931,24 @@ _mixed_dot.defvjp(_mixed_fwd, _mixed_bwd)
 KEPT_WIDE = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
 
 
-@jax.custom_vjp
+@jax.custom_gradient
 def _look_up(embed_VD, tokens_BT):
     """embed_VD[tokens_BT], with a gradient added up in float32: in bfloat16 a sum of ones stays at
     256.
     """
-    return embed_VD[tokens_BT]
-
-
-def _look_up_fwd(embed_VD, tokens_BT):
-    return embed_VD[tokens_BT], (embed_VD, tokens_BT)
-
-
-def _look_up_bwd(saved, dx_BTD):
     def of_device(tokens, dx):
         zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
-        return zeros_VD.at[tokens].add(dx.astype(jnp.float32)).astype(embed_VD.dtype)
+        return zeros_VD.at[tokens].add(dx.astype(jnp.float32)).astype(embed_VD.dtype)[None]
 
-    (embed_VD, tokens_BT), parts = saved, (_axis_size(*BATCH_AXES), _axis_size("sp"))
-    if dx_BTD.dtype == jnp.float32 or any(n % m for n, m in zip(tokens_BT.shape, parts)):
-        return of_device(tokens_BT, dx_BTD), None
-    # Parts that no two devices share: devices then send what was rounded, not float32.
-    tokens, dx = (x.reshape(parts[0], -1, parts[1], x.shape[1] // parts[1], *x.shape[2:])
-                  for x in (tokens_BT, dx_BTD))
-    d_embed = jax.vmap(jax.vmap(of_device, 1))(tokens, dx)
-    d_embed = _shard(d_embed, BATCH_AXES, "sp", "tp")
-    return jax.lax.reduce(d_embed, jnp.zeros((), d_embed.dtype), jax.lax.add, (0, 1)), None
+    def gradient(dx_BTD):
+        split, parts = P(BATCH_AXES, "sp"), (_axis_size(BATCH_AXES), _axis_size("sp"))
+        if dx_BTD.dtype == jnp.float32 or any(n % m for n, m in zip(tokens_BT.shape, parts)):
+            return of_device(tokens_BT, dx_BTD)[0], None
+        # Each device rounds its own sum before they add them: they send no float32.
+        sums = _on_each_device(of_device, (split, split), P((*BATCH_AXES, "sp")))(tokens_BT, dx_BTD)
+        return jax.lax.reduce_sum(sums, (0,)), None
 
-
-_look_up.defvjp(_look_up_fwd, _look_up_bwd)
+    return embed_VD[tokens_BT], gradient
 
 
 def _lora_rows(table, cfg):
@@ -1087,141 +1048,113 @@ HF_EXPERT_NAMES = {
 # Tensors of their files that a model can do without: buffers, and a copy of tied embeddings.
 HF_UNUSED = ("*.rotary_emb.inv_freq", "lm_head.weight")
 
-# Names in config.json of our fields: of all models, and of those with experts.
+# Names in config.json of our fields: of all models, and by model_type of those with experts.
 HF_FIELDS = dict(
     d_model="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads",
     n_kv_heads="num_key_value_heads", head_dim="head_dim", d_ff="intermediate_size",
     vocab_size="vocab_size", rope_theta="rope_theta", norm_eps="rms_norm_eps",
     tie_embeddings="tie_word_embeddings", sliding_window="sliding_window")
-HF_EXPERT_FIELDS = dict(n_experts="num_local_experts", experts_per_token="num_experts_per_tok")
-HF_QWEN_NAMES = dict(intermediate_size="moe_intermediate_size", num_local_experts="num_experts")
+_EXPERTS_PER_TOKEN = dict(experts_per_token="num_experts_per_tok")
+HF_EXPERT_FIELDS = {
+    "mixtral": dict(_EXPERTS_PER_TOKEN, n_experts="num_local_experts"),
+    "qwen3_moe": dict(_EXPERTS_PER_TOKEN, n_experts="num_experts", d_ff="moe_intermediate_size")}
 
-# By model_type: (experts, qk_norm, qkv_bias), and what transformers takes where config.json is
-# silent.
-_SILENT = dict(rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False)
-_SILENT_QWEN = _SILENT | dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
+# (experts, qk_norm, qkv_bias) by model_type.
 HF_FAMILIES = {
-    "llama": ((False, False, False), _SILENT),
-    "mistral": ((False, False, False), _SILENT | dict(num_key_value_heads=8, sliding_window=4096)),
-    "qwen2": ((False, False, True), _SILENT_QWEN),
-    "qwen3": ((False, True, False), _SILENT_QWEN | dict(head_dim=128)),
-    "mixtral": ((True, False, False), _SILENT | dict(
-        rope_theta=1e6, rms_norm_eps=1e-5, num_key_value_heads=8, num_local_experts=8,
-        num_experts_per_tok=2)),
-    "qwen3_moe": ((True, True, False), _SILENT | dict(
-        num_key_value_heads=4, sliding_window=4096, num_experts_per_tok=8, norm_topk_prob=False,
-        num_local_experts=128, moe_intermediate_size=768))}
+    "llama": (False, False, False), "mistral": (False, False, False),
+    "qwen2": (False, False, True), "qwen3": (False, True, False),
+    "mixtral": (True, False, False), "qwen3_moe": (True, True, False)}
 
-# (names in config.json or in its rope_parameters, the values and types that can be expressed, the
-# rule). config.py checks the rest.
-HF_RULES = (
-    ("hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size", (int,),
-     "must be a whole number"),
-    ("num_key_value_heads head_dim sliding_window max_window_layers num_local_experts "
-     "num_experts_per_tok", (int, None), "must be a whole number"),
-    ("rope_theta rms_norm_eps factor", (int, float), "must be a number"),
-    ("hidden_act", ("silu", "swish", None), "must be silu"),
-    ("attention_bias", (False, None), "must be false: the output projection has no bias here"),
-    ("mlp_bias", (False, None), "must be false"),
-    ("rope_type", ("default", "llama3"), "must be default or llama3"),
-    ("full_attention sliding_attention", (None,), "all layers must have one rope_parameters"),
-    ("low_freq_factor", (1,), "must be 1"), ("high_freq_factor", (4,), "must be 4"),
-    ("partial_rotary_factor decoder_sparse_step", (1, None), "must be 1"),
-    ("norm_topk_prob", (True, None), "must be true"),
-    ("mlp_only_layers", ([], None), "must be empty: all layers have experts"),
-    ("quantization_config", (None,), "weights must not be quantized"))
+# Values in config.json or its rope_parameters that can be expressed; null always can.
+HF_LEGAL = dict(
+    hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
+    rope_type=("default", "llama3"), low_freq_factor=(1,), high_freq_factor=(4,),
+    partial_rotary_factor=(1,), full_attention=(), sliding_attention=(),  # other rope for some
+    norm_topk_prob=(True,), decoder_sparse_step=(1,), mlp_only_layers=([],), quantization_config=())
 
 
 def hf_fields(hf):
     """The fields of Config that describe a model, from its config.json as a dict, in the form of
-    transformers 4 or 5. A value that is left out is the one that transformers takes.
+    transformers 4 or 5.
 
-    Raises: ValueError that lists what this model cannot express.
+    Raises: ValueError that lists what this model cannot express, and what is missing.
     """
     family = hf.get("model_type")
     if family not in HF_FAMILIES:
-        why = ": its positions are learnt, and here they are rotary" if family == "gpt2" else ""
-        raise ValueError(f"config.json: model_type {family!r}{why}; can be read: "
-                         + ", ".join(HF_FAMILIES))
-    (experts, qk_norm, qkv_bias), silent = HF_FAMILIES[family]
+        raise ValueError(f"config.json: model_type {family!r}: must be {', '.join(HF_FAMILIES)} "
+                         "(GPT-2 cannot be: its positions are learnt, and here they are rotary)")
+    experts, qk_norm, qkv_bias = HF_FAMILIES[family]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    rope = rope if isinstance(rope, dict) else {"type": rope}
+    silent = dict(  # what transformers takes for entries that some files leave out
+        tie_word_embeddings=False, head_dim=128 if family == "qwen3" else None,
+        norm_topk_prob=family != "qwen3_moe", num_experts=hf.get("num_local_experts"))
+    if family == "llama":
+        silent |= dict(rope_theta=1e4, num_key_value_heads=None, sliding_window=None)
     hf = silent | hf | dict(rope_type=rope.get("type", "default")) | rope
-    if hf["rope_type"] != "llama3":
-        hf |= dict(factor=1.0, low_freq_factor=1, high_freq_factor=4)
     if family == "qwen2":  # has its biases whatever config.json says
-        hf |= dict(attention_bias=False)
-    if family == "qwen3_moe":
-        hf |= {name: hf[theirs] for name, theirs in HF_QWEN_NAMES.items() if theirs in hf}
-    faults = [f"{name} {hf.get(name)!r}: {rule}" for names, legal, rule in HF_RULES
-              for name in names.split()
-              if not any(hf.get(name) == x or type(hf.get(name)) is x for x in legal)]
-    windows = _hf_windows(hf) if not faults else ()
-    if len(windows) > 1:
-        name = "layer_types" if hf.get("layer_types") else "max_window_layers"
-        faults = [f"{name} {hf.get(name)!r}: all layers must have one sliding window, or none"]
+        hf["attention_bias"] = False
+    names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
+    faults = [f"{name} {hf[name]!r}: must be {' or '.join(map(repr, legal)) or 'null'}"
+              for name, legal in HF_LEGAL.items() if hf.get(name) not in (None, *legal)]
+    faults += [f"{name}: is missing" for name in names.values() if name not in hf]
     if faults:
         raise ValueError("\n  ".join(["config.json: this model cannot express", *faults]))
-    names = HF_FIELDS | (HF_EXPERT_FIELDS if experts else {})
-    fields = {name: hf.get(theirs) for name, theirs in names.items()} | dict(
-        rope_theta=float(hf["rope_theta"]), rope_factor=float(hf["factor"]), qk_norm=qk_norm,
-        norm_eps=float(hf["rms_norm_eps"]), qkv_bias=qkv_bias, sliding_window=windows.pop())
+    fields = {name: hf[theirs] for name, theirs in names.items()} | dict(
+        qk_norm=qk_norm, qkv_bias=qkv_bias, sliding_window=_hf_window(hf),
+        rope_theta=float(hf["rope_theta"]), rope_factor=1.0)
     fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
     fields["head_dim"] = fields["head_dim"] or fields["d_model"] // fields["n_heads"]
-    if fields["rope_factor"] != 1:
-        fields["rope_original_len"] = hf.get(
-            "original_max_position_embeddings", hf.get("max_position_embeddings"))
+    if hf["rope_type"] == "llama3" and hf["factor"] != 1:
+        fields |= dict(rope_factor=float(hf["factor"]), rope_original_len=hf.get(
+            "original_max_position_embeddings", hf.get("max_position_embeddings")))
     return fields | (dict(capacity_factor=0.0) if experts else dict(n_experts=0))
 
 
-def _hf_windows(hf):
-    """The set of the layers' sliding windows; 0: none."""
+def _hf_window(hf):
+    """The sliding window of all layers; 0: none. Raises ValueError where they differ."""
     family, n_layers = hf["model_type"], hf["num_hidden_layers"]
-    used = hf.get("use_sliding_window") if family.startswith("qwen") else family != "llama"
-    window = (used and hf.get("sliding_window")) or 0
-    if family not in ("qwen2", "qwen3"):  # theirs ignore layer_types: it must say the same
-        return {window, *(0 for x in hf.get("layer_types") or () if x != "sliding_attention")}
-    n_full = min(hf["max_window_layers"] or 0, n_layers)
-    types = hf.get("layer_types") or (
-        ["full_attention"] * n_full + ["sliding_attention"] * (n_layers - n_full))
-    return {window if x == "sliding_attention" else 0 for x in types}
+    used = family != "llama" and hf.get("use_sliding_window", not family.startswith("qwen"))
+    window = (used and hf["sliding_window"]) or 0
+    n_full = hf.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+    types = hf.get("layer_types") or [
+        "full_attention" if i < n_full else "sliding_attention" for i in range(n_layers)]
+    n_sliding = types.count("sliding_attention")
+    if window and 0 < n_sliding < n_layers:
+        raise ValueError(f"config.json: sliding_window {window}: must be that of all layers, or of "
+                         "none; see layer_types and max_window_layers")
+    return window if n_sliding else 0
 
 
 def _hf_family(cfg):
     """The model_type whose forward pass is that of cfg."""
     form = bool(cfg.n_experts), cfg.qk_norm, cfg.qkv_bias
-    families = [name for name, (theirs, _) in HF_FAMILIES.items() if theirs == form]
+    families = [name for name, theirs in HF_FAMILIES.items() if theirs == form]
     if not families:
-        raise ValueError("qkv_bias True: no model of Hugging Face's has it with "
-                         + ("n_experts" if cfg.n_experts else "qk_norm"))
+        raise ValueError("qkv_bias True: no model of Hugging Face's has it with qk_norm or experts")
     # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
     return families[-1 if cfg.sliding_window or cfg.d_model % cfg.n_heads else 0]
 
 
-def hf_config(cfg, more=()):
-    """The config.json of cfg, derived, as a dict that transformers 4.56 and 5 read. more: entries
-    to add or replace, as the ids of special tokens, which are none otherwise.
+def hf_config(cfg):
+    """The config.json of cfg, derived, as a dict that transformers 4.56 and 5 read; ids of special
+    tokens are none. A family ignores the entries of others.
 
     Raises: ValueError when no family of theirs has this combination of fields.
     """
-    family, window, length = _hf_family(cfg), cfg.sliding_window, cfg.seq_len
-    hf = {theirs: getattr(cfg, name) for name, theirs in HF_FIELDS.items()} | dict(
+    family, window = _hf_family(cfg), cfg.sliding_window
+    names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
+    hf = {theirs: getattr(cfg, name) for name, theirs in names.items()} | dict(
         architectures=[f"{family.title().replace('_', '')}ForCausalLM"], model_type=family,
-        hidden_act="silu", max_position_embeddings=length, rope_scaling=None,
-        sliding_window=window or None, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        hidden_act="silu", norm_topk_prob=True, sliding_window=window or None,
+        use_sliding_window=bool(window), max_window_layers=0 if window else cfg.n_layers,
+        max_position_embeddings=cfg.seq_len, rope_scaling=None, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None)
     if cfg.rope_factor != 1:
         scaled = int(cfg.rope_original_len * cfg.rope_factor)
-        hf |= dict(max_position_embeddings=max(length, scaled), rope_scaling=dict(
+        hf |= dict(max_position_embeddings=max(cfg.seq_len, scaled), rope_scaling=dict(
             rope_type="llama3", factor=cfg.rope_factor, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=cfg.rope_original_len))
-    if family.startswith("qwen"):
-        hf |= dict(use_sliding_window=bool(window), max_window_layers=0 if window else cfg.n_layers)
-    if cfg.n_experts:
-        hf |= {theirs: getattr(cfg, name) for name, theirs in HF_EXPERT_FIELDS.items()}
-    if family == "qwen3_moe":
-        hf |= {theirs: hf[name] for name, theirs in HF_QWEN_NAMES.items()}
-        hf |= dict(norm_topk_prob=True)
-    return hf | dict(more)
+    return hf
 
 
 def hf_pieces(cfg, adapter=False):
@@ -1262,13 +1195,12 @@ def peft_config(cfg, base=None):
     PEFT tunes modules, and transformers 5 keeps all experts of a layer in one parameter.
     """
     table = param_table(cfg)
-    if more := [n for n, row in table.items() if row["trained"] and ".lora_" not in n]:
-        raise ValueError(f"export_lora apart: {', '.join(more)} is trained too and would be lost; "
-                         "export the merged weights")
     targets = [n.removesuffix(".lora_a") for n in table if n.endswith(".lora_a")]
-    if experts := [n for n in targets if cfg.n_experts and n.startswith("layers.w_")]:
-        raise ValueError(f"lora_targets {', '.join(experts)}: PEFT cannot tune experts, which "
-                         "transformers keeps in one parameter; export the merged weights")
+    lost = [n for n, row in table.items() if row["trained"] and ".lora_" not in n]
+    lost += [n for n in targets if cfg.n_experts and n.startswith("layers.w_")]
+    if lost:
+        raise ValueError(f"export_lora apart: {', '.join(lost)} would be lost, as PEFT keeps LoRA "
+                         "factors alone, and none of experts; export the merged weights")
     return dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base,
                 r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, bias="none",
                 target_modules=sorted({HF_NAMES[n].split(".")[-2] for n in targets}))

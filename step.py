@@ -22,7 +22,6 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
-FP16_SCALE, FP16_PATIENCE = 2.0**15, 2000  # first loss scale; finite updates before it doubles
 
 
 def make_mesh(cfg, devices=None):
@@ -70,7 +69,8 @@ def lr_at(step, cfg):
     progress = jnp.clip(done / max(cfg.steps - warm, 1), 0, 1)
     share = SCHEDULES[cfg.schedule](cfg, progress, done, warm)
     after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
-    return _peak_rate(cfg) * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
+    peak = RATES[cfg.optimizer] if cfg.lr == -1 else cfg.lr
+    return peak * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
 
 # Update directions before weight decay and the factor -lr_at(step), which train_step applies.
@@ -105,13 +105,6 @@ def make_optimizer(cfg, table):
     direction = optax.partition(parts, kinds) if len(parts) > 1 else next(
         iter(parts.values()), optax.identity())
     return optax.chain(direction, optax.stateless(finish))
-
-
-_f32 = partial(optax.tree.cast, dtype=jnp.float32)
-
-
-def _trained(params, table):
-    return {name: x for name, x in params.items() if table[name].get("trained", True)}
 
 
 def init_state(key, cfg, init_fn, optimizer, table, params=()):
@@ -207,6 +200,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     sums, counts, grads = _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table)
     divisors = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
     metrics = {k: sums[k] / divisors[k] for k in sums}
+    if taken := RESERVED & sums.keys():
+        raise ValueError(f"loss: sums named {sorted(taken)}: others give these; rename them")
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
     if cfg.watch and cfg.log_every:
@@ -247,7 +242,6 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     to use instead: the place for pruning and the like.
     """
     loss_fn = override("loss_fn", loss_fn)
-    trained_loss, init_fn = _checked(loss_fn, init_fn, table)
     optimizer = override("optimizer", make_optimizer(cfg, table))
 
     def bind(f, **fixed):  # keeps f's name
@@ -255,12 +249,14 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
     fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer, table=table)
     update = override("train_step", bind(
-        train_step, loss_fn=trained_loss, optimizer=optimizer, table=table))
+        train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
     sums = bind(eval_step, loss_fn=loss_fn)
     replicated = NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
         key = jax.eval_shape(jax.random.key, 0)
         shapes = jax.eval_shape(fresh, key)
+        for name, x in shapes["params"].items():
+            assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
         shardings = state_shardings(shapes, table, mesh, cfg.moments_on)
         state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
         if cfg.moments_on == "host":
@@ -285,16 +281,16 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 RATES = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
 
 
-def _peak_rate(cfg, kind=None):
-    kind = kind or cfg.optimizer
-    if cfg.lr == -1 and kind not in RATES:
-        raise ValueError(f"lr -1: optimizer {kind} has no default in RATES; set --lr")
-    return RATES[kind] if cfg.lr == -1 else cfg.lr
-
-
 def _relative_rate(cfg, kind):
     """The rate of parameters that name this optimizer, as a multiple of lr_at."""
-    return _peak_rate(cfg, kind) / _peak_rate(cfg) if cfg.lr == -1 else 1.0
+    return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0
+
+
+def _trained(params, table):
+    return {name: x for name, x in params.items() if table[name].get("trained", True)}
+
+
+_f32 = partial(optax.tree.cast, dtype=jnp.float32)
 
 
 def take_rows(state, batch, table):
@@ -312,9 +308,7 @@ def take_rows(state, batch, table):
     """
     rows, places, no_row = {}, {}, jnp.int32(2**31 - 1)
     for names in dict.fromkeys(row["ids"] for row in table.values() if "ids" in row):
-        if both := {*names} & {*places}:
-            raise ValueError(f"ids {min(both)}: of two sets of tables with different ids; give "
-                             "one of them a copy of this array under another name")
+        assert not {*names} & {*places}, f"ids {names}: other ids share one; give these a copy"
         ids = jnp.sort(jnp.concatenate([batch[name].ravel() for name in names]))
         # The first of equal ids has the row, the others none: nothing needs to be counted.
         firsts = jnp.where(jnp.diff(ids, prepend=-1) != 0, ids, no_row)
@@ -325,9 +319,8 @@ def take_rows(state, batch, table):
         def leaf(path, x, *more):
             name = next((key.key for key in path if getattr(key, "key", None) in rows), None)
             if name and x.shape != state["params"][name].shape:
-                raise ValueError(f"{name}: has ids, but its optimizer keeps {x.shape} for "
-                                 f"{state['params'][name].shape}; take one that is row by row, as "
-                                 "adamw, lion, rmsprop, sgd")
+                raise ValueError(f"{name}: has ids, but moments of another shape, {x.shape}; take "
+                                 "adamw, lion, rmsprop or sgd, which keep a row for each")
             return f(rows[name], x, *more) if name else (x, *more)[-1]
         return jax.tree_util.tree_map_with_path(leaf, *trees)
 
@@ -347,15 +340,14 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     """
     state, lower, from_params = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
     pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
-    first = {name: pool.submit(compile_lowered, lower[name](), options) for name, options in (
-        ("train_step", None), ("init", {"xla_backend_optimization_level": 1}))}  # init runs once
+    train = pool.submit(lower["train_step"]().compile)
+    init = pool.submit(lower["init"]().compile, {"xla_backend_optimization_level": 1})  # runs once
     evaluation = lower["eval_step"]()
-    programs = {name: program.result() for name, program in first.items()}
+    train, init = train.result(), init.result()
     later = pool.submit(evaluation.compile)
-    pool.shutdown(wait=False)
-    return programs | {"state": state, "memory": memory_by_kind(state, programs["train_step"]),
-                       "from_params": from_params,
-                       "eval_step": lambda params, batch: later.result()(params, batch)}
+    return {"state": state, "train_step": train, "init": init, "from_params": from_params,
+            "eval_step": lambda params, batch: later.result()(params, batch),
+            "memory": memory_by_kind(state, train)}
 
 
 def evaluate(eval_step, params, batches, stopped=lambda: False):
@@ -388,6 +380,9 @@ def _muon(cfg):
     momentum = optax.contrib.scale_by_muon(
         beta=cfg.b1, mu_dtype=cfg.moment_dtype, weight_dimension_numbers=dims)
     return optax.chain(momentum, optax.stateless_with_tree_map(balanced))
+
+
+FP16_SCALE, FP16_PATIENCE = 2.0**15, 2000  # first loss scale; finite updates before it doubles
 
 
 def _next_scale(scale, finite):
@@ -429,34 +424,8 @@ def _from_host(update, on_device):
     return train_step
 
 
-# Names in metrics that are not the loss's to give.
-RESERVED = ("step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch")
-
-
-def _checked(loss_fn, init_fn, table):
-    """Both functions, which then raise ValueError for what they must not give."""
-    def loss(params, batch, cfg):
-        match out := loss_fn(params, batch, cfg):
-            case ({"objective": objective} as sums, dict() as counts) if (
-                    sums.keys() <= counts.keys() and np.shape(objective) == ()
-                    and jnp.issubdtype(jnp.result_type(objective), jnp.floating)
-                    and not sums.keys() & {*RESERVED}):
-                return out
-        raise ValueError(
-            f"loss gives {jax.tree.map(np.shape, out)}: must be ({{name: sum}}, {{name: count}}), "
-            f"with an 'objective' that is one float, and no {', '.join(RESERVED)}")
-
-    def init(key, cfg):
-        params = init_fn(key, cfg)
-        there = dict(jax.tree.map(np.shape, params) or ())
-        wanted = {name: tuple(row["shape"]) for name, row in table.items()}
-        if wrong := [f"{name} is {there.get(name, 'missing')}, must be "
-                     f"{wanted.get(name, 'left out')}" for name in wanted | there
-                     if there.get(name) != wanted.get(name)]:
-            raise ValueError(f"init: {'; '.join(wrong)}")
-        return params
-
-    return loss, init
+# Names in metrics and in rows of metrics.jsonl that are not the loss's to give.
+RESERVED = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch"}
 
 
 def check_shapes(table, mesh):
@@ -475,9 +444,8 @@ def check_shapes(table, mesh):
 # Of one device: dense bfloat16 TFLOP/s, GiB of memory for a program. Source: the makers' data
 # sheets; memory of TPUs, XLA.
 PEAKS = {"NVIDIA A100": (312, 80), "NVIDIA H100": (989, 80), "NVIDIA H200": (989, 141),
-         "NVIDIA B200": (2250, 178),
-         "TPU v4": (275, 30.75), "TPU v5 lite": (197, 15.75), "TPU v5": (459, 95),
-         "TPU v6": (918, 31.25)}
+         "NVIDIA B200": (2250, 178), "TPU v4": (275, 30.75), "TPU v5 lite": (197, 15.75),
+         "TPU v5": (459, 95), "TPU v6": (918, 31.25)}
 
 
 def peaks(kind):
@@ -516,16 +484,6 @@ def memory_limit(mesh):
     return gib and int(gib * 2**30)
 
 
-def compile_lowered(lowered, options=None):
-    """Raises MemoryError when XLA finds that the program does not fit."""
-    try:
-        return lowered.compile(options)
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        raise MemoryError(str(e).splitlines()[0]) from e
-
-
 def check_fits(kinds, mesh):
     """Raise MemoryError when an update needs more memory than a device has: what it needs, and what
     to change when nothing but more devices can help. kinds: of memory_by_kind.
@@ -546,15 +504,6 @@ def memory_flags(cfg, mesh, savers):
     micro = [f"--micro_batches {2 * cfg.micro_batches}"] if more else []
     host = ["--moments_on host"] if cfg.moments_on == "device" else []
     return [*micro, *savers, *host]
-
-
-def check_host_memory(cfg, device):
-    """Raise ValueError when host memory is asked for and the devices cannot reach it."""
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    for name, value, instead in (("remat", "offload", "full"), ("moments_on", "host", "device")):
-        if getattr(cfg, name) == value and kinds and "pinned_host" not in kinds:
-            raise ValueError(f"{name} {value}: {device.device_kind} has no pinned_host memory, "
-                             f"only {', '.join(kinds)}; set --{name} {instead}")
 
 
 def platform(device):
@@ -582,6 +531,5 @@ def choose_dtype(dtype, platform):
     words = Path("/proc/cpuinfo")
     has = {*words.read_text().split()} if words.exists() else set()
     mixed = "amx_bf16" in has or {"AuthenticAMD", "avx512_bf16"} <= has
-    on_cpu = "mixed" if mixed else "float32"
-    fastest = {"cpu": on_cpu, "old cuda": "float16"}
+    fastest = {"cpu": "mixed" if mixed else "float32", "old cuda": "float16"}
     return fastest.get(platform, "bfloat16") if dtype == "auto" else dtype

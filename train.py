@@ -13,7 +13,6 @@ if sys.version_info < (3, 11):  # noqa: UP036
 import contextlib
 import ctypes
 import dataclasses
-import dis
 import errno
 import fcntl
 import importlib.metadata
@@ -27,7 +26,6 @@ import runpy
 import shutil
 import signal
 import socket
-import textwrap
 import threading
 import time
 import traceback
@@ -101,14 +99,14 @@ TEXT = {
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
     watch_peers), "at_once" (whether a step is done when it returns)} on these devices (default: all
-    at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "sources" (of
-    parameters), "left_out", "programs", "first_step", "wishes" (to stop), "meta" (what a checkpoint
-    says of the run), "emit".
+    at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "left_out",
+    "programs", "first_step", "wishes" (to stop), "faults" (survived ones), "meta" (what a
+    checkpoint says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
     config.raise_all(config.key_faults(
-        "task", task, TASK_RULES, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
+        "task: ", task, TEXT, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
     task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
     devices = devices or jax.devices()
     keep_programs(cfg)
@@ -116,7 +114,6 @@ def prepare(cfg, task=TEXT, devices=None):
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
         "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["faults"])
-    steplib.check_host_memory(cfg, devices[0])
     platform = steplib.platform(devices[0])
     if platform.endswith("cuda") and len(devices) > 1:
         # Collectives of a layer run beside the layers before and after it.
@@ -127,7 +124,10 @@ def prepare(cfg, task=TEXT, devices=None):
         f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
     table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
-    config.raise_all(table_faults(table, task["batch"](cfg)), "task")
+    config.raise_all([fault for name, row in table.items() for fault in config.key_faults(
+        f"table: {name}: ", row, ROW_KEYS, ("shape", "spec", "init"))] or [
+        not any(row.get("trained", True) for row in table.values())
+        and "table: no parameter is trained; freeze fewer"], "task")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
@@ -157,14 +157,14 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         run = prepare(cfg, task)
         with lock_folders(run["cfg"]):
             observers = make_observers(run["cfg"]) if is_main() else []
-            run["beat"] = watch_peers(run["cfg"], partial(end_at_once, observers))
+            run["beat"] = watch_peers(run["cfg"], observers)
             try:
-                started = start_run(run, hooks, observers, state, params, began)
-                if not started:
-                    step, _ = newest_meta(ckpt_root(run["cfg"]))
-                    return {"step": step, "exit_code": 0, "reason": "finished before"}
-                in_loop.set()
                 with explain_memory(run):
+                    started = start_run(run, hooks, observers, state, params, began)
+                    if not started:
+                        step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
+                        return {"step": step, "exit_code": 0, "reason": "finished before"}
+                    in_loop.set()
                     return train(*started, signals)
             except BaseException as e:
                 end_observed(run, observers, e)
@@ -187,15 +187,14 @@ def start_run(run, hooks, observers, state, params, began):
         steps = math.floor(steps) if "windows" in opened["train"] else math.ceil(steps)
         cfg = dataclasses.replace(cfg, steps=max(1, steps))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
-    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "sources": [],
-                 "stops": config.stops(cfg),
+    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
     saved, meta = find_start(cfg, given=state is not None or params is not None)
     if "resume" in run["train"]:
         run["train"]["resume"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
-    origin, first_state = choose_start(run, state, params, meta)
+    origin, sources, first_state = choose_start(run, state, params, meta)
     if meta and is_finished(cfg, saved):
         return None
     say(headline(run))
@@ -204,9 +203,8 @@ def start_run(run, hooks, observers, state, params, began):
     say(f"compiling the update for {cfg.steps} steps ...")
     clock = start_clock(began)
     spend(clock, "start")
-    with explain_memory(run):
-        programs = steplib.compile_steps(*program_parts(run))
-        steplib.check_fits(programs["memory"], run["mesh"])
+    programs = steplib.compile_steps(*program_parts(run))
+    steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
@@ -215,8 +213,8 @@ def start_run(run, hooks, observers, state, params, began):
                                    for row in read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
-    run |= {"programs": programs, "first_step": step, "wishes": []}
-    run |= {"meta": describe(run, meta), "emit": make_emit(run, observers, clock)}
+    run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
+    run |= {"meta": describe(run, meta, sources), "emit": make_emit(run, observers, clock)}
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
                           "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
     return run, state, last | ({"save": (step, 0.0)} if meta else {}), clock
@@ -242,15 +240,15 @@ def train(run, state, last, clock, signals):
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            saving = save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
+            save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             val = held_out_at(run, step, clock, halted)
-            row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
-            latest |= newest(run, "eval", emit("eval", {"step": step} | row)) if row else {}
+            if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
+                latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
         if "export" in due and not interrupted(signals):
-            latest |= export(run, state["params"], step)
+            export(run, state["params"], step)
         last |= dict.fromkeys(due, (step, asked["second"]))
         asked = ask(run, step, asked, signals, clock)
         if stop := why_stop(run, step, asked, latest):
@@ -270,7 +268,7 @@ def train(run, state, last, clock, signals):
     latest |= report(run, previous, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
-        saving = save_state(run, state, step, saving)
+        save_state(run, state, step, saving)
     stop = why_stop(run, step, asked, latest) or stop  # the last metrics may say worse
     return end_run(run, state, step, stop, saving, latest, clock)
 
@@ -284,24 +282,19 @@ def why_stop(run, step, asked, latest):
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if asked["signal"]:
         return asked["signal"], 0
-    values = latest | {"step": step, "updates": step - run["first_step"],
-                       "second": asked["second"], "file": asked["file"]}
+    values = latest | asked | {"step": step, "updates": step - run["first_step"]}
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
+        # There is a "val_step" after the first evaluation, an "lr" after the first log point.
+        if name not in values and ("val_step" if name.startswith("val_") else "lr") in latest:
+            return (f"--stop {' '.join(cfg.stop)}: there is no metric {name} "
+                    f"({config.nearest(name, sorted(latest))})"), 2
     if asked["wishes"]:
         return asked["wishes"][0]
     if step >= cfg.steps:
         return ALL_DONE.format(cfg.steps), 0
     return None
-
-
-def why_stop_waiting(run, step, asked, latest, signals, clock):
-    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
-    """
-    run["beat"](doing="waiting for data", step=step)
-    return jax.process_count() == 1 and why_stop(
-        run, step, ask(run, None, asked, signals, clock), latest)
 
 
 def report(run, previous, clock):
@@ -327,14 +320,14 @@ def report(run, previous, clock):
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
         row = emit("log", row | of_this_process)
-        latest |= newest(run, "log", {k: x for k, x in row.items() if k not in of_this_process})
+        latest |= numbers({k: x for k, x in row.items() if k not in of_this_process})
     return latest
 
 
 def save_state(run, state, step, saving, kind="save", temporary=False):
     """Start a checkpoint once the one before of its kind ("save", or "weights" for parameters
-    alone) is committed; saving with it. saving: {kind: (step, Future)}. meta.json says where the
-    run stands in its data, and under what config.
+    alone) is committed. saving: {kind: (step, Future)} of those that are under way. meta.json says
+    where the run stands in its data, and under what config.
     """
     cfg, train, began = run["cfg"], run["train"], time.perf_counter()
     end_saves(run, saving, [kind])
@@ -349,10 +342,10 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
     began = time.perf_counter()
-    future = ckpt.save(root, step, tree, run["meta"] | {"data": place}, *keep, temporary, say)
+    meta = run["meta"] | {"data": place}
+    saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, say)
     run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
-    return saving | {kind: (step, future)}
 
 
 # ---- optional
@@ -370,69 +363,29 @@ TASK_DEFAULTS = {
     "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
 
 
-def is_number(x):
-    return isinstance(x, int | float | np.number) and not isinstance(x, bool)
-
-
-ANY = (lambda x: True, "")
-TASK_RULES = dict.fromkeys(TEXT, ANY) | {"unit": (
-    lambda x: isinstance(x, tuple) and len(x) == 2 and callable(x[1]), "(name, cfg -> how many)")}
-ROW_RULES = {  # of a table, and in part of a batch
-    "shape": (lambda x: isinstance(x, tuple | list) and all(
-        isinstance(n, int | np.integer) and n > 0 for n in x), "a tuple of whole numbers above 0"),
-    "spec": (lambda x: isinstance(x, jax.P) and {*jax.tree.leaves(tuple(x))} <= {*steplib.AXES},
-             f"a PartitionSpec of {', '.join(steplib.AXES)}"),
-    "init": (lambda x: isinstance(x, tuple) and len(x) == 2 and is_number(x[1]),
-             "('normal', std) or ('constant', value)"),
-    "trained": (lambda x: isinstance(x, bool), "True or False"),
-    "ids": (lambda x: isinstance(x, tuple), "a tuple of names of arrays of the batch"),
-    **dict.fromkeys(("lr_mult", "decay_mult"), (lambda x: is_number(x) and x >= 0, "0 or above")),
-    "optimizer": (lambda x: x in steplib.OPTIMIZERS, f"of {', '.join(steplib.OPTIMIZERS)}")}
-SOURCE_RULES = {"n": (lambda n: is_number(n) and n >= 1, "how many examples, at least 1"),
-                "batch": (callable, "a function"),
-                "fingerprint": (lambda x: isinstance(x, str), "text")}
+# What a row of a task's table may say of its parameter.
+ROW_KEYS = "shape spec init trained ids lr_mult decay_mult optimizer".split()
 
 
 def open_data(task, cfg, parts):
-    """What task["open"] gives, checked: {"train", "val"}: a source or None."""
-    opened, found = task["open"](cfg, parts), {"train": None, "val": None}
-    config.raise_all(config.key_faults("open", opened, dict.fromkeys(found, ANY)), "task")
-    found |= opened
-    whole = not {"at", "parts"} & {*(found["val"] or ())}
-    required = {"train": SOURCE_RULES, "val": ("n", "batch") if whole else ()}
-    config.raise_all([fault for part in parts if part == "train" or found[part] for fault in
-                      config.key_faults(f"open: {part}", found[part], SOURCE_RULES, required[part],
-                                        others=True)], "task")
-    return found
+    """What task["open"] gives: {"train", "val"}: a source or None."""
+    opened = task["open"](cfg, parts)
+    config.raise_all(config.key_faults("open: ", opened, ("train", "val")), "task")
+    return {"train": None, "val": None} | opened
 
 
 def grouped(table, cfg):
     """The table, with what lr_mult, decay_mult, optimizers and freeze say of some of its rows; of
     several that match a parameter the last holds.
     """
-    for field, key, convert in (("lr_mult", "lr_mult", config.number), (
-            "decay_mult", "decay_mult", config.number), ("optimizers", "optimizer", str)):
+    kinds = {"lr_mult": config.number, "decay_mult": config.number, "optimizers": str}
+    for field, convert in kinds.items():
         for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
             for name in model.matching(field, (pattern,), table):
-                table[name] = table[name] | {key: convert(value)}
+                table[name] = table[name] | {field.removesuffix("s"): convert(value)}
     for name in model.matching("freeze", cfg.freeze, table):
         table[name] = table[name] | {"trained": False}
     return table
-
-
-def table_faults(table, batch):
-    """Faults, in words, of what a task's "table" and "batch" give."""
-    faults = [fault for name, row in table.items() for fault in (
-        config.key_faults(f"table: {name}", row, ROW_RULES, ("shape", "spec", "init")) or [
-            len(row["spec"]) > len(row["shape"])
-            and f"table: {name}: spec {row['spec']}: is longer than shape {row['shape']}",
-            {*row.get("ids", ())} - {*batch} and f"table: {name}: ids {row['ids']}: must be names "
-            f"of arrays of the batch, as in ({next(iter(batch))!r},)"])]
-    if not any(isinstance(row, dict) and row.get("trained", True) for row in table.values()):
-        faults.append("table: no parameter is trained")
-    return faults + [fault for name, entry in batch.items() for fault in config.key_faults(
-        f"batch: {name}", dict(zip(("shape", "dtype", "spec"), entry, strict=False)),
-        ROW_RULES | {"dtype": ANY}, ("shape", "dtype", "spec"))]
 
 
 def program_parts(run):
@@ -446,22 +399,23 @@ def due_events(run, step, last, second):
     """{event: why} of what is due at this step and was not done at it: "step", "epoch", "window",
     "second" or, after the last update, "end". last: {event: (step, second) of the last time}.
     """
-    cfg, done, due = run["cfg"], progress(run), {}
-    optional = {"weights", "reload", "epoch", "window", *([] if cfg.export else ["export"])}
-    always = {"epoch": {"epoch": 1}, "window": {"window": 1}}
-    for event, periods in (run["periods"] | always).items():
+    cfg, done, due, periods = run["cfg"], progress(run), {}, run["periods"]
+    periods = periods | {"epoch": {"epoch": 1}, "window": {"window": 1},
+                         "eval": {"window": 1} | periods["eval"]}  # one after each window
+    at_end = {"save": True, "eval": True, "sample": True, "export": cfg.export,
+              "weights": periods["weights"]}
+    for event, period in periods.items():
         last_step, last_second = last.get(event, (0, 0.0))
         if step == last_step:
             continue
-        if event == "eval":  # of windows there is one after each
-            periods = {"window": 1} | periods
-        for unit, n in periods.items():
-            if due.get(event, "second") == "second" and (  # a save by time is temporary
-                    second - last_second >= n if unit == "second" else
-                    done[unit](step) // n > done[unit](step - 1) // n):
-                due[event] = unit
-        if step >= cfg.steps and (event not in optional or (event == "weights" and periods)):
+        passed = [unit for unit, n in period.items()
+                  if unit != "second" and done[unit](step) // n > done[unit](step - 1) // n]
+        if step >= cfg.steps and at_end.get(event):
             due[event] = "end"
+        elif passed:
+            due[event] = passed[0]
+        elif second - last_second >= period.get("second", math.inf):  # such a save is temporary
+            due[event] = "second"
     return due
 
 
@@ -477,13 +431,13 @@ def held_out_at(run, step, clock, halted):
     """The held-out source at `step`; one that is not there yet is waited for: None once halted(),
     or when training is over.
     """
-    val, told = run["val"], False
-    if "at" not in val:
+    if "at" not in (val := run["val"]):
         return val
-    while (source := val["at"](step)) is None and step < run["cfg"].steps and not halted():
-        if not told:
-            told = bool(run["emit"]("out_of_data", {"step": step}))
-        time.sleep(0.2)
+    if (source := val["at"](step)) is None and step < run["cfg"].steps:
+        run["emit"]("out_of_data", {"step": step})
+        while source is None and not halted():
+            time.sleep(0.2)
+            source = val["at"](step)
     spend(clock, "data")
     return source
 
@@ -497,14 +451,13 @@ def evaluate(run, val, eval_step, params, signals=()):
     for name, part in parts.items():
         n = -(-part["n"] // cfg.batch_size)
         batches = data.prefetch(make_batch_at(run, part), 0, min(cfg.eval_batches or n, n))
-        beating = ((batch, run["beat"](doing="eval"))[0] for batch, _ in batches)
-        totals = steplib.evaluate(eval_step, params, beating, partial(interrupted, signals))
+        totals = steplib.evaluate(eval_step, params, (batch for batch, _ in batches),
+                                  lambda: run["beat"](doing="eval") or interrupted(signals))
         if totals is None:
             return {}
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
         if name:
-            total, count = totals["loss"]
-            row[f"val_loss/{name}"] = float(total / count)
+            row[f"val_loss/{name}"] = float(np.divide(*totals["loss"]))
     means = {name: total / np.where(count, count, 1) for name, (total, count) in sums.items()}
     found = scalars(means | run["task"]["metrics"](means, val))
     found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
@@ -527,9 +480,8 @@ def make_batch_at(run, source):
         if (batch := source["batch"](0 if pinned else index, rows)) is None:
             return None
         there = {name: (np.shape(x), np.asarray(x).dtype) for name, x in dict(batch).items()}
-        config.raise_all([f"{name} is {there.get(name, 'missing')}, must be "
-                          f"{wanted.get(name, 'left out')}" for name in wanted.keys() | there.keys()
-                          if there.get(name) != wanted.get(name)], f"batch {index}")
+        if there != wanted:
+            raise ValueError(f"batch {index} is {there}, must be {wanted}")
         config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n - 1}, or {n} "
                           "for padding" for name, n in sizes.items() for x in (batch[name],)
                           if x.min() < 0 or x.max() > n], f"batch {index}")
@@ -555,19 +507,25 @@ def sample_texts(run, params, step):
         return run["task"]["preview"](params, run["cfg"], key)
 
 
-def end_saves(run, saving, kinds=("weights", "save")):
-    """Wait for the saves of these kinds that are under way; the fault in words of the last that
-    failed, which the run survives, or None.
+@contextlib.contextmanager
+def survived(run, step, kind):
+    """Tell of a ValueError in a save or an export, and go on; run["faults"] has the last of each
+    kind, unless one since then went well.
     """
-    fault = None
-    for kind in kinds:
-        step, future = saving.pop(kind, (None, None))
-        try:
+    run["faults"].pop(kind, None)
+    try:
+        yield
+    except ValueError as e:
+        run["faults"][kind] = str(e)
+        run["emit"]("fault", {"step": step, "fault": str(e)})
+
+
+def end_saves(run, saving, kinds=("weights", "save")):
+    """Wait for the saves of these kinds that are under way."""
+    for kind in [kind for kind in kinds if kind in saving]:
+        step, future = saving.pop(kind)
+        with survived(run, step, kind):
             ckpt.wait(future)
-        except ValueError as e:
-            fault = str(e)
-            run["emit"]("fault", {"step": step, "fault": fault})
-    return fault
 
 
 def make_emit(run, observers, clock):
@@ -579,7 +537,8 @@ def make_emit(run, observers, clock):
         row = call(run["hooks"], event, row)
         run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
         call(observers, event, row)
-        spend(clock, event)
+        if event not in ("dispatch", "epoch", "window"):
+            spend(clock, event)
         return row
 
     return emit
@@ -597,8 +556,6 @@ def start_clock(began):
 
 def spend(clock, event):
     """Add the seconds since the last call to what they were spent on; return them."""
-    if event in ("dispatch", "epoch", "window"):
-        return 0.0
     now = time.perf_counter()
     spent_s, clock["at"] = now - clock["at"], now
     clock[event if event in SPENT else "other"] += spent_s
@@ -615,15 +572,8 @@ def go_on_counting(clock, rows, step):
     clock["logged"] = step, clock["step"], clock["data"]
 
 
-def newest(run, event, row):
-    """The numbers of a row. Asks for an end when cfg.stop has a metric that is not among them."""
-    numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
-    for name, *_ in run["stops"]:
-        if (name not in numbers and name not in config.STOPS
-                and name.startswith("val_") == (event == "eval")):
-            run["wishes"].append((f"--stop {' '.join(run['cfg'].stop)}: there is no metric {name} "
-                                  f"({config.nearest(name, sorted(numbers))})", 2))
-    return numbers | ({"val_step": row["step"]} if event == "eval" else {})
+def numbers(row):
+    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
 
 
 def next_batch(run, batches, state, step, saving):
@@ -633,13 +583,14 @@ def next_batch(run, batches, state, step, saving):
     """
     try:
         batch, waited_s = next(batches, (None, None))
-        if batch is None and waited_s is not None:
-            run["emit"]("out_of_data", {"step": step})
-        return batch, waited_s
     except (ValueError, OSError):
         if jax.process_count() == 1:
-            end_saves(run, save_state(run, state, step, saving))
+            save_state(run, state, step, saving)
+            end_saves(run, saving)
         raise
+    if batch is None and waited_s is not None:
+        run["emit"]("out_of_data", {"step": step})
+    return batch, waited_s
 
 
 def preview(run, params, step):
@@ -653,36 +604,27 @@ def preview(run, params, step):
 
 
 def export(run, params, step):
-    """Export the parameters. What goes wrong with the disk is told, and training goes on:
-    {"export_fault": words, empty where nothing did}.
-    """
-    began, fault = time.perf_counter(), ""
-    try:
+    """Export the parameters. What goes wrong with the disk is told, and training goes on."""
+    began = time.perf_counter()
+    with survived(run, step, "export"):
         run["task"]["export"](run["cfg"], params)
         run["emit"]("export", {"step": step, "export_s": time.perf_counter() - began})
-    except ValueError as e:
-        fault = str(e)
-        run["emit"]("fault", {"step": step, "fault": fault})
-    return {"export_fault": fault}
 
 
 def end_run(run, state, step, stop, saving, latest, clock):
     """Emit "stop" and "end", which has the newest metrics; the summary. stop: of why_stop."""
-    lost, not_exported = end_saves(run, saving), latest.pop("export_fault", "")
-    fault = "; ".join(filter(None, (lost, not_exported)))
-    reason, exit_code = (f"{stop[0]}; {fault}", 1) if fault else stop
-    why = {"step": step, "reason": reason}
+    end_saves(run, saving)
+    lost, (reason, exit_code) = run["faults"], stop
+    why = {"step": step, "reason": "; ".join([reason, *lost.values()])}
     run["emit"]("stop", why)
     if is_main():
         Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True)
-    rest = {"exit_code": exit_code, "wall_s": clock["at"] - clock["from"],
-            "time_s": {what: clock[what] for what in SPENT}}
-    kept = {k: v for k, v in latest.items() if k not in ("finite", "eval_s")}
-    if kept.get("val_step") == step:
-        del kept["val_step"]
-    saved = None if lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")
-    return run["emit"]("end", kept | why | rest | {"checkpoint": saved}) | {
-        "state": state, "mesh": run["mesh"]}
+    left_out = ("finite", "eval_s", *["val_step"] * (latest.get("val_step") == step))
+    row = {name: x for name, x in latest.items() if name not in left_out} | why | {
+        "exit_code": 1 if lost else exit_code, "wall_s": clock["at"] - clock["from"],
+        "time_s": {what: clock[what] for what in SPENT},
+        "checkpoint": None if "save" in lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")}
+    return run["emit"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
 def call(hooks, event, value):
@@ -690,8 +632,7 @@ def call(hooks, event, value):
     for hook in hooks:
         try:
             new = hook(event, value)
-            keys = new.keys() if isinstance(new, dict) else ()
-            if new is not None and isinstance(value, dict) and (lost := {*value} - {*keys}):
+            if new is not None and isinstance(value, dict) and (lost := value.keys() - {*new}):
                 raise TypeError(f"what it returns has no {', '.join(sorted(lost))}; return None, "
                                 "or all of the value: value | {...}")
         except Exception as e:
@@ -724,6 +665,8 @@ def jsonl(cfg):
     """
     path, file = Path(cfg.out_dir) / "metrics.jsonl", None
 
+    def as_list(x): return np.asarray(x).tolist()
+
     def observe(event, row):
         nonlocal file
         if event == "start":
@@ -734,16 +677,11 @@ def jsonl(cfg):
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json.dumps({"event": event} | row, default=plain) + "\n")
+                file.write(json.dumps({"event": event} | row, default=as_list) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
-
-
-def plain(x):
-    """What JSON can say of an array or a number of NumPy or JAX."""
-    return np.asarray(x).tolist()
 
 
 def read_log(out_dir):
@@ -770,12 +708,15 @@ def in_words(row, names, between="  "):
 def screen(cfg):
     """A progress bar; where there is no terminal, plain lines."""
     bar, unit = tqdm(disable=True), ""
+    others = {"reload": "{names} loaded again", "out_of_data": "waiting for data",
+              "export": "exported to {cfg.export}"}
 
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
-            show_start(row)
-            unit = row["unit"]
+            total, unit = row["memory_bytes_per_device"]["total"] / 2**20, row["unit"]
+            say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
+                f"{row['origin']}, at step {row['step']}")
             bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
         elif event == "step":
@@ -784,8 +725,8 @@ def screen(cfg):
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
             bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                wait_ms = 1000 * row["data_wait_s"]
-                say(f"{in_words(row, 'step loss lr')}  {rate}  data wait {wait_ms:.1f} ms")
+                say(f"{in_words(row, 'step loss lr')}  {rate}  "
+                    f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
             own = [x for x in row if x.startswith("val_") and x not in QUIET and "/" not in x]
             say(in_words(row, " ".join(["step", "val_loss", *own])))
@@ -793,12 +734,8 @@ def screen(cfg):
                 say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
             show_texts(row["texts"])
-        elif event == "reload":
-            say(f"{in_words(row, 'step')}  loaded again: {', '.join(row['names'])}")
-        elif event == "out_of_data":
-            say(f"{in_words(row, 'step')}  waiting for data")
-        elif event == "export":
-            say(f"{in_words(row, 'step')}  exported to {cfg.export}")
+        elif event in others:
+            say(f"{in_words(row, 'step')}  {others[event].format(cfg=cfg, **row)}")
         if "fault" in row:
             say(in_words(row, "step fault"))
         if event in ("end", "error"):
@@ -809,17 +746,10 @@ def screen(cfg):
     return observe
 
 
-def show_start(row):
-    device, total = jax.devices()[0], row["memory_bytes_per_device"]["total"] / 2**20
-    known = device.platform == "cpu" or steplib.peaks(device.device_kind)[0]
-    if "flops_formula" in row and not known:
-        say(f"no peak rate is known for {row['devices']}: metrics have TFLOP/s, and no MFU")
-    say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
-        f"{row['origin']}, at step {row['step']}")
-
-
 def show_end(cfg, row):
-    show_time(row["time_s"])
+    total = sum(row["time_s"].values())  # of all starts
+    say("".join(f"{what:>8}" for what in row["time_s"]) + "  all starts")
+    say("".join(f"{s / total:8.1%}" for s in row["time_s"].values()) + f"  {total:,.0f} s")
     say(", ".join(filter(None, (
         f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
         "loss" in row and f"training {in_words(row, 'loss')}"))))
@@ -830,13 +760,6 @@ def show_end(cfg, row):
         flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
         say(f"the same command{flag} goes on from here{limit}")
-
-
-def show_time(time_s):
-    """Print the shares of wall time of all starts."""
-    total = sum(time_s.values())
-    say("".join(f"{what:>8}" for what in time_s) + "  all starts")
-    say("".join(f"{spent_s / total:8.1%}" for spent_s in time_s.values()) + f"  {total:,.0f} s")
 
 
 def show_texts(texts):
@@ -887,11 +810,10 @@ def plot(cfg):
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
             for name, label in lines.items():
-                points = [(row["step"], row[name]) for row in rows if name in row
-                          and row["event"] == ("eval" if label == "held-out" else "log")]
-                steps, values = zip(*points, strict=True) if points else ((), ())
-                axes.plot(steps, values, "o-" if label == "held-out" else "-", label=label,
-                          linewidth=1.2, markersize=4)
+                event, style = ("eval", "o-") if label == "held-out" else ("log", "-")
+                points = [(row["step"], row[name]) for row in rows
+                          if row["event"] == event and name in row]
+                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=label, markersize=4)
             axes.set_title(title, loc="left", fontsize=10)
             axes.grid(alpha=0.3)
         figure.axes[0].legend()
@@ -917,7 +839,7 @@ def wandb(cfg):
                              settings={"console": "off"})
             run.define_metric("*", step_metric="step")
         elif run and event in ("log", "eval", "end"):
-            run.log({name: x for name, x in row.items() if isinstance(x, (int, float))})
+            run.log(numbers(row))
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))
 
@@ -937,8 +859,7 @@ def tensorboard(cfg):
             log = SessionLog(status=SessionLog.START)
             writer.add_event(Event(session_log=log, wall_time=now, step=step + 1))
         elif event in ("log", "eval", "end"):
-            values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()
-                      if isinstance(x, (int, float)) and name != "step"]
+            values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers(row).items()]
             writer.add_event(Event(summary=Summary(value=values), wall_time=now, step=step))
         if event in ("end", "error"):
             writer.close()
@@ -1002,20 +923,18 @@ def headline(run):
             f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
 
 
-def describe(run, meta):
+def describe(run, meta, sources):
     """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint it
-    goes on from, or {}.
+    goes on from, or {}. sources: of its parameters.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
     versions = {name: importlib.metadata.version(name)
                 for name in "jax jaxlib numpy optax tensorstore".split()}
     row = {"devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-           "processes": jax.process_count(), "dtype": cfg.dtype, "attention": cfg.attention,
+           "processes": jax.process_count(), "unit": unit, f"{unit}s_per_step": size(cfg),
            "n_params": sum(math.prod(row["shape"]) for row in run["table"].values()),
-           "unit": unit, f"{unit}s_per_step": size(cfg),
            "memory_bytes_per_device": run["programs"]["memory"],
-           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape),
-           "sources": run["sources"] or meta.get("sources", []),
+           "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape), "sources": sources,
            "run_id": meta.get("run_id", os.urandom(4).hex()),
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
@@ -1029,9 +948,8 @@ def rates(run, step, clock, means):
     where the device's peak rate is not known.
     """
     cfg, (unit, size) = run["cfg"], run["task"]["unit"]
-    now = step, clock["step"], clock["data"]
-    n, step_s, data_s = (new - old for new, old in zip(now, clock["logged"], strict=True))
-    clock["logged"] = now
+    old, clock["logged"] = clock["logged"], (step, clock["step"], clock["data"])
+    n, step_s, data_s = np.subtract(clock["logged"], old).tolist()
     per_s = n * size(cfg) / (step_s + data_s)
     memory = jax.local_devices()[0].memory_stats()  # None on a CPU: then what the process held
     row = {
@@ -1049,8 +967,8 @@ def rates(run, step, clock, means):
         peak = steplib.peaks(jax.devices()[0].device_kind)[0]  # TFLOP/s of a device
         scale = per_s / jax.device_count() / 1e12
         row |= {"model_tflops_per_device": flops * scale,
-                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
                 "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
+                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
                 "hfu": peak and (flops + recomputed) * scale / peak}
     return row
 
@@ -1064,15 +982,13 @@ def load_hooks(texts):
     found, hooks = {}, []
     for text in texts:
         path, _, name = text.rpartition(":")
-        if not Path(path).is_file():
-            raise ValueError(f"hooks {text!r}: must be file.py:function, and there is no file "
-                             f"{path!r}")
         if path not in found:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
-            found[path] = runpy.run_path(path)
-        hooks.append(found[path].get(name))
-        if not callable(hooks[-1]):
-            raise ValueError(f"hooks {text!r}: {path} has no function {name}")
+            found[path] = runpy.run_path(path) if Path(path).is_file() else {}
+        if not callable(found[path].get(name)):
+            raise ValueError(f"hooks {text!r}: must be file.py:function; there is no such file, or "
+                             "no such function in it")
+        hooks.append(found[path][name])
     return hooks
 
 
@@ -1094,21 +1010,19 @@ def keep_programs(cfg):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+@contextlib.contextmanager
 def lock_folders(cfg):
-    """Make out_dir, and ckpt_dir on this machine, fit to write to; what to hold open so that no
-    other run writes to them.
+    """Make out_dir, and ckpt_dir on this machine, fit to write to, and keep other runs from writing
+    to them. Process 0 does it for all.
     """
-    if not is_main():
-        return contextlib.nullcontext()
-    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg)))
+    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg))) if is_main() else ()
     folders = {os.path.realpath(path): f"{name} {path!r}" for name, path in paths
                if "://" not in path}
     with contextlib.ExitStack() as locks:
         for folder, where in folders.items():
             try:
                 os.makedirs(folder, exist_ok=True)
-                lock = open(os.path.join(folder, ".lock"), "w")  # noqa: SIM115 closed by the caller
-                locks.enter_context(lock)
+                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "w"))
                 # The system releases it when the process ends, however that is.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -1119,9 +1033,14 @@ def lock_folders(cfg):
                                      ) from None
                 say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
                     "write to it")
-        for root in (ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")):
+        for root in roots(cfg) if is_main() else ():
             ckpt.clean(root, say)
-        return locks.pop_all()
+        yield
+
+
+def roots(cfg):
+    """Where the checkpoints of a run are, and those of its parameters alone."""
+    return ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")
 
 
 def ckpt_root(cfg):
@@ -1130,21 +1049,14 @@ def ckpt_root(cfg):
 
 def root_of(out_dir):
     """Where the run that left its config.json in out_dir keeps its checkpoints."""
-    path, elsewhere = Path(out_dir, "config.json"), ""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        elsewhere = json.loads(path.read_bytes()).get("ckpt_dir", "")
-    return elsewhere or ckpt.below(out_dir, "ckpt")
+    return read_json(Path(out_dir, "config.json")).get("ckpt_dir") or ckpt.below(out_dir, "ckpt")
 
 
-def newest_meta(root, needed_for=""):
-    """(step, meta) of the newest checkpoint of a root; (None, {}) for none, which is a ValueError
-    when one is needed.
-    """
+def newest_meta(root, needed_for):
+    """(step, meta) of the newest checkpoint of a root. Raises ValueError when there is none."""
     saved, meta = ckpt.newest_meta(root)
-    if needed_for and not meta:
+    if not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
-    if meta and not {"config", "data"} <= meta.keys():
-        raise ValueError(f"{root} holds checkpoints that no run of this kind wrote; name another")
     return saved, meta
 
 
@@ -1156,140 +1068,105 @@ def find_start(cfg, given=False):
     """
     if cfg.resume == "overwrite":
         return None, {}
-    before = ckpt.from_main(lambda: root_of(cfg.out_dir))
-    same = {os.path.realpath(ckpt.below(root, "")) for root in (before, ckpt_root(cfg))}
-    if len(same) > 1 and newest_meta(before)[1]:
+    root, before = ckpt_root(cfg), ckpt.from_main(lambda: root_of(cfg.out_dir))
+    if os.path.realpath(before) != os.path.realpath(root) and ckpt.newest_meta(before)[1]:
         raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
-    saved, meta = newest_meta(ckpt_root(cfg), "resume must" if cfg.resume == "must" else "")
+    saved, meta = (newest_meta(root, "resume must") if cfg.resume == "must" else
+                   ckpt.newest_meta(root))
     if meta and (given or cfg.resume == "never"):
-        also = ", and a state or parameters to start from were given" if given else ""
-        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}{also}; "
-                         "choose another --out_dir, or delete it with --resume overwrite")
+        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}, with "
+                         "which this start would not go on; choose another --out_dir, or delete "
+                         "it with --resume overwrite")
     return saved, meta
 
 
 def choose_start(run, state, params, meta):
-    """(origin in words, programs -> first state): given state, given parameters, own checkpoint of
-    `meta`, init_from, fresh; the first that there is. What an own checkpoint left out is as the
-    run's first start had it.
+    """(origin in words, sources of parameters in words, programs -> first state): given state,
+    given parameters, own checkpoint of `meta`, init_from, fresh; the first that there is. What an
+    own checkpoint left out is as the run's first start had it.
 
     Raises ValueError when a checkpoint is of another config, other data or another model.
     """
     cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
     if state is not None:
-        return "the given state", lambda programs: jax.device_put(
+        return "the given state", [], lambda programs: jax.device_put(
             state, jax.tree.map(lambda x: x.sharding, programs["state"]))
     if params is not None:
-        return "the given parameters", lambda programs: programs["from_params"](key, params={
+        return "the given parameters", [], lambda programs: programs["from_params"](key, params={
             name: jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
             for name, x in params.items() for like in (programs["state"]["params"][name],)})
-    left_out = set()
     if meta:
-        then, now = meta["data"]["fingerprint"], run["train"]["fingerprint"]
         config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
-        if then != now and "data" not in cfg.allow_change:
-            raise ValueError(f"the data changed since {cfg.out_dir} was saved: {then} then, {now} "
-                             "now; bring it back, or go on with --allow_change data")
-        left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
-    sources = open_sources(run) if left_out or not meta else []
-    chosen = choose_parameters(run, sources, left_out) if left_out or not meta else {}
+    missing, sources = find_parameters(run, meta)
+    told = [source.get("about", source["path"]) for source in sources]
+    if meta:
+        then = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
+        now = {"data": run["train"]["fingerprint"]} | ({"init_from": told} if missing else {})
+        config.raise_all([f"{name} was {then[name]}, is {now[name]}: bring it back, or go on with "
+                          f"--allow_change {name}" for name in now
+                          if then[name] != now[name] and name not in cfg.allow_change],
+                         f"{cfg.out_dir} holds a run from other data or parameters")
 
-    def first(programs):
-        if not chosen:
-            return programs["init"](key)
-        like = programs["state"]["params"]
-        return programs["from_params"](key, params=load_parameters(sources, chosen, like))
+    def first_state(programs):
+        first, like = {}, programs["state"]
+        if missing:
+            loaded = load_parameters(sources, like["params"])
+            first = programs["from_params"](key, params=loaded) if loaded else programs["init"](key)
+        return load_own(cfg, like, missing, first)[1] if meta else first
 
-    run["sources"] = [source.get("about", source["path"]) for source in sources]
-    if left_out and meta.get("sources") != run["sources"] and "init_from" not in cfg.allow_change:
-        raise ValueError(f"init_from changed since {cfg.out_dir} was saved without "
-                         f"{', '.join(sorted(left_out))}: {meta.get('sources')} then, "
-                         f"{run['sources']} now (on purpose: --allow_change init_from)")
-    paths = ", ".join(source["path"] for source in sources)
-    origin = f"the parameters of {paths}" if chosen else "a fresh initialization"
-    if not meta:
-        return origin, first
-    also = f", and {len(left_out)} parameters that it left out from {origin}" if left_out else ""
-    return "its own checkpoint" + also, lambda programs: load_state(
-        cfg, programs["state"], left_out, first(programs) if left_out else None)
+    origin = "its own checkpoint" if meta else ", ".join(told) or "a fresh initialization"
+    return origin, told or meta.get("sources", []), first_state
 
 
-def load_saved(run, like, meta):
-    """(step, parameters) of the newest sound checkpoint of the run, with what it left out from
-    where the run began. like: {name: shape with sharding}.
+def find_parameters(run, meta):
+    """(names of the parameters that the own checkpoint of `meta` left out, without one of all; the
+    sources of init_from, if there are such names). Prints what comes from where.
     """
-    left_out = model.matching("leave_out", meta["config"].get("leave_out", ()), run["table"])
-    sources = open_sources(run) if left_out else []
-    chosen = choose_parameters(run, sources, left_out) if left_out else {}
-    loaded = load_parameters(sources, chosen, like)
-    if lost := sorted(left_out - loaded.keys()):
-        raise ValueError(f"leave_out: {', '.join(lost)} is in no checkpoint and in no source of "
-                         "init_from")
-    wanted = {"params": {name: x for name, x in like.items() if name not in left_out}}
-    root, config_file = ckpt_root(run["cfg"]), f"{run['cfg'].out_dir}/config.json"
-    step, saved = load_checkpoint(root, wanted, config_file)
-    return step, {name: (loaded | saved["params"])[name] for name in like}
+    table, left_out = run["table"], meta["config"].get("leave_out", ()) if meta else ("*",)
+    if not (missing := model.matching("leave_out", left_out, table)):
+        return missing, []
+    sources = open_sources(run, missing)
+    given = [(source["path"], source["take"].values()) for source in sources]
+    fresh = [name for name in table if name in missing.difference(*(names for _, names in given))]
+    for path, names in (*given, ("a fresh initialization", fresh)):
+        which = f": {', '.join(names)}" if len(names) < len(table) else ""
+        if names and (sources or meta):
+            say(f"{len(names)} of {len(table)} parameters from {path}{which}")
+    return missing, sources
 
 
-def load_state(cfg, like, left_out, first):
-    """The state of the newest sound checkpoint, with what it left out from the state `first`."""
+def load_parameters(sources, like):
+    """{name: array} of what is taken from each source. like: {name: shape with sharding}."""
+    loaded = {}
+    for source in sources:
+        arrays = source["read"]({there: like[name] for there, name in source["take"].items()})
+        loaded |= {source["take"][there]: x for there, x in arrays.items()}
+    return loaded
+
+
+def load_own(cfg, like, left_out, first):
+    """(step, tree) of the newest sound checkpoint of the run, in shapes and shardings of `like`;
+    what it left out, with its moments, is taken from the tree `first`.
+    """
     wanted, treedef = ckpt.flatten(like)
-    saved = {name: x for name, x in wanted.items() if name.split("/")[-1] not in left_out}
-    _, loaded = load_checkpoint(ckpt_root(cfg), saved, f"{cfg.out_dir}/config.json", True)
-    loaded = ckpt.flatten(first)[0] | loaded
-    return jax.tree.unflatten(treedef, [loaded[name] for name in wanted])
+    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
+    try:
+        step, own = ckpt.restore_newest(ckpt_root(cfg), saved, say)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: start from --config {cfg.out_dir}/config.json") from None
+    whole = ckpt.flatten(first)[0] | own
+    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
 
 
-def open_sources(run):
-    """The sources of cfg.init_from with "names", what there is, and "read", {name there: like} ->
-    {name there: array}.
+def open_sources(run, wanted=None):
+    """The sources of cfg.init_from, each with "take": {name there: name here} of what is loaded
+    from it; where several have a parameter, the last. wanted: names here; None: all.
 
-    Raises ValueError when one holds no parameters, or its model is another one.
-    """
-    cfg, task = run["cfg"], run["task"]
-    sources = [ckpt.parse_source(text) for text in cfg.init_from]
-    for i, source in enumerate(sources):
-        if weights := task["weights"](source["path"], cfg):
-            sources[i] |= weights
-            continue
-        if "://" not in source["path"] and not Path(source["path"]).is_dir():
-            raise ValueError(f"init_from {source['path']}: no such folder; nothing is downloaded")
-        root = ckpt.from_main(partial(root_of, source["path"]))
-        step, meta = ckpt.newest_meta(root)
-        if not meta:
-            of_run, root = root, source["path"]
-            step, meta = ckpt.newest_meta(root)
-        if not meta:
-            raise ValueError(f"init_from {source['path']}: holds no checkpoint and no weights, nor "
-                             f"does {of_run}; must be a run's --out_dir, a folder of checkpoints "
-                             "or one of Hugging Face's")
-        names = {name.removeprefix("params/"): layout["shape"]
-                 for name, layout in meta["arrays"].items() if name.startswith("params/")}
-        then = meta.get("config", {})
-        faults = [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
-                  f"--allow_change {name})" for name in config.FORWARD
-                  if source["strict"] and name not in cfg.allow_change
-                  and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]
-        sources[i] |= {"names": names, "read": partial(read_parameters, root), "faults": faults,
-                       "about": f"{source['path']} at step {step} of run {meta.get('run_id')}"}
-    return sources
-
-
-def read_parameters(root, like):
-    """The parameters `like` of the newest sound checkpoint of root."""
-    wanted = {f"params/{name}": x for name, x in like.items()}
-    loaded = load_checkpoint(root, wanted, "its own config.json")[1]
-    return {name: loaded[f"params/{name}"] for name in like}
-
-
-def choose_parameters(run, sources, left_out=()):
-    """What ckpt.choose says of these sources; printed as a table, on a resume only of what the
-    checkpoint left out. Raises ValueError for parameters of this model that no source has, though
-    no pattern left them out.
+    Raises ValueError for parameters that no source has, though no pattern left them out.
     """
     cfg, table = run["cfg"], run["table"]
-    told = [name for name in table if name in left_out or not left_out]
+    sources = [open_source(run, ckpt.parse_source(text)) for text in cfg.init_from]
     there = {name for source in sources for name in source["names"]}
     expected = run["task"]["init_names"](cfg, table, there)
     chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
@@ -1298,25 +1175,39 @@ def choose_parameters(run, sources, left_out=()):
     config.raise_all([f"{name} is not there" for name in table
                       if whole and name in expected and name not in chosen],
                      f"init_from {', '.join(cfg.init_from)}")
-    for i, source in enumerate((*sources, {"path": "a fresh initialization"}) if sources else ()):
-        names = [name for name in told if chosen.get(name, (len(sources),))[0] == i]
-        if names:
-            count = "all" if len(names) == len(table) else f"{len(names)} of"
-            which = f": {', '.join(names)}" if len(names) < len(table) else ""
-            say(textwrap.fill(f"{count} {len(table)} parameters from {source['path']}{which}", 100,
-                              subsequent_indent="    ", break_on_hyphens=False))
-    return chosen
-
-
-def load_parameters(sources, chosen, like):
-    """{name: array} of what was chosen. like: {name: shape with sharding}."""
-    loaded = {}
+    taken = [(name, *chosen[name]) for name in table if name in chosen.keys() & (wanted or table)]
     for i, source in enumerate(sources):
-        names = {there: name for name, (at, there) in chosen.items() if at == i}
-        if names:
-            arrays = source["read"]({there: like[name] for there, name in names.items()})
-            loaded |= {name: arrays[there] for there, name in names.items()}
-    return loaded
+        source["take"] = {there: name for name, at, there in taken if at == i}
+    return sources
+
+
+def open_source(run, source):
+    """A source of cfg.init_from with "names", what there is, and "read", {name there: like} ->
+    {name there: array}.
+
+    Raises ValueError when it holds no parameters.
+    """
+    cfg, path = run["cfg"], source["path"]
+    if weights := run["task"]["weights"](path, cfg):
+        return source | weights
+    for root in ckpt.from_main(lambda: (root_of(path), path)):
+        step, meta = ckpt.newest_meta(root)
+        if meta:
+            break
+    else:
+        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
+                         "downloaded")
+    then = meta.get("config", {})
+    return source | {
+        "names": {name.removeprefix("params/"): layout["shape"]
+                  for name, layout in meta["arrays"].items() if name.startswith("params/")},
+        "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
+        "about": f"{path} at step {step} of run {meta.get('run_id')}",
+        "faults": [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
+                   f"--allow_change {name})" for name in config.FORWARD
+                   if source["strict"] and name not in cfg.allow_change
+                   and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]}
 
 
 # Weights in Hugging Face's format.
@@ -1324,12 +1215,11 @@ def load_parameters(sources, chosen, like):
 def read_json(path):
     """The object in a JSON file, or {} where there is no such file. Raises ValueError."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        return json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as e:
         raise ValueError(f"{path}: cannot be read: {e}") from None
-    return found if isinstance(found, dict) else {}
 
 
 def hf_config(path):
@@ -1379,14 +1269,13 @@ def export_hf(cfg, params):
     Raises ValueError when no family of theirs is of this form, or the folder is not an export's.
     """
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
-    out, partial_out = Path(cfg.export), Path(f"{cfg.export}.partial")
+    out, new = Path(cfg.export), Path(f"{cfg.export}.partial")
     mine = {"out_dir": os.path.abspath(cfg.out_dir)}
-    taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
-    if taken and mine != read_json(out / "sixfile.json"):
+    if (out.is_file() or any(out.glob("*"))) and mine != read_json(out / "sixfile.json"):
         raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
                          "another")
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
-    base = next((path for path in paths if hf_config(path)), None)
+    base = next(filter(hf_config, paths), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, apart)
@@ -1394,41 +1283,37 @@ def export_hf(cfg, params):
         return
     if not apart:
         params, tokenizer = model.merge_lora(params, cfg), data.make_tokenizer(cfg.tokenizer)
-        theirs = hf_config(base) if base else {}
         about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
                   "eos_token_id": tokenizer["end"]}
+        theirs = hf_config(base) if base else {}
         about |= {name: theirs[name] for name in KEPT if name in theirs}
-    texts = {"adapter_config.json" if apart else "config.json": about, "sixfile.json": mine}
-    tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
-    try:  # every process takes all tensors, whatever the disk of process 0 does
-        if is_main():
-            shutil.rmtree(partial_out, ignore_errors=True)
-            partial_out.mkdir(parents=True)
-        ckpt.write_safetensors(partial_out, tensors, "adapter_model" if apart else "model")
-        fault = ""
-    except OSError as e:
-        fault = str(e)
-        deque(tensors, maxlen=0)
-    ckpt.from_main(lambda: complete_export(cfg, partial_out, texts, fault))
-
-
-def complete_export(cfg, folder, texts, fault):
-    """Write the JSON files of an export, copy the tokenizer's, and give it its name."""
-    tokenizer = Path(cfg.tokenizer)
+    tensors, fault = ckpt.each_tensor(params, pieces, cfg.export_dtype), None
     try:
-        if fault:
-            raise OSError(fault)
-        for name, text in texts.items():
-            (folder / name).write_text(json.dumps(text, indent=1))
-        for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
-            shutil.copy(file, folder)
-        if tokenizer.is_file():
-            shutil.copy(tokenizer, folder / "tokenizer.json")
-        shutil.rmtree(cfg.export, ignore_errors=True)
-        os.rename(folder, cfg.export)
+        if is_main():
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            (new / "sixfile.json").write_text(json.dumps(mine))
+            name = "adapter_config.json" if apart else "config.json"
+            (new / name).write_text(json.dumps(about, indent=1))
+            copy_tokenizer(cfg, new)
+        ckpt.write_safetensors(new, tensors, "adapter_model" if apart else "model")
+        if is_main():
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
     except OSError as e:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise ValueError(f"export {cfg.export}: could not be written: {e}") from None
+        deque(tensors, maxlen=0)  # the other processes wait for this one at each tensor
+        fault = str(e)
+        shutil.rmtree(new, ignore_errors=True)
+    ckpt.from_main(lambda: config.raise_all([fault], f"export {cfg.export}: could not be written"))
+
+
+def copy_tokenizer(cfg, folder):
+    """Copy the files of a Hugging Face tokenizer."""
+    tokenizer = Path(cfg.tokenizer)
+    for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
+        shutil.copy(file, folder)
+    if tokenizer.is_file():
+        shutil.copy(tokenizer, folder / "tokenizer.json")
     if not tokenizer.exists():
         say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging Face's")
 
@@ -1438,23 +1323,13 @@ def reload(run, state, step):
     cannot be read is told, and training goes on.
     """
     try:
-        sources = open_sources(run)
-        chosen = ckpt.choose(sources, {name: row["shape"] for name, row in run["table"].items()})
-        dynamic = {name: row for name, row in chosen.items() if sources[row[0]]["dynamic"]}
-        params = load_parameters(sources, dynamic, run["programs"]["state"]["params"])
+        dynamic = [source for source in open_sources(run) if source["dynamic"]]
+        params = load_parameters(dynamic, run["programs"]["state"]["params"])
     except ValueError as e:
         run["emit"]("fault", {"step": step, "fault": str(e)})
         return state
     run["emit"]("reload", {"step": step, "names": sorted(params)})
     return state | {"params": state["params"] | params}
-
-
-def load_checkpoint(root, like, config_file, set_aside=False):
-    """(step, tree) of the newest sound checkpoint of root."""
-    try:
-        return ckpt.restore_newest(root, like, say, set_aside)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {config_file}") from None
 
 
 def begin_out_dir(cfg):
@@ -1463,7 +1338,7 @@ def begin_out_dir(cfg):
         return
     out = Path(cfg.out_dir)
     if cfg.resume == "overwrite":
-        for root in (ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")):
+        for root in roots(cfg):
             ckpt.delete_all(root, say)
         for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
             (out / name).unlink(missing_ok=True)
@@ -1480,10 +1355,8 @@ def is_finished(cfg, step):
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    past = f"past --steps {cfg.steps}" if step > cfg.steps else "the last"
-    say(f"{cfg.out_dir} is finished, at step {step}, {past}. To go further: {further}. To start "
-        "afresh: --resume overwrite, or another --out_dir."
-        + (" To export it: --mode export." if cfg.export else ""))
+    say(f"{cfg.out_dir} is finished, at step {step}. To go further: {further}. To start afresh: "
+        "--resume overwrite, or another --out_dir. To export it: --mode export.")
     return True
 
 
@@ -1507,7 +1380,7 @@ def plan(cfg, task=TEXT, hooks=()):
 
 def estimate(run, measure=False):
     """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
-    device by kind, "compiled", "compile_s"}, or "fault" in words. measure: as in explain_memory.
+    device by kind, "compiled"}, or "fault" in words. measure: as in explain_memory.
     """
     cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}}
     if run["task"]["flops"]:
@@ -1515,11 +1388,9 @@ def estimate(run, measure=False):
         n = run["task"]["unit"][1](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     state, lowered, _ = steplib.lower_steps(*program_parts(run))
-    began = time.perf_counter()
     try:
         with explain_memory(run, measure):
-            cost["compiled"] = steplib.compile_lowered(lowered["train_step"]())
-            cost["compile_s"] = time.perf_counter() - began
+            cost["compiled"] = lowered["train_step"]().compile()
             cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
             steplib.check_fits(cost["memory"], mesh)
     except ValueError as e:
@@ -1534,8 +1405,8 @@ def show_estimate(run, cost):
     for kind, n_bytes in cost["memory"].items():
         say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
     limit = steplib.memory_limit(run["mesh"])
-    say(cost.get("fault") or f"compiled in {cost['compile_s']:.0f} s; "
-        + (f"fits in {limit / 2**30:,.4g} GiB" if limit else "this device's memory is not known"))
+    say(cost.get("fault") or (f"fits in {limit / 2**30:,.4g} GiB" if limit else
+                              "whether it fits is not known, as this device's memory is not"))
 
 
 @contextlib.contextmanager
@@ -1548,9 +1419,10 @@ def explain_memory(run, measure=True):
     except (MemoryError, jax.errors.JaxRuntimeError) as e:
         if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        fault, remedy = (*map(str, e.args), "")[:2]
-        raise ValueError(f"does not fit: {fault.splitlines()[0]}; to change: "
-                         f"{remedy or savings(run, measure)}") from None
+        fault, remedy, *_ = *map(str, e.args), "", ""
+        fault = fault.partition("\n")[0]
+        raise ValueError(f"does not fit: {fault}; to change: {remedy or savings(run, measure)}"
+                         ) from None
 
 
 def savings(run, measure):
@@ -1560,15 +1432,12 @@ def savings(run, measure):
     if measure:
         say("out of memory: compiling what would need less ...")
     for flag in ("", *flags) if measure else ():
-        changed = dataclasses.replace(cfg, epochs=0.0)  # steps is worked out
-        if flag:
-            name, value = flag.removeprefix("--").split()
-            changed = dataclasses.replace(changed, **{name: type(getattr(cfg, name))(value)})
-        with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
-            state, lowered, _ = steplib.lower_steps(*program_parts(
-                prepare(changed, run["task"], mesh.devices.flatten().tolist())))
-            compiled = steplib.compile_lowered(lowered["train_step"]())
-            needs[flag] = steplib.memory_by_kind(state, compiled)["total"] / 2**30
+        name, value = (flag or "--epochs 0").removeprefix("--").split()
+        changes = {"epochs": 0.0, name: type(getattr(cfg, name))(value)}  # steps is worked out
+        changed = dataclasses.replace(cfg, **changes)
+        with contextlib.suppress(ValueError):  # of a change that is not legal
+            cost = estimate(prepare(changed, run["task"], [*mesh.devices.flat]))
+            needs[flag] = cost["memory"].get("total", math.inf) / 2**30
     words = [f"{flag} ({needs[flag]:,.4g} GiB)" for flag in sorted(needs, key=needs.get)
              if needs[flag] < 0.99 * needs.get("", math.inf)]
     return ", ".join([*(words or flags), "more devices along tp or sp"])
@@ -1580,7 +1449,7 @@ def run_saved(cfg, task, hooks):
     """Evaluate, sample or export the newest checkpoint of cfg.out_dir, as cfg.mode says; the
     summary. Of hooks, those that replace the loss have an effect.
     """
-    meta = newest_meta(ckpt_root(cfg), needed_for=f"mode {cfg.mode}")[1]
+    meta = newest_meta(ckpt_root(cfg), f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
     if cfg.mode == "sample" and not task["preview"]:
@@ -1590,7 +1459,9 @@ def run_saved(cfg, task, hooks):
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, lowered, _ = steplib.lower_steps(*program_parts(run))
-    step, params = load_saved(run, like["params"], meta)
+    others = load_parameters(find_parameters(run, meta)[1], like["params"])
+    step, saved = load_own(cfg, {"params": like["params"]}, others, {"params": others})
+    params = saved["params"]
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], lowered["eval_step"]().compile(), params)
@@ -1611,36 +1482,25 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
     """A list that gets the name of the first such signal, and an Event to set once there is
     something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
 
-    A thread reads them, since Python runs no handler while the main thread is inside a compilation.
-    Before the loop it also ends the process when the main thread, busy outside Python, has not
-    left after 3 s. Two within a second count as one: `timeout` sends two.
+    A thread reads them, since Python runs no handler while the main thread is inside a step. Two
+    within a second count as one: `timeout` sends two.
     """
-    caught, in_loop, left = [], threading.Event(), threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught, in_loop
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    caught, in_loop = [], threading.Event()
 
-    def watch():
+    def watch(reader):
         noted = 0.0
         while number := os.read(reader, 1):
-            if number[0] not in numbers:
-                continue
-            name, now = signal.Signals(number[0]).name, time.monotonic()
-            if caught and now - noted > 1:
+            name = signal.Signals(number[0]).name
+            if number[0] in numbers and caught and time.monotonic() - noted > 1:
                 os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
-            if caught:
+            if number[0] not in numbers or caught:
                 continue
-            noted = now
+            noted = time.monotonic()
             caught.append(name)
             if in_loop.is_set():
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                          .encode())
-            elif not left.wait(3) and not in_loop.is_set():
-                os.write(2, f"\n{name}: ended; nothing was changed\n".encode())
-                os._exit(0)
         os.close(reader)
 
     def handle(number, frame):
@@ -1648,12 +1508,15 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     with contextlib.ExitStack() as undo:
-        undo.callback(left.set)
-        undo.callback(os.close, writer)
-        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-        for number in numbers:
-            undo.callback(signal.signal, number, signal.signal(number, handle))
-        threading.Thread(target=watch, daemon=True).start()
+        if threading.current_thread() is threading.main_thread():  # no other may catch signals
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            undo.callback(os.close, writer)
+            threading.Thread(target=watch, args=[reader], daemon=True).start()
+            old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            undo.callback(signal.set_wakeup_fd, old)
+            for number in numbers:
+                undo.callback(signal.signal, number, signal.signal(number, handle))
         yield caught, in_loop
 
 
@@ -1670,9 +1533,8 @@ def ask(run, step, asked, signals, clock):
     several = jax.process_count() > 1
     if several and (step % (run["cfg"].log_every or 10) or step == asked["step"]):
         return asked
-    number = signal.Signals[signals[0]].value if signals else 0
+    wishes, number = run["wishes"], signal.Signals[signals[0]].value if signals else 0
     file = os.path.exists(f"{run['cfg'].out_dir}/stop")
-    wishes = run["wishes"]
     found = time.perf_counter() - clock["from"], file, number, len(wishes)
     if several:
         found = multihost_utils.process_allgather(np.float32(found)).max(axis=0).tolist()
@@ -1681,6 +1543,14 @@ def ask(run, step, asked, signals, clock):
     second, file, number, _ = found
     return {"step": step, "second": second, "file": bool(file), "wishes": wishes,
             "signal": signal.Signals(int(number)).name if number else None}
+
+
+def why_stop_waiting(run, step, asked, latest, signals, clock):
+    """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
+    """
+    run["beat"](doing="waiting for data", step=step)
+    return jax.process_count() == 1 and why_stop(
+        run, step, ask(run, None, asked, signals, clock), latest)
 
 
 # Other processes.
@@ -1692,12 +1562,10 @@ def join_processes(cfg):
     if not cfg.coordinator:
         return
     config.validate(cfg, None)
-    if cfg.coordinator == "auto":
-        jax.distributed.initialize()
-    else:
-        print(f"process {cfg.process_id} meets the others of {cfg.n_processes} at "
-              f"{cfg.coordinator} ...", file=sys.stderr, flush=True)
-        jax.distributed.initialize(cfg.coordinator, cfg.n_processes, cfg.process_id)
+    auto = cfg.coordinator == "auto"
+    place = () if auto else (cfg.coordinator, cfg.n_processes, cfg.process_id)
+    print(f"meeting the other processes ({cfg.coordinator}) ...", file=sys.stderr, flush=True)
+    jax.distributed.initialize(*place)
     alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
     mine = json.loads(config.to_json(alike))
     others = ckpt.from_main(lambda: mine)
@@ -1718,21 +1586,13 @@ def end_observed(run, observers, error):
     run["beat"](fault=words.splitlines()[0][:500])
 
 
-def end_at_once(observers, words):
-    print(f"process {jax.process_index()} ends: {words}", file=sys.stderr, flush=True)
-    call(observers, "error", {"error": words})
-    time.sleep(3 if is_main() else 0)  # JAX ends the others with it: first let them see why
-    os._exit(1)
-
-
 SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
 
 
-def watch_peers(cfg, end):
-    """beat(**changes), which tells the other processes what this one is "doing" and at which
-    "step"; also "fault", why it ends, or that it is "done". A thread shows that in out_dir/.alive
-    every second, looks at the others, and calls end(words) once one has ended, is silent, or none
-    gets any further.
+def watch_peers(cfg, observers):
+    """beat(**changes), which notes what this process is "doing" and at which "step"; also "fault",
+    why it ends, or that it is "done". A thread shows that in out_dir/.alive every second, looks at
+    the others, and ends this process once another has ended, is silent, or none gets any further.
 
     A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
     """
@@ -1744,33 +1604,37 @@ def watch_peers(cfg, end):
         file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
     except OSError:  # only process 0 needs it
         return lambda **changes: None
-    mine = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "n": 0, "beats": 0}
+    name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})"
+    mine = {"name": name, "start": start, "n": 0, "told": 0}
     signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+
+    def tell():
+        mine["told"] += 1
+        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
+            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
 
     def beat(**changes):
         mine.update({"n": mine["n"] + 1} | changes)
         if {"fault", "done"} & changes.keys():
-            show()
-
-    def show():
-        mine["beats"] += 1
-        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
-            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
+            tell()
 
     def watch():
         while not {"fault", "done"} & mine.keys():
-            show()
+            tell()
+            now = time.monotonic()
             for rank in range(jax.process_count()):
                 with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-                    new, now = json.loads((folder / str(rank)).read_text()), time.monotonic()
+                    new = json.loads((folder / str(rank)).read_text())
                     old, _, moved = signs.get(rank, ({}, 0, 0))
                     if new["start"] == start and new != old:
                         signs[rank] = new, now, moved if new["n"] == old.get("n") else now
             silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
-            if words := peer_fault(signs, time.monotonic(), cfg.peer_timeout_s, silent_s):
-                mine["fault"] = words
-                show()
-                end(words)
+            if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
+                beat(fault=words)
+                print(f"{name} ends: {words}", file=sys.stderr, flush=True)
+                call(observers, "error", {"error": words})
+                time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
+                os._exit(1)
             time.sleep(min(1, silent_s / 3))
 
     threading.Thread(target=watch, daemon=True).start()
@@ -1778,23 +1642,19 @@ def watch_peers(cfg, end):
 
 
 def peer_fault(signs, now, timeout_s, silent_s):
-    """Why to end a run, which process is at fault and how, or None. signs: {rank: (sign of life,
-    when it was heard of, when it last did something)}.
+    """Why to end a run, which process is at fault and how, or None. signs: (sign of life, when it
+    was heard of, when it last did something) of each process.
     """
-    def who(rank):
-        return f"process {rank} (pid {signs[rank][0]['pid']} on {signs[rank][0]['host']})"
-
-    for rank, (sign, heard, _) in signs.items():
+    for sign, heard, _ in signs:
         if "fault" in sign:
-            return f"{who(rank)} has ended: {sign['fault']}"
+            return f"{sign['name']} has ended: {sign['fault']}"
         if now - heard > silent_s and "done" not in sign:
-            return (f"{who(rank)} has given no sign of life for {now - heard:.0f} s: it is dead, "
-                    "stopped or cut off")
-    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs.values()):
-        last = min(signs, key=lambda rank: signs[rank][0]["n"])
-        sign = signs[last][0]
+            return (f"{sign['name']} has given no sign of life for {now - heard:.0f} s: it is "
+                    "dead, stopped or cut off")
+    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs):
+        last = min((sign for sign, *_ in signs), key=lambda sign: sign["n"])
         return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
-                f"{who(last)}, after {sign.get('doing')} at step {sign.get('step')}")
+                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
     return None
 
 
@@ -1822,12 +1682,9 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 def raised_by_us(error):
     """Whether a `raise` statement of the six files raised it, and not, say, `k, v = f()`."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
-    return (module in (__name__, *"config model step data ckpt".split())
-            and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS")
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = (__file__, *(module.__file__ for module in (config, model, steplib, data, ckpt)))
+    return last.filename in ours and last.line.startswith("raise")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 20)  # tracing allocates much, little of it in cycles
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests first: most of them wait for processes, while others use the cores."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish():
     gc.freeze()  # what is imported stays; each full collection would look at all of it
 

@@ -74,7 +74,7 @@ def save_for_ever(root, n, tree, out):
         os.write(out, f"{n}\n".encode())
         n += 1
         ckpt.wait(ckpt.save(root, n // 2, tree(n), keep=2, temporary=n % 5 == 0))
-        ckpt.restore_newest(root, tree(n), set_aside=True)
+        ckpt.restore_newest(root, tree(n))
 
 
 def save_as_one_of_four(root, n, port, rank, out):
@@ -137,13 +137,10 @@ def damage(path, kind, rng):
 
 
 def count_damages(n_damages, seed, root):
-    """Each to one file of three checkpoints: one has another that was set aside beside it, the
-    newest is temporary.
-    """
+    """Each to one file of three checkpoints, of which the newest is temporary."""
     rng, counts, whole, path = random.Random(seed), Counter(), Path(root, "whole"), Path(root, "d")
     for n in (1, 2, 3):
         ckpt.wait(ckpt.save(whole, n, tree_of(n), temporary=n == 3))
-    shutil.copy(whole / "000000001/meta.json", whole / "000000002/damaged.json")
     files = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file())
     for i in range(n_damages):
         shutil.rmtree(path, ignore_errors=True)
@@ -187,7 +184,7 @@ def phase(out, pids, log_before):
     log, folders = out / "metrics.jsonl", sorted(out.glob("ckpt/0*"))
     if not log.exists() or log.stat().st_ino == log_before:
         signs = [path.read_text() for path in out.glob(".alive/*")]
-        watched = all(any(f'"pid": {pid},' in sign for sign in signs) for pid in pids)
+        watched = all(any(f"(pid {pid} on" in sign for sign in signs) for pid in pids)
         return "starting" if watched else "starting, not yet watched"
     torn = [folder for folder in folders if not (folder / "meta.json").exists()]
     return ("saving" if torn[-1] == folders[-1] else "pruning") if torn else "stepping"
@@ -274,9 +271,9 @@ def count_run_kills(n_kills, seed, root):
         counts["runs that ended"] += 1
         equal = (tests.losses(cfg.out_dir) == tests.losses(straight.out_dir)
                  and tests.same(tests.arrays(cfg.out_dir), tests.arrays(straight.out_dir)))
-        damaged = list(Path(cfg.out_dir).rglob("damaged.json"))
+        damaged = ckpt.verify(f"{cfg.out_dir}/ckpt", tell=lambda _: None)
         counts[f"WRONG: {cfg.out_dir} is not equal"] += not equal
-        counts[f"WRONG: set aside: {damaged}"] += bool(damaged)
+        counts[f"WRONG: {damaged}"] += bool(damaged)
         if killed == n_kills:
             break
     for what, found in seconds.items():

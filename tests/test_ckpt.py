@@ -90,7 +90,7 @@ def parts(monkeypatch):
 def test_a_tree_comes_back_to_the_bit_on_any_mesh(tmp_path, shape, n):
     """Saved from 8 devices, restored onto 8, 4 and 1, also without a sharding as NumPy.
 
-    Break: ckpt.py: .write(x, can_reference => .write(0 * x, can_reference
+    Break: ckpt.py: .write(x[part], can_reference => .write(0 * x[part], can_reference
     """
     tree = tree_on((2, 4))
     ckpt.wait(ckpt.save(tmp_path, 7, tree, {"note": "hello"}))
@@ -107,7 +107,7 @@ def test_a_tree_comes_back_to_the_bit_on_any_mesh(tmp_path, shape, n):
 def test_all_dtypes_come_back(tmp_path, parts):
     """Packed and in files of their own.
 
-    Break: ckpt.py: prod(layout["shape"]) * dtype.itemsize => prod(layout["shape"]) * 4
+    Break: ckpt.py: n_bytes = prod(shape) * dtype.itemsize => n_bytes = prod(shape) * 4
     """
     bits = np.random.default_rng(0).integers(0, 2, 1024)
     tree = {f"{dtype}/{n}": jnp.asarray(bits[:n], dtype) for n in (6, 1024) for dtype in (
@@ -129,7 +129,7 @@ def test_all_dtypes_come_back(tmp_path, parts):
 def test_odd_trees_come_back(tmp_path, tree):
     """A tree that is an array, that is empty, and whose arrays are.
 
-    Break: ckpt.py: [start:start + n_bytes] if n_bytes else b"" => [start:start + n_bytes]
+    Break: ckpt.py: [:n_bytes] if n_bytes else np.zeros(0, "u1") => [:n_bytes]
     """
     ckpt.wait(ckpt.save(tmp_path, 1, tree))
     back = ckpt.restore(tmp_path, 1, tree)
@@ -140,7 +140,7 @@ def test_odd_trees_come_back(tmp_path, tree):
 def test_small_arrays_share_files(tmp_path):
     """10,000 of them come back from two files and meta.json.
 
-    Break: ckpt.py: return whole and x.nbytes <= SMALL_BYTES => return whole and x.nbytes <= 7
+    Break: ckpt.py: if whole and x.nbytes <= SMALL_BYTES: => if whole and x.nbytes <= 7:
     """
     tree = {f"layer_{i}": np.full(i % 7 + 1, i) for i in range(10000)}
     save(tmp_path, 1, tree=tree)
@@ -184,7 +184,7 @@ def test_a_folder_may_be_named_by_the_way_to_it(tmp_path, monkeypatch):
 def test_restore_gives_the_wanted_dtype(tmp_path):
     """float32 on disk, bfloat16 wanted: the nearest bfloat16.
 
-    Break: ckpt.py: np.asarray(part_at(index), like.dtype) => np.asarray(part_at(index))
+    Break: ckpt.py: return np.asarray(part, like.dtype) => return part
     """
     w = np.linspace(0, 1, 7, dtype=np.float32)
     save(tmp_path, 1, tree={"w": w})
@@ -192,20 +192,21 @@ def test_restore_gives_the_wanted_dtype(tmp_path):
     assert back.dtype == jnp.bfloat16 and np.array_equal(back, w.astype(jnp.bfloat16))
 
 
-def test_each_part_of_an_array_is_written_once():
+def test_each_part_of_an_array_is_written_once(monkeypatch):
     """An array split two ways and replicated four ways is two writes of half each.
 
-    Break: ckpt.py: for shard in x.addressable_shards if shard.replica_id == 0] =>
-    for shard in x.addressable_shards]
+    Break: ckpt.py: for s in x.addressable_shards if s.replica_id == 0] =>
+    for s in x.addressable_shards]
     """
-    shards = ckpt._owned_shards({"x": tree_on((2, 4), P("a"))["params"]["w"]})
+    monkeypatch.setattr(ckpt, "SMALL_BYTES", 64)
+    _, shards = ckpt._lay_out({"x": tree_on((2, 4), P("a"))["params"]["w"]})
     assert [part.shape for _, _, part in shards] == [(4, 16)] * 2
 
 
 def test_numbers_are_saved_as_arrays(tmp_path):
     """Python's numbers in a tree, and in `like`.
 
-    Break: ckpt.py: x if hasattr(x, "dtype") else np.asarray(x) for => x for
+    Break: ckpt.py: arrays[name] = x if hasattr(x, "dtype") else np.asarray(x) => arrays[name] = x
     """
     save(tmp_path, 1, tree={"a": 1.5, "b": 7})
     back = ckpt.restore(tmp_path, 1, {"a": 0.0, "b": 0})
@@ -221,20 +222,21 @@ def test_missing_arrays_and_other_shapes_are_listed(tmp_path):
     save(tmp_path, 1, tree={"a": np.ones(3), "b": np.ones((2, 2))})
     with pytest.raises(KeyError, match="has no x, y/z"):
         ckpt.restore(tmp_path, 1, {"a": np.ones(3), "x": np.ones(3), "y": {"z": np.ones(1)}})
-    with pytest.raises(TypeError, match=r"a is \(3,\) there, \(4,\) here; "
-                                        r"b is \(2, 2\) there, \(4,\) here"):
+    with pytest.raises(TypeError, match=r"a is float64\[3\] there, float64\[4\] here; "
+                                        r"b is float64\[2, 2\] there, float64\[4\] here$"):
         ckpt.restore(tmp_path, 1, {"a": np.ones(4), "b": np.ones(4)})
 
 
 def test_fractions_are_not_cut_and_steps_are_counts(tmp_path):
     """Floats are not restored into integers; a step that is none, or is not there, is told.
 
-    Break: ckpt.py: in wanted.items() if _is_float(stored => in () if _is_float(stored
+    Break: ckpt.py: if shape != list(x.shape) or was_float > is_float: =>
+    if shape != list(x.shape):
     """
     save(tmp_path, 1, tree={"a": np.array([0.5, 300.2]), "b": np.ones(2, np.int32)})
-    with pytest.raises(TypeError, match="other kinds of numbers: a is float64 there, int8 here$"):
+    with pytest.raises(TypeError, match=r"kinds: a is float64\[2\] there, int8\[2\] here$"):
         ckpt.restore(tmp_path, 1, {"a": np.ones(2, np.int8), "b": np.ones(2)})
-    with pytest.raises(ValueError, match=r"000000002/meta.json: missing or damaged: there is none"):
+    with pytest.raises(ValueError, match="2/meta.json: missing or damaged: .*No such file"):
         ckpt.restore(tmp_path, 2, {"a": np.ones(2)})
     for step in (None, "5", -5):
         with pytest.raises(ValueError, match="must be a whole number, at least 0"):
@@ -244,7 +246,7 @@ def test_fractions_are_not_cut_and_steps_are_counts(tmp_path):
 @pytest.mark.parametrize("tree, words", [
     ({"a/b": np.ones(2), "a": {"b": np.zeros(2)}}, "two arrays of the tree have one name, a/b"),
     ({"a": {"..": np.ones(2)}}, "'a/..'"), ({".small": np.ones(2)}, "'.small'"),
-    ({"a": jax.random.key(0)}, "'a': a random key cannot be saved; save jax.random.key_data"),
+    ({"a": jax.random.key(0)}, "'a': arrays of key<fry> .* save jax.random.key_data"),
     ({"a": np.array([None])}, "'a': arrays of object"), ({"a": "hi"}, "'a': arrays of <U2")])
 def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words):
     """A key with a slash that names another array, one that leads elsewhere, Python's objects.
@@ -259,10 +261,9 @@ def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words
 def test_reserved_keys_of_meta_are_refused(tmp_path):
     """Before anything is written.
 
-    Break: ckpt.py: if reserved := sorted({"step", "folder", "arrays"} & =>
-    if reserved := sorted(set() &
+    Break: ckpt.py: arrays=layouts, **dict(meta)) => arrays=layouts) | dict(meta)
     """
-    with pytest.raises(ValueError, match=r"meta has arrays, step: .* rename"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument"):
         ckpt.save(tmp_path / "run", 1, {"a": np.ones(3)}, {"step": 2, "arrays": {}, "note": ""})
     assert not (tmp_path / "run").exists()
 
@@ -270,11 +271,11 @@ def test_reserved_keys_of_meta_are_refused(tmp_path):
 def test_a_meta_that_would_not_be_read_is_not_written(tmp_path, monkeypatch):
     """META_BYTES holds for what is written, too; the older one stays.
 
-    Break: ckpt.py: raise ValueError(f"meta.json would have => print(f"meta.json would have
+    Break: ckpt.py: raise ValueError(f"meta.json is too => print(f"meta.json is too
     """
     save(tmp_path, 1)
     monkeypatch.setattr(ckpt, "META_BYTES", 2000)
-    with pytest.raises(ValueError, match="would have .* bytes, 2,000 are allowed"):
+    with pytest.raises(ValueError, match="meta.json is too long, .* bytes: use fewer"):
         ckpt.wait(ckpt.save(tmp_path, 1, {"a": np.ones(3)}, {"note": "x" * 2000}))
     assert ckpt.restore(tmp_path, 1, {"a": np.ones(3)})["a"].max() == 1
 
@@ -284,7 +285,7 @@ def test_a_meta_that_would_not_be_read_is_not_written(tmp_path, monkeypatch):
 def test_a_host_array_may_be_overwritten_once_save_returned(tmp_path):
     """Checkpoints hold what was there then; saving a step again replaces it.
 
-    Break: ckpt.py: parts.append((name, (), _snapshot(x))) => parts.append((name, (), x))
+    Break: ckpt.py: (name, index, _snapshot(part)) for => (name, index, part) for
     """
     for value in (1.0, 3.0):
         host = np.full(2**22, value, np.float32)
@@ -354,7 +355,7 @@ def disk(path, options):
 def test_a_disk_that_fills_up_loses_only_the_new_checkpoint(tmp_path, parts):
     """One with room for 60 files; its partial write is gone, and what fits is written again.
 
-    Break: ckpt.py: _delete(store, data, tell) => pass
+    Break: ckpt.py: for name in (data, f"{data}.0"))) => for name in ()))
     """
     few, many = ({"x": np.full(n * 64, n, np.float64)} for n in (3, 99))
     with disk(tmp_path / "disk", "size=16m,nr_inodes=60") as root:
@@ -437,8 +438,8 @@ else:
 def test_what_cannot_be_deleted_is_told_and_left_whole(open_root):
     """By another user, in folders of root: in a save that prunes, and in clean.
 
-    Break: ckpt.py: if _delete(_open(root, _name(step)), "meta.json", tell): =>
-    if _delete(_open(root, _name(step)), "meta.json", tell) or 1:
+    Break: ckpt.py: _delete(root, tell, f"{_name(step)}/meta.json", _name(step)) =>
+    _delete(root, tell, _name(step))
     """
     run_code(DROP_ROOT + """
 ckpt.wait(ckpt.save(root, 3, tree, keep=1, tell=told.append))
@@ -507,7 +508,7 @@ def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path):
 def test_prune_keeps_the_newest_by_looking_at_the_disk(tmp_path):
     """keep=2 of 5, by number; keep=0 keeps all; nothing else is touched that has such a name.
 
-    Break: ckpt.py: kept = {*lasting[-keep:], => kept = {*lasting[:keep],
+    Break: ckpt.py: {*lasting[-keep:], => {*lasting[:keep],
     """
     save(tmp_path, 9, 10, 100, 1000)
     assert ckpt.steps(tmp_path) == [9, 10, 100, 1000]
@@ -545,7 +546,7 @@ def test_the_next_checkpoint_replaces_a_temporary_one(tmp_path):
 def test_the_newest_is_never_deleted(tmp_path):
     """Also when it is temporary and nothing else is kept.
 
-    Break: ckpt.py: *whole[-1:], *for_ever, => *for_ever,
+    Break: ckpt.py: *for_ever, max(whole, default=None)}: => *for_ever}:
     """
     save(tmp_path, 1, 2, temporary=True, keep=1)
     ckpt.prune(tmp_path, 1)
@@ -555,7 +556,7 @@ def test_the_newest_is_never_deleted(tmp_path):
 def test_the_one_just_saved_is_not_pruned(tmp_path):
     """Also when a later step is there, which may be damaged.
 
-    Break: ckpt.py: tell, saved=step) => tell)
+    Break: ckpt.py: prune(root, *keep, tell, up_to=body["step"]) => prune(root, *keep, tell)
     """
     save(tmp_path, 9)
     (tmp_path / "000000009/meta.json").write_text("{")
@@ -630,61 +631,56 @@ def test_verify_names_all_damage_at_once(tmp_path, parts, monkeypatch, capsys):
     harm(tmp_path, 1, "a"), harm(tmp_path, 1, ".small")
     for name in ("b/c/c/0", "b/c/c/1", "a/zarr.json"):
         (data_of(tmp_path, 2) / name).unlink()
-    (data_of(tmp_path, 4) / "a/c/0/99").write_text("more")
     (tmp_path / "000000003/meta.json").write_text("{")
     told = []
     found = ckpt.verify(tmp_path, told.append)
-    patterns = ["1/a/c/0/0: .*Digest mismatch", "1/.small/c/0: .*Digest mismatch",
-                "2/a: .*zarr.json", "2/b/c: 2 of 2 chunks are missing, c/0, c/1",
-                "3/meta.json: missing or damaged", "4/a/c/0/99: no chunk of this array"]
+    patterns = ["1/a: .*a/c/0/0.: .*Digest mismatch", "1/.small: .*c/0.: .*Digest mismatch",
+                "2/a: .*zarr.json", "2/b/c: .*b/c/c/0. is missing",
+                "2/b/c: .*b/c/c/1. is missing", "3/meta.json: missing or damaged"]
     assert len(found) == len(patterns), found
     assert all(re.search(pattern, "\n".join(found)) for pattern in patterns), "\n".join(found)
-    assert len(told) == 3 and "2 faults" in told[0], told
+    assert len(told) == 4 and "2 faults" in told[0], told
     done = run([sys.executable, "ckpt.py", "verify", tmp_path])
-    assert done.returncode == 1 and done.stderr.splitlines() == found
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == len(found)
 
 
-def test_damaged_checkpoints_are_passed_over_set_aside_and_pruned(tmp_path):
-    """Their arrays stay for a look until checkpoints of that age go; the step can be saved again.
+def test_damaged_checkpoints_are_passed_over_replaced_and_pruned(tmp_path):
+    """They stay until their step is saved again or a later one; none counts for those to keep while
+    it is the newer one.
 
-    Break: ckpt.py: if step < oldest or step in whole: => if step in whole:
+    Break: ckpt.py: "meta.json" in names and step <= up_to} => "meta.json" in names}
     """
     tree, told = {"a": np.ones(2**15)}, []
-    save(tmp_path, 1, 2, 3, tree=tree)
-    harm(tmp_path, 2)
-    (tmp_path / "000000003/meta.json").write_text("{")
-    assert ckpt.restore_newest(tmp_path, tree, told.append)[0] == 1
-    assert ckpt.steps(tmp_path) == [1, 2, 3] and ckpt.newest_meta(tmp_path)[0] == 2
-    assert ckpt.restore_newest(tmp_path, tree, told.append, set_aside=True)[0] == 1
-    assert ckpt.steps(tmp_path) == [1] and len(told) == 4, told
+    save(tmp_path, 1, 2, 4, 6, tree=tree)
+    harm(tmp_path, 4)
+    (tmp_path / "000000006/meta.json").write_text("{")
+    assert ckpt.newest_meta(tmp_path)[0] == 4
+    assert ckpt.restore_newest(tmp_path, tree, told.append)[0] == 2
     assert all("passing over a damaged" in t for t in told) and "array a is damaged" in told[1]
     ckpt.clean(tmp_path)
-    aside = json.loads((tmp_path / "000000002/damaged.json").read_text())["body"]["folder"]
-    assert (tmp_path / "000000002" / aside / "a/c/0").exists()
-    save(tmp_path, 2, tree=tree, keep=2)
-    assert names_in(tmp_path / "000000002") == sorted(
-        [aside, data_of(tmp_path, 2).name, "damaged.json", "meta.json"])
-    assert "damaged.json" in names_in(tmp_path / "000000003")
-    save(tmp_path, 4, 5, tree=tree, keep=2)
-    assert names_in(tmp_path) == ["000000004", "000000005"]
-    harm(tmp_path, 4), harm(tmp_path, 5)
-    with pytest.raises(ValueError, match="no checkpoint there can be read"):
-        ckpt.restore_newest(tmp_path, tree, told.append, set_aside=True)
-    assert ckpt.steps(tmp_path) == [4, 5]  # the last ones stay what they are
-    with pytest.raises(ValueError, match="holds none"):
-        ckpt.restore_newest(tmp_path / "none", tree)
+    save(tmp_path, 3, tree=tree, keep=2)
+    assert ckpt.steps(tmp_path) == [2, 3, 4, 6] and len(told) == 2
+    save(tmp_path, 4, tree=tree, keep=2)
+    assert ckpt.restore_newest(tmp_path, tree, told.append)[0] == 4
+    save(tmp_path, 7, 8, tree=tree, keep=2)
+    assert names_in(tmp_path) == ["000000007", "000000008"]
+    harm(tmp_path, 7), harm(tmp_path, 8)
+    for root in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match="no checkpoint there can be read"):
+            ckpt.restore_newest(root, tree, told.append)
+    assert ckpt.steps(tmp_path) == [7, 8]
 
 
 def test_a_damaged_meta_json_does_not_cost_its_arrays(tmp_path):
     """A flipped bit in the name of the arrays' folder: clean and a save elsewhere leave them.
 
-    Break: ckpt.py: used |= {index, _parse(text)["folder"]} =>
-    used |= {index, json.loads(text)["body"]["folder"]}
+    Break: ckpt.py: raise ValueError("its checksum does not match") => pass
     """
     save(tmp_path, 1)
     folder, meta = data_of(tmp_path, 1), tmp_path / "000000001/meta.json"
     whole = meta.read_text()
-    meta.write_text(whole.replace(folder.name, folder.name[:-1] + "x"))
+    last = format(int(folder.name[-1], 16) ^ 1, "x")
+    meta.write_text(whole.replace(folder.name, folder.name[:-1] + last))
     ckpt.clean(tmp_path)
     meta.write_text(whole)
     assert ckpt.verify(tmp_path) == []
@@ -803,7 +799,7 @@ before = peak()
 for kind in ("shape", "file", "large", "deep", "deep_too", "wide"):
     root = f"{sys.argv[1]}/{kind}"
     faults = ckpt.verify(root)
-    assert len(faults) == 1 and root in faults[0], faults
+    assert len(faults) == (ckpt.MOST_FAULTS if kind == "shape" else 1) and root in faults[0]
     ckpt.clean(root)
     try:
         if kind not in ("shape", "file"):
@@ -967,7 +963,7 @@ def test_killed_processes_leave_the_last_or_the_next(tmp_path):
     """SIGKILL at 25 random moments of saving, replacing, pruning and restoring, and one of four
     processes: tests/faults.py, in a process of its own.
 
-    Break: ckpt.py: used = {"temporary"} => used = {"temporary", *os.listdir(store.path)}
+    Break: ckpt.py: if only not in (None, step): => if True:
     """
     done = run([sys.executable, "tests/faults.py", "--kills", "25", "--damage", "0"],
                env={"TMPDIR": str(tmp_path)})
@@ -1078,10 +1074,8 @@ assert ckpt.restore_newest(root, tree)[0] == 8
 told, restore = [], ckpt.restore
 if rank:
     ckpt.restore = lambda root, step, *args: bad() if step == 8 else restore(root, step, *args)
-assert ckpt.restore_newest(root, tree, told.append, set_aside=True)[0] == 7
+assert ckpt.restore_newest(root, tree, told.append)[0] == 7
 assert len(told) == 1 and ("another process" in told[0]) == (rank == 0), told
-ckpt._contents = contents
-assert ckpt.from_main(lambda: ckpt.steps(root)) == [1, 7]
 """
 
 
@@ -1134,8 +1128,8 @@ def test_four_processes_write_once_and_survive_a_kill(tmp_path, capsys):
     """What is written is the state, once; with one killed in the middle of a save the others get
     an error, and two processes go on from the older one, on another mesh, reading what they need.
 
-    Break: ckpt.py: for shard in x.addressable_shards if shard.replica_id == 0] =>
-    for shard in x.addressable_shards]
+    Break: ckpt.py: for s in x.addressable_shards if s.replica_id == 0] =>
+    for s in x.addressable_shards]
     """
     size = 2**24  # of x, and of "copy", which is whole on every process
     written = [int(*out) for out in run_processes(4, FOUR, tmp_path, dead=(3,))]
@@ -1202,7 +1196,7 @@ def store(request):
 
 
 def test_an_object_store_holds_checkpoints(store):
-    """Saved, replaced, pruned, kept for ever, verified; an array that is missing there; set aside.
+    """Saved, replaced, pruned, kept for ever, verified; an array that is missing there.
 
     Break: ckpt.py: store.delete_range(ts.KvStore.KeyRange(f"{key}/", => (lambda *_: 0)((f"{key}/",
     """
@@ -1212,16 +1206,17 @@ def test_an_object_store_holds_checkpoints(store):
     for step in (3, 4, 5, 6):
         path = ckpt.wait(ckpt.save(root, step, tree, {"note": "x"}, keep=2, keep_every=3,
                                    temporary=step == 4, tell=told.append))
-        assert path == root.partition("?")[0] + f"/{step:09d}"
+        assert path == ckpt.below(root, f"{step:09d}")
         assert equal(ckpt.restore_newest(root, tree)[1], tree)
     assert ckpt.steps(root) == [3, 5, 6] and ckpt.verify(root) == [] and not told, told
     assert ckpt.read_meta(root, 6)["note"] == "x"
     assert sum(b"000000003" in key for key in ckpt._open(root).list().result()) == 5
     data = ckpt.read_meta(root, 6)["folder"]
     ckpt._open(root, "000000006", data).write("big/c/0", None).result()
-    assert len(found := ckpt.verify(root)) == 1 and "big: 1 of 1 chunks are missing" in found[0]
-    assert ckpt.restore_newest(root, tree, told.append, set_aside=True)[0] == 5
-    assert ckpt.steps(root) == [3, 5] and "array big is damaged" in told[0] and len(told) == 1
+    found = ckpt.verify(root)
+    assert len(found) == 1 and re.search("big/c/0.* is missing", found[0]), found
+    assert ckpt.restore_newest(root, tree, told.append)[0] == 5
+    assert "array big is damaged" in told[0] and len(told) == 1
     ckpt._open(root, "000000007").write("12345678.0", b"begun").result()
     ckpt.clean(root, told.append)
     names = {key.decode().split("/")[0] for key in ckpt._open(root).list().result()}
@@ -1242,7 +1237,7 @@ for call in (lambda root: ckpt.wait(ckpt.save(root, 1, {"a": np.ones(2**15)}, te
     except ValueError as e:
         print(e)
 """, store.format("nobucket")).splitlines()
-    assert "nobucket/some/run/000000001 could not be written" in said[0] and "NOT_FOUND" in said[0]
+    assert re.search("nobucket/some/run/000000001.* could not be written.*NOT_FOUND", said[0])
     assert "nobucket/some/run" in said[1] and "cannot be listed: " in said[1], said
 
 
@@ -1251,7 +1246,7 @@ def test_a_kill_leaves_the_older_one_in_an_object_store(store):
     """A process that is killed before it commits: the one of that step stays, clean deletes the
     rest.
 
-    Break: ckpt.py: for name in {*names} - used: => for name in used:
+    Break: ckpt.py: for name in names - {"meta.json", => for name in {"meta.json",
     """
     root = store.format("bucket").replace("some/run", "killed")
     tree = {"a": np.arange(3), "big": np.arange(2.0**15)}

@@ -214,7 +214,7 @@ def test_a_bad_pair_is_told_in_a_sentence(line, fault, tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, fault", [
     ("--data {pairs}", "init_from: is missing; name the --out_dir of a trained run"),
-    ("--data {pairs} --init_from {tmp}/nowhere", "nowhere: no such folder"),
+    ("--data {pairs} --init_from {tmp}/nowhere", "nowhere: holds no checkpoint and no weights"),
     ("--init_from base", "data '': no pair to train on; name a .jsonl"),
     ("--data {pairs} --init_from base --z_loss 0.1", "z_loss: has no effect on pairs"),
     ("--data {pairs} --init_from base --vocab_size 90", "token id 97 is not in [0, 90)"),

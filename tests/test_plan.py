@@ -469,8 +469,8 @@ def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward)
     cuDNN's attention runs once a layer in each direction, or twice forward where it is recomputed;
     no array has all logits.
 
-    Break: model.py: return jax.vjp(jnp.dot, *saved)[1](dy.astype(saved[0].dtype)) =>
-    return jax.vjp(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32), *saved)[1](dy)
+    Break: model.py: return jax.vjp(jnp.dot, x, w)[1](dy.astype(x.dtype)) =>
+    return jax.vjp(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32), x, w)[1](dy)
     """
     text = gpu_text(tiny, remat=remat)
     bodies = re.findall(r"^%?\S+ \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)
@@ -487,7 +487,7 @@ def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward)
 def test_packed_rows_are_cudnn_s_too(tiny):
     """Documents apart are a mask of its attention, and no scores of all queries exist.
 
-    Break: model.py: T <= MASK_LEN or (cfg.fill => (cfg.fill
+    Break: model.py: whole_rows or T <= MASK_LEN => whole_rows
     """
     text = gpu_text(tiny, packed=True, end_id=10)
     assert text.count('"__cudnn$fmhaScaleBiasSoftmax"') == 2

@@ -353,12 +353,9 @@ def test_each_optimizer_has_a_rate_of_its_own():
     """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
     gets that one's: the first move of each is its rate times what it is with lr 1.
 
-    Break: step.py: return _peak_rate(cfg, kind) / _peak_rate(cfg) if cfg.lr == -1 else 1.0 =>
-    return 1.0
+    Break: step.py: return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0 => return 1.0
     """
     assert step.RATES.keys() == step.OPTIMIZERS.keys()
-    with pytest.raises(ValueError, match="lr -1: optimizer adan has no default in RATES; set --lr"):
-        step.lr_at(0, config.Config(optimizer="adan"))
     g = {"w": jnp.array([[0.5, -0.25]]), "x": jnp.array([[0.5, -0.25]])}
     row = {"shape": (1, 2), "spec": P(), "init": ("normal", 1.0)}
     for name, peak in dict(adamw=2e-3, lion=5e-4, muon=1e-2, sgd=0.1).items():
@@ -1203,22 +1200,6 @@ def test_what_does_not_fit_is_told_in_gib():
     step.check_fits({"total": 2**60}, types.SimpleNamespace(devices=np.array([unknown])))
 
 
-def test_a_program_that_xla_finds_too_large_is_a_memory_error():
-    """XLA's RESOURCE_EXHAUSTED is a MemoryError of its first line; its other errors stay.
-
-    Break: step.py: if "RESOURCE_EXHAUSTED" not in str(e): => if "RESOURCE_EXHAUSTED" in str(e):
-    """
-    def fails(message):
-        def compile(options):
-            raise jax.errors.JaxRuntimeError(message)
-        return types.SimpleNamespace(compile=compile)
-
-    with pytest.raises(MemoryError, match="^RESOURCE_EXHAUSTED: 99 GiB$"):
-        step.compile_lowered(fails("RESOURCE_EXHAUSTED: 99 GiB\nand its table"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        step.compile_lowered(fails("INTERNAL: a fault"))
-
-
 @pytest.mark.parametrize("flags, listed", [
     ("", "--micro_batches 2, --remat full, --remat offload, --mlp_tiles 16, --moments_on host"),
     ("--remat full --micro_batches 4", "--remat offload, --mlp_tiles 16, --moments_on host"),
@@ -1280,23 +1261,6 @@ def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
     option = {"xla_gpu_exclude_nondeterministic_ops": True}
     assert not free and exact == (option if known.endswith("cuda") else {})
     assert jax.jit(lambda x: x + 1, compiler_options=exact)(1) == 2
-
-
-def test_host_memory_that_a_device_lacks_is_refused():
-    """remat offload and moments_on host need pinned_host memory: an error names it, and what to
-    set; other settings need none.
-
-    Break: step.py: "pinned_host" not in kinds => "device" not in kinds
-    """
-    bare = types.SimpleNamespace(device_kind="TPU v0", addressable_memories=lambda: [
-        types.SimpleNamespace(kind="device")])
-    step.check_host_memory(BASE, bare)
-    for change, instead in ((dict(remat="offload"), "--remat full"),
-                            (dict(moments_on="host"), "--moments_on device")):
-        cfg = dataclasses.replace(BASE, **change)
-        step.check_host_memory(cfg, jax.devices()[0])
-        with pytest.raises(ValueError, match=f"TPU v0 has no pinned_host.*set {instead}"):
-            step.check_host_memory(cfg, bare)
 
 
 # ---- parameter groups
@@ -1461,13 +1425,13 @@ def test_no_part_of_an_update_is_as_large_as_a_sparse_table(n):
 
 
 def test_ids_of_two_sets_of_tables_are_refused_and_optimizers_that_mix_rows():
-    """By a ValueError that names the array, or the parameter and what to take instead.
+    """By an error that names the array, or the parameter and what to take instead.
 
-    Break: step.py: if both := {*names} & {*places}: => if both := set():
+    Break: step.py: assert not {*names} & {*places}, => assert True,
     """
     table = TWO_TABLES | {"far": TWO_TABLES["far"] | {"ids": ("a",)}}
-    with pytest.raises(ValueError, match="ids a: of two sets of tables with different ids"):
+    with pytest.raises(AssertionError, match="ids .'a',.: other ids share one"):
         compiled(BASE, IDS, table, sparse_loss, init_sparse, jax.devices()[:1])
     cfg = dataclasses.replace(BASE, optimizer="adafactor")
-    with pytest.raises(ValueError, match="far: has ids, but its optimizer keeps .* adamw, lion"):
+    with pytest.raises(ValueError, match="far: has ids, but moments of another"):
         compiled(cfg, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:1])
