@@ -22,7 +22,6 @@ import shutil
 import threading
 import time
 import zlib
-from array import array
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
@@ -659,9 +658,9 @@ def _write_prepared(paths, tokenizer, folder):
     has a begin id, between its own two; chats as their template writes them.
     """
     begin, end, dtype = tokenizer["begin"], tokenizer["end"], tokenizer["dtype"]
-    shared, first, after_chat = begin is None, True, False
-    documents, n_empty = array("q"), 0  # of documents, begin and end in turn
-    with open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks:
+    shared, first, after_chat, n_empty = begin is None, True, False, 0
+    with (open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks,
+          open(folder / "documents", "wb") as documents):
         def n():
             return tokens.tell() // dtype.itemsize
 
@@ -677,23 +676,23 @@ def _write_prepared(paths, tokenizer, folder):
                 continue
             if first:
                 put([end] if shared else [] if is_chat else [begin], after_chat)
-                documents.append(n() - (not is_chat))
+                documents.write(np.int64(n() - (not is_chat)))
             put(ids, masked)
             if last:
-                documents.append(n() + (not is_chat))
+                documents.write(np.int64(n() + (not is_chat)))
                 put([] if shared or is_chat else [end], 0)
                 after_chat = is_chat
             first = last
         put([end] if shared else [], after_chat)
         masks.truncate(n() if masks.tell() else 0)
-    if not documents:
+        n_documents = documents.tell() // 16
+    if not n_documents:
         raise ValueError(f"{paths[0]}: has no text")
-    (folder / "documents").write_bytes(documents)
     sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.stat().st_size}
     for name in sizes:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-    counts = {"documents": len(documents) // 2, "empty documents left out": n_empty}
+    counts = {"documents": n_documents, "empty documents left out": n_empty}
     counts = {what: n for what, n in counts.items() if n}
     (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
 
