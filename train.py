@@ -708,7 +708,7 @@ def in_words(row, names, between="  "):
 def screen(cfg):
     """A progress bar; where there is no terminal, plain lines."""
     bar, unit = tqdm(disable=True), ""
-    others = {"reload": "{names} loaded again", "out_of_data": "waiting for data",
+    others = {"reload": "loaded again: {names}", "out_of_data": "waiting for data",
               "export": "exported to {cfg.export}"}
 
     def observe(event, row):
@@ -735,7 +735,8 @@ def screen(cfg):
         elif event == "sample":
             show_texts(row["texts"])
         elif event in others:
-            say(f"{in_words(row, 'step')}  {others[event].format(cfg=cfg, **row)}")
+            names = ", ".join(row.get("names", ()))
+            say(f"{in_words(row, 'step')}  {others[event].format(cfg=cfg, names=names)}")
         if "fault" in row:
             say(in_words(row, "step fault"))
         if event in ("end", "error"):
