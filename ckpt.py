@@ -651,9 +651,8 @@ MOST_FAULTS = 100  # of an array that verify looks for
 
 
 def verify(root, tell=print):
-    """Read every chunk of every checkpoint; return all faults, in words, of an array at most
-    MOST_FAULTS. `tell` gets a line for each checkpoint. Memory is bounded, whatever the folder
-    claims.
+    """Read every chunk of every checkpoint; return the faults in words, at most MOST_FAULTS of each
+    array. `tell` gets a line for each checkpoint. Memory is bounded, whatever the folder claims.
     """
     there, faults = steps(root), []
     for step in there:

@@ -841,7 +841,8 @@ ATTENTION = {"auto": _attend_xla, "xla": _attend_xla, "cudnn": _attend_cudnn,
 
 KERNEL_NEEDS = {
     "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
-             "head_dim a multiple of 8 up to 128, and rows of one document or seq_len up to 8192",
+             "head_dim a multiple of 8 up to 128, and rows of one document or seq_len up to "
+             f"{MASK_LEN}",
     "pallas": "a TPU, and head_dim and seq_len multiples of 128"}
 
 

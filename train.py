@@ -1121,8 +1121,9 @@ def choose_start(run, state, params, meta):
 
 
 def find_parameters(run, meta):
-    """(names of the parameters that the own checkpoint of `meta` left out, without one of all; the
-    sources of init_from, if there are such names). Prints what comes from where.
+    """(names of the parameters that the run's own checkpoint does not have: all, without one; the
+    sources of init_from to take them from). Prints what comes from where. meta: of that
+    checkpoint, or {}.
     """
     table, left_out = run["table"], meta["config"].get("leave_out", ()) if meta else ("*",)
     if not (missing := model.matching("leave_out", left_out, table)):
@@ -1147,8 +1148,8 @@ def load_parameters(sources, like):
 
 
 def load_own(cfg, like, left_out, first):
-    """(step, tree) of the newest sound checkpoint of the run, in shapes and shardings of `like`;
-    what it left out, with its moments, is taken from the tree `first`.
+    """(step, tree) of the run's newest sound checkpoint, in shapes and shardings of `like`.
+    Parameters in left_out, and their moments, come from the tree `first`.
     """
     wanted, treedef = ckpt.flatten(like)
     saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
@@ -1162,7 +1163,7 @@ def load_own(cfg, like, left_out, first):
 
 def open_sources(run, wanted=None):
     """The sources of cfg.init_from, each with "take": {name there: name here} of what is loaded
-    from it; where several have a parameter, the last. wanted: names here; None: all.
+    from it; the last source that has a parameter wins. wanted: names here; None: all.
 
     Raises ValueError for parameters that no source has, though no pattern left them out.
     """
