@@ -479,7 +479,9 @@ def _loss_weights(labels_BT, cfg):
     return weights_BT, jnp.float32(divisors[cfg.loss_norm])
 
 
-LOGIT_BYTES = 2**28  # of a device's float32 logits, above which the loss is computed in tiles
+# Of a device's float32 logits, above which the loss is computed in tiles. On CPUs tiles of twice the
+# size are 3 to 5% faster in float32, and a single one 9% slower in "mixed".
+LOGIT_BYTES = 2**28
 
 
 def _n_tiles(B, T, cfg):
@@ -490,7 +492,8 @@ def _n_tiles(B, T, cfg):
         return cfg.logit_tiles
     V, tp = cfg.vocab_size, _axis_size("tp")
     n_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
-    most, per_shard = max(LOGIT_BYTES, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
+    few = LOGIT_BYTES * (2 if cfg.dtype == "float32" else 1)
+    most, per_shard = max(few, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
     fitting = (n for n in range(1, per_shard) if per_shard % n == 0 and n_bytes / n <= most)
     return next(fitting, per_shard)
 
