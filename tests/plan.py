@@ -31,12 +31,13 @@ import config
 import step as steplib
 
 # GB/s of one device: to and from its memory, sent to its neighbours, sent between slices (of GPUs:
-# between hosts). Source: the makers' data sheets.
-BANDWIDTHS = {"NVIDIA A100": (2039, 300, 25), "NVIDIA H100": (3350, 450, 50),
-              "NVIDIA H200": (4800, 450, 50), "NVIDIA B200": (7672, 900, 50),
-              "TPU v4": (1228, 150, 6.25),
-              "TPU v5 lite": (819, 100, 3.125), "TPU v5": (2765, 300, 6.25),
-              "TPU v6": (1640, 224, 12.5)}
+# between hosts), to and from its host. Source: the makers' data sheets; a TPU's PCIe: Austin et al.
+# 2025, How to Scale Your Model, chapter 2.
+BANDWIDTHS = {"NVIDIA A100": (2039, 300, 25, 32), "NVIDIA H100": (3350, 450, 50, 64),
+              "NVIDIA H200": (4800, 450, 50, 64), "NVIDIA B200": (7672, 900, 50, 64),
+              "TPU v4": (1228, 150, 6.25, 15),
+              "TPU v5 lite": (819, 100, 3.125, 15), "TPU v5": (2765, 300, 6.25, 15),
+              "TPU v6": (1640, 224, 12.5, 15)}
 
 # Bytes that each of n devices sends in a ring, for a result of `size` bytes.
 SENT = {
@@ -46,8 +47,8 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
-# Fraction of the peak FLOP/s that large products of matrices reach; fraction of the time for memory
-# and for the network that does not overlap with them.
+# Fraction of the peak FLOP/s that large products of matrices reach; fraction of the time for memory,
+# network and host that does not overlap with them.
 SHARE = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
 EXPOSED = 0.5
 
@@ -154,17 +155,19 @@ def gpus(name, hosts, per_host):
 def measure(run):
     """train.estimate of `run` ("memory", "flop", "fits"; "fault" where it cannot be compiled), and
     "collectives" {(kind, axes): [count, bytes a device sends]} from the most bytes to the least,
-    "sent_bytes", "memory_traffic_bytes", and the roofline where rates are known.
+    "sent_bytes", "memory_traffic_bytes", "host_bytes", and the roofline where rates are known.
     """
     cost, mesh = train.estimate(run), run["mesh"]
     if "compiled" not in cost:
-        return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0}
+        return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
+                       "host_bytes": 0}
     groups, (name, _, shape) = run["cfg"].slices, run["cfg"].plan_for.partition(":")
     if name in GPUS:
         groups = int(shape.split("x")[0])
-    sent, written = traffic(cost.pop("compiled").as_text(), mesh, groups)
+    sent, written, hosted = traffic(cost.pop("compiled").as_text(), mesh, groups)
     cost |= {"collectives": sent, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
-             "memory_traffic_bytes": 2 * written}  # what is written is read about once
+             "memory_traffic_bytes": 2 * written,  # what is written is read about once
+             "host_bytes": hosted}
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
 
@@ -176,13 +179,14 @@ def roofline(cost, kind):
     rates = next((row for name, row in BANDWIDTHS.items() if kind.startswith(name)), None)
     if not tflops or not rates:
         return {}
-    memory_gbps, near_gbps, far_gbps = rates
+    memory_gbps, near_gbps, far_gbps, host_gbps = rates
     far = sum(row[1] for (_, axes), row in cost["collectives"].items()
               if axes.endswith(CROSS_SLICE))
     seconds = {"compute": sum(cost["flop"].values()) / tflops / 1e12,
                "memory": cost["memory_traffic_bytes"] / memory_gbps / 1e9,
                "network": (cost["sent_bytes"] - far) / near_gbps / 1e9}
     seconds |= {"slow network": far / far_gbps / 1e9} if far else {}
+    seconds |= {"host": cost["host_bytes"] / host_gbps / 1e9} if cost["host_bytes"] else {}
     share = next(share for name, share in SHARE.items() if kind.startswith(name))
     step_s = seconds["compute"] / share + EXPOSED * (sum(seconds.values()) - seconds["compute"])
     model_flop = next(iter(cost["flop"].values()))
@@ -264,22 +268,25 @@ def predicted_traffic(cfg, table, sizes):
 
 def traffic(text, mesh, slices=1):
     """({(collective, axes): [count, bytes a device sends]} from the most bytes to the least, bytes
-    that operations write to memory) of one run of a compiled program.
+    that operations write to memory, bytes that go to the host's memory or come from there) of one
+    run of a compiled program.
 
     axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE where it spans
     slices. Both branches of a conditional are left out.
     """
-    collectives, written = {}, 0
+    collectives, written, hosted = {}, 0, 0
     for op, result, line, times, fused in _operations(text):
         if found := _collective(op, result, line, mesh, slices):
             kind, axes, n_bytes = found
             row = collectives.setdefault((kind, axes), [0, 0.0])
             row[0] += times
             row[1] += times * n_bytes
+        if "S(5)" in line and op.endswith("-start"):  # a copy: of all arrays that it names a part
+            hosted += times * min(n for n in jax.tree.leaves(result) if n > 8)
         in_place = re.search("dynamic.update.slice", line.partition("=")[0] + op)
         if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
             written += times * sum(jax.tree.leaves(result))
-    return dict(sorted(collectives.items(), key=lambda row: -row[1][1])), written
+    return dict(sorted(collectives.items(), key=lambda row: -row[1][1])), written, hosted
 
 
 def _operations(text):
