@@ -47,8 +47,8 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
-# Fraction of the peak FLOP/s that large products of matrices reach; fraction of the time for memory,
-# network and host that does not overlap with them.
+# Fraction of the peak FLOP/s that large products of matrices reach; fraction of the time for
+# memory, network and host that does not overlap with them.
 SHARE = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
 EXPOSED = 0.5
 
