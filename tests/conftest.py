@@ -44,8 +44,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
-    """Compilation cache shared by all runs of the session."""
-    return str(tmp_path_factory.mktemp("cache"))
+    """Compilation cache shared by all runs of the session, of all its workers."""
+    return str(tmp_path_factory.getbasetemp().parent / "cache")
 
 
 @pytest.fixture
