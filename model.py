@@ -1100,7 +1100,8 @@ def hf_fields(hf):
     names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
     faults = [f"{name} {hf[name]!r}: must be {' or '.join(map(repr, legal)) or 'null'}"
               for name, legal in HF_LEGAL.items() if hf.get(name) not in (None, *legal)]
-    faults += [f"{name}: is missing" for name in names.values() if name not in hf]
+    needed = [*names.values(), *["factor"] * (hf["rope_type"] == "llama3")]
+    faults += [f"{name}: is missing" for name in needed if name not in hf]
     if faults:
         raise ValueError("\n  ".join(["config.json: this model cannot express", *faults]))
     fields = {name: hf[theirs] for name, theirs in names.items()} | dict(

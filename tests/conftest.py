@@ -45,7 +45,8 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
     """Compilation cache shared by all runs of the session, of all its workers."""
-    return str(tmp_path_factory.getbasetemp().parent / "cache")
+    base = tmp_path_factory.getbasetemp()
+    return str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache")
 
 
 @pytest.fixture

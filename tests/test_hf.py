@@ -257,6 +257,7 @@ REFUSED = {
         ["hidden_act 'gelu': must be 'silu' or 'swish'", "attention_bias True", "mlp_bias True",
          "rope_type 'yarn': must be 'default' or 'llama3'",
          "partial_rotary_factor 0.5: must be 1", "quantization_config"]),
+    "llama3 without a factor": (dict(rope_scaling=dict(rope_type="llama3")), ["factor: is missing"]),
     "llama3 of other bounds": (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)),
                                ["high_freq_factor 8.0: must be 4"]),
     "rope by layer": (dict(rope_parameters={"full_attention": dict(rope_type="default")}),
