@@ -391,8 +391,8 @@ def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_need_memory_linear_in_length(packed):
-    """Temporaries of the compiled gradient per token at T 32K and 128K are at most those at T 8K,
-    and less than 4 times the inputs and their gradients.
+    """Temporaries of the compiled gradient per token at T 128K are at most those at T 8K, and less
+    than 4 times the inputs and their gradients.
 
     Break: model.py: n = max(8, ceil(T / BLOCK_LEN)) => n = 8
     """
@@ -406,7 +406,7 @@ def test_blocks_need_memory_linear_in_length(packed):
 
     short = temporaries(2**13) / 2**13
     assert short < 4 * 2 * 4 * (2 + 1 + 1) * 64
-    assert max(temporaries(T) / T for T in (2**15, 2**17)) <= short
+    assert temporaries(2**17) / 2**17 <= short
 
 
 @pytest.mark.parametrize("mesh, remat", [
@@ -1272,7 +1272,7 @@ def test_a_small_loss_scale_rescues_tiles_in_float16():
     base = dataclasses.replace(BASE, n_layers=1, d_model=8, n_heads=2, n_kv_heads=2, head_dim=4,
                                d_ff=8, logit_tiles=8, attention="xla")
     params, grads = draw(base), {}
-    batch = dict.fromkeys(("tokens", "labels"), np.full((64, 1024), 3, np.int32))
+    batch = dict.fromkeys(("tokens", "labels"), np.full((512, 128), 3, np.int32))
     for dtype, scale in (("float32", 1.0), ("float16", 2.0**-6), ("float16", 1.0)):
         scaled = partial(lambda cfg, scale, p: scale * model.loss_fn(p, batch, cfg)[0]["objective"],
                          dataclasses.replace(base, dtype=dtype), scale)

@@ -252,7 +252,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
 
     Break: data.py: if patterns else _standard_library() => if patterns else []
     """
-    flags = ("--lr 3e-4 --steps 20 --batch_size 8 --seq_len 32 --eval_batches 1 --sample_tokens 5 "
+    flags = ("--lr 3e-4 --steps 14 --batch_size 8 --seq_len 32 --eval_batches 1 --sample_tokens 5 "
              "--warmup_steps 1 --log_every 1").split()
     code = train.cli([*flags, "--cache_dir", "", "--out_dir", str(tmp_path / "out")])
     out, seen = capsys.readouterr().out, [r["loss"] for r in rows(tmp_path / "out", "log")]
@@ -461,30 +461,28 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
                 {f"params/{k}": np.asarray(v) for k, v in first[0].items()})
 
 
-@pytest.mark.parametrize("event", [
-    pytest.param(event, marks=pytest.mark.slow) for event in ("step", "log", "eval")])
-def test_a_hook_asks_for_a_stop_with_a_reason(tiny, event, capsys):
+@pytest.mark.slow
+def test_a_hook_asks_for_a_stop_with_a_reason(tiny, capsys):
     """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
     words, and exit code 0; the metrics of every step are read. The same command goes on.
 
     Break: train.py: ["wishes"].extend([(str(row["stop"]), 0)] => ["wishes"].extend([]
     """
-    steps, eval_every = [], 4 if event == "eval" else 0
-    cfg = tiny(log_every=2, save_every=3, eval_every=eval_every)
+    cfg, steps = tiny(steps=12, log_every=2, save_every=3, eval_every=10), []
+    for event, at, end in (("step", 4, 5), ("log", 8, 9), ("eval", 10, 10)):
+        def enough(seen, row, event=event, at=at):
+            if seen == "step":
+                steps.append(row["step"])
+            return row | {"stop": "enough of it"} if seen == event and row["step"] >= at else None
 
-    def enough(seen, row):
-        if seen == "step":
-            steps.append(row["step"])
-        return row | {"stop": "enough of it"} if seen == event and row["step"] >= 4 else None
-
-    summary = train.main(cfg, hooks=[enough])
-    assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
-    assert summary["step"] == (4 if event == "eval" else 5)  # read while the next step runs
-    assert steps == list(range(1, summary["step"] + 1))
-    assert "stopped: enough of it" in capsys.readouterr().out
-    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [3, summary["step"]]
-    assert train.main(cfg)["reason"] == "all 8 steps are done"
-    assert f"from its own checkpoint, at step {summary['step']}" in capsys.readouterr().out
+        summary = train.main(cfg, hooks=[enough])
+        assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
+        assert summary["step"] == end  # of a step or a log: read while the next step runs
+        assert steps == list(range(1, end + 1))
+        assert "stopped: enough of it" in capsys.readouterr().out
+        assert ckpt.steps(Path(cfg.out_dir) / "ckpt")[-2:] == [(end - 1) // 3 * 3, end]
+    assert train.main(cfg)["reason"] == "all 12 steps are done"
+    assert f"from its own checkpoint, at step {end}" in capsys.readouterr().out
 
 
 def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch):
@@ -1816,8 +1814,10 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
 
     Break: train.py: whole = ckpt.flatten(first)[0] | own => whole = own | ckpt.flatten(first)[0]
     """
-    base = tiny(steps=4, eval_every=0)
+    base = tiny(steps=5, eval_every=0)
     train.main(base)
+    newest = Path(base.out_dir, "ckpt/000000005")
+    newest.rename(tmp_path / "newest")  # as if it had not got there yet
     make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, leave_out=("*", "!*.lora_?"),
                    eval_every=0, schedule="constant")
     whole = train.main(make(steps=8, out_dir=str(tmp_path / "whole")))
@@ -1829,14 +1829,13 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
     summary = train.main(make(steps=8, out_dir=half.out_dir))
     assert same(summary["state"]["params"], whole["state"]["params"])
     assert rows(half.out_dir, "start")[-1]["step"] == 4
-    row = train.main(make(mode="eval", eval_batches=2, out_dir=half.out_dir))
-    assert row["val_loss"] == train.main(
-        make(mode="eval", eval_batches=2, out_dir=str(tmp_path / "whole")))["val_loss"]
+    row = train.main(make(mode="eval", out_dir=half.out_dir))
+    assert row["val_loss"] == whole["val_loss"]
     said = " ".join(capsys.readouterr().out.split())
     assert "from its own checkpoint, at step 4" in said
     assert "13 of 27 parameters from " in said and "will be trained" not in said
     assert ".lora_" not in said  # of its own it says nothing
-    train.main(tiny(steps=5, eval_every=0))  # the run that it tunes goes on
+    (tmp_path / "newest").rename(newest)  # the run that it tunes goes on
     with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
         train.main(make(steps=9, out_dir=half.out_dir))
 
@@ -2073,11 +2072,9 @@ def test_two_processes_train_as_one(tiny, tmp_path):
                temperature=0.0, out_dir=str(tmp_path / "two"), dtype="float32")
     alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"))
     one = command(alone, 2)  # at the same time
-    for steps in (4, 8):  # the second goes on where the first has saved and evaluated
-        runs = two(cfg, "--steps", str(steps))
-        (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
-        assert (code_0, code_1) == (0, 0), said_0 + said_1
-        assert "done:" in said_0 and "done:" not in said_1
+    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in two(cfg)]
+    assert (code_0, code_1) == (0, 0), said_0 + said_1
+    assert "done:" in said_0 and "done:" not in said_1
     assert ended(*one)[0] == 0
     for ours, theirs in zip(losses(cfg.out_dir), losses(alone.out_dir), strict=True):
         np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
@@ -2115,7 +2112,7 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 
     Break: train.py: wishes = also if found[3] else [] => pass
     """
-    cfg = tiny(dp=1, fsdp=2, epochs=1.0, eval_every=0, save_every=0, log_every=7)
+    cfg = tiny(dp=1, fsdp=2, epochs=1.0, eval_every=0, save_every=0, log_every=7, dtype="float32")
     hook = Path(cfg.out_dir + "_hook.py")
     hook.write_text("import jax, train\ndef stop(event, value):\n"
                     "    if event == 'start':\n"
@@ -2696,14 +2693,12 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
                                          r"to change: --micro_batches 2 \(0.0.* GiB\), "):
-        train.main(cfg)
+        train.main(dataclasses.replace(cfg, epochs=1.0, steps=600))
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [] and not rows_or_none(cfg.out_dir)
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     assert cost["exit_code"] == 1 and not cost["fits"]
     assert "to change: --micro_batches 2 (0.0" in capsys.readouterr().out
     config.validate(dataclasses.replace(cfg, micro_batches=2), 8)
-    with pytest.raises(ValueError, match=r"to change: --micro_batches 2 \(0.0.* GiB\), "):
-        train.main(dataclasses.replace(cfg, epochs=1.0, steps=600))
 
 
 def rows_or_none(out):
@@ -3073,21 +3068,21 @@ def test_which_process_ends_a_run():
 
 @pytest.mark.slow
 def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
-    """One or both, by SIGKILL, twice; what is left ends by itself: tests/faults.py.
+    """One or both, by SIGKILL; what is left ends by itself: tests/faults.py.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
     """
     done = subprocess.run([sys.executable, "tests/faults.py", "--kills", "0", "--damage", "0",
-                           "--run_kills", "2"], cwd=ROOT, capture_output=True, text=True,
+                           "--run_kills", "1"], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\n     2 step ") == 1 and "1 runs that ended" in done.stdout
+    assert done.stdout.count("     1 step ") == 1 and "runs that ended" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n, how, words", [
-    (2, "KILL", "has given no sign of life for"), (4, "STOP", "has given no sign of life for"),
+    (2, "KILL", "has given no sign of life for"), (3, "STOP", "has given no sign of life for"),
     (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh"),
     (2, "data", "has ended: ValueError: oh")])
 def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
@@ -3096,14 +3091,14 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
 
     Break: train.py: os.pwrite(file, json => (file, json
     """
-    cfg = tiny(steps=10**6, dp=1, fsdp=n, save_every=5, eval_every=0, peer_timeout_s=4.0)
+    cfg = tiny(steps=10**6, batch_size=6, dp=n, save_every=2, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
     hook.write_text("import jax, time\ndef lose(event, value):\n"
-                    "    late = event == 'step' and value['step'] * jax.process_index() == 30\n"
+                    "    late = event == 'step' and value['step'] * jax.process_index() == 6\n"
                     f"    if late and {how == 'hang'}: time.sleep(99)\n"
                     f"    if late and {how == 'raise'}: raise RuntimeError('oh')\n"
                     "def fault(step, rows):\n"
-                    "    if step * jax.process_index() == 30: raise ValueError('oh')\n"
+                    "    if step * jax.process_index() == 6: raise ValueError('oh')\n"
                     "    return batch(step, rows)\n"
                     "def faulty(cfg, parts):\n"
                     "    global batch\n"
