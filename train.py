@@ -764,7 +764,8 @@ def show_end(cfg, row):
 
 
 def show_texts(texts):
-    for text in texts:
+    for text in texts:  # control characters as escapes: a terminal would obey them
+        text = "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
         say(f"{' sample '.center(24, '-')}\n{text}")
     if texts:
         say("-" * 24)
@@ -1432,7 +1433,7 @@ def savings(run, measure):
     cfg, mesh, needs = run["cfg"], run["mesh"], {}
     flags = steplib.memory_flags(cfg, mesh, run["task"]["savers"](cfg, mesh.shape["sp"]))
     if measure:
-        say("out of memory: compiling what would need less ...")
+        say("too little memory: compiling what would need less ...")
     for flag in ("", *flags) if measure else ():
         name, value = (flag or "--epochs 0").removeprefix("--").split()
         changes = {"epochs": 0.0, name: type(getattr(cfg, name))(value)}  # steps is worked out

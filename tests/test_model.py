@@ -666,14 +666,11 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
 def test_tiles_of_logits_follow_the_part_of_a_device():
     """On 8 devices an eighth of all logits counts, and tiles divide the part of a sequence over sp.
     A tile has at least as many tokens as the model is wide: each reads and writes the head's
-    gradient. In float32 tiles are twice as large.
+    gradient.
 
     Break: model.py: max(few, 4 * V * cfg.d_model / tp) => few
-    Break: model.py: LOGIT_BYTES * (2 if cfg.dtype == "float32" else 1) => LOGIT_BYTES
     """
-    cfg = dataclasses.replace(BASE, vocab_size=2**16)
-    assert model._n_tiles(16, 768, cfg) == 6
-    cfg = dataclasses.replace(cfg, dtype="mixed")
+    cfg = dataclasses.replace(BASE, vocab_size=2**16, dtype="mixed")
     assert model._n_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
     mesh = jax.make_mesh((1, 2, 1, 2, 2), config.MESH,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
@@ -684,6 +681,16 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
         assert model._n_tiles(16, 768, cfg) == 2
         assert model._n_tiles(16 * 4096, 6, cfg) == 3
         assert model._n_tiles(16, 768, dataclasses.replace(cfg, logit_tiles=5)) == 5
+
+
+def test_tiles_of_logits_are_twice_as_large_in_float32():
+    """Half as many as of any other dtype.
+
+    Break: model.py: LOGIT_BYTES * (2 if cfg.dtype == "float32" else 1) => LOGIT_BYTES
+    """
+    cfg = dataclasses.replace(BASE, vocab_size=2**16)
+    assert [model._n_tiles(16, 768, dataclasses.replace(cfg, dtype=dtype))
+            for dtype in ("float32", "mixed", "bfloat16")] == [6, 12, 12]
 
 
 def test_the_gradient_of_logits_is_rounded_where_operands_are():

@@ -352,6 +352,16 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
 
 
 @pytest.mark.slow
+def test_a_sample_shows_control_characters_as_escapes(capsys):
+    """Tabs, new lines and letters of any script as they are; what a terminal would obey is escaped.
+
+    Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
+    """
+    train.show_texts(["def f():\n\treturn 'é', '字'\x1b[2J\x0e\x07\r\x9b\ud800"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
+
+
 def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsys):
     """With the run's config.json as defaults, the same text for the same seed; the training data
     need not be there.
