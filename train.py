@@ -1504,6 +1504,10 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
             if in_loop.is_set():
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                          .encode())
+                continue
+            time.sleep(0.3)  # Python drops what is raised in a finalizer or callback: once more
+            if not in_loop.is_set() and signal.getsignal(number[0]) is handle:
+                signal.pthread_kill(threading.main_thread().ident, number[0])
         os.close(reader)
 
     def handle(number, frame):

@@ -2282,6 +2282,25 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
 
 
 @pytest.mark.slow
+def test_a_signal_before_the_first_step_is_not_lost_in_a_finalizer(tiny, tmp_path):
+    """Python ignores what is raised there, here in the finalizer of an object of a hook.
+
+    Break: train.py: signal.pthread_kill(threading.main_thread().ident, number[0]) => pass
+    """
+    (tmp_path / "last.py").write_text(
+        "import pathlib, time\nclass Last:\n    def __del__(self):\n"
+        f"        pathlib.Path({str(tmp_path / 'there')!r}).touch()\n        time.sleep(20)\n"
+        "def hook(event, value):\n    if event == 'loss_fn':\n        Last()\n"
+        "        time.sleep(20)\n")
+    run, log = command(tiny(hooks=(f"{tmp_path}/last.py:hook",)))
+    wait_for((tmp_path / "there").exists)
+    os.kill(run.pid, signal.SIGTERM)
+    code, said = ended(run, log, 10)
+    assert code == 0 and "Exception ignored" in said, said
+    assert said.endswith("SIGTERM: ended; nothing was changed\n"), said
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tiny, tmp_path):
     """Even while the first is waiting for a long step, save or evaluation; here, a hook.
 
