@@ -928,7 +928,7 @@ def describe(source):
     n_used = sum(len(shard["rows"][1]) for shard in shards)
     return (f"{n_used:,} of {len(n_tokens):,} documents in {source['n']:,} sequences, "
             f"{(n_tokens - 1 > form['seq_len']).sum():,} longer (--too_long {form['too_long']}), "
-            f"{used:,} of {(n_tokens - 1).sum():,} labels, "
+            f"{used:,} of {(n_tokens - 1).sum():,} tokens, "
             f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
 
 
@@ -1001,7 +1001,7 @@ def _tokens_in(path, dtype):
         return np.memmap(path, dtype, "r", 1024, (count,))
     if size % dtype.itemsize or not size:
         raise ValueError(f"{path}: {size} bytes is no whole number of {dtype}; set --data_dtype"
-                         if size else f"{path}: has 0 bytes, no token")
+                         if size else f"{path}: is empty; leave it out")
     tokens = np.memmap(path, dtype, "r")
     if size >= 64 and dtype == np.uint16 and not tokens[1:2**16:2].any() and tokens[:2**16:2].any():
         raise ValueError(f"{path}: every second uint16 is 0; set --data_dtype uint32")

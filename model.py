@@ -492,8 +492,8 @@ def _n_tiles(B, T, cfg):
         return cfg.logit_tiles
     V, tp = cfg.vocab_size, _axis_size("tp")
     n_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
-    few = LOGIT_BYTES * (2 if cfg.dtype == "float32" else 1)
-    most, per_shard = max(few, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
+    tile_bytes = LOGIT_BYTES * (2 if cfg.dtype == "float32" else 1)
+    most, per_shard = max(tile_bytes, 4 * V * cfg.d_model / tp), T // _axis_size("sp")
     fitting = (n for n in range(1, per_shard) if per_shard % n == 0 and n_bytes / n <= most)
     return next(fitting, per_shard)
 

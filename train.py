@@ -1505,7 +1505,7 @@ def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
                 os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                          .encode())
                 continue
-            time.sleep(0.3)  # Python drops what is raised in a finalizer or callback: once more
+            time.sleep(0.3)  # Python ignores what is raised in a finalizer or callback: raise again
             if not in_loop.is_set() and signal.getsignal(number[0]) is handle:
                 signal.pthread_kill(threading.main_thread().ident, number[0])
         os.close(reader)

@@ -281,8 +281,8 @@ def traffic(text, mesh, slices=1):
             row = collectives.setdefault((kind, axes), [0, 0.0])
             row[0] += times
             row[1] += times * n_bytes
-        if "S(5)" in line and op.endswith("-start"):  # a copy: of all arrays that it names a part
-            hosted += times * min(n for n in jax.tree.leaves(result) if n > 8)
+        if "S(5)" in line and op.endswith("-start"):  # S(5): host memory; the smallest array moves
+            hosted += times * min((n for n in jax.tree.leaves(result) if n > 8), default=0)
         in_place = re.search("dynamic.update.slice", line.partition("=")[0] + op)
         if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
             written += times * sum(jax.tree.leaves(result))

@@ -444,7 +444,7 @@ def npy(array):
 
 @pytest.mark.parametrize("name, content, words", [
     ("short-empty.txt", b"", "has no text"),
-    ("empty.bin", b"", "has 0 bytes, no token"),
+    ("empty.bin", b"", "is empty; leave it out"),
     ("short.txt", b"abcde", "has 7 tokens, and no sequence of 8 with a label"),
     ("short.bin", bytes(range(16)), "has 8 tokens, and no sequence of 8 with a label"),
     ("odd.bin", b"a" * 2001, "2001 bytes is no whole number of uint16; set --data_dtype"),
@@ -1118,7 +1118,7 @@ def test_each_document_once(fill, pad, too_long, documents):
     else:
         assert source["n"] * 30 < 1.1 * n_used
     n_all = sum(len(text) + 1 for text in texts)
-    assert (f"{n_used:,} of {n_all:,} labels, {empty.mean():.1%} padding" in data.describe(source))
+    assert f"{n_used:,} of {n_all:,} tokens, {empty.mean():.1%} padding" in data.describe(source)
     n_long = sum(len(text) + 2 > 31 for text in texts)
     assert f"{n_long} longer (--too_long {too_long})" in data.describe(source)
 

@@ -668,7 +668,7 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
     A tile has at least as many tokens as the model is wide: each reads and writes the head's
     gradient.
 
-    Break: model.py: max(few, 4 * V * cfg.d_model / tp) => few
+    Break: model.py: max(tile_bytes, 4 * V * cfg.d_model / tp) => tile_bytes
     """
     cfg = dataclasses.replace(BASE, vocab_size=2**16, dtype="mixed")
     assert model._n_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
