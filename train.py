@@ -987,9 +987,11 @@ def load_hooks(texts):
         if path not in found:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
             found[path] = runpy.run_path(path) if Path(path).is_file() else {}
-        if not callable(found[path].get(name)):
-            raise ValueError(f"hooks {text!r}: must be file.py:function; there is no such file, or "
-                             "no such function in it")
+        functions = [key for key, f in found[path].items() if callable(f) and key[:2] != "__"]
+        if name not in functions:
+            why = (f"it has no {name!r} ({config.nearest(name, functions)})" if functions else
+                   f"{path!r} is no file with functions")
+            raise ValueError(f"hooks {text!r}: must be file.py:function; {why}")
         hooks.append(found[path][name])
     return hooks
 

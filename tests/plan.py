@@ -208,7 +208,7 @@ def sweep(run, n_meshes):
             if not steplib.check_shapes(run["table"], mesh):
                 too_large = state_bytes > (memory_gib or math.inf) * 2**30
                 candidates.append((too_large, sum(sent.values()), state_bytes, sizes, other))
-    train.say(train.headline(run) + f"; {len(candidates)} meshes are legal")
+    train.say(train.headline(run) + f"; legal meshes: {len(candidates)}")
     for *_, sizes, other in sorted(candidates, key=lambda c: c[:3])[:n_meshes]:
         cost = measure(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
         # Bytes where no rate is known.

@@ -799,6 +799,22 @@ def test_fp16_gradient_is_unscaled():
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)
 
 
+def test_fp16_keeps_gradients_that_would_be_zero():
+    """Gradients below 6e-8, float16's smallest number, are float32's within 2%.
+
+    Break: step.py: loss_scale = scale / size if "scale" in state else 1.0 => loss_scale = 1.0
+    """
+    def small_loss(params, batch, cfg):
+        sums, counts = linear_loss(params, batch, cfg)
+        return {"objective": 1e-8 * sums["objective"]}, counts
+
+    norms = {}
+    for dtype in ("float32", "float16"):
+        state, update = linear_run(dataclasses.replace(BASE, dtype=dtype), small_loss)
+        norms[dtype] = float(update(state, linear_batch())[1]["grad_norm"])
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
+
+
 def test_fp16_scale_grows_with_patience(monkeypatch):
     """FP16_PATIENCE finite updates in a row double the scale, by then and not before; an overflow
     starts the count again.

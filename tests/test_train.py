@@ -510,8 +510,9 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch
     argv = ["--config", tiny().out_dir + ".json", "--hooks"]
     assert train.cli([*argv, f"{mine}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
-    for name, words in ((f"{mine}:triple", "no such function"), ("mine", "file.py:function"),
-                        (f"{tmp_path}/none.py:f", "no such file")):
+    for name, words in ((f"{mine}:duoble", "has no 'duoble' (nearest: double)"),
+                        ("mine", "file.py:function"),
+                        (f"{tmp_path}/none.py:f", "none.py' is no file with functions")):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
     assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # left out
@@ -2238,6 +2239,30 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
     assert gathered == [2, 2] and asked(14, [], before, 0) is before
     wishes.append(("enough", 0))
     assert asked(14, [])["wishes"] == wishes
+
+
+def test_a_signal_during_an_evaluation_ends_it(tiny):
+    """At its first batch, at the last step: there is no evaluation, and the next start makes one.
+
+    Break: train.py: run["beat"](doing="eval") or interrupted(signals)) => run["beat"](doing="eval"))
+    """
+    def open_text(cfg, parts):
+        val = (sources := data.open_text(cfg, parts))["val"]
+
+        def batch(index, rows):
+            if index == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # a thread hears the signal
+            return val["batch"](index, rows)
+
+        return sources | {"val": val | {"batch": batch}}
+
+    cfg = tiny(steps=2, eval_batches=0)
+    summary = train.main(cfg, task=train.TEXT | {"open": open_text})
+    assert summary["exit_code"] == 0 and "val_loss" not in summary
+    assert rows_of(cfg.out_dir, "save eval") == [("save", 2)]
+    assert "val_loss" in train.main(cfg)
+    assert rows_of(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
 
 
 @pytest.mark.slow
