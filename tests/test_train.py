@@ -2244,7 +2244,8 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
 def test_a_signal_during_an_evaluation_ends_it(tiny):
     """At its first batch, at the last step: there is no evaluation, and the next start makes one.
 
-    Break: train.py: run["beat"](doing="eval") or interrupted(signals)) => run["beat"](doing="eval"))
+    Break: train.py: run["beat"](doing="eval") or interrupted(signals)) =>
+    run["beat"](doing="eval"))
     """
     def open_text(cfg, parts):
         val = (sources := data.open_text(cfg, parts))["val"]
