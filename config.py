@@ -232,7 +232,7 @@ def load(name, kind=Config):
         return kind(config=name, **PRESETS[name])
     if not Path(name).is_file():
         raise ValueError(f"config {name!r}: neither a file nor a preset ({nearest(name, PRESETS)})")
-    return dataclasses.replace(from_json(Path(name).read_text(), name, kind), config=name)
+    return dataclasses.replace(from_json(Path(name).read_text("utf-8"), name, kind), config=name)
 
 
 def to_json(cfg):

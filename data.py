@@ -1074,7 +1074,7 @@ def _library_tokenizer(name):
     with _told(f"tokenizer {name!r}: cannot be read", Exception):  # as the library raises it
         tok = library.Tokenizer.from_file(str(path))
         if os.path.isdir(name) and (file := path.with_name("tokenizer_config.json")).exists():
-            settings = dict(json.loads(file.read_text()))
+            settings = dict(json.loads(file.read_bytes()))
     tok.no_truncation()  # a tokenizer.json keeps both as they were last used
     tok.no_padding()
     files = sorted({p for pattern in TOKENIZER_FILES for p in Path(name).glob(pattern)}) or [path]

@@ -646,11 +646,26 @@ def scalars(means):
     return {name: float(x) for name, x in means.items() if np.ndim(x) == 0}
 
 
+@contextlib.contextmanager
+def screen_may_close():
+    """Print, and flush. What a terminal that was closed, a broken pipe or a full disk does not take
+    ends no run.
+    """
+    with contextlib.suppress(OSError):
+        yield
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as e:
+            if e.errno in (errno.EPIPE, errno.EIO):  # it leads nowhere from now on, also at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@screen_may_close()
 def say(*words):
     """Print on process 0, above the progress bar if there is one."""
     if is_main():
         tqdm.write(" ".join(map(str, words)), file=sys.stdout)
-        sys.stdout.flush()
 
 
 def is_main():
@@ -711,6 +726,7 @@ def screen(cfg):
     others = {"reload": "loaded again: {names}", "out_of_data": "waiting for data",
               "export": "exported to {cfg.export}"}
 
+    @screen_may_close()
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
@@ -1483,29 +1499,34 @@ def run_saved(cfg, task, hooks):
 # Signals.
 
 @contextlib.contextmanager
-def catch_signals(numbers=(signal.SIGINT, signal.SIGTERM)):
-    """A list that gets the name of the first such signal, and an Event to set once there is
-    something to save: before, the signal raises KeyboardInterrupt. A second ends the process.
+def catch_signals():
+    """A list that gets the name of the first SIGINT, SIGTERM or SIGHUP (which nohup has ignored),
+    and an Event to set once there is something to save: before, the signal raises
+    KeyboardInterrupt. A second ends the process.
 
     A thread reads them, since Python runs no handler while the main thread is inside a step. Two
     within a second count as one: `timeout` sends two.
     """
-    caught, in_loop = [], threading.Event()
+    caught, in_loop, numbers = [], threading.Event(), {signal.SIGINT, signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.add(signal.SIGHUP)
 
     def watch(reader):
         noted = 0.0
         while number := os.read(reader, 1):
             name = signal.Signals(number[0]).name
             if number[0] in numbers and caught and time.monotonic() - noted > 1:
-                os.write(2, f"\n{name} again: ending at once\n".encode())
+                with screen_may_close():
+                    os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
             if number[0] not in numbers or caught:
                 continue
             noted = time.monotonic()
             caught.append(name)
             if in_loop.is_set():
-                os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
-                         .encode())
+                with screen_may_close():
+                    os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
+                             .encode())
                 continue
             time.sleep(0.3)  # Python ignores what is raised in a finalizer or callback: raise again
             if not in_loop.is_set() and signal.getsignal(number[0]) is handle:
@@ -1673,6 +1694,8 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; the exit code. A ValueError that the six files raise, and a file that may
     not be read, are the user's fault and told in a sentence; other exceptions keep their traceback.
     """
+    with contextlib.suppress(AttributeError):  # a notebook's cannot do it
+        sys.stdout.reconfigure(errors="backslashreplace")  # of what a terminal cannot show
     try:
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
@@ -1685,7 +1708,8 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
             os._exit(2 if ours else 1)
         return 2
     except KeyboardInterrupt as e:  # before the first step, or in a mode that trains nothing
-        print(f"{str(e) or 'SIGINT'}: ended; nothing was changed", file=sys.stderr, flush=True)
+        with screen_may_close():
+            print(f"{str(e) or 'SIGINT'}: ended; nothing was changed", file=sys.stderr)
         os._exit(0 if e.args else 128 + signal.SIGINT)  # not waiting for a compilation to end
 
 

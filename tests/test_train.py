@@ -2147,12 +2147,12 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 # ---- signals
 
 def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
-    """Of those two signals alone; after it, handlers are as they were and the pipe is closed. A
-    thread other than the main one, which has no handlers, catches none.
+    """Of those three signals alone, under nohup without SIGHUP; after it, handlers are as they were
+    and the pipe is closed. A thread other than the main one, which has no handlers, catches none.
 
     Break: train.py: os._exit(128 + number[0]) => os._exit(number[0])
     """
-    codes, ends, names = [], {}, (signal.SIGINT, signal.SIGTERM)
+    codes, ends, names = [], {}, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(n) for n in names]
 
     def pipe(make=os.pipe):
@@ -2198,6 +2198,58 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
     thread.start()
     thread.join()
     assert codes[1:] == [([], handlers[1])]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with train.catch_signals() as (caught, in_loop):
+            in_loop.set()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            for n in names[::-1]:  # SIGHUP first
+                os.kill(os.getpid(), n)
+            wait_for(lambda: caught)
+            assert caught == ["SIGTERM"]
+    finally:
+        signal.signal(signal.SIGHUP, handlers[2])
+
+
+def test_a_terminal_that_is_not_utf_8_shows_escapes(monkeypatch):
+    """Of a sample, say.
+
+    Break: train.py: sys.stdout.reconfigure(errors="backslashreplace") => pass
+    """
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    assert train.cli([], main=lambda *_: train.show_texts(["é→"]) or {"exit_code": 0}) == 0
+    assert b"\n\xe9\\u2192\n" in sys.stdout.buffer.getvalue()
+
+
+def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
+    """A broken pipe and a closed terminal, under plain lines and under the bar; what is still
+    buffered does not fail at exit either. On a full disk lines come again once there is room.
+
+    Break: train.py: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno()) => pass
+    """
+    start = {"step": 0, "unit": "token", "origin": "nothing", "compile_s": 1,
+             "memory_bytes_per_device": {"total": 1}}
+    log = {"step": 1, "loss": 1.0, "lr": 1e-3, "tokens_per_s": 1.0, "data_wait_s": 0.0}
+    for make in (os.pipe, pty.openpty):
+        here, there = make()
+        with open(there, "w") as stdout, open(os.dup(there), "w") as stderr, \
+                monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            patch.setattr(sys, "stderr", stderr)
+            observe = train.screen(tiny())
+            observe("start", start)
+            assert b"compiled in 1.0 s" in os.read(here, 10**4)
+            os.close(here)
+            for _ in range(2):
+                train.say("a line")
+                observe("step", {"step": 1})
+                observe("log", log)
+            observe("error", {})
+    with open("/dev/full", "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        train.say("a line")
+        assert os.readlink(f"/proc/self/fd/{stdout.fileno()}") == "/dev/full"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
@@ -2268,7 +2320,7 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
-    ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGINT", "eval")])
+    ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGHUP", "eval")])
 def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
     """In a step and during an evaluation; the next run goes on from there.
 
