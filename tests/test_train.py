@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from jax.sharding import NamedSharding
 from matplotlib.figure import Figure
 
@@ -2074,14 +2075,16 @@ two = partial(several, 2)
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tiny, tmp_path):
-    """jax.distributed over gloo, fsdp 2: losses, evaluations, every array of the checkpoint and the
-    samples are those of one process with two devices, to float32 rounding.
+    """jax.distributed over gloo, fsdp 2: losses, evaluations, every array of the checkpoint, the
+    samples and the exported weights are those of one process with two devices, to float32 rounding.
 
     Break: train.py: 0 if pinned else index, rows) => 0 if pinned else index, rows - rows.min())
     """
     cfg = tiny(dp=1, fsdp=2, steps=8, schedule="constant", sample_tokens=6, sample_every=4,
-               temperature=0.0, out_dir=str(tmp_path / "two"), dtype="float32")
-    alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"))
+               temperature=0.0, out_dir=str(tmp_path / "two"), dtype="float32",
+               export=str(tmp_path / "two_exported"))
+    alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"),
+                                export=str(tmp_path / "one_exported"))
     one = command(alone, 2)  # at the same time
     (code_0, said_0), (code_1, said_1) = [ended(*run) for run in two(cfg)]
     assert (code_0, code_1) == (0, 0), said_0 + said_1
@@ -2095,6 +2098,13 @@ def test_two_processes_train_as_one(tiny, tmp_path):
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6, err_msg=name)
     texts = [[r.get("texts") for r in rows(c.out_dir, "sample")] for c in (cfg, alone)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 and texts[0][0]
+    exported, theirs = ({name: x for file in Path(c.export).glob("*.safetensors")
+                         for name, x in safetensors.numpy.load_file(file).items()}
+                        for c in (cfg, alone))
+    assert exported.keys() == theirs.keys()
+    for name in exported:
+        np.testing.assert_allclose(exported[name], theirs[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], ours["params/embed"])
 
 
 @pytest.mark.slow
