@@ -143,7 +143,8 @@ def breaks_of(source):
 
 
 def run_quick(file, text):
-    return run_broken(file, text, "-m", "not slow", f"tests/test_{file}")
+    formats = ["tests/test_hf.py"] if file == "model.py" else []
+    return run_broken(file, text, "-m", "not slow", f"tests/test_{file}", *formats)
 
 
 def try_break(file, start, end, new):

@@ -659,6 +659,19 @@ def test_verify_names_all_damage_at_once(tmp_path, parts, monkeypatch, capsys):
     assert done.returncode == 1 and len(done.stderr.splitlines()) == len(found)
 
 
+def test_verify_reads_no_file_that_is_too_large(tmp_path, monkeypatch):
+    """It is a fault, told with the size; one that is just small enough is read.
+
+    Break: ckpt.py: np.dtype(layout["dtype"]).itemsize => 1
+    """
+    save(tmp_path, 1, tree={"a": np.ones((512, 512), np.float32)})
+    monkeypatch.setattr(ckpt, "VERIFY_BYTES", 2**20)
+    assert ckpt.verify(tmp_path) == []
+    monkeypatch.setattr(ckpt, "VERIFY_BYTES", 2**20 - 1)
+    (fault,) = ckpt.verify(tmp_path)
+    assert fault.endswith("/a: not read, its files of 1,048,576 bytes are too large")
+
+
 def test_damaged_checkpoints_are_passed_over_replaced_and_pruned(tmp_path):
     """They stay until their step is saved again or a later one; none counts for those to keep while
     it is the newer one.

@@ -586,3 +586,18 @@ def test_a_task_without_heads_has_no_rules_of_heads():
     odd = Config(d_model=7, n_heads=3, head_dim=5)
     assert "head_dim 5: must be even" in fault(odd)
     config.validate(odd, 8, CHOICES)
+
+
+def test_conditions_of_a_stop_are_in_the_order_in_which_they_hold():
+    """Updates of this start, updates in all, the file, the time, then metrics, failures last.
+
+    Break: config.py: key=lambda each: ([*STOPS, each[0]].index(each[0]), each[4])) =>
+    key=lambda each: each[4])
+    """
+    given = ("loss>9", "2h", "val_loss<1.5", "500", "+100")
+    found = config.stops(Config(stop=given, out_dir="here"))
+    assert [(name, bound, code) for name, _, bound, _, code in found] == [
+        ("updates", 100, 0), ("step", 500, 0), ("file", "here", 0), ("second", 7200, 0),
+        ("val_loss", 1.5, 0), ("loss", 9, 1)]
+    assert [test(1, bound) for name, test, bound, *_ in found if name != "file"] == [
+        False, False, False, True, False]
