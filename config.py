@@ -115,7 +115,7 @@ class Config:
     optimizer: str = "muon"  # adamw, adafactor, lion, muon, rmsprop, sgd
     lr: Rate = -1.0  # peak learning rate; -1: the default of each optimizer
     schedule: str = "linear"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
-    warmup_steps: Amount = 100.0  # updates of linear warm-up; below 1, a share of steps
+    warmup_steps: Amount = 0.05  # updates of linear warm-up; below 1, a share of steps
     min_lr_frac: UpTo1 = 0.0  # share of lr that the schedule falls towards
     decay_frac: Share = 0.2  # share of steps in which the wsd schedule decays
     poly_power: Amount = 2.0  # exponent of the polynomial schedule
