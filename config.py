@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 # A number's type carries its bound: (test, what a value must be, in words).
-Count = Annotated[int, (lambda x: x >= 1, "at least 1")]
+Count = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
 Whole = Annotated[int, (lambda x: x >= 0, "at least 0")]
 Amount = Annotated[float, (lambda x: x >= 0, "at least 0")]
 Positive = Annotated[float, (lambda x: x > 0, "above 0")]
@@ -189,8 +189,8 @@ SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm q
 FREE = (*MESH, *START, *"out_dir ckpt_dir cache_dir prepared wait_s stop track peer_timeout_s "
         "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles deterministic "
         "moments_on slices log_every eval_every eval_batches save_every keep keep_every leave_out "
-        "weights_every export export_every export_dtype export_lora reload_every sample_every "
-        "watch profile prompt n_samples sample_tokens temperature top_k top_p".split())
+        "weights_every export export_every export_dtype export_lora sample_every watch "
+        "profile prompt n_samples sample_tokens temperature top_k top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
 FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
            "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
@@ -232,7 +232,9 @@ def load(name, kind=Config):
         return kind(config=name, **PRESETS[name])
     if not Path(name).is_file():
         raise ValueError(f"config {name!r}: neither a file nor a preset ({nearest(name, PRESETS)})")
-    return dataclasses.replace(from_json(Path(name).read_text("utf-8"), name, kind), config=name)
+    cfg = from_json(Path(name).read_bytes(), name, kind)
+    raise_all([cfg.config and fault(cfg, "config", "a file can name no other; leave it out")], name)
+    return dataclasses.replace(cfg, config=name)
 
 
 def to_json(cfg):
@@ -243,7 +245,7 @@ def from_json(text, where="JSON", kind=Config):
     """Raises ValueError that names every unknown key and every value of a wrong type."""
     try:
         given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
-    except (json.JSONDecodeError, AttributeError) as e:
+    except (ValueError, AttributeError) as e:
         raise ValueError(f"{where}: no JSON object of fields: {e}") from None
     types = get_type_hints(kind)
     rules = {k: _type_rule(t) for k, t in types.items()}
@@ -307,7 +309,7 @@ def stop_at(text):
     """A condition of cfg.stop: (name of a value, test, its second operand, reason with a place for
     the value, exit code). A loss above its bound is a failure. Raises ValueError if malformed.
     """
-    metric = re.fullmatch(r"([\w/.]+)([<>])(.+)", text)
+    metric = re.fullmatch(r"([^<>]+)([<>])(.+)", text)
     if metric and metric[1] not in STOPS:
         name, bound = metric[1], number(metric[3])
         if metric[2] == "<":
@@ -459,7 +461,7 @@ RULES = (
     ("order", lambda c: c.order != "windows" and any(
         "window" in str(getattr(c, f"{event}_every")) for event in EVENTS),
      "must be windows for a period in windows, as of save_every or eval_every"),
-    ("out_dir", lambda c: "://" in c.out_dir,
+    ("out_dir", lambda c: not c.out_dir or "://" in c.out_dir,
      "must be a folder on this machine; checkpoints go elsewhere by --ckpt_dir"),
     ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
     # Expert capacity is counted over a whole sequence.
@@ -476,7 +478,8 @@ IDLE = (
     ("export", lambda x: not x, "export_every export_dtype export_lora"),
     ("init_from", lambda x: "dynamic=yes" not in str(x), "reload_every"),
     ("fill", lambda x: x == "stream", "too_long pad"),
-    ("fill", lambda x: x != "stream", "packed end_id"),
+    ("fill", lambda x: x != "stream", "packed"),
+    ("packed", lambda x: not x, "end_id"),
     ("order", lambda x: x != "windows", "windows_per_epoch window_repeats wait_s"),
     ("log_every", lambda n: n == 0, "watch"),
     ("temperature", lambda x: x == 0, "top_k top_p"),

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import threading
 import time
@@ -265,7 +266,7 @@ def check_apart(groups):
 BLOCK = 4096  # places of an epoch that are permuted in one call and cached
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _permuted_block(block, n, seed):
     return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
 
@@ -361,17 +362,22 @@ def in_windows(cfg, size_of, read):
     def ends():
         return np.cumsum([0, *(window["n"] for window in order)])
 
-    def resume(windows):
-        order[:] = windows
+    def logged():
+        return [*map(json.loads, log.read_text().splitlines())] if log.exists() else []
+
+    def resume(windows):  # and those that a killed run had begun since
+        begun = logged()
+        order[:] = begun if windows and begun[: len(windows)] == windows else windows
         if not jax.process_index():
             _write_lines(log, order)
 
     def reaches(place):
         with lock:  # training asks in a thread of its own
-            if ends()[-1] <= place and log.exists():
-                order[:] = map(json.loads, log.read_text().splitlines())
+            if ends()[-1] <= place and (begun := logged()):
+                order[:] = begun
             while ends()[-1] <= place and (window := _next_window(cfg, order, window_of, waits)):
-                resume([*order, window])
+                order.append(window)
+                _write_lines(log, order)
             return ends()[-1] > place
 
     def finished(step):
@@ -526,6 +532,8 @@ def _whole_documents(source, shard_of, within):
             batch["segments"][row, here] = number
             batch["positions"][row, here] = np.arange(b - a - 1)
             place += b - a - 1
+    check_ids(np.maximum(batch["tokens"], batch["labels"]), source["form"]["vocab_size"],
+              [source["shards"][i] for i in shard_of])
     return batch
 
 
@@ -569,6 +577,9 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     label (unless may_be_empty), or has an id that is not below vocab_size.
     """
     form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
+    with contextlib.suppress(ValueError, OSError):  # each mapped file keeps a descriptor
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
     binary = [p for p in paths if p.suffix in TOKEN_FILES]
     texts = [p for p in paths if p.suffix not in TOKEN_FILES]
     if binary and form["packed"] and not 0 <= end < (form["vocab_size"] or end + 1):
@@ -577,9 +588,6 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
     shards = [{"name": str(p), "tokens": np.asarray(_tokens_in(p, dtype)), "at": 0, "end": end,
                "path": p, "size": p.stat().st_size} for p in binary]
-    kinds = {str(shard["tokens"].dtype): shard["name"] for shard in shards}
-    if len(kinds) > 1:
-        raise ValueError(f"token files of one source differ in type: {kinds}; use one")
     shards += [prepare(texts, tokenizer, folder)] if texts else []
     source = make_source(shards, form)
     for shard, n in zip(source["shards"], np.diff(source["ends"], prepend=0)):
@@ -617,15 +625,18 @@ def prepare(paths, tokenizer, folder):
                "with --prepared", OSError):
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(final.with_suffix(".lock"), "w") as lock:
-            with contextlib.suppress(OSError):  # no locks here: at worst the work is done twice
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:  # no locks here: at worst the work is done twice
+                partial = final.with_suffix(f".{time.time_ns()}")
             if not _prepared(final, tokenizer):
                 for leftover in (final, partial):
                     shutil.rmtree(leftover, ignore_errors=True)
                 try:
                     partial.mkdir()
                     _write_prepared(paths, tokenizer, partial)
-                    partial.rename(final)
+                    if not _prepared(final, tokenizer):
+                        partial.rename(final)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
     return _prepared(final, tokenizer) | about
@@ -645,7 +656,7 @@ def _prepared(folder, tokenizer):
     or not whole.
     """
     kinds = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "masked": np.uint8}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         index = json.loads((folder / "index.json").read_text())
         arrays = {name: np.asarray(np.memmap(folder / name, kinds[name], "r"))
                   for name in index["sizes"]}
@@ -686,8 +697,9 @@ def _write_prepared(paths, tokenizer, folder):
         put([end] if shared else [], after_chat)
         masks.truncate(n() if masks.tell() else 0)
         n_documents = documents.tell() // 16
-    if not n_documents:
-        raise ValueError(f"{paths[0]}: has no text")
+        if not n_documents:  # one of no tokens, which is in no row
+            put([end], 0)
+            documents.write(np.int64((0, 0)))
     sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.stat().st_size}
     for name in sizes:
         with open(folder / name, "rb") as file:
@@ -811,18 +823,20 @@ def rows_in(path, size):
             raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
 
 
+# Where text is cut, the last of its lines or words: tokenizers split there anyway.
+BORDERS = [re.compile(r"(?s).*" + border) for border in (
+    r"\S\n(?=[^\W_])", r"[^\W_](?=\s)")]  # before a letter or digit; after one
+
+
 def _pieces(file, size):
-    """Yield (text, whether it is the last) in pieces of some `size` characters (-1: whole), cut
-    where a tokenizer splits words anyway: after a line that is not empty, before one that is not
-    indented.
-    """
+    """Yield (text, whether it is the last) in pieces of some `size` characters (-1: whole)."""
     text = file.read(size)
-    while line := file.readline():
-        if text.endswith("\n") and text[-2:-1].strip() and line[0].strip():
-            yield text, False
-            text = line + file.read(size)
-        else:
-            text += line
+    while more := file.read(size):
+        new = max(0, len(text) - 2)
+        text += more
+        if cut := next(filter(None, (border.match(text, new) for border in BORDERS)), None):
+            yield text[: cut.end()], False
+            text = text[cut.end() :]
     yield text, True
 
 
@@ -938,9 +952,9 @@ def fingerprint(source):
     """
     shards, crc = source["shards"], 0
     n = max(2**20 // len(shards), 2**10)
-    for shard in shards:
-        crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][:n]), crc)
-        crc = zlib.crc32(np.ascontiguousarray(shard["tokens"][-n:]), crc)
+    for x in (shard[name] for shard in shards for name in ("tokens", "masked") if name in shard):
+        crc = zlib.crc32(np.ascontiguousarray(x[:n]), crc)
+        crc = zlib.crc32(np.ascontiguousarray(x[-n:]), crc)
     return f"{source['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
 
 
@@ -974,7 +988,7 @@ def expand(patterns, lenient=False):
             raise ValueError(f"data {pattern!r}: no such file, and no file matches it as a glob; "
                              "name the files of a folder as in 'folder/*.txt'")
         paths += map(Path, found)
-    return [*dict.fromkeys(paths)]
+    return [*{os.path.realpath(path): path for path in paths}.values()]
 
 
 # {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
@@ -1044,7 +1058,7 @@ def make_tokenizer(name):
     def encode_batch(texts): return [np.asarray(ids, dtype) for ids in own["encode_batch"](texts)]
     def encode(text): return encode_batch([text])[0]
     def decode(ids): return own["decode"](np.asarray(ids).tolist())
-    probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight"
+    probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine"
     same = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
     return {"n_bytes": lambda ids: len(decode(ids).encode()), "stops": {own["end"]}, **own,
             "dtype": dtype, "piece": own["piece"] if same else -1, "encode": encode,

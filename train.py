@@ -185,7 +185,7 @@ def start_run(run, hooks, observers, state, params, began):
         steps = cfg.epochs * opened["train"]["n"] / cfg.batch_size
         # In windows the last few examples wait for the next file.
         steps = math.floor(steps) if "windows" in opened["train"] else math.ceil(steps)
-        cfg = dataclasses.replace(cfg, steps=max(1, steps))
+        cfg = dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
     run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
@@ -1220,13 +1220,14 @@ def open_source(run, source):
                          "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
                          "downloaded")
     then = meta.get("config", {})
+    alike = [*config.FORWARD, *["lora_alpha"] * bool(then.get("lora_rank"))]
     return source | {
         "names": {name.removeprefix("params/"): layout["shape"]
                   for name, layout in meta["arrays"].items() if name.startswith("params/")},
         "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
         "about": f"{path} at step {step} of run {meta.get('run_id')}",
         "faults": [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
-                   f"--allow_change {name})" for name in config.FORWARD
+                   f"--allow_change {name})" for name in alike
                    if source["strict"] and name not in cfg.allow_change
                    and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]}
 

@@ -88,6 +88,21 @@ def test_json_faults(text, words):
     assert all(word in str(e.value) for word in ["mine.json", *words]), str(e.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_from_an_editor_on_windows(encoding, tmp_path):
+    """It is read; one that is not Unicode is refused, and one that names another file or preset.
+
+    Break: config.py: from_json(Path(name).read_bytes(), => from_json(Path(name).read_text(),
+    """
+    (tmp_path / "c.json").write_text('{"prompt": "é"}', encoding)
+    assert config.load(str(tmp_path / "c.json")).prompt == "é"
+    for text, words in (('{"prompt": "é"}', "c.json: no JSON object of fields: 'utf-8' codec"),
+                        ('{"config": "debug"}', "c.json: config 'debug': a file can name no")):
+        (tmp_path / "c.json").write_text(text, "latin-1")
+        with pytest.raises(ValueError, match=words):
+            config.load(str(tmp_path / "c.json"))
+
+
 def test_load_unknown_preset():
     """A name that is neither a file nor a preset is refused with the nearest preset.
 
@@ -253,6 +268,8 @@ def test_all_faults_at_once():
     (dict(loss_norm="constant"), "loss_divisor 0.0: must be above 0 with loss_norm constant"),
     (dict(remat="ful"), "remat 'ful': must be one of none, full"),
     (dict(steps=0), "steps 0: must be at least 1"),
+    (dict(steps=2**31), "steps 2147483648: must be at least 1, and below 2^31"),
+    (dict(out_dir=""), "out_dir '': must be a folder on this machine"),
     (dict(profile="22:20"), "profile '22:20': must be first:last"),
     (dict(lr=-2.0), "lr -2.0: must be at least 0, or -1 for the default"),
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
@@ -329,6 +346,7 @@ def test_what_would_do_nothing_is_refused():
             (dict(schedule="constant", min_lr_frac=0.1), ("min_lr_frac 0.1: has no effect",)),
             (dict(optimizer="sgd", eps=1e-6), ("eps 1e-06: has no effect",)),
             (dict(reload_every=5), ("reload_every 5: has no effect with init_from ()",)),
+            (dict(end_id=7), ("end_id 7: has no effect with packed False",)),
             (dict(loss_divisor=3.0), ("loss_divisor 3.0: has no effect",))):
         said = fault(Config(**change))
         assert all(w in said for w in words), said
@@ -512,7 +530,7 @@ def test_a_resume_may_change_what_is_free_and_nothing_else():
         "mlp_tiles peer_timeout_s deterministic "
         "moments_on slices coordinator n_processes process_id log_every eval_every eval_batches "
         "save_every keep keep_every leave_out weights_every export export_every export_dtype "
-        "export_lora reload_every sample_every watch profile prompt n_samples sample_tokens "
+        "export_lora sample_every watch profile prompt n_samples sample_tokens "
         "temperature top_k top_p"
         .split())
 
@@ -594,10 +612,10 @@ def test_conditions_of_a_stop_are_in_the_order_in_which_they_hold():
     Break: config.py: key=lambda each: ([*STOPS, each[0]].index(each[0]), each[4])) =>
     key=lambda each: each[4])
     """
-    given = ("loss>9", "2h", "val_loss<1.5", "500", "+100")
+    given = ("loss>9", "2h", "val_loss/a-*.txt<1.5", "500", "+100")
     found = config.stops(Config(stop=given, out_dir="here"))
     assert [(name, bound, code) for name, _, bound, _, code in found] == [
         ("updates", 100, 0), ("step", 500, 0), ("file", "here", 0), ("second", 7200, 0),
-        ("val_loss", 1.5, 0), ("loss", 9, 1)]
+        ("val_loss/a-*.txt", 1.5, 0), ("loss", 9, 1)]
     assert [test(1, bound) for name, test, bound, *_ in found if name != "file"] == [
         False, False, False, True, False]

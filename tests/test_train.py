@@ -563,8 +563,10 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
     train.main(more, hooks=[lambda event, value: began.append(jax.device_get(value["params"]))
                             if event == "load" else None])
     assert same({f"params/{k}": v for k, v in began[0].items()}, {k: new[k] for k in params})
-    with pytest.raises(ValueError, match="has LoRA updates; set its --lora_rank"):
-        train.main(dataclasses.replace(more, lora_rank=0, out_dir=str(tmp_path / "none")))
+    for change, words in ((dict(lora_rank=0), "has LoRA updates; set its --lora_rank"),
+                          (dict(lora_alpha=8.0), "lora_alpha is 16.0 there, 8.0 here")):
+        with pytest.raises(ValueError, match=words):
+            train.main(dataclasses.replace(more, **change, out_dir=str(tmp_path / "none")))
 
 
 @pytest.mark.slow
@@ -2457,15 +2459,18 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
     train.main(cfg, hooks=[lambda event, row: row | {"stop": "enough"}
                            if event == "step" and row["step"] == 4 else None])
     meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]
-    seen = [Path(window["name"]).name for window in meta["data"]["windows"]]
-    assert meta["step"] == 5 and seen[:2] == ["day1.txt", "day2.txt"]
-    assert seen[2:] in ([], ["day9.txt"])  # as far ahead as batches were made
+    saved, begun = ([Path(window["name"]).name for window in windows] for windows in (
+        meta["data"]["windows"],
+        map(json.loads, Path(cfg.out_dir, "windows.jsonl").read_text().splitlines())))
+    assert meta["step"] == 5 and begun[:2] == ["day1.txt", "day2.txt"]
+    assert begun[: len(saved)] == saved
+    assert begun[2:] in ([], ["day9.txt"])  # as far ahead as batches were made
     for day in ("day0.txt", "day3.txt"):
         (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
     letters = []
     train.main(cfg, hooks=[lambda event, batch: letters.append(
         chr(int(batch["tokens"].max()))) if event == "data" else None])
-    assert letters == (["c", "c", "d", "d"] if seen[2:] else ["d", "d", "d", "d"])
+    assert letters == (["c", "c", "d", "d"] if begun[2:] else ["d", "d", "d", "d"])
     assert [r["step"] for r in rows(cfg.out_dir, "eval")] == [3, 5, 7, 9]
     (tmp_path / "in_order").mkdir()
     for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
@@ -2668,7 +2673,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
         "--vocab_size 255 --dp 1 --tp 2 --fsdp -1":
             "embed (255, 32): dim 255 cannot be split over tp=2; nearest: 254 or 256",
-        f"--data {tmp_path}/file": "file: has no text",
+        f"--data {tmp_path}/file": "file: has 2 tokens, and no sequence",
         f"--data {tmp_path}/short.txt": "has 7 tokens, and no sequence of 16 with a label",
         f"--data {tmp_path}/ids.bin": "token id 999 is not in [0, 256)",
         f"--data {tmp_path}/none*": "no such file, and no file matches it as a glob",
