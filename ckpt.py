@@ -59,6 +59,7 @@ def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=
     layouts, shards = _lay_out(arrays)
     data = from_main(lambda: os.urandom(4).hex())
     body = dict(step=int(_name(step)), folder=data, arrays=layouts, **dict(meta))
+    body = json.loads(json.dumps(body, default=lambda x: np.asarray(x).tolist()))  # as it is read
     return ThreadPoolExecutor(1, "ckpt").submit(
         _write, root, body, shards, temporary, tell, (keep, keep_every))
 

@@ -176,10 +176,11 @@ def to_device(batch, shardings, rows, batch_size):
 
 # ---- optional
 
-def prefetch(make, start, stop, depth=2, stopped=lambda: False):
+def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: None):
     """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
     ahead by a thread. While make(i) is None it is asked again, and one (None, seconds) yielded;
-    ends early once stopped().
+    ends early once stopped(). busy() returns when the consumer has nothing else to do: the wait is
+    counted from then.
     """
     pool, closed, missing = ThreadPoolExecutor(1, "data"), threading.Event(), set()
 
@@ -192,7 +193,9 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False):
     try:
         ahead = deque(islice(items, depth))
         for i in range(start, stop):
-            began, item, told = time.perf_counter(), ahead.popleft(), False
+            item, told = ahead.popleft(), False
+            item.done() or busy()
+            began = time.perf_counter()
             while not (item.done() or wait([item], 0.1).done):
                 if stopped():
                     return
@@ -362,18 +365,15 @@ def in_windows(cfg, size_of, read):
     def ends():
         return np.cumsum([0, *(window["n"] for window in order)])
 
-    def logged():
-        return [*map(json.loads, log.read_text().splitlines())] if log.exists() else []
-
     def resume(windows):  # and those that a killed run had begun since
-        begun = logged()
+        begun = _read_lines(log)
         order[:] = begun if windows and begun[: len(windows)] == windows else windows
         if not jax.process_index():
             _write_lines(log, order)
 
     def reaches(place):
         with lock:  # training asks in a thread of its own
-            if ends()[-1] <= place and (begun := logged()):
+            if ends()[-1] <= place and (begun := _read_lines(log)):
                 order[:] = begun
             while ends()[-1] <= place and (window := _next_window(cfg, order, window_of, waits)):
                 order.append(window)
@@ -412,6 +412,10 @@ def in_windows(cfg, size_of, read):
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
             "fingerprint": "windows", "about": about, "resume": resume, "finished": finished,
             "following": following, "windows": lambda step: order[: finished(step) + 1]}
+
+
+def _read_lines(path):
+    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
 
 
 def _write_lines(path, rows):

@@ -156,7 +156,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
         with lock_folders(run["cfg"]):
-            observers = make_observers(run["cfg"]) if is_main() else []
+            observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
                 with explain_memory(run):
@@ -165,12 +165,14 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
                         step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
                         return {"step": step, "exit_code": 0, "reason": "finished before"}
                     in_loop.set()
-                    return train(*started, signals)
+                    return train(*started, signals, saving)
             except BaseException as e:
                 end_observed(run, observers, e)
                 raise
             finally:
                 run["beat"](done=True)
+                for _, future in saving.values() if jax.process_count() == 1 else ():
+                    future.exception()  # the folders stay locked until it is done
 
 
 def start_run(run, hooks, observers, state, params, began):
@@ -220,18 +222,20 @@ def start_run(run, hooks, observers, state, params, began):
     return run, state, last | ({"save": (step, 0.0)} if meta else {}), clock
 
 
-def train(run, state, last, clock, signals):
+def train(run, state, last, clock, signals, saving):
     """The loop, to cfg.steps or until why_stop says so; the summary.
 
     last: {event: (step, second)} of what happened at the first step already. signals: names of
-    those caught.
+    those caught. saving: of save_state.
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
-    step, latest, previous, saving = run["first_step"], {}, None, {}
+    step, latest, previous = run["first_step"], {}, None
     asked = {"step": None, "second": 0.0, "signal": None, "file": False, "wishes": []}
 
     def halted(): return why_stop_waiting(run, step, asked, latest, signals, clock)
-    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted)
+    def busy(): jax.block_until_ready(previous)
+    batches = data.prefetch(
+        make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted, busy=busy)
     while True:
         if (due := due_events(run, step, last, asked["second"])) or run["at_once"]:
             latest, previous = latest | report(run, previous, clock), None
@@ -240,7 +244,8 @@ def train(run, state, last, clock, signals):
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
+            save_state(run, state, step, saving, kind,
+                       temporary=kind == "save" and due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             val = held_out_at(run, step, clock, halted)
             if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
@@ -537,7 +542,7 @@ def make_emit(run, observers, clock):
         row = call(run["hooks"], event, row)
         run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
         call(observers, event, row)
-        if event not in ("dispatch", "epoch", "window"):
+        if event not in ("dispatch", "epoch", "window", "out_of_data"):
             spend(clock, event)
         return row
 
@@ -680,7 +685,7 @@ def jsonl(cfg):
     """
     path, file = Path(cfg.out_dir) / "metrics.jsonl", None
 
-    def as_list(x): return np.asarray(x).tolist()
+    def as_json(x): return x.tolist() if hasattr(x, "tolist") else str(x)
 
     def observe(event, row):
         nonlocal file
@@ -692,7 +697,7 @@ def jsonl(cfg):
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json.dumps({"event": event} | row, default=as_list) + "\n")
+                file.write(json.dumps({"event": event} | row, default=as_json) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
@@ -702,10 +707,10 @@ def jsonl(cfg):
 def read_log(out_dir):
     """The rows of metrics.jsonl, less a torn line."""
     path, rows = Path(out_dir) / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-    return [row for row in rows if "step" in row]  # "error" has none
+    return [row for row in rows if isinstance(row, dict) and "step" in row]  # "error" has none
 
 
 # How the screen shows a value, where a row has it.
@@ -744,7 +749,8 @@ def screen(cfg):
                 say(f"{in_words(row, 'step loss lr')}  {rate}  "
                     f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
-            own = [x for x in row if x.startswith("val_") and x not in QUIET and "/" not in x]
+            own = [x for x in numbers(row)
+                   if x.startswith("val_") and x not in QUIET and "/" not in x]
             say(in_words(row, " ".join(["step", "val_loss", *own])))
             for source in (name for name in row if name.startswith("val_loss/")):
                 say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
@@ -1072,11 +1078,16 @@ def root_of(out_dir):
     return read_json(Path(out_dir, "config.json")).get("ckpt_dir") or ckpt.below(out_dir, "ckpt")
 
 
-def newest_meta(root, needed_for):
-    """(step, meta) of the newest checkpoint of a root. Raises ValueError when there is none."""
+def newest_meta(root, needed_for=""):
+    """(step, meta) of the newest checkpoint of a root. Raises ValueError when there is none, though
+    it is needed for something, or when no run of this program wrote it.
+    """
     saved, meta = ckpt.newest_meta(root)
-    if not meta:
+    if needed_for and not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
+    if meta and "config" not in meta:
+        raise ValueError(f"{root}: checkpoint {saved} is not of a run; to start from its "
+                         "parameters: --init_from")
     return saved, meta
 
 
@@ -1092,8 +1103,7 @@ def find_start(cfg, given=False):
     if os.path.realpath(before) != os.path.realpath(root) and ckpt.newest_meta(before)[1]:
         raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
-    saved, meta = (newest_meta(root, "resume must") if cfg.resume == "must" else
-                   ckpt.newest_meta(root))
+    saved, meta = newest_meta(root, "resume must" if cfg.resume == "must" else "")
     if meta and (given or cfg.resume == "never"):
         raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}, with "
                          "which this start would not go on; choose another --out_dir, or delete "
@@ -1111,7 +1121,7 @@ def choose_start(run, state, params, meta):
     cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
     if state is not None:
         return "the given state", [], lambda programs: jax.device_put(
-            state, jax.tree.map(lambda x: x.sharding, programs["state"]))
+            state, jax.tree.map(lambda x: x.sharding, programs["state"]), may_alias=False)
     if params is not None:
         return "the given parameters", [], lambda programs: programs["from_params"](key, params={
             name: jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
@@ -1219,17 +1229,21 @@ def open_source(run, source):
         raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                          "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
                          "downloaded")
-    then = meta.get("config", {})
-    alike = [*config.FORWARD, *["lora_alpha"] * bool(then.get("lora_rank"))]
     return source | {
         "names": {name.removeprefix("params/"): layout["shape"]
                   for name, layout in meta["arrays"].items() if name.startswith("params/")},
         "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
         "about": f"{path} at step {step} of run {meta.get('run_id')}",
-        "faults": [f"{name} is {then[name]!r} there, {getattr(cfg, name)!r} here (on purpose: "
-                   f"--allow_change {name})" for name in alike
-                   if source["strict"] and name not in cfg.allow_change
-                   and then.get(name, getattr(cfg, name)) != getattr(cfg, name)]}
+        "faults": other_model(cfg, meta) if source["strict"] else []}
+
+
+def other_model(cfg, meta):
+    """Faults, in words: what would make another model of the parameters of a checkpoint."""
+    then, now = meta.get("config", {}), vars(cfg)
+    alike = [*config.FORWARD, *["lora_alpha"] * bool(then.get("lora_rank"))]
+    return [f"{name} is {then[name]!r} there, {now[name]!r} here (on purpose: --allow_change "
+            f"{name})" for name in alike
+            if name not in cfg.allow_change and then.get(name, now[name]) != now[name]]
 
 
 # Weights in Hugging Face's format.
@@ -1291,7 +1305,8 @@ def export_hf(cfg, params):
     Raises ValueError when no family of theirs is of this form, or the folder is not an export's.
     """
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
-    out, new = Path(cfg.export), Path(f"{cfg.export}.partial")
+    out = Path(cfg.export)
+    new = Path(f"{out}.partial")
     mine = {"out_dir": os.path.abspath(cfg.out_dir)}
     if (out.is_file() or any(out.glob("*"))) and mine != read_json(out / "sixfile.json"):
         raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
@@ -1474,6 +1489,7 @@ def run_saved(cfg, task, hooks):
     meta = newest_meta(ckpt_root(cfg), f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
+    config.raise_all(other_model(cfg, meta), ckpt_root(cfg))
     if cfg.mode == "sample" and not task["preview"]:
         raise ValueError("mode sample: this task has no preview")
     if cfg.mode == "eval":
@@ -1710,7 +1726,7 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
         return 2
     except KeyboardInterrupt as e:  # before the first step, or in a mode that trains nothing
         with screen_may_close():
-            print(f"{str(e) or 'SIGINT'}: ended; nothing was changed", file=sys.stderr)
+            print(f"{str(e) or 'SIGINT'}: ended; nothing to save", file=sys.stderr)
         os._exit(0 if e.args else 128 + signal.SIGINT)  # not waiting for a compilation to end
 
 

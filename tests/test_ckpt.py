@@ -283,6 +283,16 @@ def test_reserved_keys_of_meta_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_meta_is_read_as_it_was_written(tmp_path):
+    """Also with whole numbers as keys, which JSON makes texts of, and numbers of NumPy and JAX.
+
+    Break: ckpt.py: body = json.loads(json.dumps(body, => dict(default=lambda x: x) and str((body,
+    """
+    save(tmp_path, 1, meta={"best": {9: np.float32(0.5), 10: jnp.int32(3)}, "n": np.int64(7)})
+    meta = ckpt.read_meta(tmp_path, 1)
+    assert (meta["best"], meta["n"]) == ({"9": 0.5, "10": 3}, 7)
+
+
 def test_a_meta_that_would_not_be_read_is_not_written(tmp_path, monkeypatch):
     """META_BYTES holds for what is written, too; the older one stays.
 

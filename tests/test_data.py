@@ -1569,7 +1569,7 @@ def test_a_growing_folder(windows, tmp_path):
     batches, although the folder has grown, also from what a checkpoint says alone; a file that was
     changed since is refused, also one with as many examples.
 
-    Break: data.py: if ends()[-1] <= place and (begun := logged()): => if False:
+    Break: data.py: if ends()[-1] <= place and (begun := _read_lines(log)): => if False:
     """
     make, add = windows
     add("1.txt", "a", 39)
@@ -1744,6 +1744,22 @@ def test_prefetch():
     time.sleep(0.1)  # time for one more, were it asked for
     assert made == [0, 1, 2]
     items.close()
+
+
+def test_a_wait_counts_once_there_is_nothing_else_to_do(monkeypatch):
+    """The device is busy for 100 s of a clock that stands still else: no wait for data.
+
+    Break: data.py: item.done() or busy() => item.done()
+    """
+    now, gate = [0.0], threading.Event()
+
+    def busy():
+        now[0] += 100
+        gate.set()
+
+    monkeypatch.setattr(data.time, "perf_counter", lambda: now[0])
+    assert [*data.prefetch(lambda i: gate.wait(60), 0, 1, busy=busy)] == [(True, 0.0)]
+    assert now == [100]
 
 
 def test_prefetch_raises():
