@@ -362,8 +362,7 @@ def in_windows(cfg, size_of, read):
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
     B, lock, window_of = cfg.batch_size, threading.Lock(), cache(partial(_window, size_of))
 
-    def ends():
-        return np.cumsum([0, *(window["n"] for window in order)])
+    def ends(): return np.cumsum([0, *(window["n"] for window in order)])
 
     def resume(windows):  # and those that a killed run had begun since
         begun = _read_lines(log)

@@ -1133,7 +1133,7 @@ def test_config_json_does_not_say_how_to_start(tiny):
 def test_a_run_that_fails_ends_once_its_save_has(tiny, monkeypatch):
     """Before, another start in the same process, as in a notebook, would find the folder half full.
 
-    Break: train.py: future.exception()  # the folders => pass  # the folders
+    Break: train.py: future.exception() => pass
     """
     def slowly(*args, commit=ckpt._commit):
         time.sleep(1)
@@ -1889,7 +1889,7 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
     """The clock gives one after each update; the run keeps the two by steps, and none of the
     others.
 
-    Break: train.py: temporary=due[kind] == "second") => temporary=False)
+    Break: train.py: and due[kind] == "second") => temporary=False)
     """
     cfg = tiny(steps=6, save_every="3,1s", keep=0, eval_every=0)
     ask = train.ask
