@@ -233,9 +233,8 @@ def train(run, state, last, clock, signals, saving):
     asked = {"step": None, "second": 0.0, "signal": None, "file": False, "wishes": []}
 
     def halted(): return why_stop_waiting(run, step, asked, latest, signals, clock)
-    def busy(): jax.block_until_ready(previous)
-    batches = data.prefetch(
-        make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted, busy=busy)
+    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted,
+                            busy=lambda: jax.block_until_ready(previous))
     while True:
         if (due := due_events(run, step, last, asked["second"])) or run["at_once"]:
             latest, previous = latest | report(run, previous, clock), None
@@ -244,8 +243,7 @@ def train(run, state, last, clock, signals, saving):
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            save_state(run, state, step, saving, kind,
-                       temporary=kind == "save" and due[kind] == "second")
+            save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
             val = held_out_at(run, step, clock, halted)
             if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
@@ -343,7 +341,8 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
         place["windows"] = train["windows"](step)
     root, keep = ckpt_root(cfg), (cfg.keep, cfg.keep_every)
     if kind == "weights":
-        root, keep, state = ckpt.below(root, kind), (0, 0), {"params": state["params"]}
+        root, keep, temporary = ckpt.below(root, kind), (0, 0), False
+        state = {"params": state["params"]}
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
     began = time.perf_counter()

@@ -1425,7 +1425,7 @@ def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
 def test_parameters_saved_by_time_are_kept(tiny):
     """Unlike whole checkpoints by time, of which the next takes the place.
 
-    Break: train.py: temporary=kind == "save" and due[kind] => temporary=due[kind]
+    Break: train.py: below(root, kind), (0, 0), False => below(root, kind), (0, 0), temporary
     """
     train.main(tiny(steps=3, eval_every=0, weights_every="0.001s", save_every="0.001s"))
     folder = Path(tiny().out_dir, "ckpt")
@@ -1889,7 +1889,7 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
     """The clock gives one after each update; the run keeps the two by steps, and none of the
     others.
 
-    Break: train.py: and due[kind] == "second") => temporary=False)
+    Break: train.py: temporary=due[kind] == "second") => temporary=False)
     """
     cfg = tiny(steps=6, save_every="3,1s", keep=0, eval_every=0)
     ask = train.ask
