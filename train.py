@@ -259,7 +259,6 @@ def train(run, state, last, clock, signals, saving):
         batch, waited_s = next_batch(run, batches, state, step, saving)
         if batch is None:  # none yet, or a reason to stop came while there was none
             continue
-        batch = call(run["hooks"], "data", batch)
         emit("dispatch", {"step": step + 1})
         with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
             state, metrics = programs["train_step"](state, batch)
@@ -581,9 +580,9 @@ def numbers(row):
 
 
 def next_batch(run, batches, state, step, saving):
-    """(batch, seconds waited); no batch when there is none yet, or a reason to stop came. When the
-    data has a fault the state is saved before it is raised; of several processes only this one may
-    have met it, and the others would not join in the save.
+    """(batch as hooks make it, seconds waited); no batch when there is none yet, or a reason to
+    stop came. When the data has a fault the state is saved before it is raised; of several
+    processes only this one may have met it, and the others would not join in the save.
     """
     try:
         batch, waited_s = next(batches, (None, None))
@@ -594,7 +593,7 @@ def next_batch(run, batches, state, step, saving):
         raise
     if batch is None and waited_s is not None:
         run["emit"]("out_of_data", {"step": step})
-    return batch, waited_s
+    return batch if batch is None else call(run["hooks"], "data", batch), waited_s
 
 
 def preview(run, params, step):
