@@ -210,7 +210,7 @@ def sweep(run, n_meshes):
                 candidates.append((too_large, sum(sent.values()), state_bytes, sizes, other))
     train.say(train.headline(run) + f"; legal meshes: {len(candidates)}")
     for *_, sizes, other in sorted(candidates, key=lambda c: c[:3])[:n_meshes]:
-        cost = measure(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
+        cost = measure(train.prepare(other, run["task"], devices))
         # Bytes where no rate is known.
         rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), sizes, cost))
     rows.sort(key=lambda row: row[:2])

@@ -382,11 +382,12 @@ def test_the_command_line_has_the_trainer_s_flags():
 
 @pytest.mark.slow
 def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
-    """Of 8 devices the meshes with least to send as predicted, each legal, one line each, sorted by
-    what they send where no rate is known; more cannot be asked for than there are.
+    """Of 8 devices the meshes with least to send as predicted, each legal, planned as it would be
+    alone, one line each, sorted by what they send where no rate is known; more cannot be asked for
+    than there are.
 
-    Break: tests/plan.py: rows.sort(key=lambda row: row[:2]) =>
-    rows.sort(key=lambda row: row[:2], reverse=True)
+    Break: tests/plan.py: measure(train.prepare(other, run["task"], devices)) =>
+    measure(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
     """
     changes = dict(n_heads=4, seq_len=12, dtype="float32")
     rows = planned(tiny, plan_sweep=2, **changes)["meshes"]
@@ -398,6 +399,9 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
         config.validate(tiny(**changes | dict(zip(config.MESH, sizes))), 8, (), config.text_faults)
     sent = [float(words[6]) for words in lines if words[0].isdigit()]
     assert sent == sorted(sent) and not Path(tiny().out_dir).exists()
+    for _, _, sizes, cost in rows:
+        alone = plan.measure(train.prepare(tiny(**changes | dict(zip(config.MESH, sizes)))))
+        assert cost["sent_bytes"] == alone["sent_bytes"]
 
 
 def test_a_plan_needs_a_slice_that_exists(tiny):
