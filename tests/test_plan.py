@@ -400,7 +400,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     sent = [float(words[6]) for words in lines if words[0].isdigit()]
     assert sent == sorted(sent) and not Path(tiny().out_dir).exists()
     for _, _, sizes, cost in rows:
-        alone = plan.measure(train.prepare(tiny(**changes | dict(zip(config.MESH, sizes)))))
+        alone = planned(tiny, **changes | dict(zip(config.MESH, sizes)))
         assert cost["sent_bytes"] == alone["sent_bytes"]
 
 
