@@ -204,7 +204,8 @@ def _trunk(params, batch, cfg, cache=None):
     """
     tokens_BT = batch["tokens"]
     positions_BT = batch.get("positions", jax.lax.broadcasted_iota(int, tokens_BT.shape, 1))
-    params = {k: v if k in KEPT_WIDE else v.astype(_dtype(cfg)) for k, v in params.items()}
+    params = {k: v.astype(jnp.float32 if k in KEPT_WIDE else _dtype(cfg))
+              for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # Gather the table's width over fsdp before the look-up: only the sum over tp moves activations.
@@ -930,8 +931,7 @@ def _mixed_dot(x, w):
     return dot(x, w), gradient
 
 
-# Not cast to the dtype of activations: the router, and biases, whose gradient is a sum over all
-# positions.
+# In float32 whatever the dtypes: the router, and biases, whose gradient sums over all positions.
 KEPT_WIDE = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
 
 
