@@ -1083,6 +1083,7 @@ def test_sources_that_do_not_go_together(tmp_path):
     np.testing.assert_array_equal(data.batch_at(source, 0, 2)["labels"], [np.arange(1, 50)] * 2)
     with pytest.raises(ValueError, match=r"a.npy: packed rows need .* set --end_id"):
         data.open_source([tmp_path / "a.npy"], BYTES, {"packed": True})
+    data.open_source([tmp_path / "a.npy"], BYTES, {"packed": True}, end=0)
     with pytest.raises(ValueError, match=r"a.npy: fill best_fit needs documents"):
         data.open_source([tmp_path / "a.npy"], BYTES, {"fill": "best_fit"})
 
@@ -1229,7 +1230,7 @@ def test_best_fit():
     rng = np.random.default_rng(0)
     for room in (7, 64, 200):
         for n in (1, 5, 300):
-            lengths = rng.integers(0, room + 1, n)
+            lengths = rng.integers(0, room + 1, n) if n > 1 else np.ones(room + 1, int)
             bounds, items = data.pack(lengths, room)
             assert sorted(items.tolist()) == np.flatnonzero(lengths).tolist()
             sums = np.add.reduceat(np.append(lengths[items], 0), bounds[:-1])[: len(bounds) - 1]
@@ -1542,6 +1543,10 @@ def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
     assert (train["n"], train["about"]) == (18, about)
     assert [train["finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
+    (tmp_path / "out/windows.jsonl").unlink()
+    fresh = make()  # asks for the next file just where the first ends
+    assert letters(fresh, [0]) == ["aaaa"]
+    assert fresh["following"](1) == str(days / "day2.txt") and fresh["following"](2) == ""
     assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
 
 
