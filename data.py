@@ -876,7 +876,9 @@ def _told(what, *kinds):
 
 def _check_unchanged(shard):
     """Raise ValueError when a file has another size: reading beyond its end ends the process."""
-    if "path" in shard and (size := os.stat(shard["path"]).st_size) != shard["size"]:
+    with _told(f"{shard['name']}: was taken away while a run reads it", OSError):
+        size = os.stat(shard["path"]).st_size if "path" in shard else None
+    if "path" in shard and size != shard["size"]:
         raise ValueError(f"{shard['path']}: had {shard['size']} bytes when it was opened and has "
                          f"{size} now; data must not change while a run reads it")
 
