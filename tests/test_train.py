@@ -51,16 +51,21 @@ from test_data import chat_folder
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def whole_rows(out):
+    """Those of out/metrics.jsonl, which a run may be writing: less a line that has no end yet."""
+    text = (Path(out) / "metrics.jsonl").read_text()
+    return map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+
+
 def rows(out, event):
     """Rows of one event in out/metrics.jsonl."""
-    every = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
-    return [row for row in every if row["event"] == event]
+    return [row for row in whole_rows(out) if row["event"] == event]
 
 
 def rows_of(out, events):
     """(event, step) of these events, in the order of metrics.jsonl."""
-    every = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
-    return [(row["event"], row["step"]) for row in every if row["event"] in events.split()]
+    return [(row["event"], row["step"]) for row in whole_rows(out)
+            if row["event"] in events.split()]
 
 
 def losses(out):
