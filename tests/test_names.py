@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shape suffixes that cannot lie: every local `name_XYZ` of model.py has the shape that its suffix
-says. And the linter, and how long the files are.
+says. And the linter.
 """
-import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 
 import jax
 import jax.numpy as jnp
@@ -94,40 +91,3 @@ def test_ruff():
     run = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format",
                           "concise", str(ROOT)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-def code_lines(path):
-    """(source, numbers of its lines with code: not blank, no comment, no docstring)."""
-    text, code, docs = path.read_text(), set(), set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.string.strip() and token.type != tokenize.COMMENT:
-            code |= {*range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if getattr(node, "body", None) and isinstance(node, (ast.Module, ast.FunctionDef)):
-            doc = node.body[0]
-            if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                docs |= {*range(doc.lineno, doc.end_lineno + 1)}
-    return text, code - docs
-
-
-def test_the_files_are_as_long_as_the_readme_says_and_the_spine_and_functions_are_short():
-    """The README's table gives each file's lines of code and of them the spine, what stands above
-    the line `# ---- optional`; all spines have at most 1,000 together, a function has at most 45.
-
-    Break: README.md: | together | => | all |
-    """
-    told = re.findall(r"^\| \d \| `(\w+\.py)` \|.*\| (\d+) \| (\d+) \|$",
-                      (ROOT / "README.md").read_text(), re.MULTILINE)
-    together = re.search(r"\| together \| ([\d,]+) \| (\d+) \|", (ROOT / "README.md").read_text())
-    counted = []
-    for name, *_ in told:
-        text, code = code_lines(ROOT / name)
-        banner = text[:text.index("\n# ---- optional")].count("\n") + 1
-        counted.append((name, str(len(code)), str(sum(line <= banner for line in code))))
-        long = [f"{name}: {node.name}" for node in ast.walk(ast.parse(text))
-                if isinstance(node, ast.FunctionDef)
-                and len(code & {*range(node.lineno, node.end_lineno + 1)}) > 45]
-        assert not long, long
-    assert len(told) == 6 and told == counted
-    totals = [sum(int(row[i]) for row in counted) for i in (1, 2)]
-    assert totals == [int(n.replace(",", "")) for n in together.groups()] and totals[1] <= 1000
