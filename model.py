@@ -310,14 +310,19 @@ def _label_logits(unembed_DV, x_BTD, labels_BT, cfg):
 # ---- optional: sampling, memory, loss weights, sharding, kernels, mixed precision, LoRA, experts
 
 
-@partial(jax.jit, static_argnames=("cfg", "n_new"))
-def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
+def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=None):
     """n_new tokens [B, n_new] after the first lengths_B (at least 1) tokens of each row; the rest
     of a row is ignored.
 
     One prefill, then one token at a time with a KV cache. cfg (hashable): the model's fields, and
-    temperature (0: greedy), top_k (0: all), top_p.
+    temperature (0: greedy), top_k (0: all), top_p. compiler_options: options of XLA.
     """
+    compiled = jax.jit(_generate, static_argnames=("cfg", "n_new"),
+                       compiler_options=compiler_options)
+    return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
+
+
+def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     B, T = tokens_BT.shape
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
     empty = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
@@ -336,7 +341,7 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     return tokens_TB.T
 
 
-def sample_text(params, cfg, key, tokenizer):
+def sample_text(params, cfg, key, tokenizer, compiler_options=None):
     """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
     of a document or of a turn in a chat. tokenizer: {"encode", "decode", "begin", "end", "stops"}.
     """
@@ -345,7 +350,8 @@ def sample_text(params, cfg, key, tokenizer):
     first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
     start = [first, *tokenizer["encode"](cfg.prompt)]
     new = generate(params, np.tile(np.int32(start), (cfg.n_samples, 1)),
-                   np.full(cfg.n_samples, len(start), np.int32), cfg, key, cfg.sample_tokens)
+                   np.full(cfg.n_samples, len(start), np.int32), cfg, key, cfg.sample_tokens,
+                   compiler_options)
     rows = multihost_utils.process_allgather(new, tiled=True).tolist()
     return [cfg.prompt + tokenizer["decode"]([*takewhile(
         lambda t: t not in tokenizer["stops"], row)]) for row in rows]

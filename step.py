@@ -262,12 +262,15 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         if cfg.moments_on == "host":
             update = _from_host(update, state_shardings(shapes, table, mesh)["opt"])
 
+    options = compiler_options(cfg, mesh.devices.flat[0])
+
     def lower(f, args, out_shardings, donate=()):
         with jax.set_mesh(mesh):
             return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings,
-                           compiler_options=compiler_options(cfg, mesh)).lower(*args)
+                           compiler_options=options).lower(*args)
 
-    from_params = jax.jit(fresh, donate_argnames="params", out_shardings=shardings)
+    from_params = jax.jit(fresh, donate_argnames="params", out_shardings=shardings,
+                          compiler_options=options)
     return state, {
         "train_step": partial(lower, update, (state, batch), (shardings, replicated), donate=0),
         "eval_step": partial(lower, sums, (state["params"], batch), replicated),
@@ -516,12 +519,21 @@ def platform(device):
     return "cuda" if float(capability) >= 8 else "old cuda"
 
 
-def compiler_options(cfg, mesh):
-    """XLA options for cfg.deterministic. On NVIDIA GPUs the gradients of the embedding, of experts
-    and of cuDNN's attention are otherwise summed by atomics, in no fixed order.
+def compiler_options(cfg, device):
+    """Options of XLA for every program that runs on this kind of device.
+
+    CPU: each matrix product is a fusion of its own. XLA's default fuses a product with the
+    reduction that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12):
+    a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
+
+    NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
+    in the gradients of the embedding, of experts and of cuDNN's attention.
     """
-    exact = cfg.deterministic and platform(mesh.devices.flat[0]).endswith("cuda")
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if exact else {}
+    if device.platform == "cpu":
+        return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    if cfg.deterministic and platform(device).endswith("cuda"):
+        return {"xla_gpu_exclude_nondeterministic_ops": True}
+    return {}
 
 
 def choose_dtype(dtype, platform):

@@ -83,7 +83,8 @@ TEXT = {
     "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
     # (params, cfg, key) -> texts to print
     "preview": lambda params, cfg, key: model.sample_text(
-        params, cfg, key, data.make_tokenizer(cfg.tokenizer)),
+        params, cfg, key, data.make_tokenizer(cfg.tokenizer),
+        steplib.compiler_options(cfg, jax.devices()[0])),
     "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen

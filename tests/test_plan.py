@@ -539,7 +539,7 @@ def test_gpus_add_in_a_fixed_order_if_asked(tiny):
     """The embedding's gradient adds up in any order, and with --deterministic in a fixed one: its
     indices are sorted and each occurs once.
 
-    Break: step.py: compiler_options=compiler_options(cfg, mesh) => compiler_options={}
+    Break: step.py: compiler_options=options).lower(*args) => compiler_options={}).lower(*args)
     """
     for exact in (False, True):
         scatters = re.findall(r".* scatter\(.*", gpu_text(tiny, deterministic=exact))
