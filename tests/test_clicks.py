@@ -236,7 +236,7 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
     """Both programs, with fewer rows; the metrics of an evaluation are on the screen; what is
     mistyped is told in a sentence, without a traceback.
 
-    Break: train.py: own = [x for x in row if x.startswith("val_") => own = [x for x in row if False
+    Break: train.py: if x.startswith("val_") and x not in QUIET => if False and x not in QUIET
     """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     days, out = str(tmp_path / "days"), str(tmp_path / "out")

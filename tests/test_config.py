@@ -208,8 +208,7 @@ def test_config_flag_preset(argv):
 def test_config_flag_file(tmp_path):
     """--config reads what to_json wrote, and a file of a few keys; flags override both.
 
-    Break: config.py: from_json(Path(name).read_text(), name, kind), config=name) =>
-    kind(), config=name)
+    Break: config.py: cfg = from_json(Path(name).read_bytes(), name, kind) => cfg = kind()
     """
     path = tmp_path / "run.json"
     for cfg in (Config(lr=0.25, steps=9, data=("x",)), Config(steps=9)):

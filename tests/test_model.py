@@ -638,7 +638,7 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
     """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32,
     logits and sums come out in it, and the router's weight is never narrowed.
 
-    Break: model.py: v if k in KEPT_WIDE else v.astype => v.astype
+    Break: model.py: jnp.float32 if k in KEPT_WIDE else _dtype(cfg) => _dtype(cfg)
     """
     cfg = dataclasses.replace(BASE, n_experts=5, dtype="bfloat16", logit_tiles=1, n_layers=1)
     params, batch = as_f32(random_params(cfg)), random_batch(cfg)

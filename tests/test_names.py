@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import config
 import model
+import mutate
 from conftest import ROOT
 
 T, N_NEW = 11, 13
@@ -81,6 +82,18 @@ def test_suffixes_are_shapes(monkeypatch):
     assert not wrong + more_wrong + in_blocks, "\n".join(wrong + more_wrong + in_blocks)
     assert len(seen | more_seen) >= 20, sorted(seen | more_seen)
     assert {"ds_BKGts", "scale_BKGt1", "high_Bn", "ids_Bnt"} <= names, sorted(names)
+
+
+def test_every_break_is_a_line_of_the_code():
+    """What each test names as the break that makes it fail stands exactly once in its file, so that
+    tests/mutate.py can apply it.
+
+    Break: train.py: stopped=halted, => stopped = halted,
+    """
+    named, missing = mutate.named_breaks()
+    wrong = [f"{test}: {old!r} stands {count} times in {file}" for test, file, old, _ in named
+             if (count := (ROOT / file).read_text().count(old)) != 1]
+    assert not wrong + missing, "\n".join(wrong + missing)
 
 
 def test_ruff():

@@ -101,7 +101,7 @@ def lm_run(cfg, devices=None, n_steps=2):
     metrics = []
     for _ in range(n_steps):
         state, m = steps["train_step"](state, batch)
-        metrics.append({k: float(v) for k, v in m.items() if k != "watch"})
+        metrics.append({k: float(v) for k, v in m.items() if k not in ("watch", "counts")})
     return steps, state, metrics, batch
 
 
@@ -632,6 +632,62 @@ def test_moments_on_the_host_change_nothing():
         assert moments.sharding.memory_kind == "pinned_host"
         assert moments.sharding.spec == want["opt"][0].mu["layers.wq"].sharding.spec
         assert tree["params"]["layers.wq"].sharding.memory_kind == "device"
+
+
+def np_digest_sums(x):
+    """digest_sums of one array by Python's whole numbers, without arrays of bits."""
+    def weight(position, seed):
+        h = position ^ seed
+        h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
+        return h ^ (h >> 16) | 1
+
+    n_bytes = min(x.dtype.itemsize, 4)
+    raw = np.ascontiguousarray(x).tobytes()
+    words = [int.from_bytes(raw[i:i + n_bytes], "little") for i in range(0, len(raw), n_bytes)]
+    return [sum(word * weight(i, seed) for i, word in enumerate(words)) % 2**32
+            for seed in (0, 0x9E3779B9)]
+
+
+def test_a_digest_is_of_all_bits_and_their_positions():
+    """The sums equal those of whole numbers for each dtype; one bit, or two values that change
+    places, give another digest.
+
+    Break: step.py: return (x ^ (x >> 16)) | 1 => return jnp.uint32(1) + 0 * x
+    """
+    x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    arrays = {"f32": x, "bf16": jnp.bfloat16(x), "i32": np.int32(1000 * x), "bool": x > 0,
+              "scalar": np.int32(-7), "empty": np.zeros((0, 2), np.float32), "u8": np.uint8(x)}
+    sums = jax.device_get(jax.jit(step.digest_sums)({"params": arrays, "opt": ()}))
+    for name, array in arrays.items():
+        assert sums["params"][name].tolist() == np_digest_sums(np.asarray(array)), name
+
+    def digest(x):
+        return step.digest(step.digest_sums({"params": {"w": x}, "opt": ()}))["params"]
+
+    flipped, swapped = x.copy(), x.copy()
+    flipped.view(np.uint32)[2, 3, 4] ^= 1 << 31
+    swapped[0, 0, 0], swapped[2, 3, 4] = x[2, 3, 4], x[0, 0, 0]
+    digests = {digest(a) for a in (x, flipped, swapped, x.reshape(4, 3, 5) * 2)}
+    assert len(digests) == 4 and all(len(text) == 16 for text in digests)
+    assert digest(x) == digest(x.copy())
+
+
+def test_a_digest_does_not_depend_on_the_mesh(two_by_two):
+    """That of a state over 8 devices, by the compiled program, is that of its arrays on one, and
+    with moments in the host's memory too.
+
+    Break: step.py: index = index * jnp.uint32(size) + => index = index +
+    """
+    steps, state = two_by_two["steps"], two_by_two["after"]
+    sharded = step.digest(steps["digest"](state))
+    assert step.digest(step.digest_sums(jax.tree.map(jnp.asarray, host(state)))) == sharded
+    for name, x in host(state)["params"].items():
+        assert jax.device_get(steps["digest"](state))["params"][name].tolist() == np_digest_sums(x)
+    cfg = dataclasses.replace(SMALL, dp=2, fsdp=4, moments_on="host")
+    on_host, moved, _, _ = lm_run(cfg, n_steps=0)
+    assert step.digest(on_host["digest"](moved)) == step.digest(step.digest_sums(
+        jax.tree.map(jnp.asarray, host(moved))))
 
 
 def test_train_step_donates_its_state(two_by_two):

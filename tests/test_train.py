@@ -571,6 +571,114 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
         train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
+def test_a_digest_of_what_is_saved_is_in_the_log_and_in_meta_json(tiny):
+    """That of the arrays as they are read back; of parameters alone where only they are saved. A
+    run over another mesh with the same parameters has their digest too.
+
+    Break: train.py: {"step": step, "kind": kind, "digest": digest, => {"step": step, "kind": kind,
+    """
+    cfg = tiny(save_every=4, weights_every=4)
+    summary = train.main(cfg)
+    for row in rows(cfg.out_dir, "save"):
+        root = Path(cfg.out_dir, "ckpt", *["weights"] * (row["kind"] == "weights"))
+        meta = ckpt.read_meta(root, row["step"])
+        assert row["digest"] == meta["digest"]
+        assert row["digest"].keys() == ({"params"} if row["kind"] == "weights" else
+                                        {"params", "opt"})
+    like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), summary["state"])
+    read = ckpt.restore(Path(cfg.out_dir) / "ckpt", 8, like)
+    saved = ckpt.read_meta(Path(cfg.out_dir) / "ckpt", 8)["digest"]
+    assert steplib.digest(steplib.digest_sums(jax.tree.map(jnp.asarray, read))) == saved
+    other = tiny(out_dir=cfg.out_dir + "2", dp=2, fsdp=4, init_from=(cfg.out_dir,), lr=0.0, steps=1)
+    train.main(other)
+    assert rows(other.out_dir, "save")[-1]["digest"]["params"] == saved["params"]
+
+
+def test_modes_without_training_use_the_state_or_parameters_given(tiny, tmp_path, capsys):
+    """An evaluation, a sample and an export of a state in memory are those of its checkpoint,
+    though out_dir holds another run; the caller's arrays stay; wrong names and shapes are listed.
+
+    Break: train.py: return run_saved(cfg, task, hooks, state, params) =>
+    return run_saved(cfg, task, hooks)
+    """
+    first, other = tiny(steps=4), tiny(steps=1, seed=5, out_dir=str(tmp_path / "other"))
+    state = train.main(first)["state"]
+    train.main(other)
+    found = {}
+    for mode in ("eval", "sample", "export"):
+        for name, cfg, given in (("disk", first, {}), ("state", other, {"state": state}),
+                                 ("params", other, {"params": jax.device_get(state["params"])})):
+            cfg = dataclasses.replace(cfg, mode=mode, seed=0, sample_tokens=8, temperature=1.0)
+            if mode == "export":
+                cfg = dataclasses.replace(cfg, export=str(tmp_path / f"hf_{name}"))
+            summary = train.main(cfg, **given)
+            assert summary.pop("step") == (0 if name == "params" else 4)
+            summary.pop("eval_s", None)
+            found[mode, name] = summary
+        assert found[mode, "disk"] == found[mode, "state"] == found[mode, "params"]
+    tensors = [safetensors.numpy.load_file(tmp_path / f"hf_{name}" / "model.safetensors")
+               for name in ("disk", "state", "params")]
+    assert same(tensors[0], tensors[1]) and same(tensors[0], tensors[2])
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    wrong = dict(state["params"])
+    wrong["embedd"] = wrong.pop("embed")
+    wrong["final_norm"] = np.zeros(3)
+    with pytest.raises(ValueError) as e:
+        train.main(dataclasses.replace(other, mode="eval"), params=wrong)
+    for words in ("embedd: this model has no such parameter (nearest: embed)", "embed: is missing",
+                  "final_norm: has shape (3,), must have (32,)"):
+        assert words in str(e.value)
+    for mode in ("plan", "data"):
+        with pytest.raises(ValueError, match=f"mode {mode}: uses no state and no params"):
+            train.main(dataclasses.replace(other, mode=mode), state=state)
+
+
+def test_init_from_is_evaluated_and_sampled_without_a_run(tiny, tmp_path):
+    """The parameters of init_from where out_dir holds no run; where it holds one of other sources,
+    it is refused, and where some parameters are in no source, they are named.
+
+    Break: train.py: if meta and cfg.init_from != => if False and cfg.init_from !=
+    """
+    train.main(tiny(steps=4))
+    new = tiny(out_dir=str(tmp_path / "new"), init_from=(tiny().out_dir,))
+    for mode in ("eval", "sample"):
+        own = train.main(tiny(mode=mode, sample_tokens=8))
+        loaded = train.main(dataclasses.replace(new, mode=mode, sample_tokens=8))
+        assert own.pop("step") == 4 and loaded.pop("step") == 0
+        own.pop("eval_s", None)
+        loaded.pop("eval_s", None)
+        assert own == loaded
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=r"out holds a run, whose own checkpoint mode eval would"):
+        train.main(tiny(mode="eval", init_from=(str(tmp_path / "elsewhere"),)))
+    with pytest.raises(ValueError, match="final_norm is in none of them"):
+        train.main(dataclasses.replace(new, mode="eval", init_from=(
+            f"{tiny().out_dir} exclude=final_norm",)))
+
+
+def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
+    """A checkpoint holds CPU, threads, flags and versions; on a resume the differences are printed,
+    and nothing where there is none.
+
+    Break: train.py: if changes := changes_since(meta, run["meta"]): => if changes := []:
+    """
+    train.main(tiny(steps=4))
+    meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
+    assert meta["machine"].keys() == {"cpu", "threads", "driver", "nccl", "device", "xla_flags"}
+    assert meta["machine"]["threads"] == len(os.sched_getaffinity(0))
+    assert meta["machine"]["xla_flags"] == os.environ["XLA_FLAGS"]
+    assert "model name" in meta["machine"]["cpu"] and meta["versions"]["jaxlib"]
+    assert "since the checkpoint" not in capsys.readouterr().out
+    train.main(tiny(steps=5))
+    assert "since the checkpoint" not in capsys.readouterr().out
+    machine = steplib.describe_machine
+    monkeypatch.setattr(steplib, "describe_machine", lambda device: machine(device) | {
+        "threads": 99, "driver": "new"})
+    train.main(tiny(steps=6))
+    assert (f"since the checkpoint: threads was {meta['machine']['threads']}, is 99; driver was "
+            "empty, is new. The run continues") in capsys.readouterr().out
+
+
 def test_modes_without_training_refuse_another_model(tiny):
     """One that its parameters would fit.
 
@@ -1081,7 +1189,7 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
 def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
     """Also into a pipe; the other processes neither speak nor write.
 
-    Break: train.py: sys.stdout.flush() => pass
+    Break: train.py: stream.flush() => pass
     """
     pipe = io.TextIOWrapper(raw := io.BytesIO())
     monkeypatch.setattr(sys, "stdout", pipe)
@@ -2045,7 +2153,7 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
     """The clock gives one after each update; the run keeps the two by steps, and none of the
     others.
 
-    Break: train.py: temporary=due[kind] == "second") => temporary=False)
+    Break: train.py: due[kind] == "second") => False)
     """
     cfg = tiny(steps=6, save_every="3,1s", keep=0, eval_every=0)
     ask = train.ask
@@ -2762,7 +2870,7 @@ def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
 def test_a_signal_ends_the_wait_for_a_window(days):
     """A run that waits for a file says so, and at SIGTERM saves and exits with 0.
 
-    Break: train.py: stopped=halted) => stopped=bool)
+    Break: train.py: stopped=halted, => stopped=bool,
     """
     cfg = days(steps=99, wait_s=1e6)
     run, log = command(cfg)
@@ -3203,7 +3311,7 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
     """The folder has no new file; an event and the screen say so, once, and a second later the
     kill file is there.
 
-    Break: train.py: stopped=halted) => stopped=bool)
+    Break: train.py: stopped=halted, => stopped=bool,
     """
     cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
 
