@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill processes that save, replace, prune and restore, and damage files; count what comes back.
 
-    python tests/faults.py [--kills 500] [--damage 1000] [--run_kills 0] [--seed 0]
+    python tests/faults.py [--kills 500] [--damage 1000] [--run_kills 0] [--calls 0] [--seed 0]
 
 Every number of a saved tree is its n, so a mixture or a wrong number shows. Ends with 1 when there
 was one, or when less came back than must. One kill in 25 is of one of four processes. This process
 imports JAX and forks, but never starts it, so a fork is safe and quick. --run_kills is of whole
-runs of two processes, which must end equal to the bit to one that nothing disturbed.
+runs of two processes, which must end equal to the bit to one that nothing disturbed. --calls is how
+often one compiled update is called from one state, with 1, 2, 4 and 8 threads: the digest of what
+it returns must always be the same. It is counted with XLA's default options as well.
 """
 import argparse
 import json
@@ -283,16 +285,66 @@ def count_run_kills(n_kills, seed, root):
     return +counts
 
 
+# ---- one update, many times
+
+def call_often(n_calls, n_threads, dtype, our_options, out):
+    """Call one compiled update n_calls times from one state, in a process with n_threads threads
+    for programs of the CPU; write [number of threads that XLA has, {digest: how often}].
+    """
+    os.environ["NPROC"] = str(n_threads)  # XLA asks this before it counts the cores
+    import model
+    import step as steplib
+    if not our_options:
+        steplib.compiler_options = lambda cfg, device: {}
+    cfg = config.derive_text(config.Config(
+        d_model=128, n_layers=2, n_heads=4, vocab_size=256, seq_len=128, batch_size=8, dtype=dtype,
+        fsdp=1, attention="xla", optimizer="adamw"))
+    mesh, shape = steplib.make_mesh(cfg), (cfg.batch_size, cfg.seq_len)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, *shape)).astype(np.int32)
+    batch = {"tokens": jax.numpy.asarray(tokens[0]), "labels": jax.numpy.asarray(tokens[1])}
+    shapes = {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=jax.NamedSharding(mesh, jax.P()))
+              for name in batch}
+    programs = steplib.compile_steps(
+        cfg, mesh, model.param_table(cfg), model.loss_fn, model.init, shapes)
+    state, counts = programs["init"](jax.random.key(0)), Counter()
+    for _ in range(n_calls):
+        given = jax.tree.map(lambda x: jax.device_put(x, may_alias=False), state)  # it is donated
+        after, metrics = programs["train_step"](given, batch)
+        digest = steplib.digest(programs["digest"](after))
+        counts[f"{digest['params']} {digest['opt']} {float(metrics['loss']).hex()}"] += 1
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    n_found = sum(name.startswith("tf_XLAEigen") for name in names)
+    os.write(out, json.dumps([n_found, counts]).encode())
+
+
+def count_calls(n_calls):
+    counts = Counter()
+    for dtype in ("float32", "mixed"):
+        for n_threads in (1, 2, 4, 8):
+            for our_options in (True, False):
+                found = lines_of(*fork(call_often, n_calls, n_threads, dtype, our_options))
+                assert isinstance(found[0], list), found
+                n_found, digests = found[0]
+                wrong = "WRONG: " if our_options and len(digests) > 1 else ""
+                words = (f"{wrong}calls, {dtype}, {n_found} threads, "
+                         f"{'our' if our_options else 'default'} options: each digest "
+                         f"{sorted(digests.values(), reverse=True)} times")
+                print(words, flush=True)
+                counts[words] += n_calls
+    return counts
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for flag, default in (("--kills", 500), ("--damage", 1000), ("--run_kills", 0),
-                          ("--seed", 0)):
+                          ("--calls", 0), ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default)
     args = parser.parse_args()
     ckpt.SMALL_BYTES, ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**10, 2**16, 2**15
     with tempfile.TemporaryDirectory() as root:
         counts = count_kills(args.kills, 1, args.seed, f"{root}/one")
         counts += count_kills(args.kills // 25, 4, args.seed, f"{root}/four")
+        counts += count_calls(args.calls) if args.calls else Counter()
         counts += count_damages(args.damage, args.seed, root)
         if args.run_kills:  # last, as nothing may fork once this process read a checkpoint
             counts += count_run_kills(args.run_kills, args.seed, root)
