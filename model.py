@@ -342,13 +342,24 @@ def sample_text(params, cfg, key, tokenizer):
     """
     if not cfg.sample_tokens:
         return []
-    first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
-    start = [first, *tokenizer["encode"](cfg.prompt)]
-    new = generate(params, np.tile(np.int32(start), (cfg.n_samples, 1)),
-                   np.full(cfg.n_samples, len(start), np.int32), cfg, key, cfg.sample_tokens)
+    new = generate(params, *_prompts(cfg, tokenizer), cfg, key, cfg.sample_tokens)
     rows = multihost_utils.process_allgather(new, tiled=True).tolist()
     return [cfg.prompt + tokenizer["decode"]([*takewhile(
         lambda t: t not in tokenizer["stops"], row)]) for row in rows]
+
+
+def lower_sampling(params, cfg, tokenizer):
+    """The program that sample_text runs, lowered. params: shapes with shardings."""
+    key = jax.eval_shape(jax.random.key, 0)
+    return generate.lower(params, *_prompts(cfg, tokenizer), cfg, key, cfg.sample_tokens)
+
+
+def _prompts(cfg, tokenizer):
+    """(tokens [n_samples, T], lengths [n_samples]) that samples continue."""
+    first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
+    start = [first, *tokenizer["encode"](cfg.prompt)]
+    return (np.tile(np.int32(start), (cfg.n_samples, 1)),
+            np.full(cfg.n_samples, len(start), np.int32))
 
 
 def _write_cache(cache, new, positions_BT):
@@ -430,8 +441,8 @@ def memory_savers(cfg, sp):
     mesh axis.
     """
     n_tiles = gcd(16, cfg.seq_len // sp)
-    useful = {"--remat full": cfg.remat == "none", "--remat offload": cfg.remat != "offload",
-              f"--mlp_tiles {n_tiles}": cfg.mlp_tiles < n_tiles and not cfg.n_experts}
+    useful = {f"--mlp_tiles {n_tiles}": cfg.mlp_tiles < n_tiles and not cfg.n_experts,
+              "--remat full": cfg.remat == "none", "--remat offload": cfg.remat != "offload"}
     return [flag for flag, helps in useful.items() if helps]
 
 

@@ -1217,8 +1217,8 @@ def test_what_does_not_fit_is_told_in_gib():
 
 
 @pytest.mark.parametrize("flags, listed", [
-    ("", "--micro_batches 2, --remat full, --remat offload, --mlp_tiles 16, --moments_on host"),
-    ("--remat full --micro_batches 4", "--remat offload, --mlp_tiles 16, --moments_on host"),
+    ("", "--micro_batches 2, --mlp_tiles 16, --remat full, --remat offload, --moments_on host"),
+    ("--remat full --micro_batches 4", "--mlp_tiles 16, --remat offload, --moments_on host"),
     ("--remat offload --micro_batches 2 --mlp_tiles 16", "--micro_batches 4, --moments_on host"),
     ("--remat offload --micro_batches 4 --mlp_tiles 16 --moments_on host", ""),
     ("--remat full --micro_batches 2 --n_experts 2 --ep 2 --fsdp 2",
