@@ -310,14 +310,22 @@ def _label_logits(unembed_DV, x_BTD, labels_BT, cfg):
 # ---- optional: sampling, memory, loss weights, sharding, kernels, mixed precision, LoRA, experts
 
 
-@partial(jax.jit, static_argnames=("cfg", "n_new"))
-def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
+def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=None):
     """n_new tokens [B, n_new] after the first lengths_B (at least 1) tokens of each row; the rest
     of a row is ignored.
 
     One prefill, then one token at a time with a KV cache. cfg (hashable): the model's fields, and
-    temperature (0: greedy), top_k (0: all), top_p.
+    temperature (0: greedy), top_k (0: all), top_p. compiler_options: options of XLA.
     """
+    compiled = _jitted(compiler_options)
+    return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
+
+
+def _jitted(compiler_options):
+    return jax.jit(_generate, static_argnames=("cfg", "n_new"), compiler_options=compiler_options)
+
+
+def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     B, T = tokens_BT.shape
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
     empty = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
@@ -336,22 +344,23 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     return tokens_TB.T
 
 
-def sample_text(params, cfg, key, tokenizer):
+def sample_text(params, cfg, key, tokenizer, compiler_options=None):
     """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
     of a document or of a turn in a chat. tokenizer: {"encode", "decode", "begin", "end", "stops"}.
     """
     if not cfg.sample_tokens:
         return []
-    new = generate(params, *_prompts(cfg, tokenizer), cfg, key, cfg.sample_tokens)
+    new = generate(params, *_prompts(cfg, tokenizer), cfg, key, cfg.sample_tokens, compiler_options)
     rows = multihost_utils.process_allgather(new, tiled=True).tolist()
     return [cfg.prompt + tokenizer["decode"]([*takewhile(
         lambda t: t not in tokenizer["stops"], row)]) for row in rows]
 
 
-def lower_sampling(params, cfg, tokenizer):
+def lower_sampling(params, cfg, tokenizer, compiler_options=None):
     """The program that sample_text runs, lowered. params: shapes with shardings."""
-    key = jax.eval_shape(jax.random.key, 0)
-    return generate.lower(params, *_prompts(cfg, tokenizer), cfg, key, cfg.sample_tokens)
+    key, (tokens_BT, lengths_B) = jax.eval_shape(jax.random.key, 0), _prompts(cfg, tokenizer)
+    return _jitted(compiler_options).lower(
+        params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=cfg.sample_tokens)
 
 
 def _prompts(cfg, tokenizer):

@@ -8,9 +8,11 @@ numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and 
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 import contextlib
+import hashlib
+import importlib.metadata
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from math import prod
 from pathlib import Path
 
@@ -190,7 +192,7 @@ def _over_microbatches(f, batch, A):
 def train_step(state, batch, cfg, loss_fn, optimizer, table):
     """One update: (state, metrics). Metrics are float32: the means of loss_fn's sums, and lr,
     grad_norm (before clipping), n_labels (the loss's count), skipped (non-finite updates so far),
-    finite, loss_scale; and "watch", what _weight_stats gives.
+    finite, loss_scale; "counts", {name: count} of each mean; and "watch", what _weight_stats gives.
 
     A non-finite loss or gradient leaves parameters and moments as they were; step still counts,
     since its batch is spent. In float16 that is an overflow: the scale halves, and finite is 0 only
@@ -222,7 +224,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     params, opt = put_back((params | new, opt))
     new = {"step": state["step"] + 1, "params": params, "opt": opt,
            "skipped": state["skipped"] + ~finite}
-    metrics |= {"lr": lr, "grad_norm": grad_norm, "skipped": new["skipped"],
+    metrics |= {"lr": lr, "grad_norm": grad_norm, "skipped": new["skipped"], "counts": counts,
                 "n_labels": counts.get("loss", counts["objective"]), "finite": finite}
     if "scale" in state:
         new["scale"] = _next_scale(state["scale"], finite)
@@ -241,7 +243,8 @@ def eval_step(params, batch, cfg, loss_fn):
 
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
     """Trace everything that runs on the mesh, allocating nothing: (the state as shapes with
-    shardings; {"train_step", "eval_step", "init"}: functions that lower that program; from_params,
+    shardings; {"train_step", "eval_step", "init", "digest"}: functions that lower that program;
+    from_params,
     a jitted (key, params=) -> state, which takes the memory of params).
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is given "loss_fn",
@@ -257,6 +260,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     fresh = bind(init_state, init_fn=init_fn, optimizer=optimizer, table=table)
     update = override("train_step", bind(
         train_step, loss_fn=loss_fn, optimizer=optimizer, table=table))
+    digest = digest_sums
     sums = bind(eval_step, loss_fn=loss_fn)
     replicated = NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
@@ -267,18 +271,23 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         shardings = state_shardings(shapes, table, mesh, cfg.moments_on)
         state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
         if cfg.moments_on == "host":
-            update = _from_host(update, state_shardings(shapes, table, mesh)["opt"])
+            on_device = state_shardings(shapes, table, mesh)["opt"]
+            update, digest = _from_host(update, on_device), _from_host(digest, on_device)
+
+    options = compiler_options(cfg, mesh.devices.flat[0])
 
     def lower(f, args, out_shardings, donate=()):
         with jax.set_mesh(mesh):
             return jax.jit(f, donate_argnums=donate, out_shardings=out_shardings,
-                           compiler_options=compiler_options(cfg, mesh)).lower(*args)
+                           compiler_options=options).lower(*args)
 
-    from_params = jax.jit(fresh, donate_argnames="params", out_shardings=shardings)
+    from_params = jax.jit(fresh, donate_argnames="params", out_shardings=shardings,
+                          compiler_options=options)
     return state, {
         "train_step": partial(lower, update, (state, batch), (shardings, replicated), donate=0),
         "eval_step": partial(lower, sums, (state["params"], batch), replicated),
-        "init": partial(lower, fresh, (key,), shardings)}, from_params
+        "init": partial(lower, fresh, (key,), shardings),
+        "digest": partial(lower, digest, (state,), replicated)}, from_params
 
 
 # ---- optional
@@ -338,20 +347,30 @@ def take_rows(state, batch, table):
 
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
-    """lower_steps, compiled before an array exists; eval_step in the background, once the others
-    are ready: its first call raises MemoryError when it does not fit beside the state.
+    """lower_steps, compiled before an array exists; "eval_step" and "digest" later:
+    "eval_step" raises MemoryError when it does not fit beside the state.
 
     Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params=),
-    "train_step", "eval_step", "memory": memory_by_kind}. train_step donates its state: use what it
-    returns.
+    "train_step", "eval_step", "digest": fn(state) of digest_sums, "memory": memory_by_kind,
+    "metrics": shapes of train_step's;
+    "compile_eval" and "compile_digest": fn() that waits until that one is compiled}. train_step
+    donates its state: use what it returns.
     """
     state, lower, from_params = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
     pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
-    train = pool.submit(lower["train_step"]().compile)
+    update = lower["train_step"]()
+    train = pool.submit(update.compile)
     init = pool.submit(lower["init"]().compile, {"xla_backend_optimization_level": 1})  # runs once
     evaluation = lower["eval_step"]()
     train, init = train.result(), init.result()
     memory = memory_by_kind(state, train)
+
+    def compile_later(compile):
+        """compile, which runs once: in the background, but on a CPU at its first call, as the first
+        steps would run at half their speed beside it.
+        """
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        return cache(compile) if on_cpu else pool.submit(compile).result
 
     def compile_evaluation():
         compiled = evaluation.compile()
@@ -359,10 +378,13 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
         check_fits(memory | {"total": total}, mesh, "evaluation")
         return compiled
 
-    later = pool.submit(compile_evaluation)
+    compiled_eval = compile_later(compile_evaluation)
+    compiled_digest = compile_later(lambda: lower["digest"]().compile())
     return {"state": state, "train_step": train, "init": init, "from_params": from_params,
-            "eval_step": lambda params, batch: later.result()(params, batch),
-            "memory": memory}
+            "eval_step": lambda params, batch: compiled_eval()(params, batch),
+            "digest": lambda state: compiled_digest()(state),
+            "compile_eval": compiled_eval, "compile_digest": compiled_digest,
+            "memory": memory, "metrics": update.out_info[1]}
 
 
 def evaluate(eval_step, params, batches, stopped=lambda: False):
@@ -432,15 +454,64 @@ def _weight_stats(step, params, grads, cfg):
     return jax.lax.cond(step % cfg.log_every == 0, stats, lambda: nothing)
 
 
-def _from_host(update, on_device):
-    """train_step, with moments that are in host memory between updates."""
-    def train_step(state, batch):
-        return update(state | {"opt": jax.device_put(state["opt"], on_device)}, batch)
-    return train_step
+def _from_host(f, on_device):
+    """f(state, ...), which copies moments that are in host memory between steps to the device."""
+    def with_opt_on_device(state, *args):
+        return f(state | {"opt": jax.device_put(state["opt"], on_device)}, *args)
+    return update_wrapper(with_opt_on_device, f)
+
+
+# ---- digest of the state
+
+def digest_sums(state):
+    """{"params": {name: sums}, "opt": {name: sums}}, where sums are two uint32 of an array: sums of
+    its bits, each weighted by its position.
+
+    Integer sums do not depend on their order, so neither the mesh nor the device changes them.
+    Weights are odd, so that a change of any single bit changes both sums.
+    """
+    def mixed(index, seed):  # the finalizer of MurmurHash3, made odd
+        x = index ^ jnp.uint32(seed)
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        return (x ^ (x >> 16)) | 1
+
+    def sums(x):
+        n_bits = min(8 * x.dtype.itemsize, 32)
+        if x.dtype != bool:  # 64 bits become two of 32, along a new last dim
+            x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")
+        bits = x.astype(jnp.uint32)
+        index = jnp.zeros(bits.shape, jnp.uint32)
+        for dim, size in enumerate(bits.shape):
+            index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(
+                jnp.uint32, bits.shape, dim)
+        weighted = [(bits * mixed(index, seed)).sum(dtype=jnp.uint32) for seed in (0, 0x9E3779B9)]
+        return jnp.stack(weighted)
+
+    named = {}
+    for part in ("params", "opt"):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state[part])
+        named[part] = {jax.tree_util.keystr(path, simple=True, separator="/"): sums(x)
+                       for path, x in leaves}
+    return named
+
+
+def digest(sums):
+    """{"params", "opt"}: 16 hexadecimal digits of what digest_sums returns. Two states with equal
+    names, shapes, dtypes and bits have equal digests; others almost never.
+    """
+    digests = {}
+    for part, named in jax.device_get(sums).items():
+        text = hashlib.blake2b(digest_size=8)
+        for name in sorted(named):
+            text.update(f"{name} {named[name].tolist()}\n".encode())
+        digests[part] = text.hexdigest()
+    return digests
 
 
 # Names in metrics and in rows of metrics.jsonl that are not the loss's to give.
-RESERVED = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch"}
+RESERVED = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
+            "counts"}
 
 
 def check_shapes(table, mesh):
@@ -553,12 +624,46 @@ def platform(device):
     return "cuda" if float(capability) >= 8 else "old cuda"
 
 
-def compiler_options(cfg, mesh):
-    """XLA options for cfg.deterministic. On NVIDIA GPUs the gradients of the embedding, of experts
-    and of cuDNN's attention are otherwise summed by atomics, in no fixed order.
+def compiler_options(cfg, device):
+    """Options of XLA for every program that runs on this kind of device.
+
+    CPU: each matrix product is a fusion of its own. XLA's default fuses a product with the
+    reduction that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12):
+    a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
+
+    NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
+    in the gradients of the embedding, of experts and of cuDNN's attention.
     """
-    exact = cfg.deterministic and platform(mesh.devices.flat[0]).endswith("cuda")
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if exact else {}
+    if device.platform == "cpu":
+        return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    if cfg.deterministic and platform(device).endswith("cuda"):
+        return {"xla_gpu_exclude_nondeterministic_ops": True}
+    return {}
+
+
+def describe_machine(device):
+    """{"cpu", "threads", "driver", "nccl"}: what decides, beside versions and mesh, how a program
+    rounds. cpu: model, family and stepping; threads: how many this process may use; driver and
+    nccl: None where there is no NVIDIA GPU.
+    """
+    cpu, driver, nccl = os.uname().machine, None, None
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        rows = [line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines()]
+        fields = {name.strip(): value.strip() for name, _, value in rows}
+        wanted = ("model name", "cpu family", "model", "stepping")
+        cpu = ", ".join(f"{name} {fields[name]}" for name in wanted if name in fields) or cpu
+    # Linux has affinity, a Mac has not.
+    affinity = getattr(os, "sched_getaffinity", None)
+    threads = len(affinity(0)) if affinity else os.cpu_count()
+    if platform(device).endswith("cuda"):
+        driver_file = Path("/proc/driver/nvidia/version")
+        if driver_file.exists():
+            driver = driver_file.read_text().splitlines()[0]
+        for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                nccl = importlib.metadata.version(package)
+    return {"cpu": cpu, "threads": threads, "driver": driver, "nccl": nccl}
 
 
 def choose_dtype(dtype, platform):

@@ -84,7 +84,8 @@ TEXT = {
     "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
     # (params, cfg, key) -> texts to print
     "preview": lambda params, cfg, key: model.sample_text(
-        params, cfg, key, data.make_tokenizer(cfg.tokenizer)),
+        params, cfg, key, data.make_tokenizer(cfg.tokenizer),
+        steplib.compiler_options(cfg, jax.devices()[0])),
     # (params as shapes, cfg) -> {"sampling", "export": the program that does it, lowered}: a plan
     # counts their memory
     "programs": lambda params, cfg: text_programs(params, cfg),
@@ -149,14 +150,18 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     training also "state", "mesh" and "checkpoint" (path of the newest).
 
     hooks: functions hook(event, value); what one returns, unless None, replaces the value. See
-    README.md for events. task: what to train, as TEXT. state, params: start from these rather than
-    from disk.
+    README.md for events. task: what to train, as TEXT. state, params: train, evaluate, sample or
+    export these rather than those on disk; neither is changed.
     """
     began = time.perf_counter()
     join_processes(cfg)  # JAX then catches SIGTERM itself, so this is before catch_signals
     hooks = (*hooks, *load_hooks(cfg.hooks))
+    if cfg.mode in ("plan", "data"):
+        if state is not None or params is not None:
+            raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
+        return (plan if cfg.mode == "plan" else prepare_data)(cfg, task, hooks)
     if cfg.mode != "train":
-        return {"plan": plan, "data": prepare_data}.get(cfg.mode, run_saved)(cfg, task, hooks)
+        return run_saved(cfg, task, hooks, state, params)
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
         with lock_folders(run["cfg"]):
@@ -181,7 +186,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
 
 def start_run(run, hooks, observers, state, params, began):
     """Data, compilation, first state, log: (run with all that is fixed while it lasts, state,
-    {event: (step, second)} of what was done at its step, clock), or None when nothing is left.
+    {event: (step, second)} of what was done at its step, window of new_window, clock), or None when
+    nothing is left.
     """
     cfg, task = run["cfg"], run["task"]
     opened = open_data(task, cfg, ("train", "val"))
@@ -212,6 +218,7 @@ def start_run(run, hooks, observers, state, params, began):
     programs = steplib.compile_steps(*program_parts(run))
     steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
+    check_stop_metrics(run, programs["metrics"])
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
     begin_out_dir(cfg)
@@ -221,16 +228,20 @@ def start_run(run, hooks, observers, state, params, began):
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
     run |= {"meta": describe(run, meta, sources), "emit": make_emit(run, observers, clock)}
+    if changes := changes_since(meta, run["meta"]):
+        say(f"since the checkpoint: {'; '.join(changes)}. The run continues, but equal to one "
+            "without this change only to rounding")
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
                           "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
-    return run, state, last | ({"save": (step, 0.0)} if meta else {}), clock
+    last |= {"save": (step, 0.0)} if meta else {}
+    return run, state, last, new_window(meta.get("since_log", {})), clock
 
 
-def train(run, state, last, clock, signals, saving):
+def train(run, state, last, window, clock, signals, saving):
     """The loop, to cfg.steps or until why_stop says so; the summary.
 
-    last: {event: (step, second)} of what happened at the first step already. signals: names of
-    those caught. saving: of save_state.
+    last: {event: (step, second)} of what happened at the first step already. window: metrics since
+    the last log row. signals: names of those caught. saving: of save_state.
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
     step, latest, previous = run["first_step"], {}, None
@@ -241,17 +252,19 @@ def train(run, state, last, clock, signals, saving):
                             busy=lambda: jax.block_until_ready(previous))
     while True:
         if (due := due_events(run, step, last, asked["second"])) or run["at_once"]:
-            latest, previous = latest | report(run, previous, clock), None
+            latest, previous = latest | report(run, previous, window, clock), None
         for event in [event for event in ("epoch", "window") if event in due]:
             emit(event, {"step": step, event: int(progress(run)[event](step))})
         if "reload" in due:  # before the save, which would undo it in a resumed run
             state = reload(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            save_state(run, state, step, saving, kind, temporary=due[kind] == "second")
+            save_state(run, state, step, window, saving, kind, due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
-            val = held_out_at(run, step, clock, halted)
             unsaved = "save" not in due and last.get("save", (None, 0))[0] != step
-            with saved_without_memory(run, state, step, saving, unsaved):
+            with saved_without_memory(run, state, step, window, saving, unsaved):
+                programs["compile_eval"]()
+                spend(clock, "compile")
+                val = held_out_at(run, step, clock, halted)
                 row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
             if row:
                 latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
@@ -263,21 +276,22 @@ def train(run, state, last, clock, signals, saving):
         asked = ask(run, step, asked, signals, clock)
         if stop := why_stop(run, step, asked, latest):
             break
-        batch, waited_s = next_batch(run, batches, state, step, saving)
+        batch, waited_s = next_batch(run, batches, state, step, window, saving)
         if batch is None:  # none yet, or a reason to stop came while there was none
             continue
         emit("dispatch", {"step": step + 1})
         with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
             state, metrics = programs["train_step"](state, batch)
         step += 1
+        window["steps"].append((step, metrics))
         state = call(run["hooks"], "state", state)
-        latest |= report(run, previous, clock)  # of the step before, while this one runs
+        latest |= report(run, previous, window, clock)  # of the step before, while this one runs
         previous = step, metrics, waited_s
         end_saves(run, saving, [kind for kind, (_, future) in saving.items() if future.done()])
-    latest |= report(run, previous, clock)
+    latest |= report(run, previous, window, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
-        save_state(run, state, step, saving)
+        save_state(run, state, step, window, saving)
     stop = why_stop(run, step, asked, latest) or stop  # the last metrics may say worse
     return end_run(run, state, step, stop, saving, latest, clock)
 
@@ -306,9 +320,33 @@ def why_stop(run, step, asked, latest):
     return None
 
 
-def report(run, previous, clock):
-    """Wait for the metrics of the step before and emit "step", at a log point also "log". Returns
-    {metric: value} for why_stop and the summary.
+def check_stop_metrics(run, shapes):
+    """Raise ValueError for a condition of --stop on a metric that no row of this run will have.
+    Hooks may add metrics to rows: with hooks, why_stop finds it out at the first such row. shapes:
+    of the metrics of train_step.
+    """
+    conditions = {name for name, *_ in run["stops"] if name not in config.STOPS}
+    if run["hooks"] or not conditions:
+        return
+    ones = {name: np.ones(x.shape, np.float32) for name, x in shapes.items()
+            if name not in ("counts", "watch", "finite")}
+    means = {name: ones[name] for name in shapes["counts"]}
+    known = {*scalars(ones), "val_step", *(f"val_{name}" for name in scalars(means)),
+             "n_labels", "val_n_labels"}
+    for prefix, source in (("", run["train"]), ("val_", run["val"])):
+        if source:
+            known |= {prefix + name for name in run["task"]["metrics"](ones, source)}
+            known |= {f"{prefix}loss/{name}" for name in source.get("parts", ()) if prefix}
+    config.raise_all([f"no row of this run has the metric {name!r} "
+                      f"({config.nearest(name, sorted(known))})"
+                      for name in sorted(conditions - known)],
+                     f"stop {' '.join(run['cfg'].stop)}")
+
+
+def report(run, previous, window, clock):
+    """Wait for the metrics of the step before and emit "step", at a log point also "log", whose
+    means are over all steps since the last log row. Returns {metric: value} for why_stop and the
+    summary.
     """
     if previous is None:
         return {}
@@ -316,15 +354,23 @@ def report(run, previous, clock):
     watched = metrics.pop("watch", {})  # stays on the device until it is logged
     finite = bool(metrics.pop("finite"))
     logged = not finite or (cfg.log_every and step % cfg.log_every == 0)
-    means = jax.device_get(metrics) if logged or run["hooks"] else {}  # takes up to a millisecond
+    values = {}
+    if logged or run["hooks"]:
+        values = jax.device_get(metrics)  # takes up to a millisecond
+        values |= means_of(sums_of(values))
     clock["data"] += waited_s
     clock["step"] -= waited_s
-    row = emit("step", {"step": step} | scalars(means))
+    row = emit("step", {"step": step} | scalars(values))
     latest = {} if finite else {"finite": False}
     if not finite and cfg.nan == "raise":
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
+    if not cfg.log_every:  # then a row is of its step alone
+        window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step]
     if logged:
-        row = row | scalars(run["task"]["metrics"](means, run["train"]))
+        add_up(window, step)
+        values |= means_of(window["sums"])
+        window["sums"] = {}
+        row |= scalars(values) | scalars(run["task"]["metrics"](values, run["train"]))
         of_this_process = rates(run, step, clock, row)
         if watched:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(watched))
@@ -333,7 +379,7 @@ def report(run, previous, clock):
     return latest
 
 
-def save_state(run, state, step, saving, kind="save", temporary=False):
+def save_state(run, state, step, window, saving, kind="save", temporary=False):
     """Start a checkpoint once the one before of its kind ("save", or "weights" for parameters
     alone) is committed. saving: {kind: (step, Future)} of those that are under way. meta.json says
     where the run stands in its data, and under what config.
@@ -346,15 +392,19 @@ def save_state(run, state, step, saving, kind="save", temporary=False):
     if "windows" in train:
         place["windows"] = train["windows"](step)
     root, keep = ckpt_root(cfg), (cfg.keep, cfg.keep_every)
+    run["programs"]["compile_digest"]()
+    began = time.perf_counter()
+    digest = steplib.digest(run["programs"]["digest"](state))
     if kind == "weights":
+        digest = {"params": digest["params"]}
         root, keep, temporary = ckpt.below(root, kind), (0, 0), False
         state = {"params": state["params"]}
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
-    began = time.perf_counter()
-    meta = run["meta"] | {"data": place}
+    add_up(window, step)
+    meta = run["meta"] | {"data": place, "digest": digest, "since_log": window["sums"]}
     saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, say)
-    run["emit"]("save", {"step": step, "kind": kind, "waited_s": waited_s,
+    run["emit"]("save", {"step": step, "kind": kind, "digest": digest, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
 
 
@@ -468,9 +518,9 @@ def evaluate(run, val, eval_step, params, signals=()):
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
         if name:
             row[f"val_loss/{name}"] = float(np.divide(*totals["loss"]))
-    means = {name: total / np.where(count, count, 1) for name, (total, count) in sums.items()}
+    means = means_of(sums)
     found = scalars(means | run["task"]["metrics"](means, val))
-    found["n_labels"] = int(sums.get("loss", sums["objective"])[1])
+    found["n_labels"] = int(found["n_labels"])
     row |= {f"val_{name}": value for name, value in found.items()}
     return row | {"eval_s": time.perf_counter() - began}
 
@@ -531,7 +581,7 @@ def survived(run, step, kind):
 
 
 @contextlib.contextmanager
-def saved_without_memory(run, state, step, saving, unsaved):
+def saved_without_memory(run, state, step, window, saving, unsaved):
     """Save the state, if it is unsaved, before an error of memory ends the run. Of several
     processes only this one may have met it, and the others would not join in the save.
     """
@@ -539,7 +589,7 @@ def saved_without_memory(run, state, step, saving, unsaved):
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
         if unsaved and jax.process_count() == 1:
-            save_state(run, state, step, saving)
+            save_state(run, state, step, window, saving)
             end_saves(run, saving)
         raise
 
@@ -600,7 +650,7 @@ def numbers(row):
     return {name: x for name, x in row.items() if isinstance(x, (int, float))}
 
 
-def next_batch(run, batches, state, step, saving):
+def next_batch(run, batches, state, step, window, saving):
     """(batch as hooks make it, seconds waited); no batch when there is none yet, or a reason to
     stop came. When the data has a fault the state is saved before it is raised; of several
     processes only this one may have met it, and the others would not join in the save.
@@ -609,7 +659,7 @@ def next_batch(run, batches, state, step, saving):
         batch, waited_s = next(batches, (None, None))
     except (ValueError, OSError):
         if jax.process_count() == 1:
-            save_state(run, state, step, saving)
+            save_state(run, state, step, window, saving)
             end_saves(run, saving)
         raise
     if batch is None and waited_s is not None:
@@ -666,8 +716,55 @@ def call(hooks, event, value):
     return value
 
 
-def scalars(means):
-    return {name: float(x) for name, x in means.items() if np.ndim(x) == 0}
+def scalars(values):
+    return {name: float(x) for name, x in values.items()
+            if not isinstance(x, dict) and np.ndim(x) == 0}
+
+
+# Means over several steps. Sums are in float64, so that those of a resumed run, which begin with
+# what its checkpoint has, are bit-identical.
+
+def new_window(sums):
+    """Metrics since the last log row: {"sums": {name: (sum, count)}, "steps": [(step, metrics)]}
+    not yet added to them, which stay on the device. sums: as a checkpoint's meta has them.
+    """
+    sums = {name: (np.float64(total), count) for name, (total, count) in sums.items()}
+    return {"sums": sums, "steps": []}
+
+
+def sums_of(metrics):
+    """{name: (sum, count)} of one step's metrics, which train_step gives as means and counts."""
+    counts = metrics.get("counts", {})  # a train_step that a hook replaced may give none
+    return {name: (np.float64(metrics[name]) * (count or 1), float(count))
+            for name, count in counts.items()}
+
+
+def add_up(window, last_step):
+    """Add the metrics of the steps up to last_step to the window's sums."""
+    read = jax.device_get([metrics for step, metrics in window["steps"] if step <= last_step])
+    window["steps"] = [(step, metrics) for step, metrics in window["steps"] if step > last_step]
+    for metrics in read:
+        for name, (total, count) in sums_of(metrics).items():
+            total_before, count_before = window["sums"].get(name, (0.0, 0.0))
+            window["sums"][name] = total_before + total, count_before + count
+
+
+def means_of(sums):
+    """{name: mean} of {name: (sum, count)}, and "n_labels", the loss's count. A sum whose count is
+    0 is its own value; but without any label, a number that has count 0 has no value: NaN.
+    """
+    if not sums:
+        return {}
+    _, n_labels = sums.get("loss", sums.get("objective"))
+    means = {"n_labels": float(n_labels)}
+    for name, (total, count) in sums.items():
+        if count:
+            means[name] = total / count
+        elif n_labels or np.ndim(total):
+            means[name] = total
+        else:
+            means[name] = np.nan
+    return means
 
 
 @contextlib.contextmanager
@@ -704,23 +801,39 @@ def jsonl(cfg):
     """
     path, file = Path(cfg.out_dir) / "metrics.jsonl", None
 
-    def as_json(x): return x.tolist() if hasattr(x, "tolist") else str(x)
-
     def observe(event, row):
         nonlocal file
         if event == "start":
             kept = [old for old in read_log(path.parent)
                     if old["step"] <= row["step"] and old["event"] not in ("stop", "end")]
-            path.with_suffix(".tmp").write_text("".join(json.dumps(old) + "\n" for old in kept))
+            path.with_suffix(".tmp").write_text("".join(json_line(old) + "\n" for old in kept))
             path.with_suffix(".tmp").replace(path)
             file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json.dumps({"event": event} | row, default=as_json) + "\n")
+                file.write(json_line({"event": event} | row) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
+
+
+def json_line(row):
+    """A row as JSON, on one line: NumPy's numbers and arrays as numbers and lists, numbers that are
+    not finite as null, since JSON has none, and what JSON does not know as text.
+    """
+    def plain(x):
+        if hasattr(x, "tolist"):
+            x = x.tolist()
+        if isinstance(x, float):
+            return x if math.isfinite(x) else None
+        if isinstance(x, dict):
+            return {key: plain(value) for key, value in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(value) for value in x]
+        return x
+
+    return json.dumps(plain(row), default=str)
 
 
 def read_log(out_dir):
@@ -765,7 +878,8 @@ def screen(cfg):
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
             bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                say(f"{in_words(row, 'step loss lr')}  {rate}  "
+                loss = "no label" if row.get("n_labels") == 0 else in_words(row, "loss")
+                say(f"{in_words(row, 'step')}  {loss}  {in_words(row, 'lr')}  {rate}  "
                     f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
             own = [x for x in numbers(row)
@@ -855,7 +969,7 @@ def plot(cfg):
             for name, label in lines.items():
                 event, style = ("eval", "o-") if label == "held-out" else ("log", "-")
                 points = [(row["step"], row[name]) for row in rows
-                          if row["event"] == event and name in row]
+                          if row["event"] == event and row.get(name) is not None]
                 axes.plot(*np.reshape(points, (-1, 2)).T, style, label=label, markersize=4)
             axes.set_title(title, loc="left", fontsize=10)
             axes.grid(alpha=0.3)
@@ -979,11 +1093,27 @@ def describe(run, meta, sources):
            "memory_bytes_per_device": run["programs"]["memory"],
            "config": dataclasses.asdict(cfg), "mesh": dict(run["mesh"].shape), "sources": sources,
            "run_id": meta.get("run_id", os.urandom(4).hex()),
+           "machine": steplib.describe_machine(jax.devices()[0]) | {
+               "device": jax.devices()[0].device_kind,
+               "xla_flags": os.environ.get("XLA_FLAGS", "")},
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
         flops, _, formula = run["task"]["flops"](cfg, {})
         row |= {f"flops_per_{unit}": flops, "flops_formula": formula}
     return row
+
+
+def changes_since(meta, now):
+    """What differs between the software and machine of a checkpoint and those of this process, each
+    in words: with any of it, a resumed run need not be bit-identical. Both as `describe` gives.
+    """
+    changes = []
+    for part in ("versions", "machine"):
+        saved = meta.get(part, {})
+        for name, value in now[part].items():
+            if name in saved and saved[name] != value:
+                changes.append(f"{name} was {saved[name] or 'empty'}, is {value or 'empty'}")
+    return changes
 
 
 def rates(run, step, clock, means):
@@ -1142,9 +1272,8 @@ def choose_start(run, state, params, meta):
         return "the given state", [], lambda programs: jax.device_put(
             state, jax.tree.map(lambda x: x.sharding, programs["state"]), may_alias=False)
     if params is not None:
-        return "the given parameters", [], lambda programs: programs["from_params"](key, params={
-            name: jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
-            for name, x in params.items() for like in (programs["state"]["params"][name],)})
+        return "the given parameters", [], lambda programs: programs["from_params"](
+            key, params=place_params(params, programs["state"]["params"]))
     if meta:
         config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
     missing, sources = find_parameters(run, meta)
@@ -1168,6 +1297,22 @@ def choose_start(run, state, params, meta):
     return origin, told or meta.get("sources", []), first_state
 
 
+def place_params(params, like):
+    """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
+    ValueError for names and shapes that are not the model's.
+    """
+    errors = [f"{name}: this model has no such parameter ({config.nearest(name, like)})"
+              for name in params if name not in like]
+    for name, x in like.items():
+        if name not in params:
+            errors.append(f"{name}: is missing")
+        elif np.shape(params[name]) != x.shape:
+            errors.append(f"{name}: has shape {np.shape(params[name])}, must have {x.shape}")
+    config.raise_all(errors, "the given parameters")
+    return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
+            for name, x in like.items()}
+
+
 def find_parameters(run, meta):
     """(names of the parameters that the run's own checkpoint does not have: all, without one; the
     sources of init_from to take them from). Prints what comes from where. meta: of that
@@ -1184,6 +1329,19 @@ def find_parameters(run, meta):
         if names and (sources or meta):
             say(f"{len(names)} of {len(table)} parameters from {path}{which}")
     return missing, sources
+
+
+def load_saved(run, meta, like):
+    """(step, parameters) of the run's newest checkpoint, of init_from those that it excludes. When
+    the run has no checkpoint, step 0 and all of init_from. meta: of that checkpoint, or {}.
+    """
+    others = load_parameters(find_parameters(run, meta)[1], like)
+    if meta:
+        step, saved = load_own(run["cfg"], {"params": like}, others, {"params": others})
+        return step, saved["params"]
+    config.raise_all([f"{name} is in none of them" for name in like if name not in others],
+                     f"init_from {' '.join(run['cfg'].init_from)}")
+    return 0, others
 
 
 def load_parameters(sources, like):
@@ -1507,12 +1665,14 @@ def task_programs(run, params):
 
 def text_programs(params, cfg):
     """The programs of sample_text and export_hf, lowered. params: shapes with shardings."""
-    programs = {}
+    device, programs = next(iter(jax.tree.leaves(params)[0].sharding.device_set)), {}
+    options = steplib.compiler_options(cfg, device)
     if cfg.sample_tokens:
         programs["sampling"] = model.lower_sampling(
-            params, cfg, data.make_tokenizer(cfg.tokenizer))
+            params, cfg, data.make_tokenizer(cfg.tokenizer), options)
     if cfg.export:
-        programs["export"] = jax.jit(partial(largest_tensor, cfg=cfg)).lower(params)
+        programs["export"] = jax.jit(partial(largest_tensor, cfg=cfg),
+                                     compiler_options=options).lower(params)
     return programs
 
 
@@ -1589,6 +1749,8 @@ def savings(run):
     cost the least time first, and a batch size. Compiles at most about a dozen changes.
     """
     cfg, mesh = run["cfg"], run["mesh"]
+    if cfg.mode == "sample":
+        return f"fewer --n_samples or --sample_tokens, or {MORE_DEVICES}"
     base = run.get("counted") or count_or_none(run) or {"peaks": {}, "added": {}}
     count, peaks, changes = partial(peaks_with, run, base["added"]), base["peaks"], {}
     limit, peak = steplib.memory_limit(mesh) or math.inf, largest(peaks)
@@ -1710,14 +1872,20 @@ def as_flags(changes, peaks):
 
 # Without a loop: evaluate or sample what was saved.
 
-def run_saved(cfg, task, hooks):
-    """Evaluate, sample or export the newest checkpoint of cfg.out_dir, as cfg.mode says; the
-    summary. Of hooks, those that replace the loss have an effect.
+def run_saved(cfg, task, hooks, state=None, params=None):
+    """Evaluate, sample or export, as cfg.mode says; the summary. Parameters are, in this order, of
+    the given state, the given ones, those of the newest checkpoint of cfg.out_dir, or those of
+    cfg.init_from. Of hooks, those that replace the loss have an effect.
     """
-    meta = newest_meta(ckpt_root(cfg), f"mode {cfg.mode}")[1]
+    given, meta = params if state is None else state["params"], {}
+    if given is None:
+        meta = newest_meta(ckpt_root(cfg), "" if cfg.init_from else f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
     config.raise_all(other_model(cfg, meta), ckpt_root(cfg))
+    if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
+        raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
+                         f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
     if cfg.mode == "sample" and not task["preview"]:
         raise ValueError("mode sample: this task has no preview")
     if cfg.mode == "eval":
@@ -1728,13 +1896,15 @@ def run_saved(cfg, task, hooks):
     with explain_memory(run):
         cost = count_memory(run)
         check_peaks(cost, run["mesh"])
-    others = load_parameters(find_parameters(run, meta)[1], like["params"])
-    step, saved = load_own(cfg, {"params": like["params"]}, others, {"params": others})
-    params = saved["params"]
+    if given is not None:
+        step = 0 if state is None else int(state["step"])
+        params = place_params(given, like["params"])
+    else:
+        step, params = load_saved(run, meta, like["params"])
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)
-        say(json.dumps(summary))
+        say(json_line(summary))
     elif cfg.mode == "export":
         task["export"](cfg, params)
         say(f"exported step {step} to {cfg.export}")

@@ -68,7 +68,7 @@ def test_suffixes_are_shapes(monkeypatch):
         return model.loss_fn(p, {"tokens": x, "labels": x}, cfg)
     # Unjitted: a trace in the cache of jit would run no Python.
     def generate(p, x, n, k):
-        return model.generate.__wrapped__(p, x, n, cfg, k, N_NEW)
+        return model._generate(p, x, n, cfg, k, N_NEW)
     wrong, seen = locals_that_lie(lambda: jax.eval_shape(loss, params, ids),
                                     [(T, T), (6, 6), (5, T)])
     more_wrong, more_seen = locals_that_lie(

@@ -69,11 +69,12 @@ def rows_of(out, events):
 
 
 def losses(out):
-    """Everything of a run that must be equal to the bit: losses, gradient norms and rates, and
-    evaluations.
+    """Everything of a run that must be equal to the bit: losses, gradient norms and rates,
+    evaluations, and the digest of the state that was saved last.
     """
+    saves = [(r["step"], r["digest"]) for r in rows(out, "save") if r["kind"] == "save"]
     return ([(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows(out, "log")],
-            [(r["step"], r["val_loss"], r["val_acc"]) for r in rows(out, "eval")])
+            [(r["step"], r["val_loss"], r["val_acc"]) for r in rows(out, "eval")], saves[-1:])
 
 
 def arrays(out):
@@ -226,6 +227,7 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     train.main(cfg, hooks=[spend])
     start, (four, eight) = rows(cfg.out_dir, "start")[0], rows(cfg.out_dir, "log")
     flops, recomputed, _ = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
+    opened = data.open_text(cfg)["train"]
     assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
     # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
     # the save and the evaluation after step 4 took 110. Of a step an eighth is a wait.
@@ -237,7 +239,8 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
         np.testing.assert_allclose(row["mfu"], 128 * flops / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["hfu"], 128 * (flops + recomputed) / 8 / 1e12 / 2)
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-6)
-        assert row["n_labels"] == 8 * 16
+        batches = [opened["batch"](i, np.arange(8)) for i in range(row["step"] - 4, row["step"])]
+        assert row["n_labels"] == sum((batch["labels"] != -100).sum() for batch in batches)
     assert eight["time_s"] == {"start": 12, "compile": 3, "step": 7, "data": 1, "save": 10,
                                "eval": 100, "other": 0, "lost": 0}
     assert [r["blocked_s"] for r in rows(cfg.out_dir, "save")] == [0, 0]
@@ -250,6 +253,154 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     assert train.main(cfg)["reason"] == "finished before"
     said = capsys.readouterr().out
     assert "is finished, at step 8. To go further: --epochs 4.2." in said
+
+
+def documents(tmp_path, **fields):
+    """Fields of a run on documents of different lengths: batches have different label counts."""
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 33)))
+    return dict(data=(str(path),), fill="one", seq_len=32, val_frac=0.0, dtype="float32") | fields
+
+
+def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path):
+    """Sums over labels by counts of labels, in float64 NumPy from the metrics of each step; the
+    rate and the gradient norm are those of the last step.
+
+    Break: train.py: values |= means_of(window["sums"]) => pass
+    """
+    steps = {}
+
+    def keep(event, row):
+        if event == "step":
+            steps[row["step"]] = dict(row)
+
+    train.main(tiny(**documents(tmp_path, log_every=4, eval_every=0)), hooks=[keep])
+    logged = rows(tiny().out_dir, "log")
+    assert [row["step"] for row in logged] == [4, 8]
+    for row in logged:
+        window = [steps[row["step"] - i] for i in (3, 2, 1, 0)]
+        labels = np.array([step["n_labels"] for step in window])
+        assert len(set(labels)) > 1 and row["n_labels"] == labels.sum()
+        for name in ("loss", "acc", "z", "objective"):
+            values = np.array([step[name] for step in window])
+            mean = (values * labels).sum() / labels.sum()
+            np.testing.assert_allclose(row[name], mean, rtol=1e-12)
+        assert (row["lr"], row["grad_norm"]) == (window[-1]["lr"], window[-1]["grad_norm"])
+        np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-12)
+
+
+def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
+    """A run that is saved and stopped between two log rows, then resumed, logs what an undisturbed
+    one does.
+
+    Break: train.py: new_window(meta.get("since_log", {})) => new_window({})
+    """
+    fields = documents(tmp_path, log_every=5, eval_every=0, save_every=3, steps=10)
+    straight = tiny(**fields, out_dir=str(tmp_path / "straight"))
+    train.main(straight)
+    stopped = tiny(**fields, out_dir=str(tmp_path / "stopped"))
+    train.main(stopped, hooks=[stop_at(3)])
+    train.main(stopped)
+    assert rows(stopped.out_dir, "start")[-1]["step"] == 3
+    assert losses(stopped.out_dir) == losses(straight.out_dir)
+
+
+def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
+    """Their rows have null and the screen says so; a bound of --stop does not see a 0.
+
+    Break: train.py: means[name] = np.nan => means[name] = 0.0
+    """
+    open_text = data.open_text
+
+    def without_labels(cfg, parts):
+        opened = open_text(cfg, parts)
+        batch = opened["train"]["batch"]
+        opened["train"]["batch"] = lambda step, rows: batch(step, rows) | {
+            "labels": np.full((len(rows), cfg.seq_len), -100, np.int32)}
+        return opened
+
+    cfg = tiny(steps=4, log_every=2, eval_every=0, stop=("loss<3",))
+    summary = train.main(cfg, task=train.TEXT | {"open": without_labels})
+    assert summary["step"] == 4 and summary["reason"] == "all 4 steps are done"
+    for row in rows(cfg.out_dir, "log"):
+        assert (row["loss"], row["acc"], row["ppl"], row["n_labels"]) == (None, None, None, 0)
+    assert "step      2  no label  lr" in capsys.readouterr().out
+
+
+def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
+    """After a loss that is not finite the file has null, wherever the number stands.
+
+    Break: train.py: return x if math.isfinite(x) else None => return x
+    """
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    def infinite(event, row):
+        return row | {"deep": {"list": [1.0, np.float32("-inf")]}} if event == "log" else None
+
+    cfg = tiny(nan="skip", eval_every=0, steps=2)
+    train.main(cfg, hooks=[poison, infinite])
+    text = (Path(cfg.out_dir) / "metrics.jsonl").read_text()
+    parsed = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    logged = [row for row in parsed if row["event"] == "log"]
+    assert [row["loss"] for row in logged] == [None, None]
+    assert logged[0]["deep"] == {"list": [1.0, None]}
+
+
+@pytest.mark.parametrize("stop, words", [
+    ("los<3", "no row of this run has the metric 'los' (nearest: loss)"),
+    ("val_loss/web>9", "no row of this run has the metric 'val_loss/web' (nearest: val_loss)"),
+    ("tokens_per_s<1", "no row of this run has the metric 'tokens_per_s'")])
+def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
+    """A name that no row will have is refused before the first step.
+
+    Break: train.py: check_stop_metrics(run, programs["metrics"]) => pass
+    """
+    with pytest.raises(ValueError, match=re.escape(f"stop {stop}: {words}")):
+        train.main(tiny(stop=(stop,)))
+    assert not (Path(tiny().out_dir) / "metrics.jsonl").exists()
+
+
+def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
+    """Those of log rows but speeds, and those of evaluations.
+
+    Break: train.py: known |= {prefix + name for name in run["task"]["metrics"](ones, source)} =>
+    pass
+    """
+    train.main(tiny(steps=2))
+    run = train.prepare(tiny())
+    run |= data.open_text(run["cfg"]) | {"hooks": ()}
+    shapes = steplib.lower_steps(*train.program_parts(run))[1]["train_step"]().out_info[1]
+    logged, evaluated = (rows(tiny().out_dir, event)[-1] for event in ("log", "eval"))
+    speeds = {*train.rates(run, 3, train.start_clock(0.0) | {"step": 1.0}, logged)}
+    names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)} - {"eval_s"}
+    assert {"loss", "ppl", "val_loss", "val_bits_per_byte", "lr", "grad_norm"} <= names
+    for name in names - {"step"}:
+        train.check_stop_metrics(run | {"stops": [(name,)]}, shapes)
+
+
+def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
+    """The evaluation is compiled when it is first needed, after the steps before it, and not beside
+    these, and its time is booked as compilation.
+
+    Break: step.py: return cache(compile) if on_cpu else => return
+    """
+    order = []
+
+    def note(event, row):
+        done = [r.getMessage() for r in caplog.records]
+        if event == "log":
+            time.sleep(0.2)  # a compilation in the background would get this far
+            order.append(any("compilation of jit(eval_step)" in line for line in done))
+
+    jax.config.update("jax_log_compiles", True)
+    try:
+        train.main(tiny(cache_dir=""), hooks=[note])
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert order == [False] * 4 + [True] * 4
+    start, end = rows(tiny().out_dir, "start")[0], rows(tiny().out_dir, "end")[0]
+    assert end["time_s"]["compile"] > start["time_s"]["compile"]
 
 
 @pytest.mark.slow
@@ -2873,7 +3024,8 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
     assert cost["memory"] == start["memory_bytes_per_device"]
     tflop = start["flops_per_token"] * start["tokens_per_step"] / 8 / 1e12
     assert f"{tflop:10,.4g} TFLOP  the model's" in said
-    for words in ("GiB  parameters", "GiB  total", "recomputed by remat", "fits in"):
+    for words in ("GiB  parameters", "GiB  in all during an update", "recomputed by remat",
+                  "fits in"):
         assert words in said
 
 
@@ -2895,7 +3047,10 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     assert said[0].startswith("0.02M parameters on 8 x cpu")
     assert said[1].endswith(", 1,024 tokens an update; for each device:")
     assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
-    assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in cost["memory"].items()]
+    in_all = {"in all during an update": needed,
+              "in all during evaluation": cost["peaks"]["evaluation"]}
+    amounts = {kind: n for kind, n in cost["memory"].items() if kind != "total"} | in_all
+    assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
     limit = steplib.memory_limit(train.prepare(cfg)["mesh"]) / 2**30
     assert said[-1] == f"fits in {limit:,.4g} GiB"
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
@@ -3238,8 +3393,8 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
-    """A real process whose address space ends before the first update: one sentence, what each
-    flag would need, exit code 2, and an "error" row.
+    """A real process whose address space ends before the first update: one sentence, flags that
+    need less, exit code 2, and an "error" row.
 
     Break: train.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
     """
@@ -3252,7 +3407,7 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
     code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
-    assert "--micro_batches 2 (" in said and "--remat full (" in said
+    assert re.search(r"to change: --micro_batches \d+ \(.* GiB\)", said), said
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
 
 
