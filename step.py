@@ -544,8 +544,7 @@ def memory_by_kind(state, compiled):
     memory. state: shapes with shardings.
     """
     def size(tree, on_host):
-        return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-                   for x in jax.tree.leaves(tree)
+        return sum(_shard_bytes(x) for x in jax.tree.leaves(tree)
                    if (x.sharding.memory_kind == "pinned_host") == on_host)
 
     stats = compiled.memory_analysis()
@@ -566,8 +565,11 @@ def held_bytes(tree):
         platform = next(iter(sharding.device_set)).platform
         return sharding.memory_kind != "pinned_host" or platform == "cpu"
 
-    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-               for x in jax.tree.leaves(tree) if is_held(x.sharding))
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if is_held(x.sharding))
+
+
+def _shard_bytes(x):
+    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def added_bytes(compiled):

@@ -3137,8 +3137,7 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
     they are; a limit below any batch's asks for more devices; one below the state says at once
     what alone would help.
 
-    Break: train.py: return changes | {"batch_size": n * unit, "micro_batches": n} =>
-    return changes | {"batch_size": n, "micro_batches": 1}
+    Break: train.py: missing = (largest(peaks) - limit) / 2**30 => missing = largest(peaks) / 2**30
     """
     cfg = tiny(batch_size=512, dp=1, mode="plan")
     least = planned(cfg, micro_batches=512, mlp_tiles=8)["peaks"]["update"]
