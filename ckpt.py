@@ -801,17 +801,20 @@ def each_tensor(arrays, pieces, dtype):
     """Yield (tensor's name, NumPy array in dtype), one at a time: `wanted` of read_safetensors the
     other way round. Every process must take all of them.
     """
-    def take(x, index, transposed):
-        for i in index:
-            x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-        return (x.T if transposed else x).astype(dtype)
-
+    take = partial(take_tensor, dtype=dtype)
     for name, (tensors, transposed) in pieces.items():
         mesh = getattr(getattr(arrays[name], "sharding", None), "mesh", None)
         whole = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         take_whole = jax.jit(take, static_argnums=2, out_shardings=whole)
         for index, tensor in tensors.items():
             yield tensor, np.asarray(take_whole(arrays[name], index, transposed))
+
+
+def take_tensor(x, index, transposed, dtype):
+    """The tensor of each_tensor that is x[index]."""
+    for i in index:
+        x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return (x.T if transposed else x).astype(dtype)
 
 
 def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):

@@ -317,9 +317,12 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=Non
     One prefill, then one token at a time with a KV cache. cfg (hashable): the model's fields, and
     temperature (0: greedy), top_k (0: all), top_p. compiler_options: options of XLA.
     """
-    compiled = jax.jit(_generate, static_argnames=("cfg", "n_new"),
-                       compiler_options=compiler_options)
+    compiled = _jitted(compiler_options)
     return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
+
+
+def _jitted(compiler_options):
+    return jax.jit(_generate, static_argnames=("cfg", "n_new"), compiler_options=compiler_options)
 
 
 def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
@@ -347,14 +350,25 @@ def sample_text(params, cfg, key, tokenizer, compiler_options=None):
     """
     if not cfg.sample_tokens:
         return []
-    first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
-    start = [first, *tokenizer["encode"](cfg.prompt)]
-    new = generate(params, np.tile(np.int32(start), (cfg.n_samples, 1)),
-                   np.full(cfg.n_samples, len(start), np.int32), cfg, key, cfg.sample_tokens,
-                   compiler_options)
+    new = generate(params, *_prompts(cfg, tokenizer), cfg, key, cfg.sample_tokens, compiler_options)
     rows = multihost_utils.process_allgather(new, tiled=True).tolist()
     return [cfg.prompt + tokenizer["decode"]([*takewhile(
         lambda t: t not in tokenizer["stops"], row)]) for row in rows]
+
+
+def lower_sampling(params, cfg, tokenizer, compiler_options=None):
+    """The program that sample_text runs, lowered. params: shapes with shardings."""
+    key, (tokens_BT, lengths_B) = jax.eval_shape(jax.random.key, 0), _prompts(cfg, tokenizer)
+    return _jitted(compiler_options).lower(
+        params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=cfg.sample_tokens)
+
+
+def _prompts(cfg, tokenizer):
+    """(tokens [n_samples, T], lengths [n_samples]) that samples continue."""
+    first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
+    start = [first, *tokenizer["encode"](cfg.prompt)]
+    return (np.tile(np.int32(start), (cfg.n_samples, 1)),
+            np.full(cfg.n_samples, len(start), np.int32))
 
 
 def _write_cache(cache, new, positions_BT):
@@ -436,8 +450,8 @@ def memory_savers(cfg, sp):
     mesh axis.
     """
     n_tiles = gcd(16, cfg.seq_len // sp)
-    useful = {"--remat full": cfg.remat == "none", "--remat offload": cfg.remat != "offload",
-              f"--mlp_tiles {n_tiles}": cfg.mlp_tiles < n_tiles and not cfg.n_experts}
+    useful = {f"--mlp_tiles {n_tiles}": cfg.mlp_tiles < n_tiles and not cfg.n_experts,
+              "--remat full": cfg.remat == "none", "--remat offload": cfg.remat != "offload"}
     return [flag for flag, helps in useful.items() if helps]
 
 

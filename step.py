@@ -171,16 +171,20 @@ def _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table):
             grads = jax.lax.with_sharding_constraint(grads, specs)
         return *aux, _f32(grads)
 
-    A = cfg.micro_batches
+    return _over_microbatches(one, batch, cfg.micro_batches)
+
+
+def _over_microbatches(f, batch, A):
+    """The sums of f(microbatch) over A microbatches of a batch, one after the other."""
     if A == 1:
-        return one(batch)
+        return f(batch)
     # Row b goes to microbatch b mod A, so that every device keeps its own rows.
     micros = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0), batch)
-    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))
+    shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micros))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
 
     def add(total, micro):
-        return jax.tree.map(jnp.add, total, one(micro)), None
+        return jax.tree.map(jnp.add, total, f(micro)), None
 
     return jax.lax.scan(add, zeros, micros)[0]
 
@@ -229,8 +233,11 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
 
 
 def eval_step(params, batch, cfg, loss_fn):
-    """{name: (sum, count)} over one batch."""
-    sums, counts = loss_fn(params, batch, cfg)
+    """{name: (sum, count)} over one batch, in microbatches as train_step takes it: their memory is
+    enough for both.
+    """
+    sums, counts = _over_microbatches(
+        lambda micro: loss_fn(params, micro, cfg), batch, cfg.micro_batches)
     return {k: (sums[k], counts[k]) for k in sums}
 
 
@@ -340,7 +347,8 @@ def take_rows(state, batch, table):
 
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
-    """lower_steps, compiled before an array exists; "eval_step" and "digest" later.
+    """lower_steps, compiled before an array exists; "eval_step" and "digest" later:
+    "eval_step" raises MemoryError when it does not fit beside the state.
 
     Returns {"state": shapes with shardings, "init": fn(key), "from_params": fn(key, params=),
     "train_step", "eval_step", "digest": fn(state) of digest_sums, "memory": memory_by_kind,
@@ -355,6 +363,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     init = pool.submit(lower["init"]().compile, {"xla_backend_optimization_level": 1})  # runs once
     evaluation = lower["eval_step"]()
     train, init = train.result(), init.result()
+    memory = memory_by_kind(state, train)
 
     def compile_later(compile):
         """compile, which runs once: in the background, but on a CPU at its first call, as the first
@@ -363,13 +372,19 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         return cache(compile) if on_cpu else pool.submit(compile).result
 
-    compiled_eval = compile_later(evaluation.compile)
+    def compile_evaluation():
+        compiled = evaluation.compile()
+        total = held_bytes((state, batch)) + added_bytes(compiled)
+        check_fits(memory | {"total": total}, mesh, "evaluation")
+        return compiled
+
+    compiled_eval = compile_later(compile_evaluation)
     compiled_digest = compile_later(lambda: lower["digest"]().compile())
     return {"state": state, "train_step": train, "init": init, "from_params": from_params,
             "eval_step": lambda params, batch: compiled_eval()(params, batch),
             "digest": lambda state: compiled_digest()(state),
             "compile_eval": compiled_eval, "compile_digest": compiled_digest,
-            "memory": memory_by_kind(state, train), "metrics": update.out_info[1]}
+            "memory": memory, "metrics": update.out_info[1]}
 
 
 def evaluate(eval_step, params, batches, stopped=lambda: False):
@@ -529,8 +544,7 @@ def memory_by_kind(state, compiled):
     memory. state: shapes with shardings.
     """
     def size(tree, on_host):
-        return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-                   for x in jax.tree.leaves(tree)
+        return sum(_shard_bytes(x) for x in jax.tree.leaves(tree)
                    if (x.sharding.memory_kind == "pinned_host") == on_host)
 
     stats = compiled.memory_analysis()
@@ -541,6 +555,27 @@ def memory_by_kind(state, compiled):
     total = (stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes
              - stats.alias_size_in_bytes)
     return {kind: n for kind, n in kinds.items() if n} | {"total": total}
+
+
+def held_bytes(tree):
+    """Bytes on each device of arrays given as shapes with shardings. A CPU's host memory is its
+    device's.
+    """
+    def is_held(sharding):
+        platform = next(iter(sharding.device_set)).platform
+        return sharding.memory_kind != "pinned_host" or platform == "cpu"
+
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if is_held(x.sharding))
+
+
+def _shard_bytes(x):
+    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def added_bytes(compiled):
+    """Bytes per device that a compiled program takes beside its arguments, while it runs."""
+    stats = compiled.memory_analysis()
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
 def memory_limit(mesh):
@@ -555,16 +590,20 @@ def memory_limit(mesh):
     return gib and int(gib * 2**30)
 
 
-def check_fits(kinds, mesh):
-    """Raise MemoryError when an update needs more memory than a device has: what it needs, and what
+def check_fits(kinds, mesh, what="an update"):
+    """Raise MemoryError when `what` needs more memory than a device has: what it needs, and what
     to change when nothing but more devices can help. kinds: of memory_by_kind.
     """
     if (limit := memory_limit(mesh)) and kinds["total"] > limit:
         needs, has = kinds["total"] / 2**30, limit / 2**30
-        words = [f"an update needs {needs:,.4g} GiB on each device, which has {has:,.4g} GiB"]
-        if kinds["parameters"] + kinds.get("moments", 0) > limit:
+        words = [f"{what} needs {needs:,.4g} GiB on each device, which has {has:,.4g} GiB"]
+        state_bytes = kinds["parameters"] + kinds.get("moments", 0)
+        if kinds["parameters"] > limit:
+            words.append("more devices along fsdp or tp: parameters alone take "
+                         f"{kinds['parameters'] / 2**30:,.4g} GiB")
+        elif state_bytes > limit:
             words.append("more devices along fsdp or tp, or --moments_on host: parameters and "
-                         "moments alone are too much")
+                         f"moments alone take {state_bytes / 2**30:,.4g} GiB")
         raise MemoryError(*words)
 
 

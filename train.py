@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +86,9 @@ TEXT = {
     "preview": lambda params, cfg, key: model.sample_text(
         params, cfg, key, data.make_tokenizer(cfg.tokenizer),
         steplib.compiler_options(cfg, jax.devices()[0])),
+    # (params as shapes, cfg) -> {"sampling", "export": the program that does it, lowered}: a plan
+    # counts their memory
+    "programs": lambda params, cfg: text_programs(params, cfg),
     "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
     "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
     "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
@@ -164,7 +168,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
-                with explain_memory(run):
+                with explain_memory(run | {"hooks": hooks}):
                     started = start_run(run, hooks, observers, state, params, began)
                     if not started:
                         step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
@@ -256,10 +260,13 @@ def train(run, state, last, window, clock, signals, saving):
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
             save_state(run, state, step, window, saving, kind, due[kind] == "second")
         if "eval" in due and run["val"] and not interrupted(signals):
-            programs["compile_eval"]()
-            spend(clock, "compile")
-            val = held_out_at(run, step, clock, halted)
-            if row := val and evaluate(run, val, programs["eval_step"], state["params"], signals):
+            unsaved = "save" not in due and last.get("save", (None, 0))[0] != step
+            with saved_without_memory(run, state, step, window, saving, unsaved):
+                programs["compile_eval"]()
+                spend(clock, "compile")
+                val = held_out_at(run, step, clock, halted)
+                row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
+            if row:
                 latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
         if "sample" in due and run["task"]["preview"] and not interrupted(signals):
             preview(run, state["params"], step)
@@ -410,7 +417,7 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 TASK_DEFAULTS = {
     "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
     "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
-    "metrics": lambda means, source: {}, "preview": None,
+    "metrics": lambda means, source: {}, "preview": None, "programs": lambda params, cfg: {},
     "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
     "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
     "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
@@ -571,6 +578,20 @@ def survived(run, step, kind):
     except ValueError as e:
         run["faults"][kind] = str(e)
         run["emit"]("fault", {"step": step, "fault": str(e)})
+
+
+@contextlib.contextmanager
+def saved_without_memory(run, state, step, window, saving, unsaved):
+    """Save the state, if it is unsaved, before an error of memory ends the run. Of several
+    processes only this one may have met it, and the others would not join in the save.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        if unsaved and jax.process_count() == 1:
+            save_state(run, state, step, window, saving)
+            end_saves(run, saving)
+        raise
 
 
 def end_saves(run, saving, kinds=("weights", "save")):
@@ -1564,7 +1585,7 @@ def prepare_data(cfg, task, hooks=()):
 # Would it fit?
 
 def plan(cfg, task=TEXT, hooks=()):
-    """Print what an update would take, allocating nothing; the summary."""
+    """Print what a run would take, allocating nothing; the summary."""
     run = prepare(cfg, task) | {"hooks": hooks}
     cost = estimate(run, measure=True)
     show_estimate(run, cost)
@@ -1572,23 +1593,112 @@ def plan(cfg, task=TEXT, hooks=()):
 
 
 def estimate(run, measure=False):
-    """{"flop": {of what: per device and update}, "fits"} of an update, and {"memory": bytes per
-    device by kind, "compiled"}, or "fault" in words. measure: as in explain_memory.
+    """{"flop": {of what: per device and update}, "fits"} of a run, and what count_memory gives, or
+    "fault" in words. measure: as in explain_memory.
     """
-    cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}}
+    cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}, "peaks": {}}
     if run["task"]["flops"]:
         flops, recomputed, formula = run["task"]["flops"](cfg, {})
         n = run["task"]["unit"][1](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
-    state, lowered, _ = steplib.lower_steps(*program_parts(run))
     try:
         with explain_memory(run, measure):
-            cost["compiled"] = lowered["train_step"]().compile()
-            cost["memory"] = steplib.memory_by_kind(state, cost["compiled"])
-            steplib.check_fits(cost["memory"], mesh)
+            cost |= count_memory(run)
+        with explain_memory(run | {"counted": cost}, measure):
+            check_peaks(cost, mesh)
     except ValueError as e:
         cost["fault"] = str(e)
     return cost | {"fits": "fault" not in cost}
+
+
+def count_memory(run, added=None, options=None):
+    """Of the programs that cfg.mode executes: {"peaks": {program: bytes that a device holds while
+    it runs, the state or, without training, the parameters included}, "memory": memory_by_kind of
+    an update, "programs": compiled, "compiled": the update, "added": as below}.
+
+    added: {program: bytes that it takes beside the state} of the task's own programs, if they have
+    been counted before. options: of the compiler.
+    """
+    cfg, training = run["cfg"], run["cfg"].mode in ("train", "plan")
+    state, lower, _ = steplib.lower_steps(*program_parts(run))
+    held = state if training else state["params"]
+    programs = {"update": lower["train_step"]} if training else {}
+    if cfg.mode == "eval" or (training and (cfg.val_data or cfg.val_frac)):
+        programs["evaluation"] = lower["eval_step"]
+    programs = {what: lowered() for what, lowered in programs.items()}
+    if added is None:
+        programs |= task_programs(run, state["params"])
+    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        compiled = dict(zip(programs, pool.map(lambda each: each.compile(options),
+                                               programs.values()), strict=True))
+    more = {what: steplib.added_bytes(each) for what, each in compiled.items()}
+    own = added if added is not None else {
+        what: more[what] for what in more if what not in ("update", "evaluation")}
+    peaks = {}
+    if "evaluation" in compiled:
+        peaks["evaluation"] = steplib.held_bytes((held, run["batch"])) + more["evaluation"]
+    peaks |= {what: steplib.held_bytes(held) + n for what, n in own.items()}
+    if not training:
+        memory = {"parameters": steplib.held_bytes(held), "total": max(peaks.values(), default=0)}
+        return {"peaks": peaks, "memory": memory, "added": own, "programs": compiled}
+    memory = steplib.memory_by_kind(state, compiled["update"])
+    return {"peaks": {"update": memory["total"]} | peaks, "memory": memory, "added": own,
+            "programs": compiled, "compiled": compiled["update"]}
+
+
+def task_programs(run, params):
+    """{"sampling", "export": lowered program} of those that cfg.mode executes. A fault is told: it
+    would not end a run either.
+    """
+    task, cfg = run["task"], run["cfg"]
+    wanted = {"sample": ["sampling"], "export": ["export"], "eval": []}.get(
+        cfg.mode, ["sampling", "export"])
+    try:
+        with jax.set_mesh(run["mesh"]):
+            found = task["programs"](params, cfg)
+    except Exception as e:  # as in a preview
+        say(f"not counted: {', '.join(wanted)}: {type(e).__name__}: {e}")
+        return {}
+    return {what: found[what] for what in wanted
+            if what in found and (what != "sampling" or task["preview"])}
+
+
+def text_programs(params, cfg):
+    """The programs of sample_text and export_hf, lowered. params: shapes with shardings."""
+    device, programs = next(iter(jax.tree.leaves(params)[0].sharding.device_set)), {}
+    options = steplib.compiler_options(cfg, device)
+    if cfg.sample_tokens:
+        programs["sampling"] = model.lower_sampling(
+            params, cfg, data.make_tokenizer(cfg.tokenizer), options)
+    if cfg.export:
+        programs["export"] = jax.jit(partial(largest_tensor, cfg=cfg),
+                                     compiler_options=options).lower(params)
+    return programs
+
+
+def largest_tensor(params, cfg):
+    """What an export adds on a device at most: the weights with LoRA's updates merged in, and the
+    largest tensor to be written, whole.
+    """
+    apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
+    merged, pieces = params if apart else model.merge_lora(params, cfg), model.hf_pieces(cfg, apart)
+    changed = {name: x for name, x in merged.items() if x is not params[name]}
+    indices = {name: next(iter(tensors)) for name, (tensors, _) in pieces.items()}
+    name = max(indices, key=lambda name: math.prod(params[name].shape[len(indices[name]):]))
+    tensor = ckpt.take_tensor(merged[name], indices[name], pieces[name][1], cfg.export_dtype)
+    return changed, jax.lax.with_sharding_constraint(tensor, jax.sharding.PartitionSpec())
+
+
+# How check_fits names a program.
+PROGRAM_NAMES = {"update": "an update", "export": "an export"}
+
+
+def check_peaks(cost, mesh):
+    """Raise MemoryError when the largest program of count_memory does not fit."""
+    if cost["peaks"]:
+        largest = max(cost["peaks"], key=cost["peaks"].get)
+        steplib.check_fits(cost["memory"] | {"total": cost["peaks"][largest]}, mesh,
+                           PROGRAM_NAMES.get(largest, largest))
 
 
 def show_estimate(run, cost):
@@ -1596,7 +1706,10 @@ def show_estimate(run, cost):
     for what, amount in cost["flop"].items():
         say(f"  {amount / 1e12:10,.4g} TFLOP  {what}")
     for kind, n_bytes in cost["memory"].items():
-        say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
+        if kind != "total":
+            say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
+    for what, n_bytes in cost["peaks"].items():
+        say(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {PROGRAM_NAMES.get(what, what)}")
     limit = steplib.memory_limit(run["mesh"])
     say(cost.get("fault") or (f"fits in {limit / 2**30:,.4g} GiB" if limit else
                               "whether it fits is not known, as this device's memory is not"))
@@ -1605,7 +1718,7 @@ def show_estimate(run, cost):
 @contextlib.contextmanager
 def explain_memory(run, measure=True):
     """Turn an error of memory, when compiling or running, into a ValueError that says what to
-    change. measure: also say what an update would need then, least first.
+    change. measure: also find the flags with which the run would fit.
     """
     try:
         yield
@@ -1614,26 +1727,147 @@ def explain_memory(run, measure=True):
             raise
         fault, remedy, *_ = *map(str, e.args), "", ""
         fault = fault.partition("\n")[0]
-        raise ValueError(f"does not fit: {fault}; to change: {remedy or savings(run, measure)}"
-                         ) from None
+        if not remedy and measure:
+            say("too little memory: compiling what would need less ...")
+            remedy = savings(run)
+        remedy = remedy or ", ".join(memory_flags(run))
+        raise ValueError(f"does not fit: {fault}; to change: {remedy}") from None
 
 
-def savings(run, measure):
-    """Flags that would lower the memory of an update."""
-    cfg, mesh, needs = run["cfg"], run["mesh"], {}
-    flags = steplib.memory_flags(cfg, mesh, run["task"]["savers"](cfg, mesh.shape["sp"]))
-    if measure:
-        say("too little memory: compiling what would need less ...")
-    for flag in ("", *flags) if measure else ():
-        name, value = (flag or "--epochs 0").removeprefix("--").split()
-        changes = {"epochs": 0.0, name: type(getattr(cfg, name))(value)}  # steps is worked out
-        changed = dataclasses.replace(cfg, **changes)
-        with contextlib.suppress(ValueError):  # of a change that is not legal
-            cost = estimate(prepare(changed, run["task"], [*mesh.devices.flat]))
-            needs[flag] = cost["memory"].get("total", math.inf) / 2**30
-    words = [f"{flag} ({needs[flag]:,.4g} GiB)" for flag in sorted(needs, key=needs.get)
-             if needs[flag] < 0.99 * needs.get("", math.inf)]
-    return ", ".join([*(words or flags), "more devices along tp or sp"])
+def memory_flags(run):
+    """Flags that lower the memory of a run, those that cost the least time first, and devices."""
+    cfg, mesh = run["cfg"], run["mesh"]
+    savers = run["task"]["savers"](cfg, mesh.shape["sp"])
+    return [*steplib.memory_flags(cfg, mesh, savers), MORE_DEVICES]
+
+
+MORE_DEVICES = "more devices along tp or sp"
+
+
+def savings(run):
+    """What to change so that the run fits, in words: flags that are enough together, those that
+    cost the least time first, and a batch size. Compiles at most about a dozen changes.
+    """
+    cfg, mesh = run["cfg"], run["mesh"]
+    if cfg.mode == "sample":
+        return f"fewer --n_samples or --sample_tokens, or {MORE_DEVICES}"
+    base = run.get("counted") or count_or_none(run) or {"peaks": {}, "added": {}}
+    count, peaks, changes = partial(peaks_with, run, base["added"]), base["peaks"], {}
+    limit, peak = steplib.memory_limit(mesh) or math.inf, largest(peaks)
+    limit = limit if peak > limit else 0.9 * peak  # it ran out although it seemed to fit
+
+    def excess(peaks):
+        return sum(max(n - limit, 0) for n in peaks.values()) if peaks else math.inf
+
+    # Rows of the batch on a device, and those of a microbatch.
+    rows = cfg.batch_size // math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
+    most = rows // cfg.micro_batches
+    flags = [flag for flag in memory_flags(run)[:-1] if "--micro_batches" not in flag]
+    flags += ["--sample_tokens 0"] * ("sampling" in peaks)
+    for flag in [*[f"--micro_batches {rows}"] * (most > 1), *flags]:
+        found = count(changes | as_changes(flag, cfg))
+        if not (found or peaks) or excess(found) < 0.99 * excess(peaks):
+            changes, peaks = changes | as_changes(flag, cfg), found
+        if not excess(peaks):
+            break
+    if excess(peaks):
+        return least_memory(cfg, changes, peaks, rows, limit, count)
+    if "micro_batches" not in changes:
+        return as_flags(changes, peaks)
+    # Fewer microbatches, which take less time, may be enough.
+    others = {name: x for name, x in changes.items() if name != "micro_batches"}
+    known = {1: peaks, most: count(others) if others else base["peaks"]}
+    if not excess(known[most]):
+        return as_flags(others, known[most])
+
+    def in_microbatches(n): return changes | {"micro_batches": rows // n}
+    n, peaks = largest_fitting([n for n in range(2, most) if rows % n == 0],
+                               lambda n: count(in_microbatches(n)), known, limit) or (1, peaks)
+    words = as_flags(in_microbatches(n), peaks)
+    if others:
+        return words
+    unit = cfg.batch_size // most
+    smaller = largest_fitting(range(2, most), lambda n: count({"batch_size": n * unit}), known,
+                              limit)
+    if not smaller:
+        return words
+    return f"{words}, or {as_flags({'batch_size': smaller[0] * unit}, smaller[1])}"
+
+
+def least_memory(cfg, changes, peaks, rows, limit, count):
+    """Words for when no flags are enough at this batch size: how much is missing, and the largest
+    batch size with which they are enough. changes: the flags. peaks: with them. rows: of the batch,
+    on a device.
+    """
+    words, unit = "no flag is enough", cfg.batch_size // rows
+    if changes:
+        missing = (largest(peaks) - limit) / 2**30
+        words = f"{as_flags(changes, peaks)} is {missing:,.4g} GiB too much"
+
+    def smaller(n):  # rows, each of them a microbatch
+        return changes | {"batch_size": n * unit, "micro_batches": n}
+
+    first = count(smaller(1)) if rows > 1 else {}
+    if largest(first) > limit:
+        return f"{words}, and no batch size is small enough: {MORE_DEVICES}"
+    n, peaks = largest_fitting(range(2, rows), lambda n: count(smaller(n)),
+                               {1: first, rows: peaks}, limit) or (1, first)
+    return f"{words}; with a smaller batch it fits: {as_flags(smaller(n), peaks)}"
+
+
+def largest_fitting(sizes, count, known, limit):
+    """(size, peaks) of the largest of `sizes` whose peaks, {program: bytes}, are within the limit
+    by a straight line between those known, {size: peaks}, if count(size) confirms it: the smallest
+    size known is within the limit, the largest is not. None after three that were not confirmed.
+    """
+    known = dict(known)
+    for _ in range(3):
+        low = max(n for n in known if largest(known[n]) <= limit)
+        high = min(n for n in known if n > low)
+        grown = {what: n_bytes - known[low][what] for what, n_bytes in known[high].items()
+                 if n_bytes > limit}
+        bounds = [low + (limit - known[low][what]) * (high - low) / grown[what] for what in grown]
+        fitting = [n for n in sizes if low < n < high and n <= min(bounds, default=high / 2)]
+        if not fitting:
+            return None
+        size = max(fitting)
+        known[size] = count(size)
+        if largest(known[size]) <= limit:
+            return size, known[size]
+    return None
+
+
+def largest(peaks):
+    return max(peaks.values(), default=math.inf)
+
+
+def count_or_none(run, added=None, options=None):
+    """count_memory, or None when the run cannot be compiled."""
+    with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
+        return count_memory(run, added, options)
+
+
+def peaks_with(run, added, changes):
+    """{program: bytes} of the run with some fields changed; {} when it cannot be compiled."""
+    cfg = dataclasses.replace(run["cfg"], **{"epochs": 0.0} | changes)  # steps is worked out
+    added = {what: n for what, n in added.items() if what != "sampling" or cfg.sample_tokens}
+    devices = [*run["mesh"].devices.flat]
+    quick = {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else None
+    with contextlib.suppress(ValueError):  # of a change that is not legal
+        changed = prepare(cfg, run["task"], devices) | {"hooks": run.get("hooks", ())}
+        return (count_or_none(changed, added, quick) or {"peaks": {}})["peaks"]
+    return {}
+
+
+def as_changes(flag, cfg):
+    """{field: value} of "--field value"."""
+    name, value = flag.removeprefix("--").split()
+    return {name: type(getattr(cfg, name))(value)}
+
+
+def as_flags(changes, peaks):
+    flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+    return f"{flags} ({largest(peaks) / 2**30:,.4g} GiB)"
 
 
 # Without a loop: evaluate or sample what was saved.
@@ -1658,7 +1892,10 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         run |= open_data(task, cfg, ("val",))
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
-    like, lowered, _ = steplib.lower_steps(*program_parts(run))
+    like, *_ = steplib.lower_steps(*program_parts(run))
+    with explain_memory(run):
+        cost = count_memory(run)
+        check_peaks(cost, run["mesh"])
     if given is not None:
         step = 0 if state is None else int(state["step"])
         params = place_params(given, like["params"])
@@ -1666,7 +1903,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         step, params = load_saved(run, meta, like["params"])
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
-        summary |= evaluate(run, run["val"], lowered["eval_step"]().compile(), params)
+        summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)
         say(json_line(summary))
     elif cfg.mode == "export":
         task["export"](cfg, params)

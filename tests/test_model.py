@@ -539,8 +539,8 @@ def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
 
 
 @pytest.mark.parametrize("change, flags", [
-    ({}, ["--remat full", "--remat offload", "--mlp_tiles 8"]),
-    (dict(remat="full"), ["--remat offload", "--mlp_tiles 8"]),
+    ({}, ["--mlp_tiles 8", "--remat full", "--remat offload"]),
+    (dict(remat="full"), ["--mlp_tiles 8", "--remat offload"]),
     (dict(remat="offload", mlp_tiles=4), ["--mlp_tiles 8"]),
     (dict(remat="offload", mlp_tiles=8), []),
     (dict(remat="named", n_experts=4), ["--remat offload"]),
