@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a stretch of a run again, from a checkpoint that it kept; compare digests and losses.
 
-python tests/recipes/audit.py out --first 250 --last 500
+python tests/recipes/audit.py out --first 500 --last 600
 
 Prints "identical" and ends with 0, or names the first step that differs and ends with 1. The run is
 not touched: the stretch is trained in a temporary folder. Another machine, mesh or version of JAX
