@@ -2349,6 +2349,43 @@ def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
+@pytest.mark.slow
+def test_closed_standard_streams_end_no_run(tiny, tmp_path):
+    """A run whose standard streams are closed, as a daemon's are, trains, saves and exits with 0.
+    Its output and that of a child process go to the open stream and into no file of the run.
+
+    Break: train.py: os.set_inheritable(stream.fileno(), True) => pass
+    """
+    (tmp_path / "child.py").write_text(
+        "import subprocess\n"
+        "def echo(event, value):\n"
+        "    if event == 'end':\n"
+        "        subprocess.run('echo a child && echo a child >&2', shell=True, check=True)\n")
+    started = []
+    for number, closed in enumerate((">&-", "2>&-", "<&- >&- 2>&-")):
+        cfg = tiny(steps=4, out_dir=str(tmp_path / str(number)),
+                   hooks=(f"{tmp_path}/child.py:echo",))
+        Path(cfg.out_dir + ".json").write_text(config.to_json(cfg))
+        logs = [Path(f"{cfg.out_dir}.{stream}") for stream in ("stdout", "stderr")]
+        with open(logs[0], "w") as stdout, open(logs[1], "w") as stderr:
+            run = subprocess.Popen(
+                ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, ROOT / "train.py",
+                 "--config", cfg.out_dir + ".json"], stdout=stdout, stderr=stderr)
+        started.append((run, Path(cfg.out_dir), logs))
+    printed = []
+    for run, out, logs in started:
+        code = run.wait(120)
+        stdout, stderr = [log.read_text() for log in logs]
+        assert code == 0, stdout + stderr
+        assert ckpt.latest(out / "ckpt") == rows(out, "end")[-1]["step"] == 4
+        for path in out.rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert b"a child" not in content and b"compiled in" not in content, path
+        printed.append(("a child" in stdout, "compiled in" in stdout, "a child" in stderr))
+    assert printed == [(False, False, True), (True, True, False), (False, False, False)]
+    assert losses(started[0][1]) == losses(started[1][1]) == losses(started[2][1])
+
+
 def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
     """Of two that were asked different things both take the later time, the signal, the file and
     the wish of a hook; in between, and when asked again at the step, all is as before. One alone
