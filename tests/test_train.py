@@ -115,6 +115,7 @@ FORKS.set_forkserver_preload(["train"])  # imports once, before JAX has a device
 def _run(argv, devices, log):
     for stream, mode in ((1, os.O_CREAT | os.O_TRUNC), (2, os.O_APPEND)):
         os.dup2(os.open(log, os.O_WRONLY | mode), stream)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whatever started the tests may ignore
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
     train.plot = lambda cfg: lambda event, row: None  # see tiny
