@@ -3276,8 +3276,8 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
-    """A real process whose address space ends before the first update: one sentence, what each
-    flag would need, exit code 2, and an "error" row.
+    """A real process whose address space is too small for the first update, though large enough to
+    compile: one sentence, what each flag would need, exit code 2, and an "error" row.
 
     Break: train.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
     """
@@ -3286,7 +3286,7 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
     hook.write_text("import resource\ndef shrink(event, value):\n"
                     "    if event == 'start':\n"
                     "        used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
-                    "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, 2**62))\n"
+                    "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, 2**62))\n"
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
     code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
