@@ -34,6 +34,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+# A daemon may start with its standard streams closed. /dev/null takes their descriptors, since a
+# file that opens as descriptor 1 or 2 would receive all that is printed.
+for stream_name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    if getattr(sys, stream_name) is None:
+        stream = open(os.devnull, mode, errors="backslashreplace")  # noqa: SIM115 is not closed
+        os.set_inheritable(stream.fileno(), True)
+        setattr(sys, stream_name, stream)
+
 # Before JAX starts its threads: have glibc keep all freed memory. On a CPU, new pages at each step
 # took from a third to two thirds of its time.
 with contextlib.suppress(OSError, AttributeError):  # another C library

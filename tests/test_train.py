@@ -116,6 +116,7 @@ FORKS.set_forkserver_preload(["train"])  # imports once, before JAX has a device
 def _run(argv, devices, log):
     for stream, mode in ((1, os.O_CREAT | os.O_TRUNC), (2, os.O_APPEND)):
         os.dup2(os.open(log, os.O_WRONLY | mode), stream)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whatever started the tests may ignore
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
     train.plot = lambda cfg: lambda event, row: None  # see tiny
@@ -2608,6 +2609,43 @@ def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
+@pytest.mark.slow
+def test_closed_standard_streams_end_no_run(tiny, tmp_path):
+    """A run whose standard streams are closed, as a daemon's are, trains, saves and exits with 0.
+    Its output and that of a child process go to the open stream and into no file of the run.
+
+    Break: train.py: os.set_inheritable(stream.fileno(), True) => pass
+    """
+    (tmp_path / "child.py").write_text(
+        "import subprocess\n"
+        "def echo(event, value):\n"
+        "    if event == 'end':\n"
+        "        subprocess.run('echo a child && echo a child >&2', shell=True, check=True)\n")
+    started = []
+    for number, closed in enumerate((">&-", "2>&-", "<&- >&- 2>&-")):
+        cfg = tiny(steps=4, out_dir=str(tmp_path / str(number)),
+                   hooks=(f"{tmp_path}/child.py:echo",))
+        Path(cfg.out_dir + ".json").write_text(config.to_json(cfg))
+        logs = [Path(f"{cfg.out_dir}.{stream}") for stream in ("stdout", "stderr")]
+        with open(logs[0], "w") as stdout, open(logs[1], "w") as stderr:
+            run = subprocess.Popen(
+                ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, ROOT / "train.py",
+                 "--config", cfg.out_dir + ".json"], stdout=stdout, stderr=stderr)
+        started.append((run, Path(cfg.out_dir), logs))
+    printed = []
+    for run, out, logs in started:
+        code = run.wait(120)
+        stdout, stderr = [log.read_text() for log in logs]
+        assert code == 0, stdout + stderr
+        assert ckpt.latest(out / "ckpt") == rows(out, "end")[-1]["step"] == 4
+        for path in out.rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert b"a child" not in content and b"compiled in" not in content, path
+        printed.append(("a child" in stdout, "compiled in" in stdout, "a child" in stderr))
+    assert printed == [(False, False, True), (True, True, False), (False, False, False)]
+    assert losses(started[0][1]) == losses(started[1][1]) == losses(started[2][1])
+
+
 def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
     """Of two that were asked different things both take the later time, the signal, the file and
     the wish of a hook; in between, and when asked again at the step, all is as before. One alone
@@ -3668,8 +3706,8 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
-    """A real process whose address space ends before the first update: one sentence, flags that
-    need less, exit code 2, and an "error" row.
+    """A real process whose address space is too small for the first update, though large enough to
+    compile: one sentence, flags that need less, exit code 2, and an "error" row.
 
     Break: train.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
     """
@@ -3678,7 +3716,7 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
     hook.write_text("import resource\ndef shrink(event, value):\n"
                     "    if event == 'start':\n"
                     "        used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
-                    "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, 2**62))\n"
+                    "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, 2**62))\n"
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
     code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
