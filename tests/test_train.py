@@ -2059,6 +2059,88 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
         train.main(tiny(out_dir="s3://a/b"))
 
 
+@pytest.mark.slow
+def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
+    """Another out_dir is refused while a run lives, however the path is spelled; it may evaluate.
+    A killed run is continued at once from its own out_dir, and from another once the
+    heartbeat has stood still; of two copies of an out_dir one is refused.
+
+    Break: train.py: if is_main() and "://" in root: => if False:
+    """
+    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(key, "true")
+    monkeypatch.setattr(ckpt, "BEAT_S", 0.2)
+    hook = tmp_path / "hurry.py"
+    hook.write_text("import ckpt\nckpt.BEAT_S = 0.2\ndef nothing(event, value): pass\n")
+    with s3_server() as address:
+        root = address.format("bucket").replace("some/run", "shared")
+        endless = tiny(ckpt_dir=root, steps=10**6, save_every=2, eval_every=0, keep=2,
+                       hooks=(f"{hook}:nothing",))
+        other = dataclasses.replace(
+            endless, steps=2, out_dir=str(tmp_path / "other"),
+            ckpt_dir=root.replace("shared", "shared/"))
+
+        def killed_after_a_save(cfg, also=lambda: None):
+            """The log of a run that was killed once it had saved; also() is called before that."""
+            (run, log), before = command(cfg), ckpt.latest(root)
+            wait_for(lambda: not run.is_alive() or ckpt.latest(root) != before)
+            try:
+                also()
+                assert run.is_alive(), log.read_text()
+            finally:
+                run.kill()
+            return ended(run, log)[1]
+
+        def others():
+            code, said = ended(*command(other))
+            holder = rf"process \d+ on {re.escape(socket.gethostname())}, out_dir {tmp_path}/out;"
+            words = f"error: ckpt_dir '.*shared/.*': another run is writing to it, {holder} choose"
+            assert code == 2 and re.search(words, said), said
+            shutil.copytree(endless.out_dir, tmp_path / "copy")
+            with pytest.raises(ValueError, match="another run is writing to it"):
+                train.main(dataclasses.replace(endless, out_dir=str(tmp_path / "copy")))
+            reader = dataclasses.replace(endless, mode="eval", out_dir=str(tmp_path / "reader"))
+            assert train.main(reader)["val_loss"] > 0
+
+        said = killed_after_a_save(endless, others)
+        assert "is held by" not in said
+        said = killed_after_a_save(endless)
+        assert "is held by" not in said and "from its own checkpoint" in said
+        monkeypatch.setattr(ckpt, "STALE_S", 1)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            step = ckpt.latest(root) + 1
+            summary = train.main(dataclasses.replace(other, steps=step))
+        assert summary["step"] == step
+        assert f"out_dir {tmp_path}/out: waiting up to 1 s to see whether" in said.getvalue()
+        assert ckpt._read_lock(ckpt._open(root))[0] == {}  # released at the end
+
+
+def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, monkeypatch):
+    """Its heartbeat finds another owner: the next save ends the run with the reason.
+
+    Break: train.py: run["check_lock"]() => pass
+    """
+    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(key, "true")
+    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    checks, renew = [], ckpt._renew_lock
+    monkeypatch.setattr(ckpt, "_renew_lock", lambda *args: checks.append(args[-1]) or renew(*args))
+    with s3_server() as address:
+        root = address.format("bucket").replace("some/run", "taken")
+
+        def take(event, row):
+            if event == "dispatch" and row["step"] == 6:
+                ckpt._open(root).write(".lock", b'{"owner": "b", "about": "process 2"}').result()
+                wait_for(lambda: checks[0])
+
+        with pytest.raises(ValueError, match="another run has taken it over, process 2"):
+            train.main(tiny(ckpt_dir=root, eval_every=0), hooks=[take])
+        assert ckpt.steps(root) == [4]
+
+
 # ---- kill
 
 def kill_until_done(cfg, devices, n_kills, rng):
