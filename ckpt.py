@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -583,6 +584,126 @@ def restore_newest(root, like, tell=print):
     raise ValueError(f"{root}: no checkpoint there can be read")
 
 
+# ---- locks of buckets
+
+LOCK = ".lock"  # the object, beside the checkpoints
+BEAT_S, STALE_S = 10, 60  # between heartbeats; how long without one until a lock may be taken
+ANSWER_S = 10  # how long a heartbeat waits for the server
+
+
+@contextlib.contextmanager
+def lock_bucket(root, owner, about, tell=print):
+    """Keep other runs from writing to a bucket, by an object in it with an owner and a heartbeat;
+    give check(), which raises ValueError once another run has taken the lock over.
+
+    owner: a text that no other living run has; a lock of the same owner is taken at once, as its
+    process must have ended. Of another owner it is taken once its heartbeat has stood still for
+    STALE_S, by the clock of the reader; `tell` gets a sentence before that wait. about: who holds
+    it, in words. A thread renews the lock; when the server is away, that is told and tried again.
+
+    Raises ValueError when another run is alive, or the bucket cannot be written to.
+    """
+    store, ended, lost = _open(root), threading.Event(), []
+    try:
+        alive = _take_lock(store, root, owner, about, tell)
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{below(root, LOCK)} cannot be written: {_message(e)}") from None
+    if alive:
+        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {alive}; choose "
+                         "another")
+    thread = threading.Thread(
+        target=_renew_lock, args=(store, root, owner, about, tell, ended, lost), daemon=True)
+    thread.start()
+
+    def check():
+        if lost:
+            raise ValueError(lost[0])
+
+    try:
+        yield check
+    finally:
+        ended.set()
+        thread.join(3 * ANSWER_S)  # it may wait for a server that is away
+        try:
+            holder, generation = _read_lock(store, ANSWER_S)
+            if owner == holder.get("owner"):
+                _write_lock(store, None, generation, ANSWER_S)
+        except (ValueError, OSError) as e:
+            tell(f"{below(root, LOCK)} is left over: {_message(e) or 'no answer'}")
+
+
+def _take_lock(store, root, owner, about, tell):
+    """Write the lock; None, or who holds it when that run is alive, which takes up to STALE_S."""
+    seen, since = None, None
+    while True:
+        holder, generation = _read_lock(store)
+        # Written below, or left by a process that has ended.
+        if holder.get("owner") == owner:
+            return None
+        stale = seen == holder and time.monotonic() - since > STALE_S
+        if not holder or stale:
+            _write_lock(store, {"owner": owner, "about": about, "beat": 0}, generation)
+            continue  # to see whether it is there
+        if seen is None:
+            seen, since = holder, time.monotonic()
+            tell(f"{below(root, LOCK)} is held by {holder.get('about')}: waiting up to {STALE_S:g} "
+                 "s to see whether it is alive")
+        if seen != holder:
+            return holder.get("about")
+        time.sleep(BEAT_S / 10)
+
+
+def _renew_lock(store, root, owner, about, tell, ended, lost):
+    """Count up the lock's heartbeat, until `ended` is set or another run has the lock: `lost` then
+    gets a sentence.
+    """
+    lock, beat, away = below(root, LOCK), 0, False
+    while not ended.is_set():
+        try:
+            holder, generation = _read_lock(store, ANSWER_S)
+            if holder.get("owner", owner) != owner:
+                lost.append(f"ckpt_dir {str(root)!r}: another run has taken it over, "
+                            f"{holder.get('about')}, as this one gave no heartbeat for "
+                            f"{STALE_S:g} s: nothing more is saved there")
+                tell(lost[0])
+                return
+            beat += 1
+            new = {"owner": owner, "about": about, "beat": beat}
+            _write_lock(store, new, generation, ANSWER_S)
+            away = False
+        except (ValueError, OSError) as e:
+            if not away:  # once, however long it lasts
+                tell(f"{lock} cannot be renewed: {_message(e) or 'no answer'}; it is tried again "
+                     f"every {BEAT_S:g} s")
+            away = True
+        ended.wait(BEAT_S)
+
+
+def _read_lock(store, timeout_s=None):
+    """({"owner", "about", "beat"}, generation of the object); {} where there is no lock."""
+    found = store.read(LOCK).result(timeout=timeout_s)
+    if found.state != "value":
+        return {}, found.stamp.generation
+    try:
+        holder = json.loads(found.value)
+    except ValueError:
+        holder = None
+    if not isinstance(holder, dict):  # not written by this program: as if it were of another run
+        holder = {"owner": None, "about": repr(found.value[:80])}
+    return holder, found.stamp.generation
+
+
+def _write_lock(store, holder, generation, timeout_s=None):
+    """Write the lock, or delete it for None, unless it has changed since it was read; who has it is
+    then seen when it is read next. A server that refuses conditions gets a plain write.
+    """
+    value = None if holder is None else json.dumps(holder).encode()
+    try:
+        store.write(LOCK, value, if_equal=generation).result(timeout=timeout_s)
+    except ValueError:
+        store.write(LOCK, value).result(timeout=timeout_s)
+
+
 # Choosing what is loaded from where.
 
 def parse_source(text):
@@ -652,19 +773,21 @@ MOST_FAULTS = 100  # of an array that verify looks for
 
 
 def verify(root, tell=print):
-    """Read every chunk of every checkpoint; return the faults in words, at most MOST_FAULTS of each
-    array. `tell` gets a line for each checkpoint. Memory is bounded, whatever the folder claims.
+    """Read every chunk of every checkpoint in root and in root/weights, where a run keeps those of
+    its parameters alone; return the faults in words, at most MOST_FAULTS of each array. `tell` gets
+    a line for each checkpoint. Memory is bounded, whatever the folder claims.
     """
-    there, faults = steps(root), []
-    for step in there:
+    there = [(each, step) for each in (root, below(root, "weights")) for step in steps(each)]
+    faults = []
+    for each, step in there:
         found = []
         try:
-            meta = read_meta(root, step)
+            meta = read_meta(each, step)
             for name in [name for name, layout in meta["arrays"].items() if "file" in layout]:
-                found += islice(_faults_in(root, meta, name), MOST_FAULTS)
+                found += islice(_faults_in(each, meta, name), MOST_FAULTS)
         except ValueError as e:
             found.append(str(e))
-        tell(f"{below(root, _name(step))}: {len(found) or 'no'} faults")
+        tell(f"{below(each, _name(step))}: {len(found) or 'no'} faults")
         faults += found
     return faults if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
 

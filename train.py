@@ -111,10 +111,10 @@ TEXT = {
 
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
-    watch_peers), "at_once" (whether a step is done when it returns)} on these devices (default: all
-    at hand). start_run adds "hooks", "train" and "val" (sources), "periods", "stops", "left_out",
-    "programs", "first_step", "wishes" (to stop), "faults" (survived ones), "meta" (what a
-    checkpoint says of the run), "emit".
+    watch_peers), "check_lock" (of lock_folders), "at_once" (whether a step is done when it
+    returns)} on these devices (default: all at hand). start_run adds "hooks", "train" and "val"
+    (sources), "periods", "stops", "left_out", "programs", "first_step", "wishes" (to stop),
+    "faults" (survived ones), "meta" (what a checkpoint says of the run), "emit".
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
@@ -148,7 +148,8 @@ def prepare(cfg, task=TEXT, devices=None):
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
     return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch,
-            "beat": lambda **changes: None, "at_once": platform == "cpu" and mesh.size == 1}
+            "beat": lambda **changes: None, "check_lock": lambda: None,
+            "at_once": platform == "cpu" and mesh.size == 1}
 
 
 # ---- a run
@@ -172,7 +173,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         return run_saved(cfg, task, hooks, state, params)
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
-        with lock_folders(run["cfg"]):
+        with lock_folders(run["cfg"]) as run["check_lock"]:
             observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
@@ -393,6 +394,7 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
     where the run stands in its data, and under what config.
     """
     cfg, train, began = run["cfg"], run["train"], time.perf_counter()
+    run["check_lock"]()  # raises when another run writes there by now
     end_saves(run, saving, [kind])
     waited_s = time.perf_counter() - began
     epoch, sequence = divmod(step * cfg.batch_size, train["n"])
@@ -1196,18 +1198,22 @@ def keep_programs(cfg):
 @contextlib.contextmanager
 def lock_folders(cfg):
     """Make out_dir, and ckpt_dir on this machine, fit to write to, and keep other runs from writing
-    to them. Process 0 does it for all.
+    to them and to a bucket. Process 0 does it for all. Give check(), which raises ValueError once
+    another run has taken over the bucket.
     """
-    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", ckpt_root(cfg))) if is_main() else ()
+    root, owner, check = ckpt_root(cfg), os.urandom(4).hex(), lambda: None
+    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", root)) if is_main() else ()
     folders = {os.path.realpath(path): f"{name} {path!r}" for name, path in paths
                if "://" not in path}
     with contextlib.ExitStack() as locks:
         for folder, where in folders.items():
             try:
                 os.makedirs(folder, exist_ok=True)
-                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "w"))
+                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
                 # The system releases it when the process ends, however that is.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if "://" in root:
+                    owner = owner_of(lock, owner)
             except BlockingIOError:
                 raise ValueError(f"{where}: another run is writing to it; choose another") from None
             except OSError as e:
@@ -1216,9 +1222,26 @@ def lock_folders(cfg):
                                      ) from None
                 say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
                     "write to it")
+        if is_main() and "://" in root:
+            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
+                     f"{os.path.realpath(cfg.out_dir)}")
+            check = locks.enter_context(ckpt.lock_bucket(root, owner, about, say))
         for root in roots(cfg) if is_main() else ():
             ckpt.clean(root, say)
-        yield
+        yield check
+
+
+def owner_of(lock, new):
+    """The text in out_dir/.lock, at first `new`, with the file's number, which a copy of the folder
+    has not: who has this file locked and finds a bucket locked under it knows its process is gone.
+    """
+    lock.seek(0)
+    text = lock.read()
+    if not text:
+        text = new
+        lock.write(text)
+        lock.flush()
+    return f"{text}.{os.fstat(lock.fileno()).st_ino}"
 
 
 def roots(cfg):
@@ -1257,7 +1280,8 @@ def find_start(cfg, given=False):
     if cfg.resume == "overwrite":
         return None, {}
     root, before = ckpt_root(cfg), ckpt.from_main(lambda: root_of(cfg.out_dir))
-    if os.path.realpath(before) != os.path.realpath(root) and ckpt.newest_meta(before)[1]:
+    elsewhere = os.path.realpath(ckpt.below(before)) != os.path.realpath(ckpt.below(root))
+    if elsewhere and ckpt.newest_meta(before)[1]:
         raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
     saved, meta = newest_meta(root, "resume must" if cfg.resume == "must" else "")

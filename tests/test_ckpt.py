@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -669,6 +670,27 @@ def test_verify_names_all_damage_at_once(tmp_path, parts, monkeypatch, capsys):
     assert done.returncode == 1 and len(done.stderr.splitlines()) == len(found)
 
 
+def test_verify_reads_the_parameters_saved_alone(tmp_path):
+    """A run keeps them in weights, beside its own: a corrupted one is found, by the command too,
+    and a folder of nothing else is no folder without a checkpoint.
+
+    Break: ckpt.py: for each in (root, below(root, "weights")) => for each in (root,)
+    """
+    save(tmp_path, 4)
+    save(tmp_path / "weights", 2, 4)
+    harm(tmp_path / "weights", 2, "big")
+    told = []
+    fault, = ckpt.verify(tmp_path, told.append)
+    assert re.search("weights/000000002/big: .*Digest mismatch", fault), fault
+    assert [line.split(": ")[1] for line in told] == ["no faults", "1 faults", "no faults"]
+    assert told[2].startswith(f"{tmp_path}/weights/000000004")
+    done = run([sys.executable, "ckpt.py", "verify", tmp_path])
+    assert done.returncode == 1 and "weights/000000002" in done.stderr
+    shutil.rmtree(tmp_path / "000000004")
+    shutil.rmtree(tmp_path / "weights/000000002")
+    assert ckpt.verify(tmp_path) == []
+
+
 def test_verify_reads_no_file_that_is_too_large(tmp_path, monkeypatch):
     """It is a fault, told with the size; one that is just small enough is read.
 
@@ -1181,11 +1203,13 @@ def test_four_processes_write_once_and_survive_a_kill(tmp_path, capsys):
 # ---- object stores
 
 @contextmanager
-def s3_server():
-    """Amazon's protocol, by moto; the root of a bucket there."""
+def s3_server(port=0):
+    """Amazon's protocol, by moto; the root of a bucket there. What is stored lasts as long as the
+    process.
+    """
     server = pytest.importorskip("moto.server", reason="moto[s3] and flask are not installed")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server = server.ThreadedMotoServer("127.0.0.1", port, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
@@ -1234,7 +1258,8 @@ def store(request):
 
 
 def test_an_object_store_holds_checkpoints(store):
-    """Saved, replaced, pruned, kept for ever, verified; an array that is missing there.
+    """Saved, replaced, pruned, kept for ever, verified; an array that is missing there, also of
+    parameters saved alone.
 
     Break: ckpt.py: store.delete_range(ts.KvStore.KeyRange(f"{key}/", => (lambda *_: 0)((f"{key}/",
     """
@@ -1253,6 +1278,12 @@ def test_an_object_store_holds_checkpoints(store):
     ckpt._open(root, "000000006", data).write("big/c/0", None).result()
     found = ckpt.verify(root)
     assert len(found) == 1 and re.search("big/c/0.* is missing", found[0]), found
+    weights = ckpt.below(root, "weights")
+    ckpt.wait(ckpt.save(weights, 6, tree))
+    data = ckpt.read_meta(weights, 6)["folder"]
+    ckpt._open(weights, "000000006", data).write("big/c/0", None).result()
+    assert re.search("weights/000000006/big.* is missing", "\n".join(ckpt.verify(root)[1:]))
+    ckpt.delete_all(weights)
     assert ckpt.restore_newest(root, tree, told.append)[0] == 5
     assert "array big is damaged" in told[0] and len(told) == 1
     ckpt._open(root, "000000007").write("12345678.0", b"begun").result()
@@ -1302,6 +1333,156 @@ ckpt.wait(ckpt.save({root!r}, {step}, {{"a": np.zeros(3), "big": np.zeros(2**15)
     ckpt.clean(root)
     assert len(ckpt._open(root).list().result()) == n_keys
     assert equal(ckpt.restore_newest(root, tree)[1], tree)
+
+
+# ---- locks of buckets
+
+def wait_for(ready, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ready()
+
+
+def lock_in(root):
+    return ckpt._read_lock(ckpt._open(root))[0]
+
+
+def test_a_bucket_has_one_writer(store, monkeypatch):
+    """While one holds it another owner is refused, also when the path ends in a slash; it is free
+    once let go; checkpoints are written, listed, cleaned and verified beside the lock.
+
+    Break: ckpt.py: if alive: => if False:
+    """
+    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    root, told = store.format("bucket").replace("some/run", "locked"), []
+    spelled = root.replace("locked", "locked/")
+    with ckpt.lock_bucket(root, "a", "process 1 on host, out_dir /a", told.append) as check:
+        assert not told and lock_in(root)["owner"] == "a"
+        with pytest.raises(ValueError, match=re.escape(
+                f"ckpt_dir '{spelled}': another run is writing to it, process 1 on host, out_dir "
+                "/a; choose another")), ckpt.lock_bucket(spelled, "b", "process 2", told.append):
+            pass
+        assert len(told) == 1 and "is held by process 1 on host, out_dir /a: waiting up" in told[0]
+        save(root, 1, 2, keep=1)
+        ckpt.clean(root, told.append)
+        assert ckpt.steps(root) == [2] and ckpt.verify(root) == [] and len(told) == 1
+        ckpt.delete_all(root)
+        assert lock_in(root)["owner"] == "a"
+        wait_for(lambda: lock_in(root)["beat"] > 3)
+        check()
+    assert lock_in(root) == {}
+    with ckpt.lock_bucket(spelled, "b", "process 2", told.append):
+        assert lock_in(root)["owner"] == "b" and len(told) == 1
+
+
+@pytest.fixture
+def s3_root():
+    """A folder in a bucket of a server that heeds conditions, unlike that of gs."""
+    with pytest.MonkeyPatch.context() as m, s3_server() as address:
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+            m.setenv(key, "true")
+        yield address.format("bucket").replace("some", str(time.time_ns()))
+
+
+def test_of_two_that_find_a_bucket_free_one_gets_it(s3_root):
+    """A write or a deletion of a lock that has changed since it was read does nothing.
+
+    Break: ckpt.py: store.write(LOCK, value, if_equal=generation) => store.write(LOCK, value)
+    """
+    store = ckpt._open(s3_root)
+    (_, free), (_, also_free) = ckpt._read_lock(store), ckpt._read_lock(store)
+    ckpt._write_lock(store, {"owner": "a"}, free)
+    ckpt._write_lock(store, {"owner": "b"}, also_free)
+    holder, stale = ckpt._read_lock(store)
+    assert holder == {"owner": "a"}
+    ckpt._write_lock(store, {"owner": "a", "beat": 1}, stale)
+    ckpt._write_lock(store, {"owner": "b"}, stale)
+    ckpt._write_lock(store, None, stale)
+    assert lock_in(s3_root) == {"owner": "a", "beat": 1}
+
+
+def test_a_lock_left_behind_is_taken_at_once_by_its_owner_and_by_others_after_a_while(
+        store, monkeypatch):
+    """Of a process that was killed: the next with the same folder does not wait, another waits
+    until the heartbeat has stood still and says how long that takes; no clock is compared.
+
+    Break: ckpt.py: if holder.get("owner") == owner: =>
+    if holder == {"owner": owner, "about": about, "beat": 0}:
+    """
+    monkeypatch.setattr(ckpt, "STALE_S", 0.6)
+    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    root, told = store.format("bucket").replace("some/run", "left"), []
+    bucket = ckpt._open(root)
+
+    def leave():
+        ckpt._write_lock(bucket, {"owner": "a", "about": "process 1", "beat": 7}, b"\x02")
+
+    leave()
+    with ckpt.lock_bucket(root, "a", "process 2", told.append):
+        wait_for(lambda: lock_in(root)["about"] == "process 2")
+    assert told == [] and lock_in(root) == {}
+    leave()
+    with ckpt.lock_bucket(root, "b", "process 3", told.append):
+        assert told == [f"{ckpt.below(root, '.lock')} is held by process 1: waiting up to 0.6 s to "
+                        "see whether it is alive"]
+        assert lock_in(root)["owner"] == "b"
+    for text in (b"{", b"[]", b"a word"):  # nothing that this program writes
+        bucket.write(".lock", text).result()
+        with ckpt.lock_bucket(root, "b", "process 3", told.append):
+            assert lock_in(root)["owner"] == "b" and repr(text) in told[-1]
+
+
+def test_who_was_silent_for_too_long_hears_that_the_bucket_is_another_s(store, monkeypatch):
+    """As after a laptop was closed: check raises, the lock of the other stays, and is told of once.
+
+    Break: ckpt.py: if holder.get("owner", owner) != owner: => if False:
+    """
+    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    root, told = store.format("bucket").replace("some/run", "silent"), []
+    with ckpt.lock_bucket(root, "a", "process 1", told.append) as check:
+        wait_for(lambda: lock_in(root)["beat"])
+        check()
+        ckpt._open(root).write(".lock", b'{"owner": "b", "about": "process 2"}').result()
+        wait_for(lambda: told)
+        with pytest.raises(ValueError, match="another run has taken it over, process 2, as this"):
+            check()
+    assert len(told) == 1 and lock_in(root)["owner"] == "b"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_stops_no_heartbeat(monkeypatch):
+    """That is told once, and the heartbeat goes on when the server is there again; where it is away
+    at the end, that is told and does not last.
+
+    Break: ckpt.py: away = True => away = False
+    """
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(key, "true")
+    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    told, reads, read = [], [], ckpt._read_lock
+    monkeypatch.setattr(ckpt, "_read_lock", lambda *args: reads.append(1) or read(*args))
+    server = s3_server()
+    root = server.__enter__().format("bucket").replace("some", str(time.time_ns()))
+    with ckpt.lock_bucket(root, "a", "process 1", told.append) as check:
+        monkeypatch.setattr(ckpt, "ANSWER_S", 1)
+        wait_for(lambda: read(ckpt._open(root))[0]["beat"] > 2)  # some began with that limit
+        server.__exit__(None, None, None)
+        wait_for(lambda: told)
+        n_reads = len(reads)
+        wait_for(lambda: len(reads) > n_reads + 3)
+        line, = told
+        assert line.startswith(f"{ckpt.below(root, '.lock')} cannot be renewed: ")
+        assert line.endswith("; it is tried again every 0.1 s")
+        monkeypatch.setattr(ckpt, "ANSWER_S", 10)
+        with s3_server(int(root.rpartition(":")[2])):
+            beat = read(ckpt._open(root))[0]["beat"]
+            wait_for(lambda: read(ckpt._open(root))[0]["beat"] > beat + 1)
+            check()
+            monkeypatch.setattr(ckpt, "ANSWER_S", 1)
+            wait_for(lambda: read(ckpt._open(root))[0]["beat"] > beat + 3)
+        wait_for(lambda: len(told) == 2)
+    assert len(told) == 3 and told[2].startswith(f"{ckpt.below(root, '.lock')} is left over: ")
 
 
 # ---- choosing what is loaded from where

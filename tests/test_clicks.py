@@ -201,6 +201,48 @@ def test_a_run_a_day_reads_the_days_in_order_and_evaluates_on_each_first(planted
     assert train.read_log(cfg.out_dir)[-1]["step"] == 35
 
 
+def test_validation_data_are_all_files_that_its_globs_name(planted, tmp_path):
+    """Two globs, three days: the batches of an evaluation hold each row of each day once, day after
+    day, each sorted by user, also where a batch is of two days; the last one is padded.
+
+    Break: tests/recipes/clicks.py: held_out(*map(str, data.expand(cfg.val_data))) =>
+    held_out(str(data.expand(cfg.val_data)[0]))
+    """
+    cfg = planted(4, 300, data=(str(tmp_path / "days/day003.npz"),), dtype="float32", val_data=(
+        str(tmp_path / "days/day00[12].npz"), str(tmp_path / "days/*0.npz")))
+    val = clicks.open_days(cfg, ("val",))["val"]
+    batches = [val["batch"](i, np.arange(256)) for i in range(4)]
+    found = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    valid = np.arange(4 * 256) < 900
+    assert val["n"] == 900 and (found["label"][~valid] == -1).all()
+    days = [clicks.read_day(tmp_path / f"days/day00{day}.npz", cfg) for day in (1, 2, 0)]
+    for name, x in found.items():
+        expected = [day[name][np.lexsort((np.arange(300), day["user"][:, 0]))] for day in days]
+        np.testing.assert_array_equal(x[valid], np.concatenate(expected))
+    with pytest.raises(ValueError, match=r"none\*.npz': no such file, and no file matches it"):
+        clicks.open_days(dataclasses.replace(cfg, val_data=("none*.npz",)), ("val",))
+    empty = tmp_path / "empty.npz"
+    np.savez(empty, **{name: x[:0] for name, x in np.load(tmp_path / "days/day000.npz").items()})
+    with pytest.raises(ValueError, match=r"empty.npz: no file here has an example"):
+        clicks.open_days(dataclasses.replace(cfg, val_data=(str(empty),)), ("val",))
+
+
+@pytest.mark.parametrize("spelled", ["days/day001.npz", "days/../days/day00[1].npz", "link.npz"])
+def test_a_day_is_not_both_trained_and_evaluated_on(planted, tmp_path, spelled):
+    """The same file in --data and --val_data, also by another path or by a link, is refused before
+    anything is trained.
+
+    Break: tests/recipes/clicks.py: data.check_apart({"data": cfg.data, "val_data": cfg.val_data})
+    => pass
+    """
+    cfg = planted(2, 300, val_data=(str(tmp_path / spelled),))
+    os.symlink(tmp_path / "days/day001.npz", tmp_path / "link.npz")
+    words = "day001.npz: is in both data and val_data; take it out of one"
+    with pytest.raises(ValueError, match=words):
+        train.main(cfg, task=clicks.TASK)
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("change, words", [
     (dict(label=np.int64([0, 1, 2, 0])), "label 2: must be 0 or 1"),
     (dict(label=np.float64([0, 1, 0.5, 0])), "label 0.5: must be 0 or 1"),
