@@ -797,6 +797,148 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
     assert feed("", *loop, ("error", 4)) == []
 
 
+def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
+    """Observers that alter the row, return another, and ask for a stop: losses, metrics.jsonl, the
+    checkpoint's config and the rows of the next observer are those of a run without them.
+
+    Break: train.py: observe(event, own) => observe(event, row)
+    """
+    def spoil(event, row):
+        row.update(loss=-1.0, step=-1, stop="an observer asks", spoiled=True)
+        row.get("config", {}).clear()
+        return {"step": 5}
+
+    def named(event, found):
+        return [row for row in found if row["event"] == event]
+
+    plain, watched, seen = tiny(), tiny(out_dir=tiny().out_dir + "2"), []
+    train.main(plain)
+    monkeypatch.setattr(train, "OBSERVERS", (
+        lambda cfg: spoil, *train.OBSERVERS, lambda cfg: lambda event, row: seen.append(
+            {"event": event} | row)))
+    summary = train.main(watched)
+    assert summary["reason"] == "all 8 steps are done" and summary["step"] == 8
+    assert losses(watched.out_dir) == losses(plain.out_dir)
+    logged = [(row["step"], row["loss"]) for row in rows(plain.out_dir, "log")]
+    assert [(row["step"], row["loss"]) for row in named("log", seen)] == logged
+    assert not any("spoiled" in row for row in [*seen, *whole_rows(watched.out_dir)])
+    asked_for = dataclasses.asdict(train.prepare(watched)["cfg"])
+    assert named("start", seen)[0]["config"] == asked_for
+    meta = ckpt.read_meta(Path(watched.out_dir) / "ckpt", 8)
+    assert meta["config"] == json.loads(json.dumps(asked_for))
+
+
+def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
+    """One that fails at the first log row and one that fails at the end of all: the run ends
+    well, each is named once with event and exception, and the observers after it miss no row.
+
+    Break: train.py: observers[:] = [other for other in observers if other is not observer] =>
+    pass
+    """
+    calls, seen = [], []
+
+    def chart(cfg):
+        def observe(event, row):
+            calls.append(event)
+            if event == "log":
+                raise KeyError("no such chart")
+        return observe
+
+    def last(cfg):
+        def observe(event, row):
+            seen.append(event)
+            if event == "end":
+                raise RuntimeError("too late\nby far")
+        return observe
+
+    monkeypatch.setattr(train, "OBSERVERS", (chart, *train.OBSERVERS, last))
+    assert train.main(tiny(eval_every=0, save_every=0))["exit_code"] == 0
+    said = capsys.readouterr().out
+    assert said.count("observer ") == 2
+    assert ("observer chart: at the event log: KeyError: 'no such chart'; it is removed, and the "
+            "run continues\n") in said
+    assert ("observer last: at the event end: RuntimeError: too late; it is removed, and the run "
+            "continues\n") in said
+    assert calls.count("log") == 1 and calls[-1] == "log" and "end" not in calls
+    assert seen.count("log") == len(rows(tiny().out_dir, "log")) == 8 and seen[-1] == "end"
+
+
+def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
+    """A hook's row has a key that JSON has no form for: training goes on without the file, and the
+    line says so.
+
+    Break: train.py: lost = "; metrics.jsonl is no longer written" if => lost = "" if
+    """
+    def odd(event, row):
+        return row | {(1, 2): 3} if event == "log" and row["step"] == 3 else None
+
+    cfg = tiny(eval_every=0, save_every=0)
+    assert train.main(cfg, [odd])["step"] == 8
+    said = capsys.readouterr().out
+    assert "observer jsonl: at the event log: TypeError: keys must be " in said
+    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in said
+    assert "\nstep      4  loss " in said and [row["step"] for row in rows(cfg.out_dir, "log")] == [
+        1, 2]
+    assert not rows(cfg.out_dir, "end")
+
+
+def test_an_interrupt_within_an_observer_is_no_error_of_it():
+    """KeyboardInterrupt passes, and the observer stays.
+
+    Break: train.py: except Exception as error: => except BaseException as error:
+    """
+    def interrupted(event, row):
+        raise KeyboardInterrupt("SIGINT")
+
+    observers = [("screen", interrupted)]
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        train.notify(observers, "log", {"step": 1})
+    assert observers == [("screen", interrupted)]
+
+
+def test_an_observer_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
+    """One that raises as it hears of the error that ends a run: the error is still raised, and the
+    observers after it hear of it.
+
+    Break: train.py: except Exception as error: => except KeyError as error:
+    """
+    def fails(event, row):
+        assert event != "error", "no room"
+
+    def diverges(event, value):
+        if event == "state" and int(value["step"]) == 2:
+            raise FloatingPointError("diverged")
+
+    monkeypatch.setattr(train, "OBSERVERS", (lambda cfg: fails, *train.OBSERVERS))
+    with pytest.raises(FloatingPointError, match="diverged"):
+        train.main(tiny(), [diverges])
+    assert rows(tiny().out_dir, "error")[0]["error"] == "FloatingPointError: diverged"
+    assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
+
+
+def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, monkeypatch):
+    """The thread that watches the other processes ends this one, though an observer raises as it is
+    given the reason; the observers after it get it.
+
+    Break: train.py: except Exception as error: => except KeyError as error:
+    """
+    def fails(event, row):
+        raise OSError("no room")
+
+    codes, heard, cfg = [], [], tiny()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(ckpt, "from_main", lambda make: make())
+    monkeypatch.setattr(train, "is_main", lambda: False)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    train.watch_peers(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
+    own = Path(cfg.out_dir, ".alive/0")
+    wait_for(lambda: own.exists() and own.read_text())
+    peer = json.loads(own.read_text()) | {"name": "process 1", "fault": "its disk is gone"}
+    Path(cfg.out_dir, ".alive/1").write_text(json.dumps(peer))
+    wait_for(lambda: codes)
+    assert codes == [1] and heard == [{"error": "process 1 has ended: its disk is gone"}]
+
+
 def test_a_log_goes_on_where_the_run_does(tmp_path):
     """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
     2; each new line is there as soon as it is written, but those of "step" and "dispatch".
