@@ -1380,7 +1380,7 @@ def reload(run, state, step):
         dynamic = [source for source in open_sources(run) if source["dynamic"]]
         params = load_parameters(dynamic, run["programs"]["state"]["params"])
     except ValueError as e:
-        run["emit"]("fault", {"step": step, "fault": str(e)})
+        run["emit"]("fault", {"step": step, "fault": f"reload: {e}"})
         return state
     run["emit"]("reload", {"step": step, "names": sorted(params)})
     return state | {"params": state["params"] | params}

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 
 import jax
 import numpy as np
 import pytest
+import tqdm
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import config
@@ -720,6 +722,22 @@ def prepared(path, *more, tokenizer=BYTES, folder, **form):
 
 def no_encoding(texts):
     raise AssertionError("tokenized again")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_preparing_text_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
+    """From its second second on, with the part that is done; into a file or a pipe goes nothing.
+
+    Break: data.py: bar.update(sum(map(len, chain(*texts)))) => pass
+    """
+    stream, now = io.StringIO(), count()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(tqdm.std, "time", lambda: float(next(now)))  # each look takes a second
+    path = write(tmp_path / "a.txt", b"x" * 2**20)
+    prepared(path, folder=tmp_path / "p")
+    shown = stream.getvalue()
+    assert ("preparing: 100%|" in shown and "1.05M/1.05M" in shown) if terminal else shown == ""
 
 
 def test_text_is_prepared_again_by_another_reader(tmp_path, monkeypatch):

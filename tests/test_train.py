@@ -2171,6 +2171,33 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     assert any(abs(x).max() > 0 for x in mu)  # moments go on
 
 
+def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, capsys):
+    """Its folder is deleted after the first reload: each later reload is logged and printed as a
+    failure, and training continues with the parameters it has.
+
+    Break: train.py: run["emit"]("fault", {"step": step, "fault": f"reload: {e}"}) => raise
+    """
+    other, norms = str(tmp_path / "other"), []
+    ckpt.wait(ckpt.save(other, 1, {"params": {"final_norm": np.full(32, 0.5, np.float32)}}))
+
+    def delete(event, value):
+        if event == "state":
+            norms.append(np.asarray(value["params"]["final_norm"]))
+        if event == "reload":
+            shutil.rmtree(other)
+
+    cfg = tiny(steps=6, eval_every=0, save_every=0, reload_every=2, lr=0.0,
+               init_from=(f"{other} load=final_norm dynamic=yes",))
+    summary = train.main(cfg, [delete])
+    assert (summary["step"], summary["exit_code"]) == (6, 0)
+    assert rows_of(cfg.out_dir, "reload fault") == [
+        ("reload", 2), ("fault", 4), ("fault", 6)]
+    words = f"reload: init_from {other}: holds no checkpoint and no weights"
+    assert rows(cfg.out_dir, "fault")[0]["fault"].startswith(words)
+    assert f"step      4  {words}" in capsys.readouterr().out
+    assert len(norms) == 6 and all((norm == 0.5).all() for norm in norms)
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypatch):
     """--ckpt_dir s3://...: stopped and resumed, a run ends as one on the disk, to the bit; another
@@ -3284,6 +3311,18 @@ def leveldb_records(data, first):
             text = b""
 
 
+def wandb_records(file):
+    """The records of a run's file, once wandb's process has written the last, that of its exit."""
+    from wandb.proto import wandb_internal_pb2
+
+    def read():
+        return [wandb_internal_pb2.Record.FromString(text)
+                for text in leveldb_records(file.read_bytes()[7:], first=7)]
+
+    wait_for(lambda: any(record.HasField("exit") for record in read()))
+    return read()
+
+
 @pytest.mark.slow
 def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     """Offline, as there is no network: two starts of one run write one id, which is run_id, and
@@ -3292,7 +3331,6 @@ def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     Break: train.py: id=row["run_id"] => id=None
     """
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from wandb.proto import wandb_internal_pb2
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     cfg = tiny(track=("wandb",), stop=("+4",), eval_every=0)
@@ -3300,8 +3338,7 @@ def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     run_id = rows(cfg.out_dir, "start")[0]["run_id"]
     files, losses = sorted(Path(cfg.out_dir, "wandb").glob("offline-run-*/run-*.wandb")), {}
     for file in files:
-        for text in leveldb_records(file.read_bytes()[7:], first=7):
-            record = wandb_internal_pb2.Record.FromString(text)
+        for record in wandb_records(file):
             row = {item.key or "/".join(item.nested_key): item.value_json
                    for item in record.history.item}
             if "loss" in row and "lr" in row and "checkpoint" not in row:
@@ -3335,6 +3372,50 @@ def test_tensorboard_reads_back_what_was_logged(tiny):
         assert steps[:6] == tuple(log) == tuple(range(1, 7))
         np.testing.assert_allclose(values[:6], [row[name] for row in log.values()], rtol=1e-6)
     assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
+
+
+def of_a_run_that_fails(name, make, cfg):
+    """Give a tracker, in its thread, the events of a run that an exception ends after step 2."""
+    Path(cfg.out_dir).mkdir()
+    observe = train.in_thread(name, make, cfg)
+    observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
+    for step in (1, 2):
+        observe("log", {"step": step, "loss": 3.0 - step})
+    observe("error", {"error": "RuntimeError: out of luck"})
+
+
+@pytest.mark.slow
+def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
+    """Offline: the file holds both rows, and the end of the run with exit code 1.
+
+    Break: train.py: run.finish(row.get("exit_code", 1)) => pass
+    """
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    cfg = tiny()
+    of_a_run_that_fails("wandb", train.wandb, cfg)
+    file, = Path(cfg.out_dir, "wandb").glob("offline-run-*/run-0badcafe.wandb")
+    records = wandb_records(file)
+    logged = [{item.key or "/".join(item.nested_key): json.loads(item.value_json)
+               for item in record.history.item} for record in records]
+    assert [row["loss"] for row in logged if "loss" in row] == [2.0, 1.0]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
+
+
+def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
+    """Both rows are in its file as soon as the run has ended, and no thread is left to write more.
+
+    Break: train.py: writer.close() => pass
+    """
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
+                                 reason="TensorBoard is not installed")
+    cfg, before = tiny(), threading.enumerate()
+    of_a_run_that_fails("tensorboard", train.tensorboard, cfg)
+    assert set(threading.enumerate()) <= set(before)
+    found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
 
 
 def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys):
