@@ -334,7 +334,8 @@ def test_every_rule_refuses_something():
 @pytest.mark.parametrize("change", [
     dict(lr=0.0), dict(lr=-1.0), dict(b1=0.0), dict(top_p=1.0), dict(val_frac=0.0), dict(fsdp=-1),
     dict(warmup_steps=0.0), dict(min_lr_frac=0.0), dict(keep=1), dict(seed=0), dict(end_id=-1),
-    dict(save_every="0"), dict(batch_size=8), dict(log_every=0)])
+    dict(save_every="0"), dict(batch_size=8), dict(log_every=0), dict(mix=("a.txt=1", "b=.5")),
+    dict(lr_mult=("embed=0", "a=b=2")), dict(decay_mult=("layers.w*=1.5e-3",))])
 def test_edges_are_legal(change):
     """The value at a bound that belongs to it.
 
