@@ -724,6 +724,23 @@ def no_encoding(texts):
     raise AssertionError("tokenized again")
 
 
+@pytest.mark.parametrize("val_frac", [0.1, 0.0])
+def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
+    """With val_data nothing is taken from the data, whatever val_frac says; with neither nothing is
+    held out.
+
+    Break: data.py: if cfg.val_frac and not val: => if cfg.val_frac or not val:
+    """
+    path, held_out = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
+    cfg = config.Config(data=(str(path),), val_data=(str(held_out),), val_frac=val_frac, seq_len=8,
+                        batch_size=10, prepared=str(tmp_path / "p"))
+    opened = data.open_text(cfg)
+    assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
+    assert ord("a") not in opened["val"]["batch"](0, np.arange(10))["tokens"]
+    if not val_frac:
+        assert data.open_text(dataclasses.replace(cfg, val_data=()))["val"] is None
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_preparing_text_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
     """From its second second on, with the part that is done; into a file or a pipe goes nothing.
