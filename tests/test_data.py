@@ -434,11 +434,12 @@ def test_shortest_files(tmp_path):
         path = write(tmp_path / "a.bin", np.arange(n, dtype=np.uint16))
         assert data.open_source([path], BYTES, sizes)["lengths"] == [n]
     assert [part["lengths"].tolist() for part in data.split(count_up((4,)), 0.5)] == [[2], [2]]
-    for place in (3, 255):
+    for place, value, dtype, n in ((3, 1, "uint16", 512), (255, 1, "uint16", 512),
+                                   (0, 0, "uint32", 256)):
         ints = header(50)
-        ints[place] = 1
+        ints[place] = value
         path = write(tmp_path / "b.bin", ints)
-        assert data.open_source([path], BYTES)["lengths"] == [512]
+        assert data.open_source([path], BYTES, {}, dtype)["lengths"] == [n]
 
 
 def npy(array):
@@ -457,6 +458,8 @@ def npy(array):
      "header (magic, version) is (20230101, 1); known: [(20240520, 1), (20240801, 7)]"),
     ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
      "header (magic, version) is (20240520, 2)"),
+    ("zero.bin", header(50, version=0).tobytes() + b"ab" * 50,
+     "header (magic, version) is (20240520, 0)"),
     ("more.bin", header(51).tobytes() + b"ab" * 50,
      "header says 51 tokens of uint16, which is 1126 bytes; the file has 1124"),
     ("fewer.bin", header(49).tobytes() + b"ab" * 50, "header says 49 tokens"),
