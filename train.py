@@ -620,7 +620,7 @@ def make_emit(run, observers, clock):
         run["beat"](doing=event, step=row["step"])
         row = call(run["hooks"], event, row)
         run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
-        call(observers, event, row)
+        notify(observers, event, row)
         if event not in ("dispatch", "epoch", "window", "out_of_data"):
             spend(clock, event)
         return row
@@ -1040,9 +1040,28 @@ TRACKER_S, QUEUE_ROWS = 60, 10_000  # how long the end of a run waits for one; r
 
 
 def make_observers(cfg):
+    """[(name, observer)] of this run."""
     trackers = {"plot": plot} | {name: TRACKERS[name] for name in cfg.track}
-    return [*(make(cfg) for make in OBSERVERS),
-            *(in_thread(name, make, cfg) for name, make in trackers.items())]
+    return [*((getattr(make, "__name__", str(make)), make(cfg)) for make in OBSERVERS),
+            *((name, in_thread(name, make, cfg)) for name, make in trackers.items())]
+
+
+def notify(observers, event, row):
+    """Call each observer, a pair of name and function, with the event and a copy of the row. What
+    it returns is ignored. An observer that raises is removed from the list.
+    """
+    for observer in [*observers]:
+        name, observe = observer
+        # Also copies of the dicts within: checkpoints keep the "config" of the start row.
+        own = {key: dict(x) if isinstance(x, dict) else x for key, x in row.items()}
+        try:
+            observe(event, own)
+        except Exception as error:
+            observers[:] = [other for other in observers if other is not observer]
+            words = f"{type(error).__name__}: {error}".partition("\n")[0]
+            lost = "; metrics.jsonl is no longer written" if name == "jsonl" else ""
+            say(f"observer {name}: at the event {event}: {words}; it is removed, and the run "
+                f"continues{lost}")
 
 
 def in_thread(name, make, cfg):
@@ -1572,7 +1591,7 @@ def reload(run, state, step):
         dynamic = [source for source in open_sources(run) if source["dynamic"]]
         params = load_parameters(dynamic, run["programs"]["state"]["params"])
     except ValueError as e:
-        run["emit"]("fault", {"step": step, "fault": str(e)})
+        run["emit"]("fault", {"step": step, "fault": f"reload: {e}"})
         return state
     run["emit"]("reload", {"step": step, "names": sorted(params)})
     return state | {"params": state["params"] | params}
@@ -2062,7 +2081,7 @@ def end_observed(run, observers, error):
         run["beat"](silent_s=3.0)  # that may be of a process that died: the thread gets time to see
         time.sleep(8)
     words = f"{type(error).__name__}: {error}"
-    call(observers, "error", {"error": words})
+    notify(observers, "error", {"error": words})
     run["beat"](fault=words.splitlines()[0][:500])
 
 
@@ -2112,7 +2131,7 @@ def watch_peers(cfg, observers):
             if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
                 beat(fault=words)
                 print(f"{name} ends: {words}", file=sys.stderr, flush=True)
-                call(observers, "error", {"error": words})
+                notify(observers, "error", {"error": words})
                 time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
                 os._exit(1)
             time.sleep(min(1, silent_s / 3))

@@ -143,7 +143,7 @@ def breaks_of(source):
 
 
 def run_quick(file, text):
-    formats = ["tests/test_hf.py"] if file == "model.py" else []
+    formats = ["tests/test_hf.py"] if file in ("model.py", "ckpt.py", "train.py") else []
     return run_broken(file, text, "-m", "not slow", f"tests/test_{file}", *formats)
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -702,6 +703,25 @@ def test_verify_reads_no_file_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(ckpt, "VERIFY_BYTES", 2**20 - 1)
     (fault,) = ckpt.verify(tmp_path)
     assert fault.endswith("/a: not read, its files of 1,048,576 bytes are too large")
+
+
+def test_what_another_process_cannot_read_is_passed_over_by_all(tmp_path, monkeypatch):
+    """Process 0 of two, with the other's answers as given: of three checkpoints this one cannot
+    read the newest, the other one not the second, and both restore the first.
+
+    Break: ckpt.py: fault = fault or f"another => fault = fault and f"another
+    """
+    tree, told, of_other = {"a": np.ones(2**15)}, [], [False, True, False]
+    save(tmp_path, 1, 2, 3, tree=tree)
+    harm(tmp_path, 3)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(ckpt, "multihost_utils", types.SimpleNamespace(
+        broadcast_one_to_all=lambda x: x,
+        process_allgather=lambda fault: np.array([fault, of_other.pop(0)])))
+    assert ckpt.restore_newest(tmp_path, tree, told.append)[0] == 1 and not of_other
+    assert "000000003: array a is damaged" in told[0]
+    assert told[1:] == [
+        "passing over a damaged checkpoint: another process could not read checkpoint 2"]
 
 
 def test_damaged_checkpoints_are_passed_over_replaced_and_pruned(tmp_path):

@@ -250,7 +250,8 @@ def test_all_faults_at_once():
         assert [w for w in both + words if w not in said] == [], said
 
 
-@pytest.mark.parametrize("change, words", [
+# (change of the defaults, what its refusal says), for 8 devices
+REFUSED = [
     (dict(dp=3, fsdp=1), "mesh dp=3 fsdp=1 ep=1 tp=1 sp=1: must multiply to 8 devices"),
     (dict(dp=-1, fsdp=-1), "one may be -1"),
     (dict(tp=0), "tp 0: must be at least 1, or -1"),
@@ -284,7 +285,24 @@ def test_all_faults_at_once():
      "process_id 2: must be below n_processes"),
     (dict(schedule="cosin"), "schedule 'cosin': unknown (nearest: cosine)"),
     (dict(steps=1.5), "steps 1.5: must be of type int"),
-])
+    (dict(out_dir="s3://bucket/run"), "out_dir 's3://bucket/run': must be a folder on this mac"),
+    (dict(profile="1"), "profile '1': must be first:last, counted from 1, as in 20:22"),
+    (dict(stop=("soon",)), "stop ('soon',): must be 500 (updates in all), +100 (of this start)"),
+    (dict(mix=("a.txt",)), "mix ('a.txt',): must be NAME=NUMBER, as in embed=0.3"),
+    (dict(decay_mult=("embed=-1",)), "decay_mult ('embed=-1',): must be NAME=NUMBER"),
+    (dict(data=("a.txt",), mix=("b.txt=1",)),
+     "data ('a.txt',): must be empty with mix, which names its own"),
+    (dict(mix=("a.txt=1",), order="windows", val_frac=0.0),
+     "mix ('a.txt=1',): has no order windows; set --data instead"),
+    (dict(order="windows"), "order 'windows': held-out data must be named: set --val_data, or"),
+    (dict(save_every="1window"), "order 'shuffled': must be windows for a period in windows"),
+    (dict(reload_every="250,2windows", init_from=("a dynamic=yes",)),
+     "order 'shuffled': must be windows for a period in windows, as of save_every"),
+    (dict(mode="export"), "export '': name a folder to write to"),
+]
+
+
+@pytest.mark.parametrize("change, words", REFUSED)
 def test_each_fault(change, words):
     """A value out of bounds is refused by name, with its rule; the config without it is fine on 8
     devices.
@@ -295,10 +313,28 @@ def test_each_fault(change, words):
     assert words in fault(Config(**change))
 
 
+def test_every_rule_refuses_something():
+    """Each entry of RULES refuses a config of REFUSED, with its own sentence.
+
+    Break: config.py: "must be 1 with n_experts"), => "must be 1 with n_experts"),
+    ("seed", lambda c: c.seed == 7, "must not be 7"),
+    """
+    def refuses(name, wrong, words):
+        for change, expected in REFUSED:
+            cfg = Config(**change)
+            if expected in config.fault(cfg, name, words) and wrong(cfg):
+                return True
+        return False
+
+    assert [f"{name}: {words}" for name, wrong, words in config.RULES
+            if not refuses(name, wrong, words)] == []
+
+
 @pytest.mark.parametrize("change", [
     dict(lr=0.0), dict(lr=-1.0), dict(b1=0.0), dict(top_p=1.0), dict(val_frac=0.0), dict(fsdp=-1),
     dict(warmup_steps=0.0), dict(min_lr_frac=0.0), dict(keep=1), dict(seed=0), dict(end_id=-1),
-    dict(save_every="0"), dict(batch_size=8), dict(log_every=0)])
+    dict(save_every="0"), dict(batch_size=8), dict(log_every=0), dict(mix=("a.txt=1", "b=.5")),
+    dict(lr_mult=("embed=0", "a=b=2")), dict(decay_mult=("layers.w*=1.5e-3",))])
 def test_edges_are_legal(change):
     """The value at a bound that belongs to it.
 
@@ -351,6 +387,65 @@ def test_what_would_do_nothing_is_refused():
         assert all(w in said for w in words), said
     validate(Config(router_z=0.1, n_experts=4, lora_alpha=8.0, lora_rank=2), 8)
     validate(config.parse("--config gpt2-124m --epochs 2 --schedule constant".split()), 1)
+
+
+# (a field, its value, other fields that then have no effect, a value of the field with which they
+# have one)
+IDLE = [
+    ("n_experts", 0, dict(experts_per_token=1, capacity_factor=1.0, router_balance=0.1,
+                          router_z=0.1), 4),
+    ("coordinator", "", dict(n_processes=2, process_id=1), "host:1"),
+    ("coordinator", "auto", dict(n_processes=2, process_id=1), "host:1"),
+    ("lora_rank", 0, dict(lora_alpha=8.0, lora_targets=("layers.wq",), export_lora="apart"), 2),
+    ("epochs", 2.0, dict(steps=50), 0.0),
+    ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="apart"), "hf"),
+    ("init_from", ("a",), dict(reload_every=5), ("a", "b dynamic=yes")),
+    ("fill", "stream", dict(too_long="drop", pad="left"), "best_fit"),
+    ("fill", "one", dict(packed=True), "stream"),
+    ("fill", "best_fit", dict(packed=True), "stream"),
+    ("packed", False, dict(end_id=7), True),
+    ("order", "shuffled", dict(windows_per_epoch=2, window_repeats=2, wait_s=1.0), "windows"),
+    ("log_every", 0, dict(watch=("*",)), 1),
+    ("temperature", 0.0, dict(top_k=3, top_p=0.5), 0.1),
+    ("rope_factor", 1.0, dict(rope_original_len=50), 2.0),
+    ("loss_norm", "tokens", dict(loss_divisor=3.0), "constant"),
+    ("schedule", "constant", dict(min_lr_frac=0.1), "linear"),
+    ("schedule", "linear", dict(decay_frac=0.5), "wsd"),
+    ("schedule", "cosine", dict(poly_power=3.0), "polynomial"),
+    ("optimizer", "adafactor", dict(b1=0.5, moment_dtype="bfloat16"), "adamw"),
+    ("optimizer", "rmsprop", dict(b1=0.5, moment_dtype="bfloat16"), "lion"),
+    ("optimizer", "adafactor", dict(b2=0.5, eps=1e-6), "muon"),
+    ("optimizer", "sgd", dict(b2=0.5, eps=1e-6), "rmsprop"),
+    ("optimizer", "lion", dict(eps=1e-6), "adamw"),
+]
+
+
+@pytest.mark.parametrize("field, value, others, other_value", IDLE)
+def test_each_option_without_an_effect(field, value, others, other_value):
+    """Each of the others is refused by name with one value of a field, and with another value not
+    because of that field.
+
+    Break: config.py: ("order", lambda x: x != "windows", => ("order", lambda x: False,
+    """
+    def refused(value):
+        words = f"has no effect with {field} {value!r}; leave it at "
+        idle = config._idle_faults(Config(**{field: value} | others))
+        return [each.split()[0] for each in idle if words in each]
+
+    assert refused(value) == [*others] and refused(other_value) == []
+    assert f"{[*others][-1]} {[*others.values()][-1]!r}: has no effect with {field} {value!r}" in (
+        fault(Config(**{field: value} | others)))
+
+
+def test_every_option_without_an_effect_is_in_the_table():
+    """Each pair of fields in config.IDLE is in IDLE; another optimizer for some parameters may use
+    what the first does not.
+
+    Break: config.py: and not (field == "optimizer" and cfg.optimizers) => and True
+    """
+    pairs = {(field, name) for field, _, names in config.IDLE for name in names.split()}
+    assert pairs == {(field, name) for field, _, others, _ in IDLE for name in others}
+    assert config._idle_faults(Config(optimizer="sgd", b2=0.5, optimizers=("embed=adamw",))) == []
 
 
 @pytest.mark.parametrize("change", [

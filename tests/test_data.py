@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 
 import jax
 import numpy as np
 import pytest
+import tqdm
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import config
@@ -432,11 +434,12 @@ def test_shortest_files(tmp_path):
         path = write(tmp_path / "a.bin", np.arange(n, dtype=np.uint16))
         assert data.open_source([path], BYTES, sizes)["lengths"] == [n]
     assert [part["lengths"].tolist() for part in data.split(count_up((4,)), 0.5)] == [[2], [2]]
-    for place in (3, 255):
+    for place, value, dtype, n in ((3, 1, "uint16", 512), (255, 1, "uint16", 512),
+                                   (0, 0, "uint32", 256)):
         ints = header(50)
-        ints[place] = 1
+        ints[place] = value
         path = write(tmp_path / "b.bin", ints)
-        assert data.open_source([path], BYTES)["lengths"] == [512]
+        assert data.open_source([path], BYTES, {}, dtype)["lengths"] == [n]
 
 
 def npy(array):
@@ -455,6 +458,8 @@ def npy(array):
      "header (magic, version) is (20230101, 1); known: [(20240520, 1), (20240801, 7)]"),
     ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
      "header (magic, version) is (20240520, 2)"),
+    ("zero.bin", header(50, version=0).tobytes() + b"ab" * 50,
+     "header (magic, version) is (20240520, 0)"),
     ("more.bin", header(51).tobytes() + b"ab" * 50,
      "header says 51 tokens of uint16, which is 1126 bytes; the file has 1124"),
     ("fewer.bin", header(49).tobytes() + b"ab" * 50, "header says 49 tokens"),
@@ -720,6 +725,39 @@ def prepared(path, *more, tokenizer=BYTES, folder, **form):
 
 def no_encoding(texts):
     raise AssertionError("tokenized again")
+
+
+@pytest.mark.parametrize("val_frac", [0.1, 0.0])
+def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
+    """With val_data nothing is taken from the data, whatever val_frac says; with neither nothing is
+    held out.
+
+    Break: data.py: if cfg.val_frac and not val: => if cfg.val_frac or not val:
+    """
+    path, held_out = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
+    cfg = config.Config(data=(str(path),), val_data=(str(held_out),), val_frac=val_frac, seq_len=8,
+                        batch_size=10, prepared=str(tmp_path / "p"))
+    opened = data.open_text(cfg)
+    assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
+    assert ord("a") not in opened["val"]["batch"](0, np.arange(10))["tokens"]
+    if not val_frac:
+        assert data.open_text(dataclasses.replace(cfg, val_data=()))["val"] is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_preparing_text_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
+    """From its second second on, with the part that is done; into a file or a pipe goes nothing.
+
+    Break: data.py: bar.update(sum(map(len, chain(*texts)))) => pass
+    """
+    stream, now = io.StringIO(), count()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(tqdm.std, "time", lambda: float(next(now)))  # each look takes a second
+    path = write(tmp_path / "a.txt", b"x" * 2**20)
+    prepared(path, folder=tmp_path / "p")
+    shown = stream.getvalue()
+    assert ("preparing: 100%|" in shown and "1.05M/1.05M" in shown) if terminal else shown == ""
 
 
 def test_text_is_prepared_again_by_another_reader(tmp_path, monkeypatch):

@@ -718,6 +718,48 @@ def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
         train.main(dataclasses.replace(half, export=str(tmp_path / "ids.npy/within")))
 
 
+def test_the_tokenizer_of_init_from_is_the_run_s(tiny, tmp_path):
+    """A folder of init_from that has a tokenizer.json sets --tokenizer, unless it is given; one
+    without leaves it at bytes.
+
+    Break: train.py: fields["tokenizer"] = path => pass
+    """
+    folder = tmp_path / "hf"
+    stored(folder, {"model.safetensors": {"x": np.ones(3, np.float32)}})
+    hf = SIZES | dict(model_type="llama", rms_norm_eps=1e-5)
+    (folder / "config.json").write_text(json.dumps(hf))
+
+    def chosen(**changes):
+        cfg = run_config(tiny, tmp_path, init_from=(str(folder),), **changes)
+        return train.prepare(cfg)["cfg"].tokenizer
+
+    assert chosen() == "bytes"
+    (folder / "tokenizer.json").write_text("{}")
+    assert chosen() == str(folder)
+    assert chosen(tokenizer="another") == "another"
+
+
+def test_an_export_without_a_tokenizer_says_so(tmp_path, capsys):
+    """Files of a tokenizer of Hugging Face's come along, from a folder or by name; bytes have none.
+
+    Break: train.py: if not tokenizer.exists(): => if False:
+    """
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    for each in (folder, out):
+        each.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes.md").write_text("not of the tokenizer")
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        train.copy_tokenizer(config.Config(export=str(out), tokenizer=str(tokenizer)), out)
+        assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
+        (out / "tokenizer.json").unlink()
+    assert capsys.readouterr().out == ""
+    train.copy_tokenizer(config.Config(export="out/hf", tokenizer="bytes"), out)
+    assert not list(out.iterdir())
+    assert capsys.readouterr().out == (
+        "export out/hf: has no tokenizer, as bytes is none of Hugging Face's\n")
+
+
 @pytest.mark.slow
 def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
     """PEFT's adapter on their model and the merged weights give the logits of the run.

@@ -993,6 +993,31 @@ def test_slices_hold_neighbours_along_the_outer_axis(sizes):
     assert [sorted(half.ravel().tolist()) for half in halves] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize("n, sizes", [
+    (2, dict(dp=2, fsdp=4)), (4, dict(fsdp=4, tp=2)),
+    pytest.param(2, dict(fsdp=8), marks=pytest.mark.slow),
+    pytest.param(2, dict(dp=2, fsdp=1, tp=2, sp=2), marks=pytest.mark.slow)])
+def test_slices_give_the_same_gradients_and_updates(n, sizes, one_device):
+    """Slices of devices that are no neighbours: gradients and two updates are those of one device,
+    to 1e-5, as without slices.
+
+    Break: step.py: for group in groups] => for group in [groups[0]] * cfg.slices]
+    """
+    devices = sorted(jax.devices(), key=lambda device: device.id % n)
+    cfg = dataclasses.replace(SMALL, slices=n, **sizes)
+    mesh = step.make_mesh(cfg, devices)
+    assert {axis: mesh.shape[axis] for axis in sizes} == sizes
+    assert len({device.id for device in mesh.devices.flat}) == 8
+    grads, sums = loss_and_grads(cfg, devices)
+    wanted, wanted_sums = grads_of_one_device(SMALL)
+    assert sums == pytest.approx(wanted_sums, rel=1e-5)
+    for name in wanted:
+        np.testing.assert_allclose(grads[name], wanted[name], rtol=0,
+                                   atol=1e-5 * np.abs(wanted[name]).max(), err_msg=name)
+    for want, got in zip(one_device[1], lm_run(cfg, devices)[2], strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
 def test_slices_are_what_the_devices_say():
     """Devices that say which slice they are of make a mesh of so many slices alone, each slice one
     part of it, in whatever order they come.

@@ -1057,6 +1057,148 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
     assert feed("", *loop, ("error", 4)) == []
 
 
+def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
+    """Observers that alter the row, return another, and ask for a stop: losses, metrics.jsonl, the
+    checkpoint's config and the rows of the next observer are those of a run without them.
+
+    Break: train.py: observe(event, own) => observe(event, row)
+    """
+    def spoil(event, row):
+        row.update(loss=-1.0, step=-1, stop="an observer asks", spoiled=True)
+        row.get("config", {}).clear()
+        return {"step": 5}
+
+    def named(event, found):
+        return [row for row in found if row["event"] == event]
+
+    plain, watched, seen = tiny(), tiny(out_dir=tiny().out_dir + "2"), []
+    train.main(plain)
+    monkeypatch.setattr(train, "OBSERVERS", (
+        lambda cfg: spoil, *train.OBSERVERS, lambda cfg: lambda event, row: seen.append(
+            {"event": event} | row)))
+    summary = train.main(watched)
+    assert summary["reason"] == "all 8 steps are done" and summary["step"] == 8
+    assert losses(watched.out_dir) == losses(plain.out_dir)
+    logged = [(row["step"], row["loss"]) for row in rows(plain.out_dir, "log")]
+    assert [(row["step"], row["loss"]) for row in named("log", seen)] == logged
+    assert not any("spoiled" in row for row in [*seen, *whole_rows(watched.out_dir)])
+    asked_for = dataclasses.asdict(train.prepare(watched)["cfg"])
+    assert named("start", seen)[0]["config"] == asked_for
+    meta = ckpt.read_meta(Path(watched.out_dir) / "ckpt", 8)
+    assert meta["config"] == json.loads(json.dumps(asked_for))
+
+
+def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
+    """One that fails at the first log row and one that fails at the end of all: the run ends
+    well, each is named once with event and exception, and the observers after it miss no row.
+
+    Break: train.py: observers[:] = [other for other in observers if other is not observer] =>
+    pass
+    """
+    calls, seen = [], []
+
+    def chart(cfg):
+        def observe(event, row):
+            calls.append(event)
+            if event == "log":
+                raise KeyError("no such chart")
+        return observe
+
+    def last(cfg):
+        def observe(event, row):
+            seen.append(event)
+            if event == "end":
+                raise RuntimeError("too late\nby far")
+        return observe
+
+    monkeypatch.setattr(train, "OBSERVERS", (chart, *train.OBSERVERS, last))
+    assert train.main(tiny(eval_every=0, save_every=0))["exit_code"] == 0
+    said = capsys.readouterr().out
+    assert said.count("observer ") == 2
+    assert ("observer chart: at the event log: KeyError: 'no such chart'; it is removed, and the "
+            "run continues\n") in said
+    assert ("observer last: at the event end: RuntimeError: too late; it is removed, and the run "
+            "continues\n") in said
+    assert calls.count("log") == 1 and calls[-1] == "log" and "end" not in calls
+    assert seen.count("log") == len(rows(tiny().out_dir, "log")) == 8 and seen[-1] == "end"
+
+
+def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
+    """A hook's row has a key that JSON has no form for: training goes on without the file, and the
+    line says so.
+
+    Break: train.py: lost = "; metrics.jsonl is no longer written" if => lost = "" if
+    """
+    def odd(event, row):
+        return row | {(1, 2): 3} if event == "log" and row["step"] == 3 else None
+
+    cfg = tiny(eval_every=0, save_every=0)
+    assert train.main(cfg, [odd])["step"] == 8
+    said = capsys.readouterr().out
+    assert "observer jsonl: at the event log: TypeError: keys must be " in said
+    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in said
+    assert "\nstep      4  loss " in said and [row["step"] for row in rows(cfg.out_dir, "log")] == [
+        1, 2]
+    assert not rows(cfg.out_dir, "end")
+
+
+def test_an_interrupt_within_an_observer_is_no_error_of_it():
+    """KeyboardInterrupt passes, and the observer stays.
+
+    Break: train.py: except Exception as error: => except BaseException as error:
+    """
+    def interrupted(event, row):
+        raise KeyboardInterrupt("SIGINT")
+
+    observers = [("screen", interrupted)]
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        train.notify(observers, "log", {"step": 1})
+    assert observers == [("screen", interrupted)]
+
+
+def test_an_observer_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
+    """One that raises as it hears of the error that ends a run: the error is still raised, and the
+    observers after it hear of it.
+
+    Break: train.py: except Exception as error: => except KeyError as error:
+    """
+    def fails(event, row):
+        assert event != "error", "no room"
+
+    def diverges(event, value):
+        if event == "state" and int(value["step"]) == 2:
+            raise FloatingPointError("diverged")
+
+    monkeypatch.setattr(train, "OBSERVERS", (lambda cfg: fails, *train.OBSERVERS))
+    with pytest.raises(FloatingPointError, match="diverged"):
+        train.main(tiny(), [diverges])
+    assert rows(tiny().out_dir, "error")[0]["error"] == "FloatingPointError: diverged"
+    assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
+
+
+def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, monkeypatch):
+    """The thread that watches the other processes ends this one, though an observer raises as it is
+    given the reason; the observers after it get it.
+
+    Break: train.py: except Exception as error: => except KeyError as error:
+    """
+    def fails(event, row):
+        raise OSError("no room")
+
+    codes, heard, cfg = [], [], tiny()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(ckpt, "from_main", lambda make: make())
+    monkeypatch.setattr(train, "is_main", lambda: False)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    train.watch_peers(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
+    own = Path(cfg.out_dir, ".alive/0")
+    wait_for(lambda: own.exists() and own.read_text())
+    peer = json.loads(own.read_text()) | {"name": "process 1", "fault": "its disk is gone"}
+    Path(cfg.out_dir, ".alive/1").write_text(json.dumps(peer))
+    wait_for(lambda: codes)
+    assert codes == [1] and heard == [{"error": "process 1 has ended: its disk is gone"}]
+
+
 def test_a_log_goes_on_where_the_run_does(tmp_path):
     """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
     2; each new line is there as soon as it is written, but those of "step" and "dispatch".
@@ -2366,6 +2508,33 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     moments = jax.tree_util.tree_leaves_with_path(after["opt"])
     mu = [x for path, x in moments if "embed" in str(path)]
     assert any(abs(x).max() > 0 for x in mu)  # moments go on
+
+
+def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, capsys):
+    """Its folder is deleted after the first reload: each later reload is logged and printed as a
+    failure, and training continues with the parameters it has.
+
+    Break: train.py: run["emit"]("fault", {"step": step, "fault": f"reload: {e}"}) => raise
+    """
+    other, norms = str(tmp_path / "other"), []
+    ckpt.wait(ckpt.save(other, 1, {"params": {"final_norm": np.full(32, 0.5, np.float32)}}))
+
+    def delete(event, value):
+        if event == "state":
+            norms.append(np.asarray(value["params"]["final_norm"]))
+        if event == "reload":
+            shutil.rmtree(other)
+
+    cfg = tiny(steps=6, eval_every=0, save_every=0, reload_every=2, lr=0.0,
+               init_from=(f"{other} load=final_norm dynamic=yes",))
+    summary = train.main(cfg, [delete])
+    assert (summary["step"], summary["exit_code"]) == (6, 0)
+    assert rows_of(cfg.out_dir, "reload fault") == [
+        ("reload", 2), ("fault", 4), ("fault", 6)]
+    words = f"reload: init_from {other}: holds no checkpoint and no weights"
+    assert rows(cfg.out_dir, "fault")[0]["fault"].startswith(words)
+    assert f"step      4  {words}" in capsys.readouterr().out
+    assert len(norms) == 6 and all((norm == 0.5).all() for norm in norms)
 
 
 @pytest.mark.slow
@@ -3832,6 +4001,18 @@ def leveldb_records(data, first):
             text = b""
 
 
+def wandb_records(file):
+    """The records of a run's file, once wandb's process has written the last, that of its exit."""
+    from wandb.proto import wandb_internal_pb2
+
+    def read():
+        return [wandb_internal_pb2.Record.FromString(text)
+                for text in leveldb_records(file.read_bytes()[7:], first=7)]
+
+    wait_for(lambda: any(record.HasField("exit") for record in read()))
+    return read()
+
+
 @pytest.mark.slow
 def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     """Offline, as there is no network: two starts of one run write one id, which is run_id, and
@@ -3840,7 +4021,6 @@ def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     Break: train.py: id=row["run_id"] => id=None
     """
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from wandb.proto import wandb_internal_pb2
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     cfg = tiny(track=("wandb",), stop=("+4",), eval_every=0)
@@ -3848,8 +4028,7 @@ def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     run_id = rows(cfg.out_dir, "start")[0]["run_id"]
     files, losses = sorted(Path(cfg.out_dir, "wandb").glob("offline-run-*/run-*.wandb")), {}
     for file in files:
-        for text in leveldb_records(file.read_bytes()[7:], first=7):
-            record = wandb_internal_pb2.Record.FromString(text)
+        for record in wandb_records(file):
             row = {item.key or "/".join(item.nested_key): item.value_json
                    for item in record.history.item}
             if "loss" in row and "lr" in row and "checkpoint" not in row:
@@ -3883,6 +4062,50 @@ def test_tensorboard_reads_back_what_was_logged(tiny):
         assert steps[:6] == tuple(log) == tuple(range(1, 7))
         np.testing.assert_allclose(values[:6], [row[name] for row in log.values()], rtol=1e-6)
     assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
+
+
+def of_a_run_that_fails(name, make, cfg):
+    """Give a tracker, in its thread, the events of a run that an exception ends after step 2."""
+    Path(cfg.out_dir).mkdir()
+    observe = train.in_thread(name, make, cfg)
+    observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
+    for step in (1, 2):
+        observe("log", {"step": step, "loss": 3.0 - step})
+    observe("error", {"error": "RuntimeError: out of luck"})
+
+
+@pytest.mark.slow
+def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
+    """Offline: the file holds both rows, and the end of the run with exit code 1.
+
+    Break: train.py: run.finish(row.get("exit_code", 1)) => pass
+    """
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    cfg = tiny()
+    of_a_run_that_fails("wandb", train.wandb, cfg)
+    file, = Path(cfg.out_dir, "wandb").glob("offline-run-*/run-0badcafe.wandb")
+    records = wandb_records(file)
+    logged = [{item.key or "/".join(item.nested_key): json.loads(item.value_json)
+               for item in record.history.item} for record in records]
+    assert [row["loss"] for row in logged if "loss" in row] == [2.0, 1.0]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
+
+
+def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
+    """Both rows are in its file as soon as the run has ended, and no thread is left to write more.
+
+    Break: train.py: writer.close() => pass
+    """
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
+                                 reason="TensorBoard is not installed")
+    cfg, before = tiny(), threading.enumerate()
+    of_a_run_that_fails("tensorboard", train.tensorboard, cfg)
+    assert set(threading.enumerate()) <= set(before)
+    found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
 
 
 def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys):
