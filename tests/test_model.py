@@ -232,6 +232,22 @@ def test_loss_sums_equal_numpy(change):
     assert "dropped" not in sums or (sums["dropped"] > 0) == (cfg.capacity_factor > 0)
 
 
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_log_probs_of_labels_equal_numpy(tiles):
+    """Of each label, in tiles or not, to 1e-4 as the logits are; 0 where there is none.
+
+    Break: model.py: return jnp.moveaxis(log_probs, 0, 2).reshape(labels_BT.shape) =>
+    return jnp.moveaxis(log_probs, 0, 1).reshape(labels_BT.shape)
+    """
+    cfg = dataclasses.replace(BASE, n_layers=1, logit_tiles=tiles)
+    params, batch = random_params(cfg), random_batch(cfg)
+    got = jax.jit(lambda p: model.label_log_probs(p, batch, cfg))(as_f32(params))
+    logits, labels = np_logits(params, batch["tokens"], cfg), batch["labels"]
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    of_label = np.take_along_axis(log_probs, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(got, np.where(labels == -100, 0, of_label), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant, tiles, terms", [
     ("bias", 0, {}), ("no qk_norm, untied", 0, {}), ("bias", 5, {}), ("no qk_norm, untied", 5, {}),
     ("crowded experts", 0, {}), ("experts, low rank", 0, {}), ("bias", 5, {"z": 0.1, "loss": 0.3}),

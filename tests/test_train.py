@@ -3103,6 +3103,20 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     assert rows_of(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
 
 
+def test_a_signal_while_there_is_nothing_to_save_is_an_interrupt():
+    """KeyboardInterrupt with the name of the signal, until the loop has begun.
+
+    Break: train.py: raise KeyboardInterrupt(signal.Signals(number).name) => pass
+    """
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), train.catch_signals():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1)  # a moment for the handler
+    with train.catch_signals() as (caught, in_loop):
+        in_loop.set()
+        signal.raise_signal(signal.SIGTERM)
+        wait_for(lambda: caught == ["SIGTERM"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
     ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGHUP", "eval")])
