@@ -1494,7 +1494,8 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
     """The second is refused while the first lives, and not after; also one whose checkpoints would
     lie in the same folder.
 
-    Break: train.py: ("ckpt_dir", root)) if is_main() => ("ckpt_dir", cfg.out_dir)) if is_main()
+    Break: train.py: (("out_dir", cfg.out_dir), ("ckpt_dir", root)) =>
+    (("out_dir", cfg.out_dir), ("ckpt_dir", cfg.ckpt_dir or cfg.out_dir))
     """
     same = dict(ckpt_dir=f"{tiny().out_dir}/ckpt", out_dir=str(tmp_path / "other"))
 
