@@ -297,10 +297,10 @@ def call_often(n_calls, n_threads, dtype, our_options, out):
     if not our_options:
         steplib.compiler_options = lambda cfg, device: {}
     cfg = config.derive_text(config.Config(
-        d_model=128, n_layers=2, n_heads=4, vocab_size=256, seq_len=128, batch_size=8, dtype=dtype,
+        d_model=64, n_layers=1, n_heads=4, vocab_size=128, seq_len=64, batch_size=8, dtype=dtype,
         fsdp=1, attention="xla", optimizer="adamw"))
     mesh, shape = steplib.make_mesh(cfg), (cfg.batch_size, cfg.seq_len)
-    tokens = np.random.default_rng(0).integers(0, 256, (2, *shape)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 128, (2, *shape)).astype(np.int32)
     batch = {"tokens": jax.numpy.asarray(tokens[0]), "labels": jax.numpy.asarray(tokens[1])}
     shapes = {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=jax.NamedSharding(mesh, jax.P()))
               for name in batch}
