@@ -604,6 +604,7 @@ def lock_bucket(root, owner, about, tell=print):
     Raises ValueError when another run is alive, or the bucket cannot be written to.
     """
     store, ended, lost = _open(root), threading.Event(), []
+    beaten = [time.monotonic()]  # when the heartbeat was last written
     try:
         alive = _take_lock(store, root, owner, about, tell)
     except (ValueError, OSError) as e:
@@ -612,10 +613,15 @@ def lock_bucket(root, owner, about, tell=print):
         raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {alive}; choose "
                          "another")
     thread = threading.Thread(
-        target=_renew_lock, args=(store, root, owner, about, tell, ended, lost), daemon=True)
+        target=_renew_lock, args=(store, root, owner, about, tell, ended, lost, beaten),
+        daemon=True)
     thread.start()
 
     def check():
+        # A process that was stopped for longer may have lost the lock and not know it yet.
+        if not lost and time.monotonic() - beaten[-1] > STALE_S:
+            with contextlib.suppress(ValueError, OSError):  # a server that is away: the save fails
+                _note_if_lost(_read_lock(store, ANSWER_S)[0], root, owner, tell, lost)
         if lost:
             raise ValueError(lost[0])
 
@@ -653,23 +659,33 @@ def _take_lock(store, root, owner, about, tell):
         time.sleep(BEAT_S / 10)
 
 
-def _renew_lock(store, root, owner, about, tell, ended, lost):
-    """Count up the lock's heartbeat, until `ended` is set or another run has the lock: `lost` then
-    gets a sentence.
+def _note_if_lost(holder, root, owner, tell, lost):
+    """Add a sentence to `lost` when the lock is not this run's: another run has it, or had it and
+    deleted it at its end.
+    """
+    if holder.get("owner") == owner or lost:
+        return
+    lost.append(f"ckpt_dir {str(root)!r}: another run has taken it over, "
+                f"{holder.get('about', 'and ended since')}, as this one gave no heartbeat for "
+                f"{STALE_S:g} s: nothing more is saved there")
+    tell(lost[0])
+
+
+def _renew_lock(store, root, owner, about, tell, ended, lost, beaten):
+    """Count up the lock's heartbeat, until `ended` is set or the lock is another run's: `lost` then
+    gets a sentence. beaten: gets the time of each heartbeat.
     """
     lock, beat, away = below(root, LOCK), 0, False
     while not ended.is_set():
         try:
             holder, generation = _read_lock(store, ANSWER_S)
-            if holder.get("owner", owner) != owner:
-                lost.append(f"ckpt_dir {str(root)!r}: another run has taken it over, "
-                            f"{holder.get('about')}, as this one gave no heartbeat for "
-                            f"{STALE_S:g} s: nothing more is saved there")
-                tell(lost[0])
+            _note_if_lost(holder, root, owner, tell, lost)
+            if lost:
                 return
             beat += 1
             new = {"owner": owner, "about": about, "beat": beat}
             _write_lock(store, new, generation, ANSWER_S)
+            beaten[:] = [time.monotonic()]
             away = False
         except (ValueError, OSError) as e:
             if not away:  # once, however long it lasts

@@ -980,9 +980,9 @@ def _standard_library():
     return sorted(paths, key=lambda p: p.relative_to(root).as_posix())
 
 
-def expand(patterns, lenient=False):
+def expand(patterns, lenient=False, field="data"):
     """List the files that match, sorted within each pattern. Raises: ValueError if none does,
-    unless lenient.
+    unless lenient. field: the name of the flag, for that error.
     """
     paths = []
     for pattern in map(str, patterns):
@@ -990,8 +990,8 @@ def expand(patterns, lenient=False):
         found = [name for name in sorted(names)  # one that exists may have brackets
                  if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json"))]
         if not lenient and not found:
-            raise ValueError(f"data {pattern!r}: no such file, and no file matches it as a glob; "
-                             "name the files of a folder as in 'folder/*.txt'")
+            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a "
+                             "glob; name the files of a folder as in 'folder/*.txt'")
         paths += map(Path, found)
     return [*{os.path.realpath(path): path for path in paths}.values()]
 

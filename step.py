@@ -464,19 +464,23 @@ def _from_host(f, on_device):
 # ---- digest of the state
 
 def digest_sums(state):
-    """{"params": {name: sums}, "opt": {name: sums}}, where sums are two uint32 of an array: sums of
-    its bits, each weighted by its position.
+    """{"params": {name: sums}, "opt": {name: sums}}, where sums are two uint32 of an array: sums
+    over its elements of a hash of an element's bits and its position.
 
-    Integer sums do not depend on their order, so neither the mesh nor the device changes them.
-    Weights are odd, so that a change of any single bit changes both sums.
+    Integer sums do not depend on their order, so neither the mesh nor the device changes them. The
+    hash of a position is one-to-one in the bits, so that a change of a single element changes both
+    sums; several changes cancel with probability 2^-64.
     """
-    def mixed(index, seed):  # the finalizer of MurmurHash3, made odd
-        x = index ^ jnp.uint32(seed)
+    def mixed(x):  # the finalizer of MurmurHash3
         x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
         x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-        return (x ^ (x >> 16)) | 1
+        return x ^ (x >> 16)
 
     def sums(x):
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            x = jnp.stack([x.real, x.imag], axis=-1)
+        if x.dtype.name.startswith(("int2", "int4", "uint2", "uint4", "float4")):
+            x = x.astype(jnp.float32)  # which is exact; a byte cannot be made of them
         n_bits = min(8 * x.dtype.itemsize, 32)
         if x.dtype != bool:  # 64 bits become two of 32, along a new last dim
             x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")
@@ -485,8 +489,9 @@ def digest_sums(state):
         for dim, size in enumerate(bits.shape):
             index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(
                 jnp.uint32, bits.shape, dim)
-        weighted = [(bits * mixed(index, seed)).sum(dtype=jnp.uint32) for seed in (0, 0x9E3779B9)]
-        return jnp.stack(weighted)
+        hashes = [mixed(bits + mixed(index ^ jnp.uint32(seed)))
+                  for seed in (0x5BD1E995, 0x9E3779B9)]
+        return jnp.stack([hashed.sum(dtype=jnp.uint32) for hashed in hashes])
 
     named = {}
     for part in ("params", "opt"):

@@ -227,6 +227,7 @@ def start_run(run, hooks, observers, state, params, began):
     programs = steplib.compile_steps(*program_parts(run))
     steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
+    run["known_metrics"] = set()  # names that rows may have, as far as they are known beforehand
     check_stop_metrics(run, programs["metrics"])
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
@@ -285,7 +286,16 @@ def train(run, state, last, window, clock, signals, saving):
         asked = ask(run, step, asked, signals, clock)
         if stop := why_stop(run, step, asked, latest):
             break
-        batch, waited_s = next_batch(run, batches, state, step, window, saving)
+        try:
+            batch, waited_s = next_batch(run, batches, step)
+        except (ValueError, OSError):
+            # The data has an error: save the steps that are done. Of several processes only this
+            # one may have met it, and the others would not join in the save.
+            if jax.process_count() == 1:
+                report(run, previous, window, clock)
+                save_state(run, state, step, window, saving)
+                end_saves(run, saving)
+            raise
         if batch is None:  # none yet, or a reason to stop came while there was none
             continue
         emit("dispatch", {"step": step + 1})
@@ -318,8 +328,10 @@ def why_stop(run, step, asked, latest):
     for name, test, bound, reason, exit_code in run["stops"]:
         if name in values and test(values[name], bound):
             return reason.format(values[name], bound), exit_code
-        # There is a "val_step" after the first evaluation, an "lr" after the first log point.
-        if name not in values and ("val_step" if name.startswith("val_") else "lr") in latest:
+        # There is a "val_step" after the first evaluation, an "lr" after the first log point. A
+        # known metric may be missing from some rows.
+        missing = name not in values and name not in run["known_metrics"]
+        if missing and ("val_step" if name.startswith("val_") else "lr") in latest:
             return (f"--stop {' '.join(cfg.stop)}: there is no metric {name} "
                     f"({config.nearest(name, sorted(latest))})"), 2
     if asked["wishes"]:
@@ -338,14 +350,19 @@ def check_stop_metrics(run, shapes):
     if run["hooks"] or not conditions:
         return
     ones = {name: np.ones(x.shape, np.float32) for name, x in shapes.items()
-            if name not in ("counts", "watch", "finite")}
-    means = {name: ones[name] for name in shapes["counts"]}
-    known = {*scalars(ones), "val_step", *(f"val_{name}" for name in scalars(means)),
-             "n_labels", "val_n_labels"}
-    for prefix, source in (("", run["train"]), ("val_", run["val"])):
-        if source:
-            known |= {prefix + name for name in run["task"]["metrics"](ones, source)}
-            known |= {f"{prefix}loss/{name}" for name in source.get("parts", ()) if prefix}
+            if name not in ("counts", "watch", "finite")} | {"n_labels": 1.0}
+    means = {name: ones[name] for name in [*shapes["counts"], "n_labels"]}
+    known = {*scalars(ones), "val_step", "eval_s", *(f"val_{name}" for name in scalars(means))}
+    for prefix, source, given in (("", run["train"], ones), ("val_", run["val"], means)):
+        if not source:
+            continue
+        try:
+            known |= {prefix + name for name in run["task"]["metrics"](given, source)}
+        except Exception:  # the task's own function, of numbers that are made up: names unknown
+            return
+        if prefix:
+            known |= {f"val_loss/{name}" for name in source.get("parts", ())}
+    run["known_metrics"] |= known
     config.raise_all([f"no row of this run has the metric {name!r} "
                       f"({config.nearest(name, sorted(known))})"
                       for name in sorted(conditions - known)],
@@ -375,6 +392,8 @@ def report(run, previous, window, clock):
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
     if not cfg.log_every:  # then a row is of its step alone
         window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step]
+    elif len(window["steps"]) >= MOST_UNREAD:
+        add_up(window, step)
     if logged:
         add_up(window, step)
         values |= means_of(window["sums"])
@@ -411,8 +430,9 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
         state = {"params": state["params"]}
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
-    add_up(window, step)
-    meta = run["meta"] | {"data": place, "digest": digest, "since_log": window["sums"]}
+    if cfg.log_every:
+        add_up(window, step)
+    meta = run["meta"] | {"data": place, "digest": digest, "since_log": as_texts(window["sums"])}
     saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, say)
     run["emit"]("save", {"step": step, "kind": kind, "digest": digest, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
@@ -660,18 +680,11 @@ def numbers(row):
     return {name: x for name, x in row.items() if isinstance(x, (int, float))}
 
 
-def next_batch(run, batches, state, step, window, saving):
+def next_batch(run, batches, step):
     """(batch as hooks make it, seconds waited); no batch when there is none yet, or a reason to
-    stop came. When the data has a fault the state is saved before it is raised; of several
-    processes only this one may have met it, and the others would not join in the save.
+    stop came.
     """
-    try:
-        batch, waited_s = next(batches, (None, None))
-    except (ValueError, OSError):
-        if jax.process_count() == 1:
-            save_state(run, state, step, window, saving)
-            end_saves(run, saving)
-        raise
+    batch, waited_s = next(batches, (None, None))
     if batch is None and waited_s is not None:
         run["emit"]("out_of_data", {"step": step})
     return batch if batch is None else call(run["hooks"], "data", batch), waited_s
@@ -734,12 +747,24 @@ def scalars(values):
 # Means over several steps. Sums are in float64, so that those of a resumed run, which begin with
 # what its checkpoint has, are bit-identical.
 
+MOST_UNREAD = 100  # steps whose metrics stay on the device until they are added up
+
+
 def new_window(sums):
     """Metrics since the last log row: {"sums": {name: (sum, count)}, "steps": [(step, metrics)]}
     not yet added to them, which stay on the device. sums: as a checkpoint's meta has them.
     """
-    sums = {name: (np.float64(total), count) for name, (total, count) in sums.items()}
+    sums = {name: (np.asarray(total, np.float64)[()], count)
+            for name, (total, count) in sums.items()}
     return {"sums": sums, "steps": []}
+
+
+def as_texts(sums):
+    """{name: (sum, count)} for JSON, which has no number that is not finite: each number of a sum
+    as a text with all its digits.
+    """
+    return {name: (np.asarray(total, np.float64).astype(str).tolist(), count)
+            for name, (total, count) in sums.items()}
 
 
 def sums_of(metrics):
@@ -838,7 +863,7 @@ def json_line(row):
         if isinstance(x, float):
             return x if math.isfinite(x) else None
         if isinstance(x, dict):
-            return {key: plain(value) for key, value in x.items()}
+            return {str(key): plain(value) for key, value in x.items()}
         if isinstance(x, (list, tuple)):
             return [plain(value) for value in x]
         return x
@@ -1320,8 +1345,7 @@ def choose_start(run, state, params, meta):
     """
     cfg, key = run["cfg"], jax.random.key(run["cfg"].seed)
     if state is not None:
-        return "the given state", [], lambda programs: jax.device_put(
-            state, jax.tree.map(lambda x: x.sharding, programs["state"]), may_alias=False)
+        return "the given state", [], lambda programs: place_state(state, programs["state"])
     if params is not None:
         return "the given parameters", [], lambda programs: programs["from_params"](
             key, params=place_params(params, programs["state"]["params"]))
@@ -1348,10 +1372,28 @@ def choose_start(run, state, params, meta):
     return origin, told or meta.get("sources", []), first_state
 
 
+def place_state(state, like):
+    """A copy of a given state, in the shardings of `like`."""
+    check_state(state, like)
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, like), may_alias=False)
+
+
+def check_state(state, keys):
+    """Raise ValueError when a given state is no dict with these keys."""
+    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise ValueError(f"the given state: has no {', '.join(missing)}; must be a dict as the "
+                         "summary of train.main has under 'state'")
+
+
 def place_params(params, like):
     """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
     ValueError for names and shapes that are not the model's.
     """
+    if not isinstance(params, dict):
+        raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
+                         "{name: array}")
+    params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
     errors = [f"{name}: this model has no such parameter ({config.nearest(name, like)})"
               for name in params if name not in like]
     for name, x in like.items():
@@ -1359,6 +1401,8 @@ def place_params(params, like):
             errors.append(f"{name}: is missing")
         elif np.shape(params[name]) != x.shape:
             errors.append(f"{name}: has shape {np.shape(params[name])}, must have {x.shape}")
+        elif not jax.numpy.issubdtype(params[name].dtype, np.floating):
+            errors.append(f"{name}: has dtype {params[name].dtype}, must be a float")
     config.raise_all(errors, "the given parameters")
     return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
             for name, x in like.items()}
@@ -1928,6 +1972,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     the given state, the given ones, those of the newest checkpoint of cfg.out_dir, or those of
     cfg.init_from. Of hooks, those that replace the loss have an effect.
     """
+    if state is not None:
+        check_state(state, ("step", "params"))
     given, meta = params if state is None else state["params"], {}
     if given is None:
         meta = newest_meta(ckpt_root(cfg), "" if cfg.init_from else f"mode {cfg.mode}")[1]

@@ -1456,7 +1456,7 @@ def test_a_lock_left_behind_is_taken_at_once_by_its_owner_and_by_others_after_a_
 def test_who_was_silent_for_too_long_hears_that_the_bucket_is_another_s(store, monkeypatch):
     """As after a laptop was closed: check raises, the lock of the other stays, and is told of once.
 
-    Break: ckpt.py: if holder.get("owner", owner) != owner: => if False:
+    Break: ckpt.py: if holder.get("owner") == owner or lost: => if True:
     """
     monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
     root, told = store.format("bucket").replace("some/run", "silent"), []
@@ -1468,6 +1468,30 @@ def test_who_was_silent_for_too_long_hears_that_the_bucket_is_another_s(store, m
         with pytest.raises(ValueError, match="another run has taken it over, process 2, as this"):
             check()
     assert len(told) == 1 and lock_in(root)["owner"] == "b"
+    ckpt._open(root).write(".lock", None).result()
+    with ckpt.lock_bucket(root, "a", "process 1", told.append) as check:
+        wait_for(lambda: lock_in(root).get("beat"))
+        ckpt._open(root).write(".lock", None).result()  # by another run, at its end
+        wait_for(lambda: len(told) == 2)
+        with pytest.raises(ValueError, match="another run has taken it over, and ended since, as"):
+            check()
+    assert lock_in(root) == {}
+
+
+def test_a_save_after_a_long_silence_looks_at_the_lock_itself(store, monkeypatch):
+    """A process that was stopped may save before its heartbeat runs again: check reads the lock.
+
+    Break: ckpt.py: if not lost and time.monotonic() - beaten[-1] > STALE_S: => if False:
+    """
+    monkeypatch.setattr(ckpt, "STALE_S", 0.3)
+    monkeypatch.setattr(ckpt, "BEAT_S", 1000)
+    root = store.format("bucket").replace("some/run", "stopped")
+    with ckpt.lock_bucket(root, "a", "process 1", str) as check:
+        wait_for(lambda: lock_in(root).get("beat"))
+        ckpt._open(root).write(".lock", b'{"owner": "b", "about": "process 2"}').result()
+        time.sleep(0.4)
+        with pytest.raises(ValueError, match="another run has taken it over, process 2, as this"):
+            check()
 
 
 @pytest.mark.slow

@@ -205,8 +205,8 @@ def test_validation_data_are_all_files_that_its_globs_name(planted, tmp_path):
     """Two globs, three days: the batches of an evaluation hold each row of each day once, day after
     day, each sorted by user, also where a batch is of two days; the last one is padded.
 
-    Break: tests/recipes/clicks.py: held_out(*map(str, data.expand(cfg.val_data))) =>
-    held_out(str(data.expand(cfg.val_data)[0]))
+    Break: tests/recipes/clicks.py: held_out(*map(str, val_files)) =>
+    held_out(str(val_files[0]))
     """
     cfg = planted(4, 300, data=(str(tmp_path / "days/day003.npz"),), dtype="float32", val_data=(
         str(tmp_path / "days/day00[12].npz"), str(tmp_path / "days/*0.npz")))
@@ -294,6 +294,23 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
                          timeout=120)
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
     assert "each once, with group 'usr' among them" in run.stderr
+
+
+def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
+    """Rows sorted by group stay neighbours in each microbatch, so that four of these split three
+    groups at most.
+
+    Break: tests/recipes/clicks.py: (rows % A) * (cfg.batch_size // A) + rows // A => rows
+    """
+    day = str(tmp_path / "days/day000.npz")
+    cfg = planted(1, 300, data=(), val_data=(day,), batch_size=64)
+    users = {}
+    for A in (1, 4):
+        source = clicks.open_days(dataclasses.replace(cfg, micro_batches=A), ("val",))["val"]
+        batch_users = source["batch"](0, np.arange(64))["user"][:, 0]
+        users[A] = [batch_users[part::A].tolist() for part in range(A)]
+    assert [user for part in users[4] for user in part] == users[1][0]
+    assert sum(len(set(part)) for part in users[4]) <= len(set(users[1][0])) + 3
 
 
 @pytest.mark.parametrize("tables", [

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -139,6 +140,20 @@ def test_a_metric_of_ones_own_is_in_every_row(tiny):
     np.testing.assert_allclose(rows["eval"]["val_weight_norm"], expected, rtol=1e-5)
 
 
+def stop_after(step):
+    """A task's metrics that send SIGTERM to this process at the log row of a step of the audit."""
+    n_rows = []
+
+    def metrics(means, source):
+        n_rows.append(means)
+        if len(n_rows) == step - 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return {}
+
+    return metrics
+
+
 def test_an_audit_finds_the_first_step_that_differs(tiny):
     """A stretch trained again is identical to the run's own; one changed bit of a parameter in the
     first run shows at the next log row, and in the digest after it; bad steps are refused.
@@ -163,9 +178,21 @@ def test_an_audit_finds_the_first_step_that_differs(tiny):
     train.main(other, hooks=[disturb])
     differences, *_ = audit.audit(other.out_dir, 4, 12)
     assert differences[0].startswith("step 7: loss was ")
+    interrupted = dataclasses.replace(cfg, out_dir=cfg.out_dir + "3")
+    train.main(interrupted)
+    rows = (Path(interrupted.out_dir) / "metrics.jsonl").read_text()
+    infinite = rows.replace('"grad_norm": ', '"grad_norm": null, "was": ')
+    (Path(interrupted.out_dir) / "metrics.jsonl").write_text(infinite)
+    assert audit.audit(interrupted.out_dir, 4, 12)[0][0].startswith("step 5: grad_norm was None")
+    with pytest.raises(ValueError, match=r"ended at step 8 .*after 4 of 8 log rows: nothing is"):
+        audit.audit(cfg.out_dir, 4, 12, task=train.TEXT | {"metrics": stop_after(8)})
+    with pytest.raises(ValueError, match="has fields that Config has not: d_hidden"):
+        text = rows.replace('"mode": "train"', '"mode": "train", "d_hidden": 3')
+        (Path(interrupted.out_dir) / "metrics.jsonl").write_text(text)
+        audit.audit(interrupted.out_dir, 4, 12)
     for first, last, words in (
             (5, 12, r"--first 5: .*ckpt keeps the checkpoints of steps \[4, 8, 12, 16\]"),
-            (4, 11, "--last 11: .*must be the step of a save"),
+            (4, 11, "--last 11: must be the step of a save of"),
             (8, 16, "--last 16: the run was resumed at step 12 with another steps")):
         with pytest.raises(ValueError, match=words):
             audit.audit(cfg.out_dir, first, last)

@@ -659,28 +659,29 @@ def test_moments_on_the_host_change_nothing():
 
 def np_digest_sums(x):
     """digest_sums of one array by Python's whole numbers, without arrays of bits."""
-    def weight(position, seed):
-        h = position ^ seed
+    def mixed(h):
         h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
         h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
-        return h ^ (h >> 16) | 1
+        return h ^ (h >> 16)
 
     n_bytes = min(x.dtype.itemsize, 4)
     raw = np.ascontiguousarray(x).tobytes()
     words = [int.from_bytes(raw[i:i + n_bytes], "little") for i in range(0, len(raw), n_bytes)]
-    return [sum(word * weight(i, seed) for i, word in enumerate(words)) % 2**32
-            for seed in (0, 0x9E3779B9)]
+    return [sum(mixed((word + mixed(i ^ seed)) % 2**32) for i, word in enumerate(words)) % 2**32
+            for seed in (0x5BD1E995, 0x9E3779B9)]
 
 
 def test_a_digest_is_of_all_bits_and_their_positions():
-    """The sums equal those of whole numbers for each dtype; one bit, or two values that change
-    places, give another digest.
+    """The sums equal those of whole numbers for each dtype; one bit, two values that change places,
+    or all signs, give another digest.
 
-    Break: step.py: return (x ^ (x >> 16)) | 1 => return jnp.uint32(1) + 0 * x
+    Break: step.py: mixed(bits + mixed(index ^ jnp.uint32(seed))) =>
+    bits * (mixed(index ^ jnp.uint32(seed)) | 1)
     """
     x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
     arrays = {"f32": x, "bf16": jnp.bfloat16(x), "i32": np.int32(1000 * x), "bool": x > 0,
-              "scalar": np.int32(-7), "empty": np.zeros((0, 2), np.float32), "u8": np.uint8(x)}
+              "scalar": np.int32(-7), "empty": np.zeros((0, 2), np.float32), "u8": np.uint8(x),
+              "complex": x + 1j * x.T.reshape(x.shape)}
     sums = jax.device_get(jax.jit(step.digest_sums)({"params": arrays, "opt": ()}))
     for name, array in arrays.items():
         assert sums["params"][name].tolist() == np_digest_sums(np.asarray(array)), name
@@ -691,8 +692,11 @@ def test_a_digest_is_of_all_bits_and_their_positions():
     flipped, swapped = x.copy(), x.copy()
     flipped.view(np.uint32)[2, 3, 4] ^= 1 << 31
     swapped[0, 0, 0], swapped[2, 3, 4] = x[2, 3, 4], x[0, 0, 0]
-    digests = {digest(a) for a in (x, flipped, swapped, x.reshape(4, 3, 5) * 2)}
-    assert len(digests) == 4 and all(len(text) == 16 for text in digests)
+    signs = x * np.where(np.arange(x.size).reshape(x.shape) < 2, -1, 1).astype(np.float32)
+    digests = {digest(a) for a in (x, flipped, swapped, x.reshape(4, 3, 5) * 2, -x, signs)}
+    assert len(digests) == 6 and all(len(text) == 16 for text in digests)
+    for dtype in ("int4", "float4_e2m1fn"):
+        assert digest(jnp.ones(4, dtype)) != digest(jnp.zeros(4, dtype))
     assert digest(x) == digest(x.copy())
 
 

@@ -306,6 +306,72 @@ def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
     assert losses(stopped.out_dir) == losses(straight.out_dir)
 
 
+def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypatch):
+    """With a long log_every they are added up now and then; the row is the same mean.
+
+    Break: train.py: elif len(window["steps"]) >= MOST_UNREAD: => elif False:
+    """
+    held, losses = [], []
+    add_up = train.add_up
+
+    def count(window, last_step):
+        held.append(len(window["steps"]))
+        add_up(window, last_step)
+
+    def keep(event, row):
+        if event == "step":
+            losses.append(row["loss"])
+
+    monkeypatch.setattr(train, "MOST_UNREAD", 3)
+    monkeypatch.setattr(train, "add_up", count)
+    cfg = tiny(steps=12, log_every=12, eval_every=0, save_every=0)
+    train.main(cfg, hooks=[keep])
+    assert max(held) <= 4 and len(held) > 3
+    np.testing.assert_allclose(rows(cfg.out_dir, "log")[0]["loss"], np.mean(losses), rtol=1e-12)
+
+
+def test_without_log_points_a_row_is_of_its_step_alone(tiny):
+    """Also after a save: of a loss that is not finite, with log_every 0.
+
+    Break: train.py: window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step] =>
+    pass
+    """
+    def break_step(event, state):
+        if event == "state" and int(state["step"]) == 6:
+            params = state["params"]
+            return state | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
+
+    cfg = tiny(log_every=0, nan="skip", save_every=2, eval_every=0)
+    train.main(cfg, hooks=[break_step])
+    logged = rows(cfg.out_dir, "log")
+    assert [(row["step"], row["n_labels"]) for row in logged] == [(7, 128), (8, 128)]
+    for step in ckpt.steps(Path(cfg.out_dir) / "ckpt"):
+        assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
+
+
+def test_a_metric_that_only_some_rows_have_may_be_named_in_stop(tiny):
+    """One that the task gives in evaluations alone, one of some steps alone, and a function that
+    cannot take made-up numbers: none is refused.
+
+    Break: train.py: missing = name not in values and name not in run["known_metrics"] =>
+    missing = name not in values
+    """
+    def metrics(means, source):
+        found = {"sometimes": 1.0} if means["n_labels"] == 1 or means["loss"] < 4.5 else {}
+        return found if "lr" in means else {"gap": 2.0}
+
+    summary = train.main(tiny(stop=("sometimes>0",), log_every=1, save_every=0, eval_every=0),
+                         task=train.TEXT | {"metrics": metrics})
+    assert summary["reason"] == "sometimes 1 is above 0" and summary["step"] > 2
+    again = dict(resume="overwrite", log_every=1)
+    summary = train.main(tiny(stop=("val_gap>1",), **again), task=train.TEXT | {"metrics": metrics})
+    assert summary["reason"] == "val_gap 2 is above 1" and summary["step"] == 4
+    inverse = train.TEXT | {"metrics": lambda means, source: {
+        "inverse": 1 / (float(means["loss"]) - float(means["acc"]))}}
+    summary = train.main(tiny(stop=("inverse>0",), **again), task=inverse)
+    assert summary["reason"].startswith("inverse ")
+
+
 def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
     """Their rows have null and the screen says so; a bound of --stop does not see a 0.
 
@@ -337,7 +403,8 @@ def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
         raise AssertionError(f"{name} is no JSON")
 
     def infinite(event, row):
-        return row | {"deep": {"list": [1.0, np.float32("-inf")]}} if event == "log" else None
+        deep = {"list": [1.0, np.float32("-inf")], (1, 2): 3}
+        return row | {"deep": deep} if event == "log" else None
 
     cfg = tiny(nan="skip", eval_every=0, steps=2)
     train.main(cfg, hooks=[poison, infinite])
@@ -345,7 +412,7 @@ def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
     parsed = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
     logged = [row for row in parsed if row["event"] == "log"]
     assert [row["loss"] for row in logged] == [None, None]
-    assert logged[0]["deep"] == {"list": [1.0, None]}
+    assert logged[0]["deep"] == {"list": [1.0, None], "(1, 2)": 3}
 
 
 @pytest.mark.parametrize("stop, words", [
@@ -365,16 +432,16 @@ def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
 def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
     """Those of log rows but speeds, and those of evaluations.
 
-    Break: train.py: known |= {prefix + name for name in run["task"]["metrics"](ones, source)} =>
+    Break: train.py: known |= {prefix + name for name in run["task"]["metrics"](given, source)} =>
     pass
     """
     train.main(tiny(steps=2))
     run = train.prepare(tiny())
-    run |= data.open_text(run["cfg"]) | {"hooks": ()}
+    run |= data.open_text(run["cfg"]) | {"hooks": (), "known_metrics": set()}
     shapes = steplib.lower_steps(*train.program_parts(run))[1]["train_step"]().out_info[1]
     logged, evaluated = (rows(tiny().out_dir, event)[-1] for event in ("log", "eval"))
     speeds = {*train.rates(run, 3, train.start_clock(0.0) | {"step": 1.0}, logged)}
-    names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)} - {"eval_s"}
+    names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)}
     assert {"loss", "ppl", "val_loss", "val_bits_per_byte", "lr", "grad_norm"} <= names
     for name in names - {"step"}:
         train.check_stop_metrics(run | {"stops": [(name,)]}, shapes)
@@ -629,6 +696,21 @@ def test_modes_without_training_use_the_state_or_parameters_given(tiny, tmp_path
     for words in ("embedd: this model has no such parameter (nearest: embed)", "embed: is missing",
                   "final_norm: has shape (3,), must have (32,)"):
         assert words in str(e.value)
+    params = jax.device_get(state["params"])
+    for given, words in (
+            ({"params": params | {"embed": np.int32(params["embed"])}},
+             "embed: has dtype int32, must be a float"),
+            ({"params": 3}, "the given parameters: are int, must be a dict"),
+            ({"state": {"params": params}}, "the given state: has no step; must be a dict"),
+            ({"state": 3}, "the given state: has no step, params; must be a dict")):
+        with pytest.raises(ValueError, match=words):
+            train.main(dataclasses.replace(other, mode="eval"), **given)
+    with pytest.raises(ValueError, match="the given state: has no .*opt"):
+        train.main(dataclasses.replace(other, resume="overwrite"), state={
+            "step": np.int32(0), "params": params})
+    listed = train.main(dataclasses.replace(other, mode="eval"), params={
+        name: x.tolist() for name, x in params.items()})
+    assert listed["val_loss"] == found["eval", "params"]["val_loss"]
     for mode in ("plan", "data"):
         with pytest.raises(ValueError, match=f"mode {mode}: uses no state and no params"):
             train.main(dataclasses.replace(other, mode=mode), state=state)
@@ -1124,18 +1206,20 @@ def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
 
 
 def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
-    """A hook's row has a key that JSON has no form for: training goes on without the file, and the
-    line says so.
+    """A hook's row has a list within itself, for which JSON has no form: training continues without
+    the file, and the line says so.
 
     Break: train.py: lost = "; metrics.jsonl is no longer written" if => lost = "" if
     """
     def odd(event, row):
-        return row | {(1, 2): 3} if event == "log" and row["step"] == 3 else None
+        endless = []
+        endless.append(endless)
+        return row | {"endless": endless} if event == "log" and row["step"] == 3 else None
 
     cfg = tiny(eval_every=0, save_every=0)
     assert train.main(cfg, [odd])["step"] == 8
     said = capsys.readouterr().out
-    assert "observer jsonl: at the event log: TypeError: keys must be " in said
+    assert "observer jsonl: at the event log: RecursionError: " in said
     assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in said
     assert "\nstep      4  loss " in said and [row["step"] for row in rows(cfg.out_dir, "log")] == [
         1, 2]
@@ -2050,7 +2134,7 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
         tiny, tmp_path):
     """The first that there is, by the origin in the start event and by the parameters themselves.
 
-    Break: train.py: if state is not None: => if state is not None and params is None:
+    Break: train.py: return "the given state", => return "the given parameters",
     """
     def origin(cfg):
         return rows(cfg.out_dir, "start")[-1]["origin"]
@@ -3340,7 +3424,10 @@ def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
 
     with pytest.raises(ValueError, match="ids.bin: had 6000 bytes when it was opened and has 1000"):
         train.main(cfg, hooks=[cut])
-    assert 3 <= ckpt.latest(Path(cfg.out_dir) / "ckpt") <= 7
+    last = ckpt.latest(Path(cfg.out_dir) / "ckpt")
+    assert 3 <= last <= 7
+    # The row of the last step, too, which was not read yet.
+    assert [row["step"] for row in rows(cfg.out_dir, "log")] == list(range(1, last + 1))
 
 
 @pytest.mark.slow
@@ -3844,7 +3931,7 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     """
     cfg = config.Config(steps=20, out_dir="runs{x}", stop=tuple(stop.split()))
     config.validate(cfg, 1)
-    run = {"cfg": cfg, "first_step": 4, "stops": config.stops(cfg)}
+    run = {"cfg": cfg, "first_step": 4, "stops": config.stops(cfg), "known_metrics": set()}
     asked = {"signal": None, "file": False, "second": 0.0,
              "wishes": [(values[k], 0) for k in ("wish",) if k in values]}
     asked |= {k: values[k] for k in asked.keys() & values.keys()}

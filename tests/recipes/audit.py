@@ -3,14 +3,18 @@
 
 python tests/recipes/audit.py out --first 500 --last 600
 
-Prints "identical" and ends with 0, or names the first step that differs and ends with 1. The run is
-not touched: the stretch is trained in a temporary folder. Another machine, mesh or version of JAX
-rounds differently, which is then what the audit finds.
+The first step must have a checkpoint that the run kept (`ls out/ckpt`), the last one must be that
+of a later save. Prints "identical" and ends with 0, or names the first step that differs and ends
+with 1; with 2 when the stretch cannot be compared. The run is not touched: the stretch is trained
+in a temporary folder. Another machine, mesh or version of JAX rounds differently, which is then
+what the audit finds. For a run of another task: audit(out_dir, first, last, task, config class).
 """
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -19,9 +23,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train  # isort: skip  before JAX, whose memory it sets up
-from train import ckpt, config
+from train import ckpt, config, model
 
 LOGGED = ("loss", "objective", "grad_norm", "lr")
+# Fields that change neither a bit of the training nor the steps of its log.
+UNSEEN = {*config.START, *"out_dir ckpt_dir cache_dir prepared wait_s stop track peer_timeout_s "
+          "epochs eval_every eval_batches save_every keep keep_every weights_every export "
+          "export_every export_dtype export_lora sample_every watch profile prompt n_samples "
+          "sample_tokens temperature top_k top_p".split()}
 
 
 def config_of(rows, first, last, kind):
@@ -33,14 +42,20 @@ def config_of(rows, first, last, kind):
     if not before:
         raise ValueError(f"--first {first}: the log has no launch at or before that step")
     resumed = [row for row in starts if row["step"] > first]
-    compared = {*before[-1]["config"]} - {*config.FREE} | {"steps"}
+    begun = before[-1]["config"] | before[-1]["mesh"]
     for row in resumed:
-        changed = [name for name in sorted(compared)
-                   if row["config"][name] != before[-1]["config"][name]]
+        resumed_as = row["config"] | row["mesh"]
+        changed = [name for name in sorted({*begun} - UNSEEN) if resumed_as[name] != begun[name]]
         if changed:
             raise ValueError(f"--last {last}: the run was resumed at step {row['step']} with "
                              f"another {', '.join(changed)}; audit up to that step")
-    return config.from_json(json.dumps(before[-1]["config"]), "metrics.jsonl", kind)
+    saved = before[-1]["config"]
+    foreign = sorted(saved.keys() - {field.name for field in dataclasses.fields(kind)})
+    if foreign:
+        raise ValueError(f"the run has fields that {kind.__name__} has not: {', '.join(foreign)}. "
+                         "Call audit.audit from Python with the task and the config class of its "
+                         "recipe")
+    return config.from_json(json.dumps(saved), "metrics.jsonl", kind)
 
 
 def copy_checkpoint(root, step, scratch):
@@ -56,21 +71,28 @@ def copy_checkpoint(root, step, scratch):
 
 def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
     """Train steps first + 1 to last of the run in out_dir again; (differences in words of the first
-    step that has any, number of log rows compared, number of digests compared).
+    step that has any, number of log rows compared, number of digests compared). Raises ValueError
+    when the stretch cannot be trained again, or was not trained to its end.
     """
     rows = train.read_log(out_dir)
     within = [row for row in rows if first < row["step"] <= last]
     logged = {row["step"]: row for row in within if row["event"] == "log"}
     digests = {row["step"]: row["digest"] for row in within
                if row["event"] == "save" and row["kind"] == "save"}
-    if not digests or max([*logged, *digests]) < last:
-        raise ValueError(f"--last {last}: {out_dir} has nothing of that step to compare; it must "
-                         f"be the step of a save: {sorted(digests)}")
-    cfg = config_of(rows, first, last, kind)
+    if last not in digests:
+        raise ValueError(f"--last {last}: must be the step of a save of {out_dir} after {first}: "
+                         f"{sorted(digests)}")
+    cfg = dataclasses.replace(config_of(rows, first, last, kind), out_dir=str(out_dir))
+    table = train.prepare(cfg, task)["table"]
+    lost = [name for name in sorted(model.matching("leave_out", cfg.leave_out, table))
+            if table[name].get("trained", True)]
+    if lost:
+        raise ValueError(f"leave_out: {', '.join(lost)} are trained and in no checkpoint, so that "
+                         "no stretch can be trained again")
     differences, n_compared = [], {"log": 0, "save": 0}
 
     def compare(step, what, saved, value):
-        equal = saved == value or (saved is None and math.isnan(value))
+        equal = saved == value or (saved is None and not math.isfinite(value))
         if not equal:
             differences.append((step, f"step {step}: {what} was {saved}, is {value}"))
 
@@ -95,8 +117,14 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
             config.repeatable(cfg), out_dir=scratch, ckpt_dir="", resume="must", stop=(str(last),),
             weights_every=0, eval_every=0, sample_every=0, sample_tokens=0, export="",
             export_every=0, track=(), profile="")
-        train.main(cfg, hooks=[observe], task=task)
+        # What the run prints would be misleading: its folder is gone afterwards.
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            summary = train.main(cfg, hooks=[observe], task=task)
     first_step = min((step for step, _ in differences), default=None)
+    complete = n_compared["log"] == len(logged) and n_compared["save"]
+    if not differences and (summary["step"] != last or not complete):
+        raise ValueError(f"the audit ended at step {summary['step']} ({summary['reason']}), after "
+                         f"{n_compared['log']} of {len(logged)} log rows: nothing is proved")
     return [text for step, text in differences if step == first_step], *n_compared.values()
 
 
@@ -109,12 +137,13 @@ def main():
     try:
         differences, n_logged, n_digests = audit(args.out_dir, args.first, args.last)
     except ValueError as e:
-        sys.exit(f"error: {e}")
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     if differences:
         print("\n".join(["different", *differences]))
         return 1
-    print(f"identical: steps {args.first + 1} to {args.last}, {n_logged} log rows and {n_digests} "
-          "digests of the state")
+    print(f"identical: steps {args.first + 1} to {args.last} (log rows: {n_logged}, digests of the "
+          f"state: {n_digests})")
     return 0
 
 

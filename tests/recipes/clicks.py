@@ -131,25 +131,30 @@ def open_days(cfg, parts):
     def read(name, rows):
         return {key: x[rows] for key, x in day_of(name).items()}
     def held_out(*names):
-        """Days one after the other, each sorted by group; one that falls into two batches is ranked
-        in each by itself.
+        """Days one after the other, each sorted by group; one that falls into two batches, or two
+        microbatches, is ranked in each by itself.
         """
         orders = [day_of(name)[cfg.group][:, 0].argsort(kind="stable") for name in names]
         ends = np.cumsum([len(order) for order in orders])
         n = int(ends[-1])
         def batch(index, rows):
-            at = index * cfg.batch_size + rows
-            places = np.minimum(at, n - 1)  # past the end: the last row, which counts no more
+            # A step takes row b into microbatch b mod A: give each microbatch neighbours.
+            A = cfg.micro_batches
+            at = index * cfg.batch_size + (rows % A) * (cfg.batch_size // A) + rows // A
+            by_place = at.argsort()
+            places = np.minimum(at[by_place], n - 1)  # past the end: the last, which counts no more
             day_at = np.searchsorted(ends, places, side="right")
             drawn = []
             for day in np.unique(day_at):  # ascending, as the places are
                 within = places[day_at == day] - ends[day] + len(orders[day])
                 drawn.append(read(names[day], orders[day][within]))
-            whole = {key: np.concatenate([part[key] for part in drawn]) for key in drawn[0]}
+            back = by_place.argsort()
+            whole = {key: np.concatenate([part[key] for part in drawn])[back] for key in drawn[0]}
             return whole | {"label": np.where(at < n, whole["label"], -1)}
         return {"n": n, "batch": batch}
     data.check_apart({"data": cfg.data, "val_data": cfg.val_data})
-    val = held_out(*map(str, data.expand(cfg.val_data))) if cfg.val_data else None
+    val_files = data.expand(cfg.val_data, field="val_data")
+    val = held_out(*map(str, val_files)) if val_files else None
     if val and not val["n"]:
         config.raise_all(["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
     days = "train" in parts and data.in_windows(cfg, lambda day: len(day_of(day)["label"]), read)
