@@ -27,7 +27,7 @@ RUNS = {
     "gpt2": (f"--config gpt2-124m {SMALL}", 1),
     "llama": (f"--config llama-8b {SMALL}", 1),
     "qwen": (f"--config qwen3-0.6b {SMALL}", 1),
-    "qwen-moe": (f"--config qwen3-30b-a3b {SMALL} --n_experts 4", 1),
+    "qwen-moe": (f"--config qwen3-30b-a3b {SMALL} --n_experts 4 --experts_per_token 2", 1),
     "mixtral": (f"--config mixtral-8x7b {SMALL} --n_experts 4", 1),
     "float16": (f"{SMALL} --dtype float16 --optimizer muon", 1),
     "mesh": (f"{SMALL} --dp 2 --fsdp 2 --tp 2", 8),
