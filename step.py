@@ -13,7 +13,7 @@ import importlib.metadata
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import jax
@@ -612,6 +612,104 @@ def check_fits(kinds, mesh, what="an update"):
         raise MemoryError(*words)
 
 
+# ---- memory
+
+# How check_fits names a program.
+PROGRAM_NAMES = {"update": "an update", "export": "an export"}
+
+MORE_DEVICES = "more devices along tp or sp"
+
+# A flag is worth its time when it lowers the excess over the limit by more than one percent.
+WORTH_IT = 0.99
+# Sizes of a batch that are tried before the search gives up.
+N_TRIALS = 3
+
+
+def count_memory(state, programs, batch, added=None, options=None):
+    """Compile programs, and count the bytes that a device holds while each of them runs.
+
+    state, batch: shapes with shardings. programs: {program: lowered}. "update" and "evaluation" are
+    programs of lower_steps, all others are the task's. Without "update" nothing is trained, so a
+    device holds only the parameters of the state. added: {program: bytes} that the task's programs
+    take beside the state, if they were counted before. options: of the compiler.
+
+    Returns {"peaks": {program: bytes}, "memory": memory_by_kind of the update or, without one, the
+    parameters and the total, "added": {program: bytes} of the task's programs, "programs":
+    {program: compiled}, "compiled": the update, if there is one}.
+    """
+    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        futures = {name: pool.submit(each.compile, options) for name, each in programs.items()}
+    compiled = {name: future.result() for name, future in futures.items()}
+
+    # What the task's programs take beside the state.
+    if added is None:
+        added = {}
+        for name in compiled:
+            if name not in ("update", "evaluation"):
+                added[name] = added_bytes(compiled[name])
+
+    # The peak of each program: the arrays that are held, and what the program adds to them.
+    training = "update" in compiled
+    held = state if training else state["params"]
+    peaks = {}
+    if training:
+        memory = memory_by_kind(state, compiled["update"])
+        peaks["update"] = memory["total"]
+    if "evaluation" in compiled:
+        peaks["evaluation"] = held_bytes((held, batch)) + added_bytes(compiled["evaluation"])
+    for name, n_bytes in added.items():
+        peaks[name] = held_bytes(held) + n_bytes
+    if not training:
+        memory = {"parameters": held_bytes(held), "total": max(peaks.values(), default=0)}
+
+    cost = {"peaks": peaks, "memory": memory, "added": added, "programs": compiled}
+    if training:
+        cost["compiled"] = compiled["update"]
+    return cost
+
+
+def count_or_none(count):
+    """Return count(), or None when a program in it cannot be compiled."""
+    with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
+        return count()
+
+
+def quick_options(device):
+    """Options of the compiler for a program that is counted but never runs."""
+    return {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
+
+
+def check_peaks(cost, mesh):
+    """Raise MemoryError when the largest program of count_memory does not fit."""
+    peaks = cost["peaks"]
+    if peaks:
+        name = max(peaks, key=peaks.get)
+        kinds = cost["memory"] | {"total": peaks[name]}
+        check_fits(kinds, mesh, PROGRAM_NAMES.get(name, name))
+
+
+@contextlib.contextmanager
+def explain_memory(suggest):
+    """Turn an error for lack of memory, from a compilation or a run, into a ValueError that says
+    what to change. suggest: a function without arguments that returns this advice. It is called
+    only when the error brings no advice of its own.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as e:
+        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        # The arguments of check_fits: the reason and, in some cases, the advice.
+        reason, advice = "", ""
+        if e.args:
+            reason = str(e.args[0]).partition("\n")[0]
+        if len(e.args) > 1:
+            advice = str(e.args[1])
+        if not advice:
+            advice = suggest()
+        raise ValueError(f"does not fit: {reason}; to change: {advice}") from None
+
+
 def memory_flags(cfg, mesh, savers):
     """Flags not set yet that lower the memory of an update. savers: those of the model."""
     rows = prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
@@ -620,6 +718,170 @@ def memory_flags(cfg, mesh, savers):
     host = ["--moments_on host"] if cfg.moments_on == "device" else []
     return [*micro, *savers, *host]
 
+
+def savings(cfg, mesh, flags, peaks, count):
+    """Suggest how to make a run fit: flags that are enough together, or a smaller batch.
+
+    The search starts with microbatches of one row, which save the most memory. It adds the other
+    flags in their order, and keeps those that help, until the run fits. If the run fits, the search
+    looks for the largest microbatch that is enough. If no flags are enough, it looks for the
+    largest batch with which they are.
+
+    flags: "--field value", the cheapest in time first. peaks: {program: bytes} of the run as it is,
+    or {} when it cannot be compiled. count(changes): the same with {field: value} changed; it is
+    called about a dozen times.
+    """
+    limit = _limit_to_reach(memory_limit(mesh), peaks)
+
+    # Rows on a device: those of the batch, and those of a microbatch.
+    rows = cfg.batch_size // prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
+    micro_rows = rows // cfg.micro_batches
+
+    # Combine flags until the run fits.
+    flags = [flag for flag in flags if "--micro_batches" not in flag]
+    if micro_rows > 1:
+        flags = [f"--micro_batches {rows}", *flags]
+    changes, changed_peaks = _combine(flags, cfg, peaks, count, limit)
+    if _excess(changed_peaks, limit):
+        return _smaller_batch(cfg, rows, changes, changed_peaks, count, limit)
+    if "micro_batches" not in changes:
+        return _as_flags(changes, changed_peaks)
+
+    # Perhaps the other flags are enough without more microbatches.
+    others = {name: value for name, value in changes.items() if name != "micro_batches"}
+    unsplit_peaks = count(others) if others else peaks
+    if not _excess(unsplit_peaks, limit):
+        return _as_flags(others, unsplit_peaks)
+
+    # Find the largest microbatch, since fewer microbatches take less time.
+    by_micro_rows = {}
+    for n in range(1, micro_rows):
+        if rows % n == 0:
+            by_micro_rows[n] = changes | {"micro_batches": rows // n}
+    fits, too_large = (1, changed_peaks), (micro_rows, unsplit_peaks)
+    n, found_peaks = _largest_fitting(by_micro_rows, fits, too_large, count, limit)
+    words = _as_flags(by_micro_rows[n], found_peaks)
+    if others:
+        return words
+
+    # Where microbatches alone are enough, a smaller batch without them may be wanted instead. With
+    # n rows in a microbatch it takes what the batch takes with n rows in each of its microbatches.
+    by_batch_rows = {}
+    for n in range(1, micro_rows):
+        by_batch_rows[n] = {"batch_size": n * (cfg.batch_size // micro_rows)}
+    n, found_peaks = _largest_fitting(by_batch_rows, fits, too_large, count, limit)
+    if n == 1:
+        return words
+    return f"{words}, or {_as_flags(by_batch_rows[n], found_peaks)}"
+
+
+def _limit_to_reach(limit, peaks):
+    """Bytes to stay below. A run that ran out of memory although it seemed to fit, or on a device
+    of unknown memory, has to save a tenth.
+    """
+    peak = _largest(peaks)
+    if not limit:
+        limit = inf
+    return limit if peak > limit else 0.9 * peak
+
+
+def _combine(flags, cfg, peaks, count, limit):
+    """Add up flags until the run fits: ({field: value} of those that help, peaks with them)."""
+    changes = {}
+    for flag in flags:
+        with_flag = changes | _as_changes(flag, cfg)
+        new_peaks = count(with_flag)
+        helps = _excess(new_peaks, limit) < WORTH_IT * _excess(peaks, limit)
+        # A run that cannot be compiled yet may need this flag and another one.
+        if helps or not (new_peaks or peaks):
+            changes, peaks = with_flag, new_peaks
+        if not _excess(peaks, limit):
+            break
+    return changes, peaks
+
+
+def _smaller_batch(cfg, rows, changes, peaks, count, limit):
+    """Advice for a run that no flags make fit at its batch size: how much is missing, and the
+    largest batch size that fits. changes, peaks: the flags, and the bytes with them. rows: of the
+    batch, on a device.
+    """
+    words = "no flag is enough"
+    if changes:
+        missing = (_largest(peaks) - limit) / 2**30
+        words = f"{_as_flags(changes, peaks)} is {missing:,.4g} GiB too much"
+
+    # A batch of n rows on each device, each row a microbatch.
+    by_rows = {}
+    for n in range(1, rows):
+        smaller = {"batch_size": n * (cfg.batch_size // rows), "micro_batches": n}
+        by_rows[n] = changes | smaller
+    one_row_peaks = count(by_rows[1]) if rows > 1 else {}
+    if _excess(one_row_peaks, limit):
+        return f"{words}, and no batch size is small enough: {MORE_DEVICES}"
+    n, found_peaks = _largest_fitting(by_rows, (1, one_row_peaks), (rows, peaks), count, limit)
+    return f"{words}; with a smaller batch it fits: {_as_flags(by_rows[n], found_peaks)}"
+
+
+def _largest_fitting(changes, fits, too_large, count, limit):
+    """Find the largest size with which a run fits: (size, peaks).
+
+    The bytes of a program are taken to lie on a straight line between a size that fits and one that
+    is too large. The largest size below the crossing of line and limit is counted. If it does not
+    fit, the next line ends there. After N_TRIALS lines the answer is the size known to fit.
+
+    changes: {size: {field: value}} of the sizes to choose from. fits, too_large: (size, peaks).
+    """
+    for _ in range(N_TRIALS):
+        bound = _size_at(limit, fits, too_large)
+        sizes = [n for n in changes if fits[0] < n < too_large[0] and n <= bound]
+        if not sizes:
+            break
+        size = max(sizes)
+        peaks = count(changes[size])
+        if not _excess(peaks, limit):
+            return size, peaks
+        too_large = size, peaks
+    return fits
+
+
+def _size_at(limit, fits, too_large):
+    """The size at which the first program reaches the limit, on a straight line between two sizes;
+    half of the size that is too large, if that cannot be compiled.
+    """
+    low, low_peaks = fits
+    high, high_peaks = too_large
+    bound = high if high_peaks else high / 2
+    for name, n_bytes in high_peaks.items():
+        if n_bytes > limit:
+            growth = n_bytes - low_peaks[name]
+            bound = min(bound, low + (limit - low_peaks[name]) * (high - low) / growth)
+    return bound
+
+
+def _largest(peaks):
+    return max(peaks.values(), default=inf)
+
+
+def _excess(peaks, limit):
+    """Bytes above the limit, of all programs; infinite when they cannot be compiled."""
+    if not peaks:
+        return inf
+    return sum(max(n_bytes - limit, 0) for n_bytes in peaks.values())
+
+
+def _as_changes(flag, cfg):
+    """{field: value} of "--field value"."""
+    name, value = flag.removeprefix("--").split()
+    return {name: type(getattr(cfg, name))(value)}
+
+
+def _as_flags(changes, peaks):
+    """The flags of {field: value}, and how much memory is needed with them."""
+    flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+    return f"{flags} ({_largest(peaks) / 2**30:,.4g} GiB)"
+
+
+# ---- devices
 
 def platform(device):
     """What dtype and attention are chosen by: "cuda" for an NVIDIA GPU of compute capability 8.0 or

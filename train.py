@@ -30,7 +30,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -177,7 +176,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
             observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
-                with explain_memory(run | {"hooks": hooks}):
+                with steplib.explain_memory(partial(suggest, run | {"hooks": hooks})):
                     started = start_run(run, hooks, observers, state, params, began)
                     if not started:
                         step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
@@ -1688,8 +1687,8 @@ def plan(cfg, task=TEXT, hooks=()):
 
 
 def estimate(run, measure=False):
-    """{"flop": {of what: per device and update}, "fits"} of a run, and what count_memory gives, or
-    "fault" in words. measure: as in explain_memory.
+    """{"flop": {of what: per device and update}, "fits"} of a run, and what count_programs gives,
+    or "fault" in words. measure: as in suggest.
     """
     cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}, "peaks": {}}
     if run["task"]["flops"]:
@@ -1697,48 +1696,31 @@ def estimate(run, measure=False):
         n = run["task"]["unit"][1](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     try:
-        with explain_memory(run, measure):
-            cost |= count_memory(run)
-        with explain_memory(run | {"counted": cost}, measure):
-            check_peaks(cost, mesh)
+        with steplib.explain_memory(partial(suggest, run, measure)):
+            cost |= count_programs(run)
+        with steplib.explain_memory(partial(suggest, run | {"counted": cost}, measure)):
+            steplib.check_peaks(cost, mesh)
     except ValueError as e:
         cost["fault"] = str(e)
     return cost | {"fits": "fault" not in cost}
 
 
-def count_memory(run, added=None, options=None):
-    """Of the programs that cfg.mode executes: {"peaks": {program: bytes that a device holds while
-    it runs, the state or, without training, the parameters included}, "memory": memory_by_kind of
-    an update, "programs": compiled, "compiled": the update, "added": as below}.
-
-    added: {program: bytes that it takes beside the state} of the task's own programs, if they have
-    been counted before. options: of the compiler.
+def count_programs(run, added=None, options=None):
+    """count_memory of the programs that cfg.mode executes. added, options: as there; when `added`
+    is given, the task's own programs are not lowered again.
     """
-    cfg, training = run["cfg"], run["cfg"].mode in ("train", "plan")
+    cfg = run["cfg"]
+    training = cfg.mode in ("train", "plan")
+    has_validation = bool(cfg.val_data or cfg.val_frac)
     state, lower, _ = steplib.lower_steps(*program_parts(run))
-    held = state if training else state["params"]
-    programs = {"update": lower["train_step"]} if training else {}
-    if cfg.mode == "eval" or (training and (cfg.val_data or cfg.val_frac)):
-        programs["evaluation"] = lower["eval_step"]
-    programs = {what: lowered() for what, lowered in programs.items()}
+    programs = {}
+    if training:
+        programs["update"] = lower["train_step"]()
+    if cfg.mode == "eval" or (training and has_validation):
+        programs["evaluation"] = lower["eval_step"]()
     if added is None:
         programs |= task_programs(run, state["params"])
-    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
-        compiled = dict(zip(programs, pool.map(lambda each: each.compile(options),
-                                               programs.values()), strict=True))
-    more = {what: steplib.added_bytes(each) for what, each in compiled.items()}
-    own = added if added is not None else {
-        what: more[what] for what in more if what not in ("update", "evaluation")}
-    peaks = {}
-    if "evaluation" in compiled:
-        peaks["evaluation"] = steplib.held_bytes((held, run["batch"])) + more["evaluation"]
-    peaks |= {what: steplib.held_bytes(held) + n for what, n in own.items()}
-    if not training:
-        memory = {"parameters": steplib.held_bytes(held), "total": max(peaks.values(), default=0)}
-        return {"peaks": peaks, "memory": memory, "added": own, "programs": compiled}
-    memory = steplib.memory_by_kind(state, compiled["update"])
-    return {"peaks": {"update": memory["total"]} | peaks, "memory": memory, "added": own,
-            "programs": compiled, "compiled": compiled["update"]}
+    return steplib.count_memory(state, programs, run["batch"], added, options)
 
 
 def task_programs(run, params):
@@ -1784,18 +1766,6 @@ def largest_tensor(params, cfg):
     return changed, jax.lax.with_sharding_constraint(tensor, jax.sharding.PartitionSpec())
 
 
-# How check_fits names a program.
-PROGRAM_NAMES = {"update": "an update", "export": "an export"}
-
-
-def check_peaks(cost, mesh):
-    """Raise MemoryError when the largest program of count_memory does not fit."""
-    if cost["peaks"]:
-        largest = max(cost["peaks"], key=cost["peaks"].get)
-        steplib.check_fits(cost["memory"] | {"total": cost["peaks"][largest]}, mesh,
-                           PROGRAM_NAMES.get(largest, largest))
-
-
 def show_estimate(run, cost):
     say(headline(run) + "; for each device:")
     for what, amount in cost["flop"].items():
@@ -1804,165 +1774,50 @@ def show_estimate(run, cost):
         if kind != "total":
             say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
     for what, n_bytes in cost["peaks"].items():
-        say(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {PROGRAM_NAMES.get(what, what)}")
+        name = steplib.PROGRAM_NAMES.get(what, what)
+        say(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {name}")
     limit = steplib.memory_limit(run["mesh"])
     say(cost.get("fault") or (f"fits in {limit / 2**30:,.4g} GiB" if limit else
                               "whether it fits is not known, as this device's memory is not"))
 
 
-@contextlib.contextmanager
-def explain_memory(run, measure=True):
-    """Turn an error of memory, when compiling or running, into a ValueError that says what to
-    change. measure: also find the flags with which the run would fit.
+def suggest(run, measure=True):
+    """Advice on how to make a run fit, the flags that cost the least time first. measure: find out
+    which flags are enough, by compiling.
     """
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as e:
-        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        fault, remedy, *_ = *map(str, e.args), "", ""
-        fault = fault.partition("\n")[0]
-        if not remedy and measure:
-            say("too little memory: compiling what would need less ...")
-            remedy = savings(run)
-        remedy = remedy or ", ".join(memory_flags(run))
-        raise ValueError(f"does not fit: {fault}; to change: {remedy}") from None
-
-
-def memory_flags(run):
-    """Flags that lower the memory of a run, those that cost the least time first, and devices."""
     cfg, mesh = run["cfg"], run["mesh"]
     savers = run["task"]["savers"](cfg, mesh.shape["sp"])
-    return [*steplib.memory_flags(cfg, mesh, savers), MORE_DEVICES]
-
-
-MORE_DEVICES = "more devices along tp or sp"
-
-
-def savings(run):
-    """What to change so that the run fits, in words: flags that are enough together, those that
-    cost the least time first, and a batch size. Compiles at most about a dozen changes.
-    """
-    cfg, mesh = run["cfg"], run["mesh"]
+    flags = steplib.memory_flags(cfg, mesh, savers)
+    if not measure:
+        return ", ".join([*flags, steplib.MORE_DEVICES])
+    say("too little memory: compiling what would need less ...")
     if cfg.mode == "sample":
-        return f"fewer --n_samples or --sample_tokens, or {MORE_DEVICES}"
-    base = run.get("counted") or count_or_none(run) or {"peaks": {}, "added": {}}
-    count, peaks, changes = partial(peaks_with, run, base["added"]), base["peaks"], {}
-    limit, peak = steplib.memory_limit(mesh) or math.inf, largest(peaks)
-    limit = limit if peak > limit else 0.9 * peak  # it ran out although it seemed to fit
+        return f"fewer --n_samples or --sample_tokens, or {steplib.MORE_DEVICES}"
 
-    def excess(peaks):
-        return sum(max(n - limit, 0) for n in peaks.values()) if peaks else math.inf
-
-    # Rows of the batch on a device, and those of a microbatch.
-    rows = cfg.batch_size // math.prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
-    most = rows // cfg.micro_batches
-    flags = [flag for flag in memory_flags(run)[:-1] if "--micro_batches" not in flag]
-    flags += ["--sample_tokens 0"] * ("sampling" in peaks)
-    for flag in [*[f"--micro_batches {rows}"] * (most > 1), *flags]:
-        found = count(changes | as_changes(flag, cfg))
-        if not (found or peaks) or excess(found) < 0.99 * excess(peaks):
-            changes, peaks = changes | as_changes(flag, cfg), found
-        if not excess(peaks):
-            break
-    if excess(peaks):
-        return least_memory(cfg, changes, peaks, rows, limit, count)
-    if "micro_batches" not in changes:
-        return as_flags(changes, peaks)
-    # Fewer microbatches, which take less time, may be enough.
-    others = {name: x for name, x in changes.items() if name != "micro_batches"}
-    known = {1: peaks, most: count(others) if others else base["peaks"]}
-    if not excess(known[most]):
-        return as_flags(others, known[most])
-
-    def in_microbatches(n): return changes | {"micro_batches": rows // n}
-    n, peaks = largest_fitting([n for n in range(2, most) if rows % n == 0],
-                               lambda n: count(in_microbatches(n)), known, limit) or (1, peaks)
-    words = as_flags(in_microbatches(n), peaks)
-    if others:
-        return words
-    unit = cfg.batch_size // most
-    smaller = largest_fitting(range(2, most), lambda n: count({"batch_size": n * unit}), known,
-                              limit)
-    if not smaller:
-        return words
-    return f"{words}, or {as_flags({'batch_size': smaller[0] * unit}, smaller[1])}"
-
-
-def least_memory(cfg, changes, peaks, rows, limit, count):
-    """Words for when no flags are enough at this batch size: how much is missing, and the largest
-    batch size with which they are enough. changes: the flags. peaks: with them. rows: of the batch,
-    on a device.
-    """
-    words, unit = "no flag is enough", cfg.batch_size // rows
-    if changes:
-        missing = (largest(peaks) - limit) / 2**30
-        words = f"{as_flags(changes, peaks)} is {missing:,.4g} GiB too much"
-
-    def smaller(n):  # rows, each of them a microbatch
-        return changes | {"batch_size": n * unit, "micro_batches": n}
-
-    first = count(smaller(1)) if rows > 1 else {}
-    if largest(first) > limit:
-        return f"{words}, and no batch size is small enough: {MORE_DEVICES}"
-    n, peaks = largest_fitting(range(2, rows), lambda n: count(smaller(n)),
-                               {1: first, rows: peaks}, limit) or (1, first)
-    return f"{words}; with a smaller batch it fits: {as_flags(smaller(n), peaks)}"
-
-
-def largest_fitting(sizes, count, known, limit):
-    """(size, peaks) of the largest of `sizes` whose peaks, {program: bytes}, are within the limit
-    by a straight line between those known, {size: peaks}, if count(size) confirms it: the smallest
-    size known is within the limit, the largest is not. None after three that were not confirmed.
-    """
-    known = dict(known)
-    for _ in range(3):
-        low = max(n for n in known if largest(known[n]) <= limit)
-        high = min(n for n in known if n > low)
-        grown = {what: n_bytes - known[low][what] for what, n_bytes in known[high].items()
-                 if n_bytes > limit}
-        bounds = [low + (limit - known[low][what]) * (high - low) / grown[what] for what in grown]
-        fitting = [n for n in sizes if low < n < high and n <= min(bounds, default=high / 2)]
-        if not fitting:
-            return None
-        size = max(fitting)
-        known[size] = count(size)
-        if largest(known[size]) <= limit:
-            return size, known[size]
-    return None
-
-
-def largest(peaks):
-    return max(peaks.values(), default=math.inf)
-
-
-def count_or_none(run, added=None, options=None):
-    """count_memory, or None when the run cannot be compiled."""
-    with contextlib.suppress(ValueError, MemoryError, jax.errors.JaxRuntimeError):
-        return count_memory(run, added, options)
+    # The run as it is. A plan has counted it already.
+    counted = run.get("counted") or steplib.count_or_none(partial(count_programs, run))
+    if not counted:
+        counted = {"peaks": {}, "added": {}}
+    if "sampling" in counted["peaks"]:
+        flags.append("--sample_tokens 0")
+    count = partial(peaks_with, run, counted["added"])
+    return steplib.savings(cfg, mesh, flags, counted["peaks"], count)
 
 
 def peaks_with(run, added, changes):
-    """{program: bytes} of the run with some fields changed; {} when it cannot be compiled."""
+    """{program: bytes} of the run with some fields changed; {} when it cannot be compiled. added:
+    as in count_memory.
+    """
     cfg = dataclasses.replace(run["cfg"], **{"epochs": 0.0} | changes)  # steps is worked out
     added = {what: n for what, n in added.items() if what != "sampling" or cfg.sample_tokens}
     devices = [*run["mesh"].devices.flat]
-    quick = {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else None
-    with contextlib.suppress(ValueError):  # of a change that is not legal
+    try:
         changed = prepare(cfg, run["task"], devices) | {"hooks": run.get("hooks", ())}
-        return (count_or_none(changed, added, quick) or {"peaks": {}})["peaks"]
-    return {}
-
-
-def as_changes(flag, cfg):
-    """{field: value} of "--field value"."""
-    name, value = flag.removeprefix("--").split()
-    return {name: type(getattr(cfg, name))(value)}
-
-
-def as_flags(changes, peaks):
-    flags = " ".join(f"--{name} {value}" for name, value in changes.items())
-    return f"{flags} ({largest(peaks) / 2**30:,.4g} GiB)"
+    except ValueError:  # the change is not legal
+        return {}
+    options = steplib.quick_options(devices[0])
+    counted = steplib.count_or_none(partial(count_programs, changed, added, options))
+    return counted["peaks"] if counted else {}
 
 
 # Without a loop: evaluate or sample what was saved.
@@ -1990,9 +1845,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
     like, *_ = steplib.lower_steps(*program_parts(run))
-    with explain_memory(run):
-        cost = count_memory(run)
-        check_peaks(cost, run["mesh"])
+    with steplib.explain_memory(partial(suggest, run)):
+        cost = count_programs(run)
+        steplib.check_peaks(cost, run["mesh"])
     if given is not None:
         step = 0 if state is None else int(state["step"])
         params = place_params(given, like["params"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """step.py against NumPy's AdamW, optax's schedules, and itself over every mesh of eight devices."""
 import dataclasses
+import re
 import types
 from functools import cache, partial
 from itertools import product
@@ -1345,6 +1346,217 @@ def test_flags_that_save_memory_are_legal(flags, listed):
         changed = config.parse([*argv, *flag.split()])
         config.validate(changed, 8, task_faults=config.text_faults)
         assert changed != config.parse(argv)
+
+
+# For the search for flags with which a run fits, where nothing is compiled: a batch of 24 rows on
+# each of eight devices.
+SEARCHED = config.Config(batch_size=192, fsdp=8, dp=1)
+ALL_FLAGS = ("--micro_batches 2", "--remat full", "--mlp_tiles 8", "--moments_on host")
+
+
+def made_up_peaks(changes, per_row=0):
+    """{program: bytes} of a step: 1000 for the state, or 500 with moments in host memory; for each
+    row of a microbatch 100, or 40 in tiles; per_row for each row of the batch. --remat has no
+    effect.
+    """
+    cfg = dataclasses.replace(SEARCHED, **changes)
+    state_bytes = {"device": 1000, "host": 500}[cfg.moments_on]
+    row_bytes = 100 if cfg.mlp_tiles == 1 else 40
+    rows = cfg.batch_size // 8
+    update = state_bytes + row_bytes * (rows // cfg.micro_batches) + per_row * rows
+    return {"update": update, "evaluation": state_bytes}
+
+
+def suggestion(monkeypatch, limit, flags=ALL_FLAGS, count=made_up_peaks):
+    """The advice for a device of `limit` bytes; the search may count at most 12 changes."""
+    counted = []
+
+    def count_and_note(changes):
+        counted.append(changes)
+        return count(changes)
+
+    monkeypatch.setattr(step, "memory_limit", lambda mesh: limit)
+    mesh = step.make_mesh(SEARCHED)
+    words = step.savings(SEARCHED, mesh, flags, count({}), count_and_note)
+    assert len(counted) <= 12
+    return words
+
+
+def fields_of(words):
+    """{field: value} of the flags in an advice."""
+    pairs = re.findall(r"--(\w+) (\w+)", words)
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+@pytest.mark.parametrize("limit", [1100, 1199, 1250, 1300, 1799, 1800, 2200, 3300, 3399])
+def test_the_largest_microbatch_and_batch_that_fit_are_named(monkeypatch, limit):
+    """Both are those of an exhaustive search: the fewest microbatches that fit, and the largest
+    batch that fits without more microbatches, if it has more than one row on a device.
+
+    Break: step.py: (limit - low_peaks[name]) * (high - low) / growth => (high - low) / 2
+    """
+    words = suggestion(monkeypatch, limit, ["--micro_batches 2"])
+    microbatches, _, batch = words.partition(", or ")
+    divisors = [n for n in range(1, 25) if 24 % n == 0]
+    fewest = min(n for n in divisors if made_up_peaks({"micro_batches": n})["update"] <= limit)
+    assert fields_of(microbatches) == {"micro_batches": fewest}
+    sizes = range(8, 193, 8)
+    largest = max(n for n in sizes if made_up_peaks({"batch_size": n})["update"] <= limit)
+    assert fields_of(batch) == ({"batch_size": largest} if largest > 8 else {})
+
+
+@pytest.mark.parametrize("limit, flags, expected", [
+    (1099, ALL_FLAGS, {"micro_batches": 12, "mlp_tiles": 8}),
+    (1040, ALL_FLAGS, {"micro_batches": 24, "mlp_tiles": 8}),
+    (1039, ALL_FLAGS, {"micro_batches": 2, "mlp_tiles": 8, "moments_on": "host"}),
+    (540, ALL_FLAGS, {"micro_batches": 24, "mlp_tiles": 8, "moments_on": "host"}),
+    (1099, ALL_FLAGS[:1] + ALL_FLAGS[3:], {"micro_batches": 6, "moments_on": "host"})])
+def test_only_flags_that_help_are_named(monkeypatch, limit, flags, expected):
+    """Flags are added in their order until the run fits: not the one without effect, and as few
+    microbatches as they allow.
+
+    Break: step.py: if helps or not (new_peaks or peaks): => if True:
+    """
+    words = suggestion(monkeypatch, limit, flags)
+    assert fields_of(words) == expected
+    needed = made_up_peaks(expected)["update"]
+    assert words.endswith(f" ({needed / 2**30:,.4g} GiB)") and needed <= limit
+
+
+def test_microbatches_are_dropped_when_other_flags_are_enough(monkeypatch):
+    """With 10 bytes for each row, microbatches save less than moments in host memory, which alone
+    are enough.
+
+    Break: step.py: if not _excess(unsplit_peaks, limit): => if False:
+    """
+    def count(changes):
+        cfg = dataclasses.replace(SEARCHED, **changes)
+        state_bytes = {"device": 1000, "host": 500}[cfg.moments_on]
+        return {"update": state_bytes + 10 * 24 // cfg.micro_batches}
+
+    words = suggestion(monkeypatch, 900, count=count)
+    assert fields_of(words) == {"moments_on": "host"}
+
+
+def test_a_smaller_batch_is_named_when_flags_are_not_enough(monkeypatch):
+    """With 10 bytes for each row of the batch, and the other flags: the largest batch of an
+    exhaustive search, and how much is missing at the given size. Below one row, more devices.
+
+    Break: step.py: "micro_batches": n} => "micro_batches": 1}
+    """
+    count = partial(made_up_peaks, per_row=10)
+    flags = {"mlp_tiles": 8, "moments_on": "host"}
+    words = suggestion(monkeypatch, 700, count=count)
+    all_flags, _, smaller = words.partition("; with a smaller batch it fits: ")
+    missing = count({**flags, "micro_batches": 24})["update"] - 700
+    assert f" is {missing / 2**30:,.4g} GiB too much" in all_flags
+    batches = [{"batch_size": 8 * n, "micro_batches": n} for n in range(1, 25)]
+    fitting = [batch for batch in batches if count(flags | batch)["update"] <= 700]
+    assert fields_of(smaller) == flags | fitting[-1]
+    assert suggestion(monkeypatch, 549, count=count).endswith(
+        "and no batch size is small enough: more devices along tp or sp")
+    assert suggestion(monkeypatch, 900, ["--remat full"], lambda changes: {"update": 1000}) == (
+        "no flag is enough, and no batch size is small enough: more devices along tp or sp")
+
+
+def test_flags_are_combined_until_a_run_compiles(monkeypatch):
+    """Where only two flags together can be compiled, neither is dropped.
+
+    Break: step.py: if helps or not (new_peaks or peaks): => if helps:
+    """
+    def count(changes):
+        cfg = dataclasses.replace(SEARCHED, **changes)
+        compiles = cfg.mlp_tiles == 8 and cfg.micro_batches > 1
+        return made_up_peaks(changes) if compiles else {}
+
+    words = suggestion(monkeypatch, 1400, ["--micro_batches 2", "--mlp_tiles 8"], count)
+    assert fields_of(words) == {"micro_batches": 3, "mlp_tiles": 8}
+
+
+@pytest.mark.parametrize("limit", [10000, None])
+def test_a_run_that_seemed_to_fit_saves_a_tenth(monkeypatch, limit):
+    """Also on a device of unknown memory: of 3400 bytes, 3060 may stay.
+
+    Break: step.py: else 0.9 * peak => else peak
+    """
+    words = suggestion(monkeypatch, limit, ["--micro_batches 2"])
+    assert fields_of(words) == {"micro_batches": 2, "batch_size": 160}
+
+
+def test_three_sizes_are_tried():
+    """Between 1 and 100, under a limit that is the bytes of 25. Where bytes grow ever faster, the
+    first size fits. Where they grow ever slower, each size that does not fit ends the next line,
+    and after three the answer is the size known to fit.
+
+    Break: step.py: too_large = size, peaks => pass
+    """
+    changes = {n: {"rows": n} for n in range(1, 101)}
+
+    def search(bytes_of):
+        counted = []
+
+        def count(changes):
+            counted.append(changes["rows"])
+            return {"update": bytes_of(changes["rows"])}
+
+        ends = [(n, {"update": bytes_of(n)}) for n in (1, 100)]
+        found = step._largest_fitting(changes, *ends, count, bytes_of(25))
+        assert found[1] == {"update": bytes_of(found[0])}
+        return found[0], counted
+
+    assert search(lambda n: n) == (25, [25])
+    assert search(lambda n: n**2) == (7, [7])  # 1 + 624 * 99 / 9999 = 7.2
+    size, counted = search(lambda n: n**0.5)
+    assert size == 1 and len(counted) == 3 and counted[0] == 45  # 1 + 4 * 99 / 9 = 45
+    assert counted[0] > counted[1] > counted[2] > 25
+
+
+def test_a_size_that_cannot_be_compiled_is_halved():
+    """From 100 rows, which cannot be compiled, and 50, which cannot either, to 25, which can.
+
+    Break: step.py: bound = high if high_peaks else high / 2 => bound = high
+    """
+    changes = {n: {"rows": n} for n in range(1, 101)}
+    known = (1, {"update": 1}), (100, {})
+    found = step._largest_fitting(
+        changes, *known, lambda change: {"update": 5} if change["rows"] < 50 else {}, 10)
+    assert found == (25, {"update": 5})
+
+
+def test_lack_of_memory_is_explained():
+    """The error's own advice is used; without it, the one that is asked for; other errors pass.
+
+    Break: step.py: advice = str(e.args[1]) => advice = ""
+    """
+    def explained(error, suggest):
+        with step.explain_memory(suggest):
+            raise error
+
+    with pytest.raises(ValueError, match="^does not fit: too large; to change: more devices$"):
+        explained(MemoryError("too large", "more devices"), lambda: pytest.fail("not needed"))
+    out_of_memory = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes\nand a long report")
+    with pytest.raises(ValueError, match="^does not fit: RESOURCE_EXHAUSTED: 9 bytes; .*: less$"):
+        explained(out_of_memory, lambda: "less")
+    for other in (jax.errors.JaxRuntimeError("INTERNAL: broken"), KeyError("name")):
+        with pytest.raises(type(other), match=r"broken|name"):
+            explained(other, lambda: pytest.fail("not needed"))
+
+
+def test_the_largest_program_is_checked(monkeypatch):
+    """A sample that needs more than an update is named when it does not fit; without programs
+    nothing is checked.
+
+    Break: step.py: name = max(peaks, key=peaks.get) => name = min(peaks, key=peaks.get)
+    """
+    monkeypatch.setattr(step, "memory_limit", lambda mesh: 2**30)
+    memory = {"parameters": 2**20, "total": 2**29}
+    peaks = {"update": 2**29, "sampling": 2**30}
+    step.check_peaks({"memory": memory, "peaks": peaks}, None)
+    with pytest.raises(MemoryError, match="^sampling needs 2 GiB on each device, which has 1 GiB$"):
+        step.check_peaks({"memory": memory, "peaks": peaks | {"sampling": 2**31}}, None)
+    with pytest.raises(MemoryError, match="^an update needs 4 GiB"):
+        step.check_peaks({"memory": memory, "peaks": peaks | {"update": 2**32}}, None)
+    step.check_peaks({"memory": memory, "peaks": {}}, None)
 
 
 @pytest.mark.parametrize("vendor, flags, on_cpu", [

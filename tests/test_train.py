@@ -3744,7 +3744,7 @@ def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
     the flag that helps and without the one that does not. What is printed fits when it is applied,
     and does not without the last flag, or with fewer microbatches.
 
-    Break: train.py: excess(found) < 0.99 * excess(peaks) => excess(found) <= excess(peaks)
+    Break: step.py: < WORTH_IT * _excess(peaks, limit) => <= _excess(peaks, limit)
     """
     cfg = tiny(batch_size=96, dp=1, mode="plan")
     whole, rows, least = (planned(cfg, **changes)["peaks"]["update"] for changes in (
@@ -3775,7 +3775,7 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
     they are; a limit below any batch's asks for more devices; one below the state says at once
     what alone would help.
 
-    Break: train.py: missing = (largest(peaks) - limit) / 2**30 => missing = largest(peaks) / 2**30
+    Break: step.py: missing = (_largest(peaks) - limit) / => missing = _largest(peaks) /
     """
     cfg = tiny(batch_size=512, dp=1, mode="plan")
     least = planned(cfg, micro_batches=512, mlp_tiles=8)["peaks"]["update"]
@@ -3801,12 +3801,12 @@ def test_a_plan_counts_every_program(tiny):
     tokens beside a sample, if one is made; the state and the largest tensor beside an export, with
     LoRA also the merged weights. A mode without training holds the parameters alone.
 
-    Break: train.py: held = state if training else state["params"] => held = state["params"]
+    Break: step.py: held = state if training else state["params"] => held = state["params"]
     """
     cfg = tiny(mode="plan", dp=1, export=str(Path(tiny().out_dir) / "hf"), vocab_size=1024)
 
     def counted(**changes):
-        return train.count_memory(train.prepare(
+        return train.count_programs(train.prepare(
             dataclasses.replace(cfg, **changes), devices=jax.devices()[:1]))
 
     cost = counted(sample_tokens=100, n_samples=3)
@@ -3856,14 +3856,14 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
     """With a byte too few for an evaluation or a sample beside the parameters, before these are
     read; with as many as they need both run, though a step would need more.
 
-    Break: train.py: check_peaks(cost, run["mesh"]) => pass
+    Break: train.py: steplib.check_peaks(cost, run["mesh"]) => pass
     """
     cfg = tiny(steps=1, dp=1, fsdp=-1, batch_size=16, sample_tokens=4)
     train.main(cfg)
     for mode, words in (("eval", "does not fit: evaluation needs .*; to change: "),
                         ("sample", "does not fit: sampling needs .* fewer --n_samples or ")):
         alone = dataclasses.replace(cfg, mode=mode)
-        needed = max(train.count_memory(train.prepare(alone))["peaks"].values())
+        needed = max(train.count_programs(train.prepare(alone))["peaks"].values())
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, needed=needed: needed)
         assert train.main(alone)["exit_code"] == 0
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, needed=needed: needed - 1)
@@ -4255,7 +4255,7 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
     """A real process whose address space is too small for the first update, though large enough to
     compile: one sentence, flags that need less, exit code 2, and an "error" row.
 
-    Break: train.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
+    Break: step.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
     """
     cfg = tiny(batch_size=512, seq_len=256, eval_every=0)
     hook = Path(cfg.out_dir + "_hook.py")
