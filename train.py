@@ -2061,10 +2061,7 @@ def join_processes(cfg):
     if not cfg.coordinator:
         return
     config.validate(cfg, None)
-    auto = cfg.coordinator == "auto"
-    place = () if auto else (cfg.coordinator, cfg.n_processes, cfg.process_id)
-    print(f"meeting the other processes ({cfg.coordinator}) ...", file=sys.stderr, flush=True)
-    jax.distributed.initialize(*place)
+    steplib.join_processes(cfg.coordinator, cfg.n_processes, cfg.process_id)
     alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
     mine = json.loads(config.to_json(alike))
     others = ckpt.from_main(lambda: mine)
@@ -2085,76 +2082,15 @@ def end_observed(run, observers, error):
     run["beat"](fault=words.splitlines()[0][:500])
 
 
-SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
-
-
 def watch_peers(cfg, observers):
-    """beat(**changes), which notes what this process is "doing" and at which "step"; also "fault",
-    why it ends, or that it is "done". A thread shows that in out_dir/.alive every second, looks at
-    the others, and ends this process once another has ended, is silent, or none gets any further.
-
-    A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
+    """Start the heartbeats of this run, in out_dir/.alive. Observers get a death as an "error".
     """
-    if jax.process_count() == 1 or not cfg.peer_timeout_s:
-        return lambda **changes: None
-    start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
-    except OSError:  # only process 0 needs it
-        return lambda **changes: None
-    name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})"
-    mine = {"name": name, "start": start, "n": 0, "told": 0}
-    signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+    token = ckpt.from_main(lambda: os.urandom(4).hex())
 
-    def tell():
-        mine["told"] += 1
-        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
-            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
+    def on_death(text):
+        notify(observers, "error", {"error": text})
 
-    def beat(**changes):
-        mine.update({"n": mine["n"] + 1} | changes)
-        if {"fault", "done"} & changes.keys():
-            tell()
-
-    def watch():
-        while not {"fault", "done"} & mine.keys():
-            tell()
-            now = time.monotonic()
-            for rank in range(jax.process_count()):
-                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-                    new = json.loads((folder / str(rank)).read_text())
-                    old, _, moved = signs.get(rank, ({}, 0, 0))
-                    if new["start"] == start and new != old:
-                        signs[rank] = new, now, moved if new["n"] == old.get("n") else now
-            silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
-            if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
-                beat(fault=words)
-                print(f"{name} ends: {words}", file=sys.stderr, flush=True)
-                notify(observers, "error", {"error": words})
-                time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
-                os._exit(1)
-            time.sleep(min(1, silent_s / 3))
-
-    threading.Thread(target=watch, daemon=True).start()
-    return beat
-
-
-def peer_fault(signs, now, timeout_s, silent_s):
-    """Why to end a run, which process is at fault and how, or None. signs: (sign of life, when it
-    was heard of, when it last did something) of each process.
-    """
-    for sign, heard, _ in signs:
-        if "fault" in sign:
-            return f"{sign['name']} has ended: {sign['fault']}"
-        if now - heard > silent_s and "done" not in sign:
-            return (f"{sign['name']} has given no sign of life for {now - heard:.0f} s: it is "
-                    "dead, stopped or cut off")
-    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs):
-        last = min((sign for sign, *_ in signs), key=lambda sign: sign["n"])
-        return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
-                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
-    return None
+    return steplib.watch_peers(Path(cfg.out_dir, ".alive"), token, cfg.peer_timeout_s, on_death)
 
 
 # The command line.

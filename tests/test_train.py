@@ -927,7 +927,7 @@ def test_a_task_is_told_its_platform(
 def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
     """By the address and the numbers given, or by what jax.distributed finds out itself.
 
-    Break: train.py: auto = cfg.coordinator == "auto" => auto = False
+    Break: step.py: if coordinator == "auto": => if False:
     """
     asked = []
 
@@ -1188,15 +1188,15 @@ def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, mo
     codes, heard, cfg = [], [], tiny()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(ckpt, "from_main", lambda make: make())
-    monkeypatch.setattr(train, "is_main", lambda: False)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for the others
     monkeypatch.setattr(os, "_exit", codes.append)
     train.watch_peers(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
-    own = Path(cfg.out_dir, ".alive/0")
+    own = Path(cfg.out_dir, ".alive/1")
     wait_for(lambda: own.exists() and own.read_text())
-    peer = json.loads(own.read_text()) | {"name": "process 1", "fault": "its disk is gone"}
-    Path(cfg.out_dir, ".alive/1").write_text(json.dumps(peer))
+    peer = json.loads(own.read_text()) | {"name": "process 0", "fault": "its disk is gone"}
+    Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
     wait_for(lambda: codes)
-    assert codes == [1] and heard == [{"error": "process 1 has ended: its disk is gone"}]
+    assert codes == [1] and heard == [{"error": "process 0 has ended: its disk is gone"}]
 
 
 def test_a_log_goes_on_where_the_run_does(tmp_path):
@@ -4188,14 +4188,17 @@ def test_which_process_ends_a_run():
     """One that says so, one that is silent, and of those that all wait the one furthest behind;
     one that is done is none of them.
 
-    Break: train.py: key=lambda sign: sign["n"] => key=lambda sign: -sign["n"]
+    Break: step.py: key=lambda sign: sign["n"] => key=lambda sign: -sign["n"]
     """
     def fault(*changes):
         """Three processes at time 100 that were heard of and got further at 99."""
-        signs = [({"name": f"process {rank}", "n": 9, "doing": "step", "step": 5}
-                  | dict(change.get("sign", {})), change.get("heard", 99),
-                  change.get("moved", 99)) for rank, change in enumerate(changes)]
-        return train.peer_fault(signs, 100, timeout_s=20, silent_s=3)
+        peers = []
+        for rank, change in enumerate(changes):
+            sign = {"name": f"process {rank}", "n": 9, "doing": "step", "step": 5}
+            peers.append({"sign": sign | change.get("sign", {}),
+                          "heard_at": change.get("heard", 99),
+                          "moved_at": change.get("moved", 99)})
+        return steplib.peer_fault(peers, 100, timeout_s=20, silent_s=3)
 
     assert fault({}, {}, {}) is None
     assert fault({}, {"sign": {"fault": "OSError: no"}}, {}) == (
@@ -4234,7 +4237,7 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
     code 1 and words that name it, its host and its number there; what was saved stays.
 
-    Break: train.py: os.pwrite(file, json => (file, json
+    Break: step.py: os.pwrite(file, sign, 0) => (file, sign, 0)
     """
     cfg = tiny(steps=10**6, batch_size=6, dp=n, save_every=2, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
@@ -4272,7 +4275,7 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
 def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
     """With no limit of its own the run waits SILENT_S, neither less nor for ever.
 
-    Break: train.py: SIGN_BYTES, SILENT_S = 4096, 30 => SIGN_BYTES, SILENT_S = 4096, 5
+    Break: step.py: SILENT_S = 30 => SILENT_S = 5
     """
     cfg = tiny(steps=10**6, dp=2, save_every=2, eval_every=0)
     (main, log), (stopped, _) = two(cfg)
