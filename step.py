@@ -583,6 +583,39 @@ def peer_fault(peers, now, timeout_s, silent_s):
     return None
 
 
+# ---- profiler
+
+def tracing(first, last, folder, log=print):
+    """observe(event, row), which traces updates first to last into the folder: time as an XPlane
+    (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; memory once more on a failure.
+
+    first: counted from 1; 0 for no trace.
+    """
+    traced = 0  # the newest update in the trace that runs
+
+    def observe(event, row):
+        nonlocal traced
+        if not first:
+            return
+        # Start as the first update is dispatched.
+        if event == "dispatch" and first <= row["step"] <= last:
+            if not traced:
+                jax.profiler.start_trace(folder)
+            traced = row["step"]
+        # Stop once the last update is done, or the run.
+        is_done = event in ("stop", "error") or (event == "step" and row["step"] >= last)
+        if traced and is_done:
+            jax.profiler.stop_trace()
+            jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
+            log(f"traced updates {first} to {traced} into {folder}")
+            traced = 0
+        if event == "error":
+            folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
+
+    return observe
+
+
 # ---- digest of the state
 
 def digest_sums(state):

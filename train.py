@@ -937,28 +937,9 @@ def show_texts(texts):
 
 
 def tracing(cfg):
-    """Trace updates first:last of cfg.profile into out_dir/profile: time as an XPlane
-    (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; memory once more on a failure.
-    """
-    (first, last), folder = config.profile_span(cfg), Path(cfg.out_dir) / "profile"
-    traced = 0  # the newest update in the trace that runs
-
-    def observe(event, row):
-        nonlocal traced
-        if event == "dispatch" and first <= row["step"] <= last:
-            if not traced:
-                jax.profiler.start_trace(folder)
-            traced = row["step"]
-        if traced and (event in ("stop", "error") or (event == "step" and row["step"] >= last)):
-            jax.profiler.stop_trace()
-            jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
-            say(f"traced updates {first} to {traced} into {folder}")
-            traced = 0
-        if event == "error":
-            folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
-
-    return observe if first else lambda event, row: None
+    """Trace updates first:last of cfg.profile into out_dir/profile."""
+    first, last = config.profile_span(cfg)
+    return steplib.tracing(first, last, Path(cfg.out_dir) / "profile", say)
 
 
 def plot(cfg):

@@ -1001,7 +1001,7 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
     """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
     in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
 
-    Break: train.py: and first <= row["step"] <= last: => and row["step"] == last:
+    Break: step.py: and first <= row["step"] <= last: => and row["step"] == last:
     """
     train.main(tiny(steps=8, profile="3:5", eval_every=0, save_every=0))
     folder = Path(tiny().out_dir) / "profile"
@@ -1025,7 +1025,7 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
     """It starts as the first is dispatched and stops once the last is done, or the run; memory is
     written then, and after a failure whether or not it was running.
 
-    Break: train.py: if not traced: => if True:
+    Break: step.py: if not traced: => if True:
     """
     calls = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
