@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import mesh_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -614,6 +615,40 @@ def tracing(first, last, folder, log=print):
             jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
 
     return observe
+
+
+# ---- utilization
+
+def utilization(flops, recomputed, units_per_s, n_devices, peak_tflops):
+    """{"model_tflops_per_device", "mfu", "hardware_tflops_per_device", "hfu"} of a run.
+
+    flops: of the model for one unit (a token, an example). recomputed: those that remat computes
+    again; only the hardware figures count them. peak_tflops: of one device, or None when it is not
+    known. mfu and hfu are fractions of this peak, or None.
+    """
+    scale = units_per_s / n_devices / 1e12
+    model_tflops = flops * scale
+    hardware_tflops = (flops + recomputed) * scale
+    mfu, hfu = None, None
+    if peak_tflops:
+        mfu = model_tflops / peak_tflops
+        hfu = hardware_tflops / peak_tflops
+    return {"model_tflops_per_device": model_tflops, "mfu": mfu,
+            "hardware_tflops_per_device": hardware_tflops, "hfu": hfu}
+
+
+# ---- compilation cache
+
+def keep_programs(folder):
+    """Have JAX keep compiled programs in this folder; "" for none. Raises OSError when the folder
+    cannot be made.
+    """
+    if folder:
+        folder = os.path.abspath(os.path.expanduser(folder))
+        os.makedirs(folder, exist_ok=True)
+    compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
+    jax.config.update("jax_compilation_cache_dir", folder or None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 # ---- digest of the state

@@ -52,7 +52,6 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 import ckpt
@@ -1147,12 +1146,8 @@ def rates(run, step, clock, means):
         1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if run["task"]["flops"]:
         flops, recomputed, _ = run["task"]["flops"](cfg, means)  # of one unit
-        peak = steplib.peaks(jax.devices()[0].device_kind)[0]  # TFLOP/s of a device
-        scale = per_s / jax.device_count() / 1e12
-        row |= {"model_tflops_per_device": flops * scale,
-                "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
-                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
-                "hfu": peak and (flops + recomputed) * scale / peak}
+        peak_tflops, _ = steplib.peaks(jax.devices()[0].device_kind)
+        row |= steplib.utilization(flops, recomputed, per_s, jax.device_count(), peak_tflops)
     return row
 
 
@@ -1181,18 +1176,14 @@ def keep_programs(cfg):
     """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
     a notice.
     """
-    folder = cfg.cache_dir and os.path.abspath(os.path.expanduser(cfg.cache_dir))
     try:
-        folder and os.makedirs(folder, exist_ok=True)
+        steplib.keep_programs(cfg.cache_dir)
     except OSError as e:
         fault = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
         if cfg.cache_dir != config.Config.cache_dir:
             raise ValueError(f"{fault}; choose another, or '' for none") from None
         say(f"{fault}; compiled programs are not kept between runs")
-        folder = ""
-    compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
-    jax.config.update("jax_compilation_cache_dir", folder or None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        steplib.keep_programs("")
 
 
 @contextlib.contextmanager

@@ -209,7 +209,7 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     a clock that this test moves; on 8 devices of 2 TFLOP/s. Two epochs and a bit set the steps; the
     same command again says how to go further by epochs.
 
-    Break: train.py: scale = per_s / jax.device_count() / 1e12 => scale = per_s / 1e12
+    Break: step.py: scale = units_per_s / n_devices / 1e12 => scale = units_per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
@@ -1897,7 +1897,7 @@ def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
     resets = []
-    monkeypatch.setattr(train.compilation_cache, "reset_cache", lambda: resets.append(1))
+    monkeypatch.setattr(steplib.compilation_cache, "reset_cache", lambda: resets.append(1))
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in 2 * ["~/some/cache"]:
         train.keep_programs(tiny(cache_dir=folder))
