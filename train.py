@@ -135,7 +135,8 @@ def prepare(cfg, task=TEXT, devices=None):
     config.raise_all([
         f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
-    table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
+    table = model.grouped(task["table"](cfg), cfg, config.number)
+    mesh = steplib.make_mesh(cfg, devices)
     config.raise_all([fault for name, row in table.items() for fault in config.key_faults(
         f"table: {name}: ", row, ROW_KEYS, ("shape", "spec", "init"))] or [
         not any(row.get("trained", True) for row in table.values())
@@ -236,7 +237,7 @@ def start_run(run, hooks, observers, state, params, began):
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
     run |= {"meta": describe(run, meta, sources), "emit": make_emit(run, observers, clock)}
-    if changes := changes_since(meta, run["meta"]):
+    if changes := config.changes_since(meta, run["meta"]):
         say(f"since the checkpoint: {'; '.join(changes)}. The run continues, but equal to one "
             "without this change only to rounding")
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
@@ -441,20 +442,6 @@ def open_data(task, cfg, parts):
     opened = task["open"](cfg, parts)
     config.raise_all(config.key_faults("open: ", opened, ("train", "val")), "task")
     return {"train": None, "val": None} | opened
-
-
-def grouped(table, cfg):
-    """The table, with what lr_mult, decay_mult, optimizers and freeze say of some of its rows; of
-    several that match a parameter the last holds.
-    """
-    kinds = {"lr_mult": config.number, "decay_mult": config.number, "optimizers": str}
-    for field, convert in kinds.items():
-        for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
-            for name in model.matching(field, (pattern,), table):
-                table[name] = table[name] | {field.removesuffix("s"): convert(value)}
-    for name in model.matching("freeze", cfg.freeze, table):
-        table[name] = table[name] | {"trained": False}
-    return table
 
 
 def program_parts(run):
@@ -1112,19 +1099,6 @@ def describe(run, meta, sources):
     return row
 
 
-def changes_since(meta, now):
-    """What differs between the software and machine of a checkpoint and those of this process, each
-    in words: with any of it, a resumed run need not be bit-identical. Both as `describe` gives.
-    """
-    changes = []
-    for part in ("versions", "machine"):
-        saved = meta.get(part, {})
-        for name, value in now[part].items():
-            if name in saved and saved[name] != value:
-                changes.append(f"{name} was {saved[name] or 'empty'}, is {value or 'empty'}")
-    return changes
-
-
 def rates(run, step, clock, means):
     """What a log row says of progress, speed and memory: unit and formula stand beside each. None
     where the device's peak rate is not known.
@@ -1429,21 +1403,15 @@ def open_source(run, source):
         raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                          "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
                          "downloaded")
+    faults = []
+    if source["strict"]:
+        faults = config.other_model(meta.get("config", {}), vars(cfg))
     return source | {
         "names": {name.removeprefix("params/"): layout["shape"]
                   for name, layout in meta["arrays"].items() if name.startswith("params/")},
         "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
         "about": f"{path} at step {step} of run {meta.get('run_id')}",
-        "faults": other_model(cfg, meta) if source["strict"] else []}
-
-
-def other_model(cfg, meta):
-    """Faults, in words: what would make another model of the parameters of a checkpoint."""
-    then, now = meta.get("config", {}), vars(cfg)
-    alike = [*config.FORWARD, *["lora_alpha"] * bool(then.get("lora_rank"))]
-    return [f"{name} is {then[name]!r} there, {now[name]!r} here (on purpose: --allow_change "
-            f"{name})" for name in alike
-            if name not in cfg.allow_change and then.get(name, now[name]) != now[name]]
+        "faults": faults}
 
 
 # Weights in Hugging Face's format.
@@ -1905,7 +1873,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         meta = newest_meta(ckpt_root(cfg), "" if cfg.init_from else f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
-    config.raise_all(other_model(cfg, meta), ckpt_root(cfg))
+    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), ckpt_root(cfg))
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")

@@ -661,7 +661,7 @@ def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, c
     """A checkpoint holds CPU, threads, flags and versions; on a resume the differences are printed,
     and nothing where there is none.
 
-    Break: train.py: if changes := changes_since(meta, run["meta"]): => if changes := []:
+    Break: train.py: if changes := config.changes_since(meta, run["meta"]): => if changes := []:
     """
     train.main(tiny(steps=4))
     meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
@@ -683,7 +683,8 @@ def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, c
 def test_modes_without_training_refuse_another_model(tiny):
     """One that its parameters would fit.
 
-    Break: train.py: config.raise_all(other_model(cfg, meta), ckpt_root(cfg)) => pass
+    Break: train.py:
+    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), ckpt_root(cfg)) => pass
     """
     train.main(tiny(steps=1, eval_every=0))
     for mode in ("eval", "sample", "export"):
@@ -1666,7 +1667,7 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
 def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
     """--freeze holds for any task, and a number of examples by NumPy can be saved.
 
-    Break: train.py: in model.matching("freeze", cfg.freeze, table): => in ():
+    Break: model.py: in matching("freeze", cfg.freeze, table): => in ():
     """
     def loss(params, batch, cfg):
         objective = ((params["w"] + params["v"]).sum() * batch["x"]).sum()
@@ -3787,8 +3788,7 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
 def test_patterns_choose_the_groups():
     """The last that matches holds; one that matches nothing, or has no factor, is told.
 
-    Break: train.py: text.rpartition("=") for text in getattr(cfg, field)) =>
-    text.rpartition("=") for text in reversed(getattr(cfg, field)))
+    Break: model.py: for text in getattr(cfg, field): => for text in reversed(getattr(cfg, field)):
     """
     cfg = config.Config(lr_mult=("*=2", "embed=0.5"), decay_mult=("*norm=1",),
                         optimizers=("layers.w*=muon",))
