@@ -591,3 +591,37 @@ PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes
     ("mixtral-8x7b", _LLAMA, (4096, 32, 32, 8, 14336, 1024, 3e-4), dict(
         n_experts=8, experts_per_token=2, vocab_size=32000, seq_len=4096, rope_theta=1000000.0)),
 )}
+
+
+# ---- differences between configs
+
+def other_model(saved, current):
+    """Faults, in words: each field in which a saved config describes another model of the same
+    parameters than the current one. Both are dicts of fields. Fields in allow_change may differ.
+    """
+    names = [*FORWARD]
+    if saved.get("lora_rank"):
+        names.append("lora_alpha")
+    faults = []
+    for name in names:
+        was = saved.get(name, current[name])
+        if was != current[name] and name not in current["allow_change"]:
+            faults.append(f"{name} is {was!r} there, {current[name]!r} here (on purpose: "
+                          f"--allow_change {name})")
+    return faults
+
+
+def changes_since(saved, current):
+    """Each difference, in words, between the software and machine of a checkpoint and those of this
+    process. With any difference, a resumed run need not be bit-identical.
+
+    Both are {"versions": {name: text}, "machine": {name: value}}. A name that was not saved is no
+    difference.
+    """
+    changes = []
+    for part in ("versions", "machine"):
+        before = saved.get(part, {})
+        for name, value in current[part].items():
+            if name in before and before[name] != value:
+                changes.append(f"{name} was {before[name] or 'empty'}, is {value or 'empty'}")
+    return changes

@@ -6,7 +6,7 @@ loss and generation; refuses kernels that the device lacks. Invariant: each para
 once, in `param_table`. `cfg`: any object with the fields under "model" and "numerics" in config.py,
 and freeze loss_norm loss_divisor batch_size label_smoothing z_loss router_balance router_z;
 `generate` also reads temperature top_k top_p, `batch_shapes` and `choose_attention` packed fill
-seq_len.
+seq_len, `grouped` lr_mult decay_mult optimizers.
 """
 from fnmatch import fnmatchcase
 from functools import partial
@@ -402,6 +402,26 @@ def matching(field, patterns, names):
                              + ", ".join(names))
         chosen = chosen - found if pattern.startswith("!") else chosen | found
     return chosen
+
+
+def grouped(table, cfg, parse_number):
+    """The table, whose rows also have "lr_mult", "decay_mult" and "optimizer" of the parameters
+    that the fields lr_mult, decay_mult and optimizers name, as PATTERN=VALUE. Rows that freeze
+    names have "trained" False. The last pattern that matches a parameter applies.
+
+    Raises: ValueError for a pattern without a match.
+    """
+    # (field, key of a row, how to read the value)
+    fields = (("lr_mult", "lr_mult", parse_number), ("decay_mult", "decay_mult", parse_number),
+              ("optimizers", "optimizer", str))
+    for field, key, read in fields:
+        for text in getattr(cfg, field):
+            pattern, _, value = text.rpartition("=")
+            for name in matching(field, (pattern,), table):
+                table[name] = table[name] | {key: read(value)}
+    for name in matching("freeze", cfg.freeze, table):
+        table[name] = table[name] | {"trained": False}
+    return table
 
 
 _policies = jax.checkpoint_policies

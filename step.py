@@ -10,7 +10,12 @@ Invariant: one call of `train_step` is one step; everything is keyed on state["s
 import contextlib
 import hashlib
 import importlib.metadata
+import json
 import os
+import socket
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
 from math import inf, prod
@@ -21,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import mesh_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -459,6 +465,190 @@ def _from_host(f, on_device):
     def with_opt_on_device(state, *args):
         return f(state | {"opt": jax.device_put(state["opt"], on_device)}, *args)
     return update_wrapper(with_opt_on_device, f)
+
+
+# ---- processes
+
+def join_processes(coordinator, n_processes, process_id):
+    """Connect to the other processes of a run. Call it before anything touches a device.
+
+    coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
+    MPI or Kubernetes.
+    """
+    print(f"meeting the other processes ({coordinator}) ...", file=sys.stderr, flush=True)
+    if coordinator == "auto":
+        jax.distributed.initialize()
+    else:
+        jax.distributed.initialize(coordinator, n_processes, process_id)
+
+
+SIGN_BYTES = 4096  # size of a heartbeat file
+SILENT_S = 30  # seconds without a heartbeat after which a process counts as dead
+
+
+def watch_peers(folder, token, timeout_s, on_death):
+    """Start heartbeats between the processes of a run; return beat(**changes).
+
+    beat notes what this process is "doing" and at which "step". It also notes "fault", why this
+    process ends, or that it is "done". A thread writes these notes to the folder every second and
+    reads those of the other processes. It ends this process with exit code 1 once another process
+    has ended or is silent, or once no process has called beat for timeout_s seconds.
+
+    folder: shared by all processes. A process that cannot write to it is not watched; JAX ends a
+    run some 100 s after such a process died. token: a text that all processes of this run share
+    and no other run has. timeout_s: 0 for no heartbeats. on_death(text): called with the reason
+    before this process ends.
+    """
+    def no_beat(**changes):
+        pass
+
+    if jax.process_count() == 1 or not timeout_s:
+        return no_beat
+    folder = Path(folder)
+    rank = jax.process_index()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY)
+    except OSError:  # only process 0 needs the folder
+        return no_beat
+    name = f"process {rank} (pid {os.getpid()} on {socket.gethostname()})"
+    # "n" counts the calls of beat, "told" the writes: each write differs from the one before.
+    own = {"name": name, "start": token, "n": 0, "told": 0}
+    peers = {}  # {rank: {"sign": newest heartbeat, "heard_at", "moved_at": as in peer_fault}}
+
+    def tell():
+        own["told"] += 1
+        sign = json.dumps(own).encode()[:SIGN_BYTES].ljust(SIGN_BYTES)
+        with contextlib.suppress(OSError):
+            os.pwrite(file, sign, 0)  # in place, as that needs no space on a full disk
+
+    def beat(**changes):
+        own.update({"n": own["n"] + 1} | changes)
+        if "fault" in changes or "done" in changes:
+            tell()
+
+    def hear(peer_rank, now):
+        sign = json.loads((folder / str(peer_rank)).read_text())
+        if sign["start"] != token:  # a file of an earlier run
+            return
+        old = peers.get(peer_rank, {"sign": {}, "moved_at": 0})
+        if sign == old["sign"]:
+            return
+        moved = sign["n"] != old["sign"].get("n")
+        peers[peer_rank] = {"sign": sign, "heard_at": now,
+                            "moved_at": now if moved else old["moved_at"]}
+
+    def watch():
+        while "fault" not in own and "done" not in own:
+            tell()
+            now = time.monotonic()
+            for peer_rank in range(jax.process_count()):
+                with contextlib.suppress(OSError, ValueError):  # no file yet, or half written
+                    hear(peer_rank, now)
+            silent_s = min(own.get("silent_s", SILENT_S), timeout_s)
+            reason = peer_fault(peers.values(), now, timeout_s, silent_s)
+            if reason:
+                beat(fault=reason)
+                print(f"{name} ends: {reason}", file=sys.stderr, flush=True)
+                on_death(reason)
+                if rank == 0:  # JAX ends the others with process 0: let them see why
+                    time.sleep(3)
+                os._exit(1)
+            time.sleep(min(1, silent_s / 3))
+
+    threading.Thread(target=watch, daemon=True).start()
+    return beat
+
+
+def peer_fault(peers, now, timeout_s, silent_s):
+    """Why a run must end: the process at fault and what is wrong with it; or None.
+
+    peers: for each process {"sign": its newest heartbeat, "heard_at": when that came, "moved_at":
+    when the process last called beat}.
+    """
+    for peer in peers:
+        sign = peer["sign"]
+        if "fault" in sign:
+            return f"{sign['name']} has ended: {sign['fault']}"
+        silence_s = now - peer["heard_at"]
+        if silence_s > silent_s and "done" not in sign:
+            return (f"{sign['name']} has given no sign of life for {silence_s:.0f} s: it is "
+                    "dead, stopped or cut off")
+    # Before its first call of beat, a process may still compile.
+    stuck = [peer["sign"] for peer in peers
+             if peer["sign"]["n"] and now - peer["moved_at"] > timeout_s]
+    if stuck and len(stuck) == len(peers):
+        last = min(stuck, key=lambda sign: sign["n"])
+        return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
+                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
+    return None
+
+
+# ---- profiler
+
+def tracing(first, last, folder, log=print):
+    """observe(event, row), which traces updates first to last into the folder: time as an XPlane
+    (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; memory once more on a failure.
+
+    first: counted from 1; 0 for no trace.
+    """
+    traced = 0  # the newest update in the trace that runs
+
+    def observe(event, row):
+        nonlocal traced
+        if not first:
+            return
+        # Start as the first update is dispatched.
+        if event == "dispatch" and first <= row["step"] <= last:
+            if not traced:
+                jax.profiler.start_trace(folder)
+            traced = row["step"]
+        # Stop once the last update is done, or the run.
+        is_done = event in ("stop", "error") or (event == "step" and row["step"] >= last)
+        if traced and is_done:
+            jax.profiler.stop_trace()
+            jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
+            log(f"traced updates {first} to {traced} into {folder}")
+            traced = 0
+        if event == "error":
+            folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
+
+    return observe
+
+
+# ---- utilization
+
+def utilization(flops, recomputed, units_per_s, n_devices, peak_tflops):
+    """{"model_tflops_per_device", "mfu", "hardware_tflops_per_device", "hfu"} of a run.
+
+    flops: of the model for one unit (a token, an example). recomputed: those that remat computes
+    again; only the hardware figures count them. peak_tflops: of one device, or None when it is not
+    known. mfu and hfu are fractions of this peak, or None.
+    """
+    scale = units_per_s / n_devices / 1e12
+    model_tflops = flops * scale
+    hardware_tflops = (flops + recomputed) * scale
+    mfu, hfu = None, None
+    if peak_tflops:
+        mfu = model_tflops / peak_tflops
+        hfu = hardware_tflops / peak_tflops
+    return {"model_tflops_per_device": model_tflops, "mfu": mfu,
+            "hardware_tflops_per_device": hardware_tflops, "hfu": hfu}
+
+
+# ---- compilation cache
+
+def keep_programs(folder):
+    """Have JAX keep compiled programs in this folder; "" for none. Raises OSError when the folder
+    cannot be made.
+    """
+    if folder:
+        folder = os.path.abspath(os.path.expanduser(folder))
+        os.makedirs(folder, exist_ok=True)
+    compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
+    jax.config.update("jax_compilation_cache_dir", folder or None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 # ---- digest of the state

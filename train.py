@@ -51,7 +51,6 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 import ckpt
@@ -135,7 +134,8 @@ def prepare(cfg, task=TEXT, devices=None):
     config.raise_all([
         f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
-    table, mesh = grouped(task["table"](cfg), cfg), steplib.make_mesh(cfg, devices)
+    table = model.grouped(task["table"](cfg), cfg, config.number)
+    mesh = steplib.make_mesh(cfg, devices)
     config.raise_all([fault for name, row in table.items() for fault in config.key_faults(
         f"table: {name}: ", row, ROW_KEYS, ("shape", "spec", "init"))] or [
         not any(row.get("trained", True) for row in table.values())
@@ -237,7 +237,7 @@ def start_run(run, hooks, observers, state, params, began):
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
     run |= {"meta": describe(run, meta, sources), "emit": make_emit(run, observers, clock)}
-    if changes := changes_since(meta, run["meta"]):
+    if changes := config.changes_since(meta, run["meta"]):
         say(f"since the checkpoint: {'; '.join(changes)}. The run continues, but equal to one "
             "without this change only to rounding")
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
@@ -461,20 +461,6 @@ def open_data(task, cfg, parts):
     opened = task["open"](cfg, parts)
     config.raise_all(config.key_faults("open: ", opened, ("train", "val")), "task")
     return {"train": None, "val": None} | opened
-
-
-def grouped(table, cfg):
-    """The table, with what lr_mult, decay_mult, optimizers and freeze say of some of its rows; of
-    several that match a parameter the last holds.
-    """
-    kinds = {"lr_mult": config.number, "decay_mult": config.number, "optimizers": str}
-    for field, convert in kinds.items():
-        for pattern, _, value in (text.rpartition("=") for text in getattr(cfg, field)):
-            for name in model.matching(field, (pattern,), table):
-                table[name] = table[name] | {field.removesuffix("s"): convert(value)}
-    for name in model.matching("freeze", cfg.freeze, table):
-        table[name] = table[name] | {"trained": False}
-    return table
 
 
 def program_parts(run):
@@ -961,28 +947,9 @@ def show_texts(texts):
 
 
 def tracing(cfg):
-    """Trace updates first:last of cfg.profile into out_dir/profile: time as an XPlane
-    (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; memory once more on a failure.
-    """
-    (first, last), folder = config.profile_span(cfg), Path(cfg.out_dir) / "profile"
-    traced = 0  # the newest update in the trace that runs
-
-    def observe(event, row):
-        nonlocal traced
-        if event == "dispatch" and first <= row["step"] <= last:
-            if not traced:
-                jax.profiler.start_trace(folder)
-            traced = row["step"]
-        if traced and (event in ("stop", "error") or (event == "step" and row["step"] >= last)):
-            jax.profiler.stop_trace()
-            jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
-            say(f"traced updates {first} to {traced} into {folder}")
-            traced = 0
-        if event == "error":
-            folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
-
-    return observe if first else lambda event, row: None
+    """Trace updates first:last of cfg.profile into out_dir/profile."""
+    first, last = config.profile_span(cfg)
+    return steplib.tracing(first, last, Path(cfg.out_dir) / "profile", say)
 
 
 def plot(cfg):
@@ -1156,19 +1123,6 @@ def describe(run, meta, sources):
     return row
 
 
-def changes_since(meta, now):
-    """What differs between the software and machine of a checkpoint and those of this process, each
-    in words: with any of it, a resumed run need not be bit-identical. Both as `describe` gives.
-    """
-    changes = []
-    for part in ("versions", "machine"):
-        saved = meta.get(part, {})
-        for name, value in now[part].items():
-            if name in saved and saved[name] != value:
-                changes.append(f"{name} was {saved[name] or 'empty'}, is {value or 'empty'}")
-    return changes
-
-
 def rates(run, step, clock, means):
     """What a log row says of progress, speed and memory: unit and formula stand beside each. None
     where the device's peak rate is not known.
@@ -1190,12 +1144,8 @@ def rates(run, step, clock, means):
         1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if run["task"]["flops"]:
         flops, recomputed, _ = run["task"]["flops"](cfg, means)  # of one unit
-        peak = steplib.peaks(jax.devices()[0].device_kind)[0]  # TFLOP/s of a device
-        scale = per_s / jax.device_count() / 1e12
-        row |= {"model_tflops_per_device": flops * scale,
-                "mfu": peak and flops * scale / peak,  # model FLOP/s / peak
-                "hardware_tflops_per_device": (flops + recomputed) * scale,  # with remat's
-                "hfu": peak and (flops + recomputed) * scale / peak}
+        peak_tflops, _ = steplib.peaks(jax.devices()[0].device_kind)
+        row |= steplib.utilization(flops, recomputed, per_s, jax.device_count(), peak_tflops)
     return row
 
 
@@ -1224,18 +1174,14 @@ def keep_programs(cfg):
     """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
     a notice.
     """
-    folder = cfg.cache_dir and os.path.abspath(os.path.expanduser(cfg.cache_dir))
     try:
-        folder and os.makedirs(folder, exist_ok=True)
+        steplib.keep_programs(cfg.cache_dir)
     except OSError as e:
         fault = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
         if cfg.cache_dir != config.Config.cache_dir:
             raise ValueError(f"{fault}; choose another, or '' for none") from None
         say(f"{fault}; compiled programs are not kept between runs")
-        folder = ""
-    compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
-    jax.config.update("jax_compilation_cache_dir", folder or None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        steplib.keep_programs("")
 
 
 @contextlib.contextmanager
@@ -1500,21 +1446,15 @@ def open_source(run, source):
         raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                          "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
                          "downloaded")
+    faults = []
+    if source["strict"]:
+        faults = config.other_model(meta.get("config", {}), vars(cfg))
     return source | {
         "names": {name.removeprefix("params/"): layout["shape"]
                   for name, layout in meta["arrays"].items() if name.startswith("params/")},
         "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
         "about": f"{path} at step {step} of run {meta.get('run_id')}",
-        "faults": other_model(cfg, meta) if source["strict"] else []}
-
-
-def other_model(cfg, meta):
-    """Faults, in words: what would make another model of the parameters of a checkpoint."""
-    then, now = meta.get("config", {}), vars(cfg)
-    alike = [*config.FORWARD, *["lora_alpha"] * bool(then.get("lora_rank"))]
-    return [f"{name} is {then[name]!r} there, {now[name]!r} here (on purpose: --allow_change "
-            f"{name})" for name in alike
-            if name not in cfg.allow_change and then.get(name, now[name]) != now[name]]
+        "faults": faults}
 
 
 # Weights in Hugging Face's format.
@@ -1834,7 +1774,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         meta = newest_meta(ckpt_root(cfg), "" if cfg.init_from else f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
-    config.raise_all(other_model(cfg, meta), ckpt_root(cfg))
+    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), ckpt_root(cfg))
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
@@ -1962,10 +1902,7 @@ def join_processes(cfg):
     if not cfg.coordinator:
         return
     config.validate(cfg, None)
-    auto = cfg.coordinator == "auto"
-    place = () if auto else (cfg.coordinator, cfg.n_processes, cfg.process_id)
-    print(f"meeting the other processes ({cfg.coordinator}) ...", file=sys.stderr, flush=True)
-    jax.distributed.initialize(*place)
+    steplib.join_processes(cfg.coordinator, cfg.n_processes, cfg.process_id)
     alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
     mine = json.loads(config.to_json(alike))
     others = ckpt.from_main(lambda: mine)
@@ -1986,76 +1923,15 @@ def end_observed(run, observers, error):
     run["beat"](fault=words.splitlines()[0][:500])
 
 
-SIGN_BYTES, SILENT_S = 4096, 30  # of a sign of life; how long a process may go without giving one
-
-
 def watch_peers(cfg, observers):
-    """beat(**changes), which notes what this process is "doing" and at which "step"; also "fault",
-    why it ends, or that it is "done". A thread shows that in out_dir/.alive every second, looks at
-    the others, and ends this process once another has ended, is silent, or none gets any further.
-
-    A process that does not share out_dir is not watched; JAX ends a run some 100 s after one died.
+    """Start the heartbeats of this run, in out_dir/.alive. Observers get a death as an "error".
     """
-    if jax.process_count() == 1 or not cfg.peer_timeout_s:
-        return lambda **changes: None
-    start, folder = ckpt.from_main(lambda: os.urandom(4).hex()), Path(cfg.out_dir, ".alive")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / str(jax.process_index()), os.O_CREAT | os.O_WRONLY)
-    except OSError:  # only process 0 needs it
-        return lambda **changes: None
-    name = f"process {jax.process_index()} (pid {os.getpid()} on {socket.gethostname()})"
-    mine = {"name": name, "start": start, "n": 0, "told": 0}
-    signs = {}  # {rank: (sign, when it was heard of, when it got further)}
+    token = ckpt.from_main(lambda: os.urandom(4).hex())
 
-    def tell():
-        mine["told"] += 1
-        with contextlib.suppress(OSError):  # in place, as that needs no space on a full disk
-            os.pwrite(file, json.dumps(mine).encode()[:SIGN_BYTES].ljust(SIGN_BYTES), 0)
+    def on_death(text):
+        notify(observers, "error", {"error": text})
 
-    def beat(**changes):
-        mine.update({"n": mine["n"] + 1} | changes)
-        if {"fault", "done"} & changes.keys():
-            tell()
-
-    def watch():
-        while not {"fault", "done"} & mine.keys():
-            tell()
-            now = time.monotonic()
-            for rank in range(jax.process_count()):
-                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-                    new = json.loads((folder / str(rank)).read_text())
-                    old, _, moved = signs.get(rank, ({}, 0, 0))
-                    if new["start"] == start and new != old:
-                        signs[rank] = new, now, moved if new["n"] == old.get("n") else now
-            silent_s = min(mine.get("silent_s", SILENT_S), cfg.peer_timeout_s)
-            if words := peer_fault(signs.values(), now, cfg.peer_timeout_s, silent_s):
-                beat(fault=words)
-                print(f"{name} ends: {words}", file=sys.stderr, flush=True)
-                notify(observers, "error", {"error": words})
-                time.sleep(3 if is_main() else 0)  # JAX ends the others with it: let them see why
-                os._exit(1)
-            time.sleep(min(1, silent_s / 3))
-
-    threading.Thread(target=watch, daemon=True).start()
-    return beat
-
-
-def peer_fault(signs, now, timeout_s, silent_s):
-    """Why to end a run, which process is at fault and how, or None. signs: (sign of life, when it
-    was heard of, when it last did something) of each process.
-    """
-    for sign, heard, _ in signs:
-        if "fault" in sign:
-            return f"{sign['name']} has ended: {sign['fault']}"
-        if now - heard > silent_s and "done" not in sign:
-            return (f"{sign['name']} has given no sign of life for {now - heard:.0f} s: it is "
-                    "dead, stopped or cut off")
-    if signs and all(sign["n"] and now - moved > timeout_s for sign, _, moved in signs):
-        last = min((sign for sign, *_ in signs), key=lambda sign: sign["n"])
-        return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
-                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
-    return None
+    return steplib.watch_peers(Path(cfg.out_dir, ".alive"), token, cfg.peer_timeout_s, on_death)
 
 
 # The command line.

@@ -496,8 +496,9 @@ FIELDS = {
     "process_id": row(dict(process_id=1), place, "joined, 0 of 2", "joined, 1 of 2",
                       JOINED | dict(n_processes=2)),
 
-    "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(train.peer_fault(
-        [({"name": "process 0", "n": 1}, 99, 0)], 100, cfg.peer_timeout_s, 30)),
+    "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(step.peer_fault(
+        [{"sign": {"name": "process 0", "n": 1}, "heard_at": 99, "moved_at": 0}], 100,
+        cfg.peer_timeout_s, 30)),
         False, True),
     "track": row(dict(track=("tensorboard",)), lambda cfg: [
         path.name for path in Path(cfg.out_dir).glob("tensor*")], [], ["tensorboard"], RUN),

@@ -209,7 +209,7 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     a clock that this test moves; on 8 devices of 2 TFLOP/s. Two epochs and a bit set the steps; the
     same command again says how to go further by epochs.
 
-    Break: train.py: scale = per_s / jax.device_count() / 1e12 => scale = per_s / 1e12
+    Break: step.py: scale = units_per_s / n_devices / 1e12 => scale = units_per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
@@ -743,7 +743,7 @@ def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, c
     """A checkpoint holds CPU, threads, flags and versions; on a resume the differences are printed,
     and nothing where there is none.
 
-    Break: train.py: if changes := changes_since(meta, run["meta"]): => if changes := []:
+    Break: train.py: if changes := config.changes_since(meta, run["meta"]): => if changes := []:
     """
     train.main(tiny(steps=4))
     meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
@@ -765,7 +765,8 @@ def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, c
 def test_modes_without_training_refuse_another_model(tiny):
     """One that its parameters would fit.
 
-    Break: train.py: config.raise_all(other_model(cfg, meta), ckpt_root(cfg)) => pass
+    Break: train.py:
+    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), ckpt_root(cfg)) => pass
     """
     train.main(tiny(steps=1, eval_every=0))
     for mode in ("eval", "sample", "export"):
@@ -1009,7 +1010,7 @@ def test_a_task_is_told_its_platform(
 def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
     """By the address and the numbers given, or by what jax.distributed finds out itself.
 
-    Break: train.py: auto = cfg.coordinator == "auto" => auto = False
+    Break: step.py: if coordinator == "auto": => if False:
     """
     asked = []
 
@@ -1083,7 +1084,7 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
     """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
     in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
 
-    Break: train.py: and first <= row["step"] <= last: => and row["step"] == last:
+    Break: step.py: and first <= row["step"] <= last: => and row["step"] == last:
     """
     train.main(tiny(steps=8, profile="3:5", eval_every=0, save_every=0))
     folder = Path(tiny().out_dir) / "profile"
@@ -1107,7 +1108,7 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
     """It starts as the first is dispatched and stops once the last is done, or the run; memory is
     written then, and after a failure whether or not it was running.
 
-    Break: train.py: if not traced: => if True:
+    Break: step.py: if not traced: => if True:
     """
     calls = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
@@ -1272,15 +1273,15 @@ def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, mo
     codes, heard, cfg = [], [], tiny()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(ckpt, "from_main", lambda make: make())
-    monkeypatch.setattr(train, "is_main", lambda: False)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for the others
     monkeypatch.setattr(os, "_exit", codes.append)
     train.watch_peers(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
-    own = Path(cfg.out_dir, ".alive/0")
+    own = Path(cfg.out_dir, ".alive/1")
     wait_for(lambda: own.exists() and own.read_text())
-    peer = json.loads(own.read_text()) | {"name": "process 1", "fault": "its disk is gone"}
-    Path(cfg.out_dir, ".alive/1").write_text(json.dumps(peer))
+    peer = json.loads(own.read_text()) | {"name": "process 0", "fault": "its disk is gone"}
+    Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
     wait_for(lambda: codes)
-    assert codes == [1] and heard == [{"error": "process 1 has ended: its disk is gone"}]
+    assert codes == [1] and heard == [{"error": "process 0 has ended: its disk is gone"}]
 
 
 def test_a_log_goes_on_where_the_run_does(tmp_path):
@@ -1751,7 +1752,7 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
 def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
     """--freeze holds for any task, and a number of examples by NumPy can be saved.
 
-    Break: train.py: in model.matching("freeze", cfg.freeze, table): => in ():
+    Break: model.py: in matching("freeze", cfg.freeze, table): => in ():
     """
     def loss(params, batch, cfg):
         objective = ((params["w"] + params["v"]).sum() * batch["x"]).sum()
@@ -1982,7 +1983,7 @@ def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
     resets = []
-    monkeypatch.setattr(train.compilation_cache, "reset_cache", lambda: resets.append(1))
+    monkeypatch.setattr(steplib.compilation_cache, "reset_cache", lambda: resets.append(1))
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in 2 * ["~/some/cache"]:
         train.keep_programs(tiny(cache_dir=folder))
@@ -3875,8 +3876,7 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
 def test_patterns_choose_the_groups():
     """The last that matches holds; one that matches nothing, or has no factor, is told.
 
-    Break: train.py: text.rpartition("=") for text in getattr(cfg, field)) =>
-    text.rpartition("=") for text in reversed(getattr(cfg, field)))
+    Break: model.py: for text in getattr(cfg, field): => for text in reversed(getattr(cfg, field)):
     """
     cfg = config.Config(lr_mult=("*=2", "embed=0.5"), decay_mult=("*norm=1",),
                         optimizers=("layers.w*=muon",))
@@ -4276,14 +4276,17 @@ def test_which_process_ends_a_run():
     """One that says so, one that is silent, and of those that all wait the one furthest behind;
     one that is done is none of them.
 
-    Break: train.py: key=lambda sign: sign["n"] => key=lambda sign: -sign["n"]
+    Break: step.py: key=lambda sign: sign["n"] => key=lambda sign: -sign["n"]
     """
     def fault(*changes):
         """Three processes at time 100 that were heard of and got further at 99."""
-        signs = [({"name": f"process {rank}", "n": 9, "doing": "step", "step": 5}
-                  | dict(change.get("sign", {})), change.get("heard", 99),
-                  change.get("moved", 99)) for rank, change in enumerate(changes)]
-        return train.peer_fault(signs, 100, timeout_s=20, silent_s=3)
+        peers = []
+        for rank, change in enumerate(changes):
+            sign = {"name": f"process {rank}", "n": 9, "doing": "step", "step": 5}
+            peers.append({"sign": sign | change.get("sign", {}),
+                          "heard_at": change.get("heard", 99),
+                          "moved_at": change.get("moved", 99)})
+        return steplib.peer_fault(peers, 100, timeout_s=20, silent_s=3)
 
     assert fault({}, {}, {}) is None
     assert fault({}, {"sign": {"fault": "OSError: no"}}, {}) == (
@@ -4322,7 +4325,7 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
     code 1 and words that name it, its host and its number there; what was saved stays.
 
-    Break: train.py: os.pwrite(file, json => (file, json
+    Break: step.py: os.pwrite(file, sign, 0) => (file, sign, 0)
     """
     cfg = tiny(steps=10**6, batch_size=6, dp=n, save_every=2, eval_every=0, peer_timeout_s=4.0)
     hook = Path(cfg.out_dir + "_hook.py")
@@ -4360,7 +4363,7 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
 def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
     """With no limit of its own the run waits SILENT_S, neither less nor for ever.
 
-    Break: train.py: SIGN_BYTES, SILENT_S = 4096, 30 => SIGN_BYTES, SILENT_S = 4096, 5
+    Break: step.py: SILENT_S = 30 => SILENT_S = 5
     """
     cfg = tiny(steps=10**6, dp=2, save_every=2, eval_every=0)
     (main, log), (stopped, _) = two(cfg)
