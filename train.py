@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -111,7 +110,7 @@ TEXT = {
 
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
-    watch_peers), "check_lock" (of lock_folders), "at_once" (whether a step is done when it
+    watch_peers), "check_lock" (of ckpt.lock_folders), "at_once" (whether a step is done when it
     returns)} on these devices (default: all at hand). start_run adds "hooks", "train" and "val"
     (sources), "periods", "stops", "left_out", "programs", "first_step", "wishes" (to stop),
     "faults" (survived ones), "meta" (what a checkpoint says of the run), "emit".
@@ -173,14 +172,15 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         return run_saved(cfg, task, hooks, state, params)
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
-        with lock_folders(run["cfg"]) as run["check_lock"]:
+        root = ckpt.ckpt_root(run["cfg"].out_dir, run["cfg"].ckpt_dir)
+        with ckpt.lock_folders(run["cfg"].out_dir, root, say) as run["check_lock"]:
             observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
                 with explain_memory(run | {"hooks": hooks}):
                     started = start_run(run, hooks, observers, state, params, began)
                     if not started:
-                        step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
+                        step, _ = ckpt.newest_meta(root)
                         return {"step": step, "exit_code": 0, "reason": "finished before"}
                     in_loop.set()
                     return train(*started, signals, saving)
@@ -210,7 +210,9 @@ def start_run(run, hooks, observers, state, params, began):
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
     run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
-    saved, meta = find_start(cfg, given=state is not None or params is not None)
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    given = state is not None or params is not None
+    saved, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, given)
     if "resume" in run["train"]:
         run["train"]["resume"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
@@ -230,9 +232,11 @@ def start_run(run, hooks, observers, state, params, began):
     check_stop_metrics(run, programs["metrics"])
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
-    begin_out_dir(cfg)
+    # Delete the run to overwrite only now that nothing else can go wrong.
+    ckpt.begin_out_dir(cfg.out_dir, root, config.to_json(config.repeatable(cfg)),
+                       overwrite=cfg.resume == "overwrite", log=say)
     rows = ckpt.from_main(lambda: [[row["step"], row["event"], row.get("time_s")]
-                                   for row in read_log(cfg.out_dir)])
+                                   for row in ckpt.read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
@@ -401,7 +405,7 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
     place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
         place["windows"] = train["windows"](step)
-    root, keep = ckpt_root(cfg), (cfg.keep, cfg.keep_every)
+    root, keep = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir), (cfg.keep, cfg.keep_every)
     run["programs"]["compile_digest"]()
     began = time.perf_counter()
     digest = steplib.digest(run["programs"]["digest"](state))
@@ -703,11 +707,12 @@ def end_run(run, state, step, stop, saving, latest, clock):
     run["emit"]("stop", why)
     if is_main():
         Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True)
+    root = ckpt.ckpt_root(run["cfg"].out_dir, run["cfg"].ckpt_dir)
     left_out = ("finite", "eval_s", *["val_step"] * (latest.get("val_step") == step))
     row = {name: x for name, x in latest.items() if name not in left_out} | why | {
         "exit_code": 1 if lost else exit_code, "wall_s": clock["at"] - clock["from"],
         "time_s": {what: clock[what] for what in SPENT},
-        "checkpoint": None if "save" in lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")}
+        "checkpoint": None if "save" in lost else ckpt.below(root, f"{step:09d}")}
     return run["emit"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
@@ -814,45 +819,14 @@ def jsonl(cfg):
     def observe(event, row):
         nonlocal file
         if event == "start":
-            kept = [old for old in read_log(path.parent)
-                    if old["step"] <= row["step"] and old["event"] not in ("stop", "end")]
-            path.with_suffix(".tmp").write_text("".join(json_line(old) + "\n" for old in kept))
-            path.with_suffix(".tmp").replace(path)
-            file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
+            file = ckpt.open_log(cfg.out_dir, row["step"])
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json_line({"event": event} | row) + "\n")
+                file.write(ckpt.json_line({"event": event} | row) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
-
-
-def json_line(row):
-    """A row as JSON, on one line: NumPy's numbers and arrays as numbers and lists, numbers that are
-    not finite as null, since JSON has none, and what JSON does not know as text.
-    """
-    def plain(x):
-        if hasattr(x, "tolist"):
-            x = x.tolist()
-        if isinstance(x, float):
-            return x if math.isfinite(x) else None
-        if isinstance(x, dict):
-            return {key: plain(value) for key, value in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [plain(value) for value in x]
-        return x
-
-    return json.dumps(plain(row), default=str)
-
-
-def read_log(out_dir):
-    """The rows of metrics.jsonl, less a torn line."""
-    path, rows = Path(out_dir) / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]  # "error" has none
 
 
 # How the screen shows a value, where a row has it.
@@ -919,7 +893,8 @@ def show_end(cfg, row):
     say(", ".join(filter(None, (
         f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
         "loss" in row and f"training {in_words(row, 'loss')}"))))
-    saved = f", saved in {ckpt_root(cfg)}" if row["checkpoint"] else ""
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    saved = f", saved in {root}" if row["checkpoint"] else ""
     done = row["reason"] == ALL_DONE.format(row["step"])
     say(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
     if not row["exit_code"] and not done:
@@ -966,7 +941,7 @@ def plot(cfg):
     learning rate, gradient norm and throughput over steps.
     """
     def observe(event, row):
-        rows = read_log(cfg.out_dir) if event == "end" else []
+        rows = ckpt.read_log(cfg.out_dir) if event == "end" else []
         rates = {name for row in rows for name in row if name.endswith("s_per_s")}
         if not rates or not importlib.util.find_spec("matplotlib"):
             return
@@ -1214,103 +1189,6 @@ def keep_programs(cfg):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-@contextlib.contextmanager
-def lock_folders(cfg):
-    """Make out_dir, and ckpt_dir on this machine, fit to write to, and keep other runs from writing
-    to them and to a bucket. Process 0 does it for all. Give check(), which raises ValueError once
-    another run has taken over the bucket.
-    """
-    root, owner, check = ckpt_root(cfg), os.urandom(4).hex(), lambda: None
-    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", root)) if is_main() else ()
-    folders = {os.path.realpath(path): f"{name} {path!r}" for name, path in paths
-               if "://" not in path}
-    with contextlib.ExitStack() as locks:
-        for folder, where in folders.items():
-            try:
-                os.makedirs(folder, exist_ok=True)
-                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
-                # The system releases it when the process ends, however that is.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if "://" in root:
-                    owner = owner_of(lock, owner)
-            except BlockingIOError:
-                raise ValueError(f"{where}: another run is writing to it; choose another") from None
-            except OSError as e:
-                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
-                                     ) from None
-                say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
-                    "write to it")
-        if is_main() and "://" in root:
-            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
-                     f"{os.path.realpath(cfg.out_dir)}")
-            check = locks.enter_context(ckpt.lock_bucket(root, owner, about, say))
-        for root in roots(cfg) if is_main() else ():
-            ckpt.clean(root, say)
-        yield check
-
-
-def owner_of(lock, new):
-    """The text in out_dir/.lock, at first `new`, with the file's number, which a copy of the folder
-    has not: who has this file locked and finds a bucket locked under it knows its process is gone.
-    """
-    lock.seek(0)
-    text = lock.read()
-    if not text:
-        text = new
-        lock.write(text)
-        lock.flush()
-    return f"{text}.{os.fstat(lock.fileno()).st_ino}"
-
-
-def roots(cfg):
-    """Where the checkpoints of a run are, and those of its parameters alone."""
-    return ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")
-
-
-def ckpt_root(cfg):
-    return cfg.ckpt_dir or ckpt.below(cfg.out_dir, "ckpt")
-
-
-def root_of(out_dir):
-    """Where the run that left its config.json in out_dir keeps its checkpoints."""
-    return read_json(Path(out_dir, "config.json")).get("ckpt_dir") or ckpt.below(out_dir, "ckpt")
-
-
-def newest_meta(root, needed_for=""):
-    """(step, meta) of the newest checkpoint of a root. Raises ValueError when there is none, though
-    it is needed for something, or when no run of this program wrote it.
-    """
-    saved, meta = ckpt.newest_meta(root)
-    if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
-    if meta and "config" not in meta:
-        raise ValueError(f"{root}: checkpoint {saved} is not of a run; to start from its "
-                         "parameters: --init_from")
-    return saved, meta
-
-
-def find_start(cfg, given=False):
-    """(step, meta) of the checkpoint in out_dir that the run goes on from; (None, {}) for none.
-    given: whether there is a state or parameters to start from.
-
-    Raises ValueError when cfg.resume says that there must be one, or there must not be.
-    """
-    if cfg.resume == "overwrite":
-        return None, {}
-    root, before = ckpt_root(cfg), ckpt.from_main(lambda: root_of(cfg.out_dir))
-    elsewhere = os.path.realpath(ckpt.below(before)) != os.path.realpath(ckpt.below(root))
-    if elsewhere and ckpt.newest_meta(before)[1]:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
-                         "set --ckpt_dir to that, or choose another --out_dir")
-    saved, meta = newest_meta(root, "resume must" if cfg.resume == "must" else "")
-    if meta and (given or cfg.resume == "never"):
-        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}, with "
-                         "which this start would not go on; choose another --out_dir, or delete "
-                         "it with --resume overwrite")
-    return saved, meta
-
-
 def choose_start(run, state, params, meta):
     """(origin in words, sources of parameters in words, programs -> first state): given state,
     given parameters, own checkpoint of `meta`, init_from, fresh; the first that there is. What an
@@ -1411,7 +1289,8 @@ def load_own(cfg, like, left_out, first):
     wanted, treedef = ckpt.flatten(like)
     saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
     try:
-        step, own = ckpt.restore_newest(ckpt_root(cfg), saved, say)
+        root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+        step, own = ckpt.restore_newest(root, saved, say)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}: start from --config {cfg.out_dir}/config.json") from None
     whole = ckpt.flatten(first)[0] | own
@@ -1449,7 +1328,7 @@ def open_source(run, source):
     cfg, path = run["cfg"], source["path"]
     if weights := run["task"]["weights"](path, cfg):
         return source | weights
-    for root in ckpt.from_main(lambda: (root_of(path), path)):
+    for root in ckpt.from_main(lambda: (ckpt.root_of(path), path)):
         step, meta = ckpt.newest_meta(root)
         if meta:
             break
@@ -1476,19 +1355,9 @@ def other_model(cfg, meta):
 
 # Weights in Hugging Face's format.
 
-def read_json(path):
-    """The object in a JSON file, or {} where there is no such file. Raises ValueError."""
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read: {e}") from None
-
-
 def hf_config(path):
     """The config.json of a folder of Hugging Face weights, or {}."""
-    found = {} if "://" in path else read_json(Path(path, "config.json"))
+    found = {} if "://" in path else ckpt.read_json(Path(path, "config.json"))
     return found if "model_type" in found else {}
 
 
@@ -1536,7 +1405,7 @@ def export_hf(cfg, params):
     out = Path(cfg.export)
     new = Path(f"{out}.partial")
     mine = {"out_dir": os.path.abspath(cfg.out_dir)}
-    if (out.is_file() or any(out.glob("*"))) and mine != read_json(out / "sixfile.json"):
+    if (out.is_file() or any(out.glob("*"))) and mine != ckpt.read_json(out / "sixfile.json"):
         raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
                          "another")
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
@@ -1597,25 +1466,11 @@ def reload(run, state, step):
     return state | {"params": state["params"] | params}
 
 
-def begin_out_dir(cfg):
-    """Delete the run to overwrite, now that nothing else can go wrong; write config.json."""
-    if not is_main():
-        return
-    out = Path(cfg.out_dir)
-    if cfg.resume == "overwrite":
-        for root in roots(cfg):
-            ckpt.delete_all(root, say)
-        for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
-            (out / name).unlink(missing_ok=True)
-    (out / "config.tmp").write_text(config.to_json(config.repeatable(cfg)))
-    (out / "config.tmp").replace(out / "config.json")
-
-
 def is_finished(cfg, step):
     """Whether nothing is left to do at `step`, and if so, say how to go further: it is past
     cfg.steps, or reached it and logged its end.
     """
-    last = ckpt.from_main(lambda: (read_log(cfg.out_dir) or [{"event": ""}])[-1])
+    last = ckpt.from_main(lambda: (ckpt.read_log(cfg.out_dir) or [{"event": ""}])[-1])
     ended = last["event"] == "end" and last["reason"] == ALL_DONE.format(step)
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
@@ -1929,11 +1784,12 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     cfg.init_from. Of hooks, those that replace the loss have an effect.
     """
     given, meta = params if state is None else state["params"], {}
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     if given is None:
-        meta = newest_meta(ckpt_root(cfg), "" if cfg.init_from else f"mode {cfg.mode}")[1]
+        meta = ckpt.newest_run_meta(root, "" if cfg.init_from else f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
-    config.raise_all(other_model(cfg, meta), ckpt_root(cfg))
+    config.raise_all(other_model(cfg, meta), root)
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
@@ -1955,7 +1811,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)
-        say(json_line(summary))
+        say(ckpt.json_line(summary))
     elif cfg.mode == "export":
         task["export"](cfg, params)
         say(f"exported step {step} to {cfg.export}")
