@@ -901,6 +901,136 @@ def read_json(path):
 
 # ---- sources
 
+def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, wanted=None,
+                 log=print):
+    """Return the source of each text (see `parse_source`), with "take": {saved name: name} of the
+    parameters to load from it. Of several sources that have a parameter the last wins.
+
+    shapes: {name: shape} of the model's parameters. open_weights, find_mismatches: see
+    `open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
+    should give. wanted: names to load; None: all. Raises ValueError for an expected parameter that
+    no source has, though one of them should be loaded completely.
+    """
+    sources, saved = [], set()
+    for text in texts:
+        source = open_source(parse_source(text), open_weights, find_mismatches, log)
+        sources.append(source)
+        saved.update(source["names"])
+    expected = expected_names(saved)
+    chosen = choose(sources, shapes)
+    # Parameters may be missing when patterns exclude some, or when no source is strict.
+    complete = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
+                   for source in sources)
+    missing = [f"{name} is not there" for name in shapes if name in expected and name not in chosen]
+    _raise_if_errors(missing if complete else [], f"init_from {', '.join(texts)}")
+    for source in sources:
+        source["take"] = {}
+    for name in shapes:
+        if name in chosen and name in (wanted or shapes):
+            index, saved_name = chosen[name]
+            sources[index]["take"][saved_name] = name
+    return sources
+
+
+def open_source(source, open_weights, find_mismatches, log=print):
+    """Return a source of `parse_source` with "names": {saved name: shape}, and "read": {saved name:
+    like} -> {saved name: array}.
+
+    open_weights: path -> these two, of weights in another format, or None where there are none.
+    find_mismatches: meta of a checkpoint -> errors, one for each difference to the model; a source
+    that is not strict may differ. Raises ValueError when the source holds no parameters.
+    """
+    path = source["path"]
+    weights = open_weights(path)
+    if weights:
+        return source | weights
+    for root in from_main(lambda: (root_of(path), path)):
+        step, meta = newest_meta(root)
+        if meta:
+            break
+    else:
+        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
+                         "downloaded")
+    names = {}
+    for name, layout in meta["arrays"].items():
+        if name.startswith("params/"):
+            names[name.removeprefix("params/")] = layout["shape"]
+
+    def read(like):
+        return restore_newest(root, {"params": like}, log)[1]["params"]
+
+    return source | {"names": names, "read": read,
+                     "about": f"{path} at step {step} of run {meta.get('run_id')}",
+                     "faults": find_mismatches(meta) if source["strict"] else []}
+
+
+def log_sources(sources, missing, names, log=print):
+    """Log how many of the missing parameters each source gives, and how many are initialized.
+
+    names: of all parameters. sources: of `open_sources`.
+    """
+    taken, rest = [], set(missing)
+    for source in sources:
+        taken.append((source["path"], [*source["take"].values()]))
+        rest.difference_update(source["take"].values())
+    taken.append(("a fresh initialization", [name for name in names if name in rest]))
+    for path, some in taken:
+        which = f": {', '.join(some)}" if len(some) < len(names) else ""
+        if some:
+            log(f"{len(some)} of {len(names)} parameters from {path}{which}")
+
+
+def load_parameters(sources, like):
+    """Return {name: array} of all that is taken from each source. like: {name: shape with
+    sharding}.
+    """
+    loaded = {}
+    for source in sources:
+        arrays = source["read"]({saved: like[name] for saved, name in source["take"].items()})
+        for saved, x in arrays.items():
+            loaded[source["take"][saved]] = x
+    return loaded
+
+
+def load_own(out_dir, root, like, excluded, first, log=print):
+    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
+    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
+    """
+    wanted, treedef = flatten(like)
+    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
+    try:
+        step, own = restore_newest(root, saved, log)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
+    whole = flatten(first)[0] | own
+    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
+
+
+def load_saved(out_dir, root, meta, sources, texts, like, log=print):
+    """Return (step, parameters) of the newest checkpoint of the run in out_dir; those that it
+    excludes come from the sources. Without a checkpoint: step 0, and all parameters from the
+    sources.
+
+    meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
+    """
+    others = load_parameters(sources, like)
+    if meta:
+        step, saved = load_own(
+            out_dir, root, {"params": like}, others, {"params": others}, log)
+        return step, saved["params"]
+    _raise_if_errors([f"{name} is in none of them" for name in like if name not in others],
+                     f"init_from {' '.join(texts)}")
+    return 0, others
+
+
+def _raise_if_errors(errors, where):
+    """Raise one ValueError of all errors, if there are any."""
+    if errors:
+        first = "\n  " if len(errors) > 1 else ""
+        raise ValueError(f"{where}: {first}" + "\n  ".join(errors))
+
+
 def parse_source(text):
     """{"path", "load", "exclude", "rename", "strict", "dynamic"} of a text like
     'DIR load=embed,layers.* exclude=*norm rename=old.:new. strict=no dynamic=yes'.

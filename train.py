@@ -1218,9 +1218,12 @@ def choose_start(run, state, params, meta):
     def first_state(programs):
         first, like = {}, programs["state"]
         if missing:
-            loaded = load_parameters(sources, like["params"])
+            loaded = ckpt.load_parameters(sources, like["params"])
             first = programs["from_params"](key, params=loaded) if loaded else programs["init"](key)
-        return load_own(cfg, like, missing, first)[1] if meta else first
+        if not meta:
+            return first
+        root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+        return ckpt.load_own(cfg.out_dir, root, like, missing, first, say)[1]
 
     origin = "its own checkpoint" if meta else ", ".join(told) or "a fresh initialization"
     return origin, told or meta.get("sources", []), first_state
@@ -1247,101 +1250,25 @@ def find_parameters(run, meta):
     sources of init_from to take them from). Prints what comes from where. meta: of that
     checkpoint, or {}.
     """
-    table, left_out = run["table"], meta["config"].get("leave_out", ()) if meta else ("*",)
-    if not (missing := model.matching("leave_out", left_out, table)):
+    table = run["table"]
+    excluded = meta["config"].get("leave_out", ()) if meta else ("*",)
+    missing = model.matching("leave_out", excluded, table)
+    if not missing:
         return missing, []
     sources = open_sources(run, missing)
-    given = [(source["path"], source["take"].values()) for source in sources]
-    fresh = [name for name in table if name in missing.difference(*(names for _, names in given))]
-    for path, names in (*given, ("a fresh initialization", fresh)):
-        which = f": {', '.join(names)}" if len(names) < len(table) else ""
-        if names and (sources or meta):
-            say(f"{len(names)} of {len(table)} parameters from {path}{which}")
+    if sources or meta:
+        ckpt.log_sources(sources, missing, table, say)
     return missing, sources
 
 
-def load_saved(run, meta, like):
-    """(step, parameters) of the run's newest checkpoint, of init_from those that it excludes. When
-    the run has no checkpoint, step 0 and all of init_from. meta: of that checkpoint, or {}.
-    """
-    others = load_parameters(find_parameters(run, meta)[1], like)
-    if meta:
-        step, saved = load_own(run["cfg"], {"params": like}, others, {"params": others})
-        return step, saved["params"]
-    config.raise_all([f"{name} is in none of them" for name in like if name not in others],
-                     f"init_from {' '.join(run['cfg'].init_from)}")
-    return 0, others
-
-
-def load_parameters(sources, like):
-    """{name: array} of what is taken from each source. like: {name: shape with sharding}."""
-    loaded = {}
-    for source in sources:
-        arrays = source["read"]({there: like[name] for there, name in source["take"].items()})
-        loaded |= {source["take"][there]: x for there, x in arrays.items()}
-    return loaded
-
-
-def load_own(cfg, like, left_out, first):
-    """(step, tree) of the run's newest sound checkpoint, in shapes and shardings of `like`.
-    Parameters in left_out, and their moments, come from the tree `first`.
-    """
-    wanted, treedef = ckpt.flatten(like)
-    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
-    try:
-        root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-        step, own = ckpt.restore_newest(root, saved, say)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {cfg.out_dir}/config.json") from None
-    whole = ckpt.flatten(first)[0] | own
-    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
-
-
 def open_sources(run, wanted=None):
-    """The sources of cfg.init_from, each with "take": {name there: name here} of what is loaded
-    from it; the last source that has a parameter wins. wanted: names here; None: all.
-
-    Raises ValueError for parameters that no source has, though no pattern left them out.
-    """
-    cfg, table = run["cfg"], run["table"]
-    sources = [open_source(run, ckpt.parse_source(text)) for text in cfg.init_from]
-    there = {name for source in sources for name in source["names"]}
-    expected = run["task"]["init_names"](cfg, table, there)
-    chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
-    whole = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
-                for source in sources)
-    config.raise_all([f"{name} is not there" for name in table
-                      if whole and name in expected and name not in chosen],
-                     f"init_from {', '.join(cfg.init_from)}")
-    taken = [(name, *chosen[name]) for name in table if name in chosen.keys() & (wanted or table)]
-    for i, source in enumerate(sources):
-        source["take"] = {there: name for name, at, there in taken if at == i}
-    return sources
-
-
-def open_source(run, source):
-    """A source of cfg.init_from with "names", what there is, and "read", {name there: like} ->
-    {name there: array}.
-
-    Raises ValueError when it holds no parameters.
-    """
-    cfg, path = run["cfg"], source["path"]
-    if weights := run["task"]["weights"](path, cfg):
-        return source | weights
-    for root in ckpt.from_main(lambda: (ckpt.root_of(path), path)):
-        step, meta = ckpt.newest_meta(root)
-        if meta:
-            break
-    else:
-        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
-                         "downloaded")
-    return source | {
-        "names": {name.removeprefix("params/"): layout["shape"]
-                  for name, layout in meta["arrays"].items() if name.startswith("params/")},
-        "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
-        "about": f"{path} at step {step} of run {meta.get('run_id')}",
-        "faults": other_model(cfg, meta) if source["strict"] else []}
+    """The sources of cfg.init_from for the run's task; see ckpt.open_sources."""
+    cfg, task, table = run["cfg"], run["task"], run["table"]
+    return ckpt.open_sources(
+        cfg.init_from, {name: row["shape"] for name, row in table.items()},
+        open_weights=lambda path: task["weights"](path, cfg),
+        expected_names=lambda saved: task["init_names"](cfg, table, saved),
+        find_mismatches=lambda meta: other_model(cfg, meta), wanted=wanted, log=say)
 
 
 def other_model(cfg, meta):
@@ -1458,7 +1385,7 @@ def reload(run, state, step):
     """
     try:
         dynamic = [source for source in open_sources(run) if source["dynamic"]]
-        params = load_parameters(dynamic, run["programs"]["state"]["params"])
+        params = ckpt.load_parameters(dynamic, run["programs"]["state"]["params"])
     except ValueError as e:
         run["emit"]("fault", {"step": step, "fault": f"reload: {e}"})
         return state
@@ -1807,7 +1734,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         step = 0 if state is None else int(state["step"])
         params = place_params(given, like["params"])
     else:
-        step, params = load_saved(run, meta, like["params"])
+        _, sources = find_parameters(run, meta)
+        step, params = ckpt.load_saved(
+            cfg.out_dir, root, meta, sources, cfg.init_from, like["params"], say)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)

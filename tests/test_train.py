@@ -2094,7 +2094,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     damaged checkpoint is passed over; one of other shapes says where its config is. overwrite
     leaves config.json, which does not say so.
 
-    Break: train.py: ckpt.restore_newest(root, saved, say) => ckpt.restore_newest(root, saved, str)
+    Break: ckpt.py: restore_newest(root, saved, log) => restore_newest(root, saved, str)
     """
     cfg = tiny(seed=3, init_from=(str(tmp_path / "other"),))
     run = train.prepare(cfg) | {"train": {"fingerprint": "of it"}}
@@ -2142,7 +2142,8 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     assert ckpt.steps(tmp_path / "out/ckpt") == [4, 8] and ckpt.steps(root) == [5, 6]
     assert capsys.readouterr().out.count("passing over a damaged checkpoint: ") == 2
     with pytest.raises(ValueError, match=f"start from --config {tmp_path}/out/config.json"):
-        train.load_own(cfg, {"step": jax.ShapeDtypeStruct((2,), np.int32)}, set(), {})
+        ckpt.load_own(cfg.out_dir, f"{cfg.out_dir}/ckpt",
+                      {"step": jax.ShapeDtypeStruct((2,), np.int32)}, set(), {})
     over = dataclasses.replace(cfg, resume="overwrite")
     root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.repeatable(over))
     assert ckpt.find_start(cfg.out_dir, root, over.resume) == (None, {})
@@ -2392,7 +2393,7 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
     """LoRA factors alone are saved; a resumed run takes the rest from the run that it tunes, says
     so, and ends equal to the bit to one that never stopped.
 
-    Break: train.py: whole = ckpt.flatten(first)[0] | own => whole = own | ckpt.flatten(first)[0]
+    Break: ckpt.py: whole = flatten(first)[0] | own => whole = own | flatten(first)[0]
     """
     base = tiny(steps=5, eval_every=0)
     train.main(base)
@@ -2455,7 +2456,7 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
     """The last one wins; what no source gives is fresh, and said; a table says what is from where.
 
-    Break: train.py: in taken if at == i} => in taken if at == 0}
+    Break: ckpt.py: sources[index]["take"] => sources[0]["take"]
     """
     runs = [tiny(steps=1, seed=seed, out_dir=str(tmp_path / str(seed)), weights_every=1)
             for seed in (1, 2)]
@@ -3781,7 +3782,7 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
         assert train.main(alone)["exit_code"] == 0
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, needed=needed: needed - 1)
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
-            patch.setattr(train, "load_saved", lambda *args: pytest.fail("parameters were read"))
+            patch.setattr(ckpt, "load_saved", lambda *args: pytest.fail("parameters were read"))
             train.main(alone)
 
 

@@ -105,7 +105,7 @@ def score(cfg, pairs, then):
     now = [source.get("about", source["path"]) for source in sources]
     config.raise_all([then and then != now and f"init_from was {then}, is {now}: bring it back"])
     like, lower, from_params = steplib.lower_steps(*train.program_parts(run))
-    params = train.load_parameters(sources, like["params"])
+    params = ckpt.load_parameters(sources, like["params"])
     params = from_params(jax.random.key(cfg.seed), params=params)["params"]
     program, unknown = lower["eval_step"]().compile(), np.zeros((n, 2), np.float32)
     batch_at = train.make_batch_at(run | {"train": None}, {"batch": lambda i, rows: build_batch(
