@@ -1294,6 +1294,58 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
         _sync(path)
 
 
+def read_hf_config(folder):
+    """Return the config.json of a folder of Hugging Face weights, or {}."""
+    if not _is_local(folder):
+        return {}
+    found = read_json(Path(folder, "config.json"))
+    return found if "model_type" in found else {}
+
+
+EXPORT_MARK = "sixfile.json"  # file in an export that says which run wrote it
+
+
+def check_export(folder, run):
+    """Raise ValueError when a folder has files and no export of this run wrote them.
+
+    run: a dict that tells the run from others.
+    """
+    out = Path(folder)
+    is_used = out.is_file() or any(out.glob("*"))
+    if is_used and run != read_json(out / EXPORT_MARK):
+        raise ValueError(f"export {folder}: exists, and no export of this run wrote it; choose "
+                         "another")
+
+
+def write_export(folder, run, tensors, stem, add_files):
+    """Write a folder as `write_safetensors` does, beside its place, then rename it; a folder that
+    is there is replaced. Every process must call it.
+
+    run: of `check_export`. tensors: an iterator of (name, array). add_files: function of the new
+    folder that writes the other files; process 0 calls it. Raises ValueError in every process when
+    the disk refuses.
+    """
+    is_main, errors = jax.process_index() == 0, []
+    out = Path(folder)
+    new = Path(f"{out}.partial")
+    try:
+        if is_main:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            (new / EXPORT_MARK).write_text(json.dumps(run))
+            add_files(new)
+        write_safetensors(new, tensors, stem)
+        if is_main:
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
+    except OSError as e:
+        for _ in tensors:  # the other processes wait for this one at each tensor
+            pass
+        errors.append(str(e))
+        shutil.rmtree(new, ignore_errors=True)
+    from_main(lambda: _raise_if_errors(errors, f"export {folder}: could not be written"))
+
+
 def _shards(tensors, shard_bytes):
     """Group (name, array) into dicts of at most shard_bytes, each emptied when the next begins."""
     shard = {}

@@ -22,13 +22,11 @@ import os
 import queue
 import resource
 import runpy
-import shutil
 import signal
 import socket
 import threading
 import time
 import traceback
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -1282,18 +1280,12 @@ def other_model(cfg, meta):
 
 # Weights in Hugging Face's format.
 
-def hf_config(path):
-    """The config.json of a folder of Hugging Face weights, or {}."""
-    found = {} if "://" in path else ckpt.read_json(Path(path, "config.json"))
-    return found if "model_type" in found else {}
-
-
 def adopt_hf(cfg):
     """cfg with the shape of the model and the tokenizer that a Hugging Face folder in init_from
     has. Raises ValueError for fields that were set to something else.
     """
     for path in (ckpt.parse_source(text)["path"] for text in cfg.init_from):
-        if hf := hf_config(path):
+        if hf := ckpt.read_hf_config(path):
             fields = model.hf_fields(hf)
             config.raise_all([config.fault(cfg, name, f"is {value!r} there; leave it out")
                               for name, value in fields.items()
@@ -1307,7 +1299,7 @@ def adopt_hf(cfg):
 
 def open_hf(path, cfg):
     """{"names", "read"} of a folder of Hugging Face weights, or None."""
-    if not hf_config(path):
+    if not ckpt.read_hf_config(path):
         return None
     pieces = model.hf_pieces(cfg)
 
@@ -1329,54 +1321,34 @@ def export_hf(cfg, params):
     Raises ValueError when no family of theirs is of this form, or the folder is not an export's.
     """
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
-    out = Path(cfg.export)
-    new = Path(f"{out}.partial")
-    mine = {"out_dir": os.path.abspath(cfg.out_dir)}
-    if (out.is_file() or any(out.glob("*"))) and mine != ckpt.read_json(out / "sixfile.json"):
-        raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
-                         "another")
+    written_by = {"out_dir": os.path.abspath(cfg.out_dir)}
+    ckpt.check_export(cfg.export, written_by)
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
-    base = next(filter(hf_config, paths), None)
+    base = next(filter(ckpt.read_hf_config, paths), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, apart)
     if params is None:
         return
     if not apart:
-        params, tokenizer = model.merge_lora(params, cfg), data.make_tokenizer(cfg.tokenizer)
+        params = model.merge_lora(params, cfg)
+        tokenizer = data.make_tokenizer(cfg.tokenizer)
         about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
                   "eos_token_id": tokenizer["end"]}
-        theirs = hf_config(base) if base else {}
-        about |= {name: theirs[name] for name in KEPT if name in theirs}
-    tensors, fault = ckpt.each_tensor(params, pieces, cfg.export_dtype), None
-    try:
-        if is_main():
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
-            (new / "sixfile.json").write_text(json.dumps(mine))
-            name = "adapter_config.json" if apart else "config.json"
-            (new / name).write_text(json.dumps(about, indent=1))
-            copy_tokenizer(cfg, new)
-        ckpt.write_safetensors(new, tensors, "adapter_model" if apart else "model")
-        if is_main():
-            shutil.rmtree(out, ignore_errors=True)
-            new.rename(out)
-    except OSError as e:
-        deque(tensors, maxlen=0)  # the other processes wait for this one at each tensor
-        fault = str(e)
-        shutil.rmtree(new, ignore_errors=True)
-    ckpt.from_main(lambda: config.raise_all([fault], f"export {cfg.export}: could not be written"))
+        saved = ckpt.read_hf_config(base) if base else {}
+        about |= {name: saved[name] for name in KEPT if name in saved}
 
+    def add_files(folder):
+        name = "adapter_config.json" if apart else "config.json"
+        (folder / name).write_text(json.dumps(about, indent=1))
+        has_tokenizer = data.copy_tokenizer(cfg.tokenizer, folder)
+        if not has_tokenizer:
+            say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging "
+                "Face's")
 
-def copy_tokenizer(cfg, folder):
-    """Copy the files of a Hugging Face tokenizer."""
-    tokenizer = Path(cfg.tokenizer)
-    for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
-        shutil.copy(file, folder)
-    if tokenizer.is_file():
-        shutil.copy(tokenizer, folder / "tokenizer.json")
-    if not tokenizer.exists():
-        say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging Face's")
+    tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
+    stem = "adapter_model" if apart else "model"
+    ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
 
 
 def reload(run, state, step):

@@ -1842,7 +1842,7 @@ def test_parameters_saved_by_time_are_kept(tiny):
 def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
     """With a slash at its end; what was there is replaced.
 
-    Break: train.py: new = Path(f"{out}.partial") => new = Path(f"{cfg.export}.partial")
+    Break: ckpt.py: Path(f"{out}.partial") => Path(f"{folder}.partial")
     """
     cfg = tiny(steps=2, eval_every=0, export=tiny().out_dir + "_hf/", export_every=1)
     assert train.main(cfg)["exit_code"] == 0
