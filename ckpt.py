@@ -10,11 +10,13 @@ one atomic write, also in an object store. (4) Only process 0 lists and decides 
 """
 import contextlib
 import errno
+import fcntl
 import fnmatch
 import json
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice, product
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 import jax
@@ -720,7 +722,330 @@ def _write_lock(store, holder, generation, timeout_s=None):
         store.write(LOCK, value).result(timeout=timeout_s)
 
 
-# Choosing what is loaded from where.
+# ---- run folder
+
+# Files that resume="overwrite" deletes, beside the checkpoints.
+RUN_FILES = ("metrics.jsonl", "plot.png", "windows.jsonl")
+
+
+def ckpt_root(out_dir, ckpt_dir):
+    """Return the folder or bucket with the checkpoints of a run."""
+    return ckpt_dir or below(out_dir, "ckpt")
+
+
+def root_of(out_dir):
+    """Return the same of a run that left its config.json in out_dir."""
+    return ckpt_root(out_dir, read_json(Path(out_dir, "config.json")).get("ckpt_dir"))
+
+
+def roots(root):
+    """Return the root of a run's checkpoints and the root of its parameters-only checkpoints."""
+    return root, below(root, "weights")
+
+
+def newest_run_meta(root, needed_for=""):
+    """Return (step, meta) of the newest checkpoint, as `newest_meta` does.
+
+    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
+    when a needed checkpoint is missing, or when the checkpoint is not one of a run.
+    """
+    saved, meta = newest_meta(root)
+    if needed_for and not meta:
+        raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
+    if meta and "config" not in meta:
+        raise ValueError(f"{root}: checkpoint {saved} is not of a run; to start from its "
+                         "parameters: --init_from")
+    return saved, meta
+
+
+def find_start(out_dir, root, resume, given=False):
+    """Return (step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
+
+    resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
+    parameters. Raises ValueError when a checkpoint is required and missing, or must not exist.
+    """
+    if resume == "overwrite":
+        return None, {}
+    # The checkpoints of the run that is in out_dir may be in another folder.
+    before = from_main(lambda: root_of(out_dir))
+    elsewhere = os.path.realpath(below(before)) != os.path.realpath(below(root))
+    if elsewhere and newest_meta(before)[1]:
+        raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {before}; "
+                         "set --ckpt_dir to that, or choose another --out_dir")
+    saved, meta = newest_run_meta(root, "resume must" if resume == "must" else "")
+    if meta and (given or resume == "never"):
+        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, with "
+                         "which this start would not go on; choose another --out_dir, or delete "
+                         "it with --resume overwrite")
+    return saved, meta
+
+
+@contextlib.contextmanager
+def lock_folders(out_dir, root, log=print):
+    """Make out_dir, and a root on this machine; keep other runs from writing to them and to a
+    bucket. Process 0 does it for all processes. Delete the remains of interrupted saves.
+
+    Yield check(), which raises ValueError once another run has taken over the bucket.
+    """
+    if jax.process_index():
+        yield lambda: None
+        return
+    # One lock where both are the same folder.
+    folders = {}
+    for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
+        if _is_local(path):
+            folders[os.path.realpath(path)] = f"{field} {path!r}"
+    owner = os.urandom(4).hex()
+
+    def check():
+        pass
+
+    with contextlib.ExitStack() as locks:
+        for folder, where in folders.items():
+            try:
+                os.makedirs(folder, exist_ok=True)
+                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
+                # The system releases it when the process ends, however that is.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_local(root):
+                    owner = owner_of(lock, owner)
+            except BlockingIOError:
+                raise ValueError(f"{where}: another run is writing to it; choose another") from None
+            except OSError as e:
+                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
+                                     ) from None
+                log(f"{where}: its file system has no locks ({e.strerror}); no other run may "
+                    "write to it")
+        if not _is_local(root):
+            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
+                     f"{os.path.realpath(out_dir)}")
+            check = locks.enter_context(lock_bucket(root, owner, about, log))
+        for each in roots(root):
+            clean(each, log)
+        yield check
+
+
+def owner_of(lock, new):
+    """Return the text in out_dir/.lock, at first `new`, with the number of the file.
+
+    A copy of the folder has another file number. A process that has locked this file and finds a
+    bucket locked under this text knows that the process of that lock has ended.
+    """
+    lock.seek(0)
+    text = lock.read()
+    if not text:
+        text = new
+        lock.write(text)
+        lock.flush()
+    return f"{text}.{os.fstat(lock.fileno()).st_ino}"
+
+
+def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
+    """Write config.json. overwrite: first delete the previous run. Process 0 does it for all."""
+    if jax.process_index():
+        return
+    if overwrite:
+        for each in roots(root):
+            delete_all(each, log)
+        for name in RUN_FILES:
+            Path(out_dir, name).unlink(missing_ok=True)
+    replace_file(Path(out_dir, "config.json"), config_text)
+
+
+def replace_file(path, text):
+    """Write a file so that a crash leaves the old text or the new one."""
+    new = path.with_suffix(".tmp")
+    new.write_text(text)
+    new.replace(path)
+
+
+def open_log(out_dir, step):
+    """Open metrics.jsonl for rows of a run that starts at `step`: rows of later steps, and "stop"
+    and "end" rows, are deleted first.
+    """
+    path, kept = Path(out_dir, "metrics.jsonl"), []
+    for row in read_log(out_dir):
+        if row["step"] <= step and row["event"] not in ("stop", "end"):
+            kept.append(json_line(row) + "\n")
+    replace_file(path, "".join(kept))
+    return open(path, "a", buffering=1)
+
+
+def read_log(out_dir):
+    """Return the rows of metrics.jsonl, without a torn line and without rows that have no step."""
+    path, rows = Path(out_dir, "metrics.jsonl"), []
+    if not path.exists():
+        return rows
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:  # "error" has none
+                rows.append(row)
+    return rows
+
+
+def json_line(row):
+    """Return a row as JSON on one line: NumPy's numbers and arrays as numbers and lists, numbers
+    that are not finite as null, since JSON has none, and values that JSON does not know as text.
+    """
+    def plain(x):
+        if hasattr(x, "tolist"):
+            x = x.tolist()
+        if isinstance(x, float):
+            return x if isfinite(x) else None
+        if isinstance(x, dict):
+            return {str(key): plain(value) for key, value in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(value) for value in x]
+        return x
+
+    return json.dumps(plain(row), default=str)
+
+
+def read_json(path):
+    """Return the object in a JSON file, or {} where there is no such file. Raises ValueError for a
+    file that cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: cannot be read: {e}") from None
+
+
+# ---- sources
+
+def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, wanted=None,
+                 log=print):
+    """Return the source of each text (see `parse_source`), with "take": {saved name: name} of the
+    parameters to load from it. Of several sources that have a parameter the last wins.
+
+    shapes: {name: shape} of the model's parameters. open_weights, find_mismatches: see
+    `open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
+    should give. wanted: names to load; None: all. Raises ValueError for an expected parameter that
+    no source has, though one of them should be loaded completely.
+    """
+    sources, saved = [], set()
+    for text in texts:
+        source = open_source(parse_source(text), open_weights, find_mismatches, log)
+        sources.append(source)
+        saved.update(source["names"])
+    expected = expected_names(saved)
+    chosen = choose(sources, shapes)
+    # Parameters may be missing when patterns exclude some, or when no source is strict.
+    complete = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
+                   for source in sources)
+    missing = [f"{name} is not there" for name in shapes if name in expected and name not in chosen]
+    _raise_if_errors(missing if complete else [], f"init_from {', '.join(texts)}")
+    for source in sources:
+        source["take"] = {}
+    for name in shapes:
+        if name in chosen and name in (wanted or shapes):
+            index, saved_name = chosen[name]
+            sources[index]["take"][saved_name] = name
+    return sources
+
+
+def open_source(source, open_weights, find_mismatches, log=print):
+    """Return a source of `parse_source` with "names": {saved name: shape}, and "read": {saved name:
+    like} -> {saved name: array}.
+
+    open_weights: path -> these two, of weights in another format, or None where there are none.
+    find_mismatches: meta of a checkpoint -> errors, one for each difference to the model; a source
+    that is not strict may differ. Raises ValueError when the source holds no parameters.
+    """
+    path = source["path"]
+    weights = open_weights(path)
+    if weights:
+        return source | weights
+    for root in from_main(lambda: (root_of(path), path)):
+        step, meta = newest_meta(root)
+        if meta:
+            break
+    else:
+        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
+                         "downloaded")
+    names = {}
+    for name, layout in meta["arrays"].items():
+        if name.startswith("params/"):
+            names[name.removeprefix("params/")] = layout["shape"]
+
+    def read(like):
+        return restore_newest(root, {"params": like}, log)[1]["params"]
+
+    return source | {"names": names, "read": read,
+                     "about": f"{path} at step {step} of run {meta.get('run_id')}",
+                     "faults": find_mismatches(meta) if source["strict"] else []}
+
+
+def log_sources(sources, missing, names, log=print):
+    """Log how many of the missing parameters each source gives, and how many are initialized.
+
+    names: of all parameters. sources: of `open_sources`.
+    """
+    taken, rest = [], set(missing)
+    for source in sources:
+        taken.append((source["path"], [*source["take"].values()]))
+        rest.difference_update(source["take"].values())
+    taken.append(("a fresh initialization", [name for name in names if name in rest]))
+    for path, some in taken:
+        which = f": {', '.join(some)}" if len(some) < len(names) else ""
+        if some:
+            log(f"{len(some)} of {len(names)} parameters from {path}{which}")
+
+
+def load_parameters(sources, like):
+    """Return {name: array} of all that is taken from each source. like: {name: shape with
+    sharding}.
+    """
+    loaded = {}
+    for source in sources:
+        arrays = source["read"]({saved: like[name] for saved, name in source["take"].items()})
+        for saved, x in arrays.items():
+            loaded[source["take"][saved]] = x
+    return loaded
+
+
+def load_own(out_dir, root, like, excluded, first, log=print):
+    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
+    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
+    """
+    wanted, treedef = flatten(like)
+    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
+    try:
+        step, own = restore_newest(root, saved, log)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
+    whole = flatten(first)[0] | own
+    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
+
+
+def load_saved(out_dir, root, meta, sources, texts, like, log=print):
+    """Return (step, parameters) of the newest checkpoint of the run in out_dir; those that it
+    excludes come from the sources. Without a checkpoint: step 0, and all parameters from the
+    sources.
+
+    meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
+    """
+    others = load_parameters(sources, like)
+    if meta:
+        step, saved = load_own(
+            out_dir, root, {"params": like}, others, {"params": others}, log)
+        return step, saved["params"]
+    _raise_if_errors([f"{name} is in none of them" for name in like if name not in others],
+                     f"init_from {' '.join(texts)}")
+    return 0, others
+
+
+def _raise_if_errors(errors, where):
+    """Raise one ValueError of all errors, if there are any."""
+    if errors:
+        first = "\n  " if len(errors) > 1 else ""
+        raise ValueError(f"{where}: {first}" + "\n  ".join(errors))
+
 
 def parse_source(text):
     """{"path", "load", "exclude", "rename", "strict", "dynamic"} of a text like
@@ -784,6 +1109,8 @@ def choose(sources, shapes):
     return chosen
 
 
+# ---- verify
+
 VERIFY_BYTES = 2**30  # largest file that verify reads
 MOST_FAULTS = 100  # of an array that verify looks for
 
@@ -828,7 +1155,7 @@ def _faults_in(root, meta, name):
                 yield f"{path}: {_message(e)}"
 
 
-# Hugging Face's tensors.
+# ---- safetensors
 
 SLICE_BYTES = 2**22  # of a tensor, read at a time by each thread: stays in the processor's cache
 HOST_PLATFORMS = ("cpu",)  # whose devices compute in the host's memory
@@ -981,6 +1308,58 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
         (folder / f"{stem}.safetensors.index.json").write_text(text)
     for path in (*folder.glob(f"{stem}*"), folder):
         _sync(path)
+
+
+def read_hf_config(folder):
+    """Return the config.json of a folder of Hugging Face weights, or {}."""
+    if not _is_local(folder):
+        return {}
+    found = read_json(Path(folder, "config.json"))
+    return found if "model_type" in found else {}
+
+
+EXPORT_MARK = "sixfile.json"  # file in an export that says which run wrote it
+
+
+def check_export(folder, run):
+    """Raise ValueError when a folder has files and no export of this run wrote them.
+
+    run: a dict that tells the run from others.
+    """
+    out = Path(folder)
+    is_used = out.is_file() or any(out.glob("*"))
+    if is_used and run != read_json(out / EXPORT_MARK):
+        raise ValueError(f"export {folder}: exists, and no export of this run wrote it; choose "
+                         "another")
+
+
+def write_export(folder, run, tensors, stem, add_files):
+    """Write a folder as `write_safetensors` does, beside its place, then rename it; a folder that
+    is there is replaced. Every process must call it.
+
+    run: of `check_export`. tensors: an iterator of (name, array). add_files: function of the new
+    folder that writes the other files; process 0 calls it. Raises ValueError in every process when
+    the disk refuses.
+    """
+    is_main, errors = jax.process_index() == 0, []
+    out = Path(folder)
+    new = Path(f"{out}.partial")
+    try:
+        if is_main:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            (new / EXPORT_MARK).write_text(json.dumps(run))
+            add_files(new)
+        write_safetensors(new, tensors, stem)
+        if is_main:
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
+    except OSError as e:
+        for _ in tensors:  # the other processes wait for this one at each tensor
+            pass
+        errors.append(str(e))
+        shutil.rmtree(new, ignore_errors=True)
+    from_main(lambda: _raise_if_errors(errors, f"export {folder}: could not be written"))
 
 
 def _shards(tensors, shard_bytes):

@@ -1070,6 +1070,22 @@ def make_tokenizer(name):
             "encode_batch": encode_batch, "decode": decode}
 
 
+def copy_tokenizer(name, folder):
+    """Copy the files of a Hugging Face tokenizer into a folder; return False for another tokenizer.
+
+    name: of `make_tokenizer`.
+    """
+    path = Path(name)
+    files = set()
+    for pattern in TOKENIZER_FILES:
+        files.update(path.glob(pattern))
+    for file in files:
+        shutil.copy(file, folder)
+    if path.is_file():
+        shutil.copy(path, Path(folder, "tokenizer.json"))
+    return path.exists()
+
+
 def _decode_bytes(ids):
     pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in ids]
     return b"".join(pieces).decode(errors="replace")

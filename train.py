@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -23,13 +22,10 @@ import os
 import queue
 import resource
 import runpy
-import shutil
 import signal
-import socket
 import threading
 import time
 import traceback
-from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -109,7 +105,7 @@ TEXT = {
 
 def prepare(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
-    watch_peers), "check_lock" (of lock_folders), "at_once" (whether a step is done when it
+    watch_peers), "check_lock" (of ckpt.lock_folders), "at_once" (whether a step is done when it
     returns)} on these devices (default: all at hand). start_run adds "hooks", "train" and "val"
     (sources), "periods", "stops", "left_out", "programs", "first_step", "wishes" (to stop),
     "faults" (survived ones), "meta" (what a checkpoint says of the run), "emit".
@@ -172,14 +168,15 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
         return run_saved(cfg, task, hooks, state, params)
     with catch_signals() as (signals, in_loop):
         run = prepare(cfg, task)
-        with lock_folders(run["cfg"]) as run["check_lock"]:
+        root = ckpt.ckpt_root(run["cfg"].out_dir, run["cfg"].ckpt_dir)
+        with ckpt.lock_folders(run["cfg"].out_dir, root, say) as run["check_lock"]:
             observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
             run["beat"] = watch_peers(run["cfg"], observers)
             try:
                 with steplib.explain_memory(partial(suggest, run | {"hooks": hooks})):
                     started = start_run(run, hooks, observers, state, params, began)
                     if not started:
-                        step, _ = ckpt.newest_meta(ckpt_root(run["cfg"]))
+                        step, _ = ckpt.newest_meta(root)
                         return {"step": step, "exit_code": 0, "reason": "finished before"}
                     in_loop.set()
                     return train(*started, signals, saving)
@@ -209,7 +206,9 @@ def start_run(run, hooks, observers, state, params, began):
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
     run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
                  "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
-    saved, meta = find_start(cfg, given=state is not None or params is not None)
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    given = state is not None or params is not None
+    saved, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, given)
     if "resume" in run["train"]:
         run["train"]["resume"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
@@ -230,9 +229,11 @@ def start_run(run, hooks, observers, state, params, began):
     check_stop_metrics(run, programs["metrics"])
     state = call(hooks, "load", first_state(programs))
     step = int(state["step"])
-    begin_out_dir(cfg)
+    # Delete the run to overwrite only now that nothing else can go wrong.
+    ckpt.begin_out_dir(cfg.out_dir, root, config.to_json(config.repeatable(cfg)),
+                       overwrite=cfg.resume == "overwrite", log=say)
     rows = ckpt.from_main(lambda: [[row["step"], row["event"], row.get("time_s")]
-                                   for row in read_log(cfg.out_dir)])
+                                   for row in ckpt.read_log(cfg.out_dir)])
     go_on_counting(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
@@ -419,7 +420,7 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
     place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
         place["windows"] = train["windows"](step)
-    root, keep = ckpt_root(cfg), (cfg.keep, cfg.keep_every)
+    root, keep = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir), (cfg.keep, cfg.keep_every)
     run["programs"]["compile_digest"]()
     began = time.perf_counter()
     digest = steplib.digest(run["programs"]["digest"](state))
@@ -701,11 +702,12 @@ def end_run(run, state, step, stop, saving, latest, clock):
     run["emit"]("stop", why)
     if is_main():
         Path(run["cfg"].out_dir, "stop").unlink(missing_ok=True)
+    root = ckpt.ckpt_root(run["cfg"].out_dir, run["cfg"].ckpt_dir)
     left_out = ("finite", "eval_s", *["val_step"] * (latest.get("val_step") == step))
     row = {name: x for name, x in latest.items() if name not in left_out} | why | {
         "exit_code": 1 if lost else exit_code, "wall_s": clock["at"] - clock["from"],
         "time_s": {what: clock[what] for what in SPENT},
-        "checkpoint": None if "save" in lost else ckpt.below(ckpt_root(run["cfg"]), f"{step:09d}")}
+        "checkpoint": None if "save" in lost else ckpt.below(root, f"{step:09d}")}
     return run["emit"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
@@ -824,45 +826,14 @@ def jsonl(cfg):
     def observe(event, row):
         nonlocal file
         if event == "start":
-            kept = [old for old in read_log(path.parent)
-                    if old["step"] <= row["step"] and old["event"] not in ("stop", "end")]
-            path.with_suffix(".tmp").write_text("".join(json_line(old) + "\n" for old in kept))
-            path.with_suffix(".tmp").replace(path)
-            file = open(path, "a", buffering=1)  # noqa: SIM115 as long as the run
+            file = ckpt.open_log(cfg.out_dir, row["step"])
         if file and event not in ("step", "dispatch"):
             try:
-                file.write(json_line({"event": event} | row) + "\n")
+                file.write(ckpt.json_line({"event": event} | row) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
                 say(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
-
-
-def json_line(row):
-    """A row as JSON, on one line: NumPy's numbers and arrays as numbers and lists, numbers that are
-    not finite as null, since JSON has none, and what JSON does not know as text.
-    """
-    def plain(x):
-        if hasattr(x, "tolist"):
-            x = x.tolist()
-        if isinstance(x, float):
-            return x if math.isfinite(x) else None
-        if isinstance(x, dict):
-            return {str(key): plain(value) for key, value in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [plain(value) for value in x]
-        return x
-
-    return json.dumps(plain(row), default=str)
-
-
-def read_log(out_dir):
-    """The rows of metrics.jsonl, less a torn line."""
-    path, rows = Path(out_dir) / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]  # "error" has none
 
 
 # How the screen shows a value, where a row has it.
@@ -929,7 +900,8 @@ def show_end(cfg, row):
     say(", ".join(filter(None, (
         f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
         "loss" in row and f"training {in_words(row, 'loss')}"))))
-    saved = f", saved in {ckpt_root(cfg)}" if row["checkpoint"] else ""
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    saved = f", saved in {root}" if row["checkpoint"] else ""
     done = row["reason"] == ALL_DONE.format(row["step"])
     say(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
     if not row["exit_code"] and not done:
@@ -957,7 +929,7 @@ def plot(cfg):
     learning rate, gradient norm and throughput over steps.
     """
     def observe(event, row):
-        rows = read_log(cfg.out_dir) if event == "end" else []
+        rows = ckpt.read_log(cfg.out_dir) if event == "end" else []
         rates = {name for row in rows for name in row if name.endswith("s_per_s")}
         if not rates or not importlib.util.find_spec("matplotlib"):
             return
@@ -1184,103 +1156,6 @@ def keep_programs(cfg):
         steplib.keep_programs("")
 
 
-@contextlib.contextmanager
-def lock_folders(cfg):
-    """Make out_dir, and ckpt_dir on this machine, fit to write to, and keep other runs from writing
-    to them and to a bucket. Process 0 does it for all. Give check(), which raises ValueError once
-    another run has taken over the bucket.
-    """
-    root, owner, check = ckpt_root(cfg), os.urandom(4).hex(), lambda: None
-    paths = (("out_dir", cfg.out_dir), ("ckpt_dir", root)) if is_main() else ()
-    folders = {os.path.realpath(path): f"{name} {path!r}" for name, path in paths
-               if "://" not in path}
-    with contextlib.ExitStack() as locks:
-        for folder, where in folders.items():
-            try:
-                os.makedirs(folder, exist_ok=True)
-                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
-                # The system releases it when the process ends, however that is.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if "://" in root:
-                    owner = owner_of(lock, owner)
-            except BlockingIOError:
-                raise ValueError(f"{where}: another run is writing to it; choose another") from None
-            except OSError as e:
-                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
-                                     ) from None
-                say(f"{where}: its file system has no locks ({e.strerror}); no other run may "
-                    "write to it")
-        if is_main() and "://" in root:
-            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
-                     f"{os.path.realpath(cfg.out_dir)}")
-            check = locks.enter_context(ckpt.lock_bucket(root, owner, about, say))
-        for root in roots(cfg) if is_main() else ():
-            ckpt.clean(root, say)
-        yield check
-
-
-def owner_of(lock, new):
-    """The text in out_dir/.lock, at first `new`, with the file's number, which a copy of the folder
-    has not: who has this file locked and finds a bucket locked under it knows its process is gone.
-    """
-    lock.seek(0)
-    text = lock.read()
-    if not text:
-        text = new
-        lock.write(text)
-        lock.flush()
-    return f"{text}.{os.fstat(lock.fileno()).st_ino}"
-
-
-def roots(cfg):
-    """Where the checkpoints of a run are, and those of its parameters alone."""
-    return ckpt_root(cfg), ckpt.below(ckpt_root(cfg), "weights")
-
-
-def ckpt_root(cfg):
-    return cfg.ckpt_dir or ckpt.below(cfg.out_dir, "ckpt")
-
-
-def root_of(out_dir):
-    """Where the run that left its config.json in out_dir keeps its checkpoints."""
-    return read_json(Path(out_dir, "config.json")).get("ckpt_dir") or ckpt.below(out_dir, "ckpt")
-
-
-def newest_meta(root, needed_for=""):
-    """(step, meta) of the newest checkpoint of a root. Raises ValueError when there is none, though
-    it is needed for something, or when no run of this program wrote it.
-    """
-    saved, meta = ckpt.newest_meta(root)
-    if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
-    if meta and "config" not in meta:
-        raise ValueError(f"{root}: checkpoint {saved} is not of a run; to start from its "
-                         "parameters: --init_from")
-    return saved, meta
-
-
-def find_start(cfg, given=False):
-    """(step, meta) of the checkpoint in out_dir that the run goes on from; (None, {}) for none.
-    given: whether there is a state or parameters to start from.
-
-    Raises ValueError when cfg.resume says that there must be one, or there must not be.
-    """
-    if cfg.resume == "overwrite":
-        return None, {}
-    root, before = ckpt_root(cfg), ckpt.from_main(lambda: root_of(cfg.out_dir))
-    elsewhere = os.path.realpath(ckpt.below(before)) != os.path.realpath(ckpt.below(root))
-    if elsewhere and ckpt.newest_meta(before)[1]:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: the checkpoints of its run are in {before}; "
-                         "set --ckpt_dir to that, or choose another --out_dir")
-    saved, meta = newest_meta(root, "resume must" if cfg.resume == "must" else "")
-    if meta and (given or cfg.resume == "never"):
-        raise ValueError(f"resume {cfg.resume}: {cfg.out_dir} holds a run at step {saved}, with "
-                         "which this start would not go on; choose another --out_dir, or delete "
-                         "it with --resume overwrite")
-    return saved, meta
-
-
 def choose_start(run, state, params, meta):
     """(origin in words, sources of parameters in words, programs -> first state): given state,
     given parameters, own checkpoint of `meta`, init_from, fresh; the first that there is. What an
@@ -1309,9 +1184,12 @@ def choose_start(run, state, params, meta):
     def first_state(programs):
         first, like = {}, programs["state"]
         if missing:
-            loaded = load_parameters(sources, like["params"])
+            loaded = ckpt.load_parameters(sources, like["params"])
             first = programs["from_params"](key, params=loaded) if loaded else programs["init"](key)
-        return load_own(cfg, like, missing, first)[1] if meta else first
+        if not meta:
+            return first
+        root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+        return ckpt.load_own(cfg.out_dir, root, like, missing, first, say)[1]
 
     origin = "its own checkpoint" if meta else ", ".join(told) or "a fresh initialization"
     return origin, told or meta.get("sources", []), first_state
@@ -1358,129 +1236,36 @@ def find_parameters(run, meta):
     sources of init_from to take them from). Prints what comes from where. meta: of that
     checkpoint, or {}.
     """
-    table, left_out = run["table"], meta["config"].get("leave_out", ()) if meta else ("*",)
-    if not (missing := model.matching("leave_out", left_out, table)):
+    table = run["table"]
+    excluded = meta["config"].get("leave_out", ()) if meta else ("*",)
+    missing = model.matching("leave_out", excluded, table)
+    if not missing:
         return missing, []
     sources = open_sources(run, missing)
-    given = [(source["path"], source["take"].values()) for source in sources]
-    fresh = [name for name in table if name in missing.difference(*(names for _, names in given))]
-    for path, names in (*given, ("a fresh initialization", fresh)):
-        which = f": {', '.join(names)}" if len(names) < len(table) else ""
-        if names and (sources or meta):
-            say(f"{len(names)} of {len(table)} parameters from {path}{which}")
+    if sources or meta:
+        ckpt.log_sources(sources, missing, table, say)
     return missing, sources
 
 
-def load_saved(run, meta, like):
-    """(step, parameters) of the run's newest checkpoint, of init_from those that it excludes. When
-    the run has no checkpoint, step 0 and all of init_from. meta: of that checkpoint, or {}.
-    """
-    others = load_parameters(find_parameters(run, meta)[1], like)
-    if meta:
-        step, saved = load_own(run["cfg"], {"params": like}, others, {"params": others})
-        return step, saved["params"]
-    config.raise_all([f"{name} is in none of them" for name in like if name not in others],
-                     f"init_from {' '.join(run['cfg'].init_from)}")
-    return 0, others
-
-
-def load_parameters(sources, like):
-    """{name: array} of what is taken from each source. like: {name: shape with sharding}."""
-    loaded = {}
-    for source in sources:
-        arrays = source["read"]({there: like[name] for there, name in source["take"].items()})
-        loaded |= {source["take"][there]: x for there, x in arrays.items()}
-    return loaded
-
-
-def load_own(cfg, like, left_out, first):
-    """(step, tree) of the run's newest sound checkpoint, in shapes and shardings of `like`.
-    Parameters in left_out, and their moments, come from the tree `first`.
-    """
-    wanted, treedef = ckpt.flatten(like)
-    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in left_out}
-    try:
-        step, own = ckpt.restore_newest(ckpt_root(cfg), saved, say)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {cfg.out_dir}/config.json") from None
-    whole = ckpt.flatten(first)[0] | own
-    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
-
-
 def open_sources(run, wanted=None):
-    """The sources of cfg.init_from, each with "take": {name there: name here} of what is loaded
-    from it; the last source that has a parameter wins. wanted: names here; None: all.
-
-    Raises ValueError for parameters that no source has, though no pattern left them out.
-    """
-    cfg, table = run["cfg"], run["table"]
-    sources = [open_source(run, ckpt.parse_source(text)) for text in cfg.init_from]
-    there = {name for source in sources for name in source["names"]}
-    expected = run["task"]["init_names"](cfg, table, there)
-    chosen = ckpt.choose(sources, {name: row["shape"] for name, row in table.items()})
-    whole = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
-                for source in sources)
-    config.raise_all([f"{name} is not there" for name in table
-                      if whole and name in expected and name not in chosen],
-                     f"init_from {', '.join(cfg.init_from)}")
-    taken = [(name, *chosen[name]) for name in table if name in chosen.keys() & (wanted or table)]
-    for i, source in enumerate(sources):
-        source["take"] = {there: name for name, at, there in taken if at == i}
-    return sources
-
-
-def open_source(run, source):
-    """A source of cfg.init_from with "names", what there is, and "read", {name there: like} ->
-    {name there: array}.
-
-    Raises ValueError when it holds no parameters.
-    """
-    cfg, path = run["cfg"], source["path"]
-    if weights := run["task"]["weights"](path, cfg):
-        return source | weights
-    for root in ckpt.from_main(lambda: (root_of(path), path)):
-        step, meta = ckpt.newest_meta(root)
-        if meta:
-            break
-    else:
-        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
-                         "downloaded")
-    faults = []
-    if source["strict"]:
-        faults = config.other_model(meta.get("config", {}), vars(cfg))
-    return source | {
-        "names": {name.removeprefix("params/"): layout["shape"]
-                  for name, layout in meta["arrays"].items() if name.startswith("params/")},
-        "read": lambda like: ckpt.restore_newest(root, {"params": like}, say)[1]["params"],
-        "about": f"{path} at step {step} of run {meta.get('run_id')}",
-        "faults": faults}
+    """The sources of cfg.init_from for the run's task; see ckpt.open_sources."""
+    cfg, task, table = run["cfg"], run["task"], run["table"]
+    return ckpt.open_sources(
+        cfg.init_from, {name: row["shape"] for name, row in table.items()},
+        open_weights=lambda path: task["weights"](path, cfg),
+        expected_names=lambda saved: task["init_names"](cfg, table, saved),
+        find_mismatches=lambda meta: config.other_model(meta.get("config", {}), vars(cfg)),
+        wanted=wanted, log=say)
 
 
 # Weights in Hugging Face's format.
-
-def read_json(path):
-    """The object in a JSON file, or {} where there is no such file. Raises ValueError."""
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read: {e}") from None
-
-
-def hf_config(path):
-    """The config.json of a folder of Hugging Face weights, or {}."""
-    found = {} if "://" in path else read_json(Path(path, "config.json"))
-    return found if "model_type" in found else {}
-
 
 def adopt_hf(cfg):
     """cfg with the shape of the model and the tokenizer that a Hugging Face folder in init_from
     has. Raises ValueError for fields that were set to something else.
     """
     for path in (ckpt.parse_source(text)["path"] for text in cfg.init_from):
-        if hf := hf_config(path):
+        if hf := ckpt.read_hf_config(path):
             fields = model.hf_fields(hf)
             config.raise_all([config.fault(cfg, name, f"is {value!r} there; leave it out")
                               for name, value in fields.items()
@@ -1494,7 +1279,7 @@ def adopt_hf(cfg):
 
 def open_hf(path, cfg):
     """{"names", "read"} of a folder of Hugging Face weights, or None."""
-    if not hf_config(path):
+    if not ckpt.read_hf_config(path):
         return None
     pieces = model.hf_pieces(cfg)
 
@@ -1516,54 +1301,34 @@ def export_hf(cfg, params):
     Raises ValueError when no family of theirs is of this form, or the folder is not an export's.
     """
     apart = bool(cfg.lora_rank) and cfg.export_lora == "apart"
-    out = Path(cfg.export)
-    new = Path(f"{out}.partial")
-    mine = {"out_dir": os.path.abspath(cfg.out_dir)}
-    if (out.is_file() or any(out.glob("*"))) and mine != read_json(out / "sixfile.json"):
-        raise ValueError(f"export {cfg.export}: exists, and no export of this run wrote it; choose "
-                         "another")
+    written_by = {"out_dir": os.path.abspath(cfg.out_dir)}
+    ckpt.check_export(cfg.export, written_by)
     paths = [ckpt.parse_source(text)["path"] for text in cfg.init_from]
-    base = next(filter(hf_config, paths), None)
+    base = next(filter(ckpt.read_hf_config, paths), None)
     about = model.peft_config(cfg, base) if apart else model.hf_config(cfg)
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, apart)
     if params is None:
         return
     if not apart:
-        params, tokenizer = model.merge_lora(params, cfg), data.make_tokenizer(cfg.tokenizer)
+        params = model.merge_lora(params, cfg)
+        tokenizer = data.make_tokenizer(cfg.tokenizer)
         about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
                   "eos_token_id": tokenizer["end"]}
-        theirs = hf_config(base) if base else {}
-        about |= {name: theirs[name] for name in KEPT if name in theirs}
-    tensors, fault = ckpt.each_tensor(params, pieces, cfg.export_dtype), None
-    try:
-        if is_main():
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
-            (new / "sixfile.json").write_text(json.dumps(mine))
-            name = "adapter_config.json" if apart else "config.json"
-            (new / name).write_text(json.dumps(about, indent=1))
-            copy_tokenizer(cfg, new)
-        ckpt.write_safetensors(new, tensors, "adapter_model" if apart else "model")
-        if is_main():
-            shutil.rmtree(out, ignore_errors=True)
-            new.rename(out)
-    except OSError as e:
-        deque(tensors, maxlen=0)  # the other processes wait for this one at each tensor
-        fault = str(e)
-        shutil.rmtree(new, ignore_errors=True)
-    ckpt.from_main(lambda: config.raise_all([fault], f"export {cfg.export}: could not be written"))
+        saved = ckpt.read_hf_config(base) if base else {}
+        about |= {name: saved[name] for name in KEPT if name in saved}
 
+    def add_files(folder):
+        name = "adapter_config.json" if apart else "config.json"
+        (folder / name).write_text(json.dumps(about, indent=1))
+        has_tokenizer = data.copy_tokenizer(cfg.tokenizer, folder)
+        if not has_tokenizer:
+            say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging "
+                "Face's")
 
-def copy_tokenizer(cfg, folder):
-    """Copy the files of a Hugging Face tokenizer."""
-    tokenizer = Path(cfg.tokenizer)
-    for file in {file for name in data.TOKENIZER_FILES for file in tokenizer.glob(name)}:
-        shutil.copy(file, folder)
-    if tokenizer.is_file():
-        shutil.copy(tokenizer, folder / "tokenizer.json")
-    if not tokenizer.exists():
-        say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging Face's")
+    tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
+    stem = "adapter_model" if apart else "model"
+    ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
 
 
 def reload(run, state, step):
@@ -1572,7 +1337,7 @@ def reload(run, state, step):
     """
     try:
         dynamic = [source for source in open_sources(run) if source["dynamic"]]
-        params = load_parameters(dynamic, run["programs"]["state"]["params"])
+        params = ckpt.load_parameters(dynamic, run["programs"]["state"]["params"])
     except ValueError as e:
         run["emit"]("fault", {"step": step, "fault": f"reload: {e}"})
         return state
@@ -1580,25 +1345,11 @@ def reload(run, state, step):
     return state | {"params": state["params"] | params}
 
 
-def begin_out_dir(cfg):
-    """Delete the run to overwrite, now that nothing else can go wrong; write config.json."""
-    if not is_main():
-        return
-    out = Path(cfg.out_dir)
-    if cfg.resume == "overwrite":
-        for root in roots(cfg):
-            ckpt.delete_all(root, say)
-        for name in ("metrics.jsonl", "plot.png", "windows.jsonl"):
-            (out / name).unlink(missing_ok=True)
-    (out / "config.tmp").write_text(config.to_json(config.repeatable(cfg)))
-    (out / "config.tmp").replace(out / "config.json")
-
-
 def is_finished(cfg, step):
     """Whether nothing is left to do at `step`, and if so, say how to go further: it is past
     cfg.steps, or reached it and logged its end.
     """
-    last = ckpt.from_main(lambda: (read_log(cfg.out_dir) or [{"event": ""}])[-1])
+    last = ckpt.from_main(lambda: (ckpt.read_log(cfg.out_dir) or [{"event": ""}])[-1])
     ended = last["event"] == "end" and last["reason"] == ALL_DONE.format(step)
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
@@ -1770,11 +1521,12 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     if state is not None:
         check_state(state, ("step", "params"))
     given, meta = params if state is None else state["params"], {}
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     if given is None:
-        meta = newest_meta(ckpt_root(cfg), "" if cfg.init_from else f"mode {cfg.mode}")[1]
+        meta = ckpt.newest_run_meta(root, "" if cfg.init_from else f"mode {cfg.mode}")[1]
     run = prepare(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
-    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), ckpt_root(cfg))
+    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), root)
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
@@ -1792,11 +1544,13 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         step = 0 if state is None else int(state["step"])
         params = place_params(given, like["params"])
     else:
-        step, params = load_saved(run, meta, like["params"])
+        _, sources = find_parameters(run, meta)
+        step, params = ckpt.load_saved(
+            cfg.out_dir, root, meta, sources, cfg.init_from, like["params"], say)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)
-        say(json_line(summary))
+        say(ckpt.json_line(summary))
     elif cfg.mode == "export":
         task["export"](cfg, params)
         say(f"exported step {step} to {cfg.export}")

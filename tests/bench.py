@@ -302,7 +302,7 @@ def loop_ours(*track, n=20_000):
         cfg = train.config.Config(out_dir=str(folder), steps=n, batch_size=1, eval_every=0,
                                   save_every=0, log_every=100, track=track)
         train.main(cfg, task=one_parameter())
-        rows = [row for row in train.read_log(folder) if row["event"] == "log"]
+        rows = [row for row in train.ckpt.read_log(folder) if row["event"] == "log"]
     spent = [sum(row["time_s"].values()) for row in rows]
     return (spent[-1] - spent[0]) / (rows[-1]["step"] - rows[0]["step"]) * 1e6
 

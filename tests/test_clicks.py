@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+import ckpt
 import train
 from conftest import ROOT
 
@@ -44,7 +45,7 @@ def planted(tmp_path, cache_dir):
 
 
 def rows_of(cfg, event):
-    return [row for row in train.read_log(cfg.out_dir) if row["event"] == event]
+    return [row for row in ckpt.read_log(cfg.out_dir) if row["event"] == event]
 
 
 @pytest.mark.slow
@@ -198,7 +199,7 @@ def test_a_run_a_day_reads_the_days_in_order_and_evaluates_on_each_first(planted
     windows = (tmp_path / "out/windows.jsonl").read_text().splitlines()
     assert [json.loads(line)["name"][-7:-4] for line in windows] == ["000", "001", "002"]
     assert [row["step"] for row in rows_of(cfg, "eval")] == [12, 24]  # 11.7 and 23.4 batches
-    assert train.read_log(cfg.out_dir)[-1]["step"] == 35
+    assert ckpt.read_log(cfg.out_dir)[-1]["step"] == 35
 
 
 def test_validation_data_are_all_files_that_its_globs_name(planted, tmp_path):

@@ -273,7 +273,7 @@ def outcome(words=""):
 
 
 def logged(event, key="step"):
-    return lambda cfg: [r[key] for r in train.read_log(cfg.out_dir) if r["event"] == event]
+    return lambda cfg: [r[key] for r in ckpt.read_log(cfg.out_dir) if r["event"] == event]
 
 
 def last(event, key):
@@ -281,16 +281,17 @@ def last(event, key):
 
 
 def checkpoints(cfg):
-    return ckpt.steps(train.ckpt_root(cfg))
+    return ckpt.steps(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))
 
 
 def saves(kind):
-    return lambda cfg: [r["step"] for r in train.read_log(cfg.out_dir)
+    return lambda cfg: [r["step"] for r in ckpt.read_log(cfg.out_dir)
                         if r["event"] == "save" and r["kind"] == kind]
 
 
 def saved_embed(cfg):
-    return "params/embed" in ckpt.newest_meta(train.ckpt_root(cfg))[1]["arrays"]
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    return "params/embed" in ckpt.newest_meta(root)[1]["arrays"]
 
 
 def exported_dtype(cfg):
@@ -311,7 +312,7 @@ def traces(cfg):
 
 
 def marked(cfg):
-    return any("mark" in r for r in train.read_log(cfg.out_dir))
+    return any("mark" in r for r in ckpt.read_log(cfg.out_dir))
 
 
 FORKS = multiprocessing.get_context("forkserver")

@@ -18,7 +18,6 @@ import pytest
 
 import ckpt
 import config
-import train
 from conftest import ROOT
 from test_train import command, ended, losses, rows, wait_for
 
@@ -46,7 +45,7 @@ def mpirun(cfg):
 
 def logged(cfg, n_starts=1):
     """Whether the last of so many starts of a run has logged a step."""
-    events = [row["event"] for row in train.read_log(cfg.out_dir)]
+    events = [row["event"] for row in ckpt.read_log(cfg.out_dir)]
     return events.count("start") == n_starts and events[-1] == "log"
 
 

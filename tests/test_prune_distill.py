@@ -141,7 +141,7 @@ def test_a_pruned_run_is_resumed_to_the_bit(tiny):
     assert not any(x.any() for x in states[1].values())
     saved = saved_arrays(killed.out_dir)
     assert {(saved[f"params/{name}"] == 0).mean() for name in states[0]} == {0.75}
-    rows = [row["sparsity"] for row in train.read_log(killed.out_dir) if row["event"] == "log"]
+    rows = [row["sparsity"] for row in ckpt.read_log(killed.out_dir) if row["event"] == "log"]
     assert rows[:2] == [0, 0] and rows[-4:] == [0.75] * 4 and sorted(rows) == rows
 
 
@@ -238,7 +238,7 @@ def test_a_student_is_resumed_to_the_bit_and_its_teacher_stays(tiny):
         dataclasses.replace(shape, vocab_size=256)))[0]) / 3
         for shape, params in ((of_teacher, theirs), (cfg, first["load"]))]
     p_BTV, q_BTV = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in logits)
-    row = next(row for row in train.read_log(cfg.out_dir) if row["event"] == "log")
+    row = next(row for row in ckpt.read_log(cfg.out_dir) if row["event"] == "log")
     kl = (np.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean()
     np.testing.assert_allclose(row["kl"], kl, rtol=1e-5)
 

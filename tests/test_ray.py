@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def events(out_dir, *names):
-    return [row for row in train.read_log(out_dir) if row["event"] in names]
+    return [row for row in ckpt.read_log(out_dir) if row["event"] in names]
 
 
 def losses(out_dir):

@@ -135,7 +135,7 @@ def test_a_metric_of_ones_own_is_in_every_row(tiny):
     summary = train.main(cfg, [hooks.weight_norm])
     params = summary["state"]["params"].values()
     expected = sum((np.float64(x) ** 2).sum() for x in params) ** 0.5
-    rows = {row["event"]: row for row in train.read_log(cfg.out_dir)}
+    rows = {row["event"]: row for row in ckpt.read_log(cfg.out_dir)}
     np.testing.assert_allclose(rows["log"]["weight_norm"], expected, rtol=1e-5)
     np.testing.assert_allclose(rows["eval"]["val_weight_norm"], expected, rtol=1e-5)
 

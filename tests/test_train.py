@@ -397,7 +397,7 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
 def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
     """After a loss that is not finite the file has null, wherever the number stands.
 
-    Break: train.py: return x if math.isfinite(x) else None => return x
+    Break: ckpt.py: return x if isfinite(x) else None => return x
     """
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
@@ -766,7 +766,7 @@ def test_modes_without_training_refuse_another_model(tiny):
     """One that its parameters would fit.
 
     Break: train.py:
-    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), ckpt_root(cfg)) => pass
+    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), root) => pass
     """
     train.main(tiny(steps=1, eval_every=0))
     for mode in ("eval", "sample", "export"):
@@ -1288,7 +1288,7 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
     """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
     2; each new line is there as soon as it is written, but those of "step" and "dispatch".
 
-    Break: train.py: if old["step"] <= row["step"] and => if old["step"] < row["step"] and
+    Break: ckpt.py: if row["step"] <= step and => if row["step"] < step and
     """
     def line(event, **row):
         return json.dumps({"event": event, **row}) + "\n"
@@ -1297,7 +1297,7 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
     cut = line("stop", step=2) + line("end", step=2) + line("log", step=3)
     path.write_bytes((kept + cut + line("error", error="of it") + "null\n").encode()
                      + b'{"event": "\xe2\x81')
-    assert [row["event"] for row in train.read_log(tmp_path)] == "start log stop end log".split()
+    assert [row["event"] for row in ckpt.read_log(tmp_path)] == "start log stop end log".split()
     observe = train.jsonl(types.SimpleNamespace(out_dir=tmp_path))
     observe("error", {"error": "before the start"})
     assert path.read_text(errors="replace").startswith(kept + cut)
@@ -1305,7 +1305,7 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
         observe(event, {"step": 2, "loss": 0.1 + 0.2})
     more = line("start", step=2, loss=0.1 + 0.2) + line("log", step=2, loss=0.1 + 0.2)
     assert path.read_text() == kept + more and os.listdir(tmp_path) == ["metrics.jsonl"]
-    assert train.read_log(tmp_path / "none") == []
+    assert ckpt.read_log(tmp_path / "none") == []
 
 
 def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
@@ -1425,8 +1425,9 @@ def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
     assert raw.getvalue() == b"two 2\n"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     train.say("more")
-    with train.lock_folders(tiny()):
-        train.begin_out_dir(tiny())
+    out_dir = tiny().out_dir
+    with ckpt.lock_folders(out_dir, f"{out_dir}/ckpt"):
+        ckpt.begin_out_dir(out_dir, f"{out_dir}/ckpt", "{}")
     pipe.flush()
     assert raw.getvalue() == b"two 2\n" and not Path(tiny().out_dir).exists()
 
@@ -1487,7 +1488,7 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
     once. From then on it is finished, and what would start over is refused.
 
-    Break: train.py: step, _ = ckpt.newest_meta(ckpt_root(run["cfg"])) => step = 0
+    Break: train.py: step, _ = ckpt.newest_meta(root) => step = 0
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
@@ -1544,7 +1545,7 @@ def test_resume_never_and_must_and_overwrite(tiny):
     """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
     afresh.
 
-    Break: train.py: (given or cfg.resume == "never"): => (given or cfg.resume == "none"):
+    Break: ckpt.py: (given or resume == "never"): => (given or resume == "none"):
     """
     with pytest.raises(ValueError, match="resume must: .* holds no checkpoint"):
         train.main(tiny(resume="must"))
@@ -1579,8 +1580,7 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
     """The second is refused while the first lives, and not after; also one whose checkpoints would
     lie in the same folder.
 
-    Break: train.py: (("out_dir", cfg.out_dir), ("ckpt_dir", root)) =>
-    (("out_dir", cfg.out_dir), ("ckpt_dir", cfg.ckpt_dir or cfg.out_dir))
+    Break: ckpt.py: ("ckpt_dir", root)): => ("ckpt_dir", out_dir)):
     """
     same = dict(ckpt_dir=f"{tiny().out_dir}/ckpt", out_dir=str(tmp_path / "other"))
 
@@ -1645,7 +1645,7 @@ def test_a_run_that_fails_ends_once_its_save_has(tiny, monkeypatch):
 def test_a_checkpoint_of_no_run_is_told(tiny, tmp_path):
     """As another program wrote it, by ckpt.save.
 
-    Break: train.py: if meta and "config" not in meta: => if False:
+    Break: ckpt.py: if meta and "config" not in meta: => if False:
     """
     ckpt.wait(ckpt.save(tmp_path / "foreign", 7, {"a": np.ones(3)}))
     for mode in ("train", "sample"):
@@ -1671,7 +1671,7 @@ def test_a_given_state_never_joins_another_run(tiny):
     """State or parameters to start from are refused where a run is, which stays whole; with
     overwrite they start a run of their own.
 
-    Break: train.py: if meta and (given or cfg.resume => if meta and (cfg.resume
+    Break: ckpt.py: if meta and (given or resume => if meta and (resume
     """
     state = train.main(tiny(steps=4))["state"]
     for given in (dict(state=state), dict(params=state["params"])):
@@ -1891,7 +1891,7 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
     """Some network file systems have no flock: that is said, and the run goes on, in a folder of
     folders that are made; however few the epochs, for one step.
 
-    Break: train.py: if e.errno not in (errno.ENOLCK, => if e.errno not in (errno.EPERM,
+    Break: ckpt.py: if e.errno not in (errno.ENOLCK, => if e.errno not in (errno.EPERM,
     """
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -1905,7 +1905,7 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
 def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
     """A save of --weights_every that never ended is gone at the next start.
 
-    Break: train.py: for root in roots(cfg) if is_main() => for root in roots(cfg)[:1] if is_main()
+    Break: ckpt.py: clean(each, log) => clean(root, log)
     """
     cfg = tiny(steps=1, eval_every=0)
     left = Path(cfg.out_dir, "ckpt/weights/000000007/0a1b2c3d")
@@ -1927,7 +1927,7 @@ def test_parameters_saved_by_time_are_kept(tiny):
 def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
     """With a slash at its end; what was there is replaced.
 
-    Break: train.py: new = Path(f"{out}.partial") => new = Path(f"{cfg.export}.partial")
+    Break: ckpt.py: Path(f"{out}.partial") => Path(f"{folder}.partial")
     """
     cfg = tiny(steps=2, eval_every=0, export=tiny().out_dir + "_hf/", export_every=1)
     assert train.main(cfg)["exit_code"] == 0
@@ -1938,7 +1938,7 @@ def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
 def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
     """A write that ends halfway leaves the config.json that there was.
 
-    Break: train.py: (out / "config.tmp").write_text => (out / "config.json").write_text
+    Break: ckpt.py: new.write_text(text) => path.write_text(text)
     """
     cfg = tiny(steps=1, eval_every=0)
     train.main(cfg)
@@ -1950,7 +1950,7 @@ def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(OSError, match="the disk is full"):
-        train.begin_out_dir(dataclasses.replace(cfg, seed=1))
+        ckpt.begin_out_dir(cfg.out_dir, f"{cfg.out_dir}/ckpt", before.replace("0", "1"))
     assert Path(cfg.out_dir, "config.json").read_text() == before
 
 
@@ -2179,8 +2179,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     damaged checkpoint is passed over; one of other shapes says where its config is. overwrite
     leaves config.json, which does not say so.
 
-    Break: train.py: ckpt.restore_newest(ckpt_root(cfg), saved, say) =>
-    ckpt.restore_newest(ckpt_root(cfg), saved, str)
+    Break: ckpt.py: restore_newest(root, saved, log) => restore_newest(root, saved, str)
     """
     cfg = tiny(seed=3, init_from=(str(tmp_path / "other"),))
     run = train.prepare(cfg) | {"train": {"fingerprint": "of it"}}
@@ -2221,18 +2220,20 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     assert key == jax.random.key(3) and values(params) == {5} and params.keys() == given.keys()
     origin, (how, key) = start({"init_from": ()}, {})
     assert (origin, how) == ("a fresh initialization", "init") and key == jax.random.key(3)
-    saved, found = train.find_start(cfg)
+    saved, found = ckpt.find_start(cfg.out_dir, f"{cfg.out_dir}/ckpt", cfg.resume)
     assert saved == 8 and found["data"] == meta["data"]
     origin, state = start({}, {}, found)
     assert origin == "its own checkpoint" and values(state) == {4}
     assert ckpt.steps(tmp_path / "out/ckpt") == [4, 8] and ckpt.steps(root) == [5, 6]
     assert capsys.readouterr().out.count("passing over a damaged checkpoint: ") == 2
     with pytest.raises(ValueError, match=f"start from --config {tmp_path}/out/config.json"):
-        train.load_own(cfg, {"step": jax.ShapeDtypeStruct((2,), np.int32)}, set(), {})
+        ckpt.load_own(cfg.out_dir, f"{cfg.out_dir}/ckpt",
+                      {"step": jax.ShapeDtypeStruct((2,), np.int32)}, set(), {})
     over = dataclasses.replace(cfg, resume="overwrite")
-    assert train.find_start(over) == (None, {})
+    root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.repeatable(over))
+    assert ckpt.find_start(cfg.out_dir, root, over.resume) == (None, {})
     (tmp_path / "out/metrics.jsonl").write_text("{}")
-    train.begin_out_dir(over)
+    ckpt.begin_out_dir(cfg.out_dir, root, text, overwrite=True)
     assert {p.name for p in Path(cfg.out_dir).rglob("*")} == {"ckpt", "config.json"}
     assert config.from_json((tmp_path / "out/config.json").read_text()) == config.repeatable(cfg)
 
@@ -2477,7 +2478,7 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
     """LoRA factors alone are saved; a resumed run takes the rest from the run that it tunes, says
     so, and ends equal to the bit to one that never stopped.
 
-    Break: train.py: whole = ckpt.flatten(first)[0] | own => whole = own | ckpt.flatten(first)[0]
+    Break: ckpt.py: whole = flatten(first)[0] | own => whole = own | flatten(first)[0]
     """
     base = tiny(steps=5, eval_every=0)
     train.main(base)
@@ -2522,7 +2523,7 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
     """A run whose checkpoints are in --ckpt_dir is not started anew without it, and the folder's
     name may be written otherwise; as a source it is found by its out_dir.
 
-    Break: train.py: if elsewhere and => if False and
+    Break: ckpt.py: if elsewhere and => if False and
     """
     cfg = tiny(steps=1, eval_every=0, ckpt_dir=str(tmp_path / "elsewhere"))
     train.main(cfg)
@@ -2540,7 +2541,7 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
     """The last one wins; what no source gives is fresh, and said; a table says what is from where.
 
-    Break: train.py: in taken if at == i} => in taken if at == 0}
+    Break: ckpt.py: sources[index]["take"] => sources[0]["take"]
     """
     runs = [tiny(steps=1, seed=seed, out_dir=str(tmp_path / str(seed)), weights_every=1)
             for seed in (1, 2)]
@@ -2627,7 +2628,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
     """--ckpt_dir s3://...: stopped and resumed, a run ends as one on the disk, to the bit; another
     starts from its parameters; overwriting it deletes it there; out_dir itself must be a folder.
 
-    Break: train.py: return cfg.ckpt_dir or => return
+    Break: ckpt.py: return ckpt_dir or => return
     """
     from test_ckpt import s3_server  # here: it asks for the devices when it is imported
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
@@ -2658,7 +2659,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
     A killed run is continued at once from its own out_dir, and from another once the
     heartbeat has stood still; of two copies of an out_dir one is refused.
 
-    Break: train.py: if is_main() and "://" in root: => if False:
+    Break: ckpt.py: check = locks.enter_context(lock_bucket(root, owner, about, log)) => pass
     """
     from test_ckpt import s3_server  # here: it asks for the devices when it is imported
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
@@ -3869,7 +3870,7 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
         assert train.main(alone)["exit_code"] == 0
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, needed=needed: needed - 1)
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
-            patch.setattr(train, "load_saved", lambda *args: pytest.fail("parameters were read"))
+            patch.setattr(ckpt, "load_saved", lambda *args: pytest.fail("parameters were read"))
             train.main(alone)
 
 

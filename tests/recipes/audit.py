@@ -74,7 +74,7 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
     step that has any, number of log rows compared, number of digests compared). Raises ValueError
     when the stretch cannot be trained again, or was not trained to its end.
     """
-    rows = train.read_log(out_dir)
+    rows = ckpt.read_log(out_dir)
     within = [row for row in rows if first < row["step"] <= last]
     logged = {row["step"]: row for row in within if row["event"] == "log"}
     digests = {row["step"]: row["digest"] for row in within
@@ -109,7 +109,7 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
                 compare(row["step"], f"the digest of {part}", digests[row["step"]][part], text)
 
     with tempfile.TemporaryDirectory(prefix="audit") as scratch:
-        copy_checkpoint(train.ckpt_root(cfg), first, scratch)
+        copy_checkpoint(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir), first, scratch)
         windows = Path(out_dir, "windows.jsonl")
         if windows.exists():
             shutil.copy(windows, scratch)

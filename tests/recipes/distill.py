@@ -18,6 +18,7 @@ import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 import jax.numpy as jnp
 
+import ckpt
 import config
 import model
 
@@ -37,7 +38,7 @@ class DistillConfig(config.Config):
 
 def adopt(cfg):
     """cfg with the teacher's shape, its weights as a source, and those not saved."""
-    _, meta = train.newest_meta(train.root_of(cfg.teacher), f"teacher {cfg.teacher}")
+    _, meta = ckpt.newest_run_meta(ckpt.root_of(cfg.teacher), f"teacher {cfg.teacher}")
     if "params/embed" not in meta["arrays"]:
         config.raise_all(["is no language model: it has no embed"], f"teacher {cfg.teacher}")
     shape = {name: meta["config"][name] for name in sorted(SHAPE)}

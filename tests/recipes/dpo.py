@@ -105,7 +105,7 @@ def score(cfg, pairs, then):
     now = [source.get("about", source["path"]) for source in sources]
     config.raise_all([then and then != now and f"init_from was {then}, is {now}: bring it back"])
     like, lower, from_params = steplib.lower_steps(*train.program_parts(run))
-    params = train.load_parameters(sources, like["params"])
+    params = ckpt.load_parameters(sources, like["params"])
     params = from_params(jax.random.key(cfg.seed), params=params)["params"]
     program, unknown = lower["eval_step"]().compile(), np.zeros((n, 2), np.float32)
     batch_at = train.make_batch_at(run | {"train": None}, {"batch": lambda i, rows: build_batch(
@@ -122,7 +122,9 @@ def open_pairs(cfg, parts):
     config.raise_all([n < 1 and f"data {' '.join(cfg.data)!r}: no pair to train on; name a .jsonl"])
     pairs, n_val, B = val + pairs[n:] + pairs[:n], len(val + pairs) - n, cfg.batch_size
     about = f"{zlib.crc32(b''.join(np.append(*side).tobytes() for p in pairs for side in p)):08x}"
-    root, meta = ckpt.below(train.ckpt_root(cfg), "reference"), train.find_start(cfg)[1]
+    run_root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    root, (_, meta) = ckpt.below(run_root, "reference"), ckpt.find_start(
+        cfg.out_dir, run_root, cfg.resume)
     kept = ckpt.newest_meta(root)[1].get("about", "")
     reference = np.zeros((len(pairs), 2), np.float32)
     if meta and kept == meta["data"]["fingerprint"] and kept.startswith(about):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train  # isort: skip  before JAX, whose memory it sets up
 import on_ray
 
+import ckpt
 import config
 
 
@@ -88,7 +89,7 @@ def run(cfg):
 
         os.chdir(folder)
         trial = trials[given["trial"]][1]
-        for row in train.read_log(trial.out_dir):  # of an earlier sweep
+        for row in ckpt.read_log(trial.out_dir):  # of an earlier sweep
             report(row["event"], row)
         train.main(trial, [report])
 
@@ -118,7 +119,7 @@ def outcome(i, values, trial, result):
     told = {"step": 0, "val_loss": math.inf} | (result.metrics or {})
     row = {"trial": i, "values": values, "out_dir": trial.out_dir, "fault": "",
            "step": told["step"], "val_loss": told["val_loss"]}
-    last = (train.read_log(trial.out_dir) or [{"event": ""}])[-1]
+    last = (ckpt.read_log(trial.out_dir) or [{"event": ""}])[-1]
     if result.error:
         return row | {"state": "failed", "fault": str(result.error).strip().splitlines()[-1]}
     if last["event"] == "end":
