@@ -734,7 +734,7 @@ def ckpt_root(out_dir, ckpt_dir):
 
 
 def root_of(out_dir):
-    """Return the same of a run that left its config.json in out_dir."""
+    """Return the root of the checkpoints of the run whose config.json is in out_dir."""
     return ckpt_root(out_dir, read_json(Path(out_dir, "config.json")).get("ckpt_dir"))
 
 

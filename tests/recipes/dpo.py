@@ -123,8 +123,8 @@ def open_pairs(cfg, parts):
     pairs, n_val, B = val + pairs[n:] + pairs[:n], len(val + pairs) - n, cfg.batch_size
     about = f"{zlib.crc32(b''.join(np.append(*side).tobytes() for p in pairs for side in p)):08x}"
     run_root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    root, (_, meta) = ckpt.below(run_root, "reference"), ckpt.find_start(
-        cfg.out_dir, run_root, cfg.resume)
+    _, meta = ckpt.find_start(cfg.out_dir, run_root, cfg.resume)
+    root = ckpt.below(run_root, "reference")
     kept = ckpt.newest_meta(root)[1].get("about", "")
     reference = np.zeros((len(pairs), 2), np.float32)
     if meta and kept == meta["data"]["fingerprint"] and kept.startswith(about):
