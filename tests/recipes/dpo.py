@@ -8,7 +8,7 @@ answer and its end. To fit seq_len a pair's prompt is cut on the left, then an a
 """
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -100,6 +100,8 @@ def build_batch(pairs, reference, T, examples, valid=True):
 
 def score(cfg, pairs, then):
     """The log-probabilities [pairs, 2] under init_from; then: what that was in words, if known."""
+    # In one microbatch: the sums of several would add up different pairs.
+    cfg = replace(cfg, micro_batches=1)
     run = train.prepare(cfg, TASK | {"loss": lambda *a: ({"all": log_probs(*a)}, {"all": 1.0})})
     sources, n, B = train.open_sources(run), len(pairs), cfg.batch_size
     now = [source.get("about", source["path"]) for source in sources]
