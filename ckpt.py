@@ -41,7 +41,7 @@ RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: 
 META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has some 2**21
 
 
-def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=print):
+def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=False, tell=print):
     """Start to write `tree` as checkpoint `step`, replacing one of that step; return a Future of
     its path. root: a folder, gs://bucket/path, s3://bucket/path or, for another server than
     Amazon's, s3://bucket/path?endpoint=http://host:port.
@@ -64,7 +64,7 @@ def save(root, step, tree, meta=(), keep=0, keep_every=0, temporary=False, tell=
     body = dict(step=int(_name(step)), folder=data, arrays=layouts, **dict(meta))
     body = json.loads(json.dumps(body, default=lambda x: np.asarray(x).tolist()))  # as it is read
     return ThreadPoolExecutor(1, "ckpt").submit(
-        _write, root, body, shards, temporary, tell, (keep, keep_every))
+        _write, root, body, shards, temporary, tell, (max_to_keep, keep_period))
 
 
 def _write(root, body, shards, temporary, tell, keep):
@@ -511,16 +511,16 @@ def _aligned(shape, dtype):
 
 # Retention and clean-up.
 
-def prune(root, keep, keep_every=0, tell=print, up_to=float("inf")):
-    """Of the checkpoints up to a step, delete all but the `keep` newest (0: keep all), those of
-    steps that keep_every divides and the newest of all; temporary ones, once there is a newer one.
-    `tell` gets a sentence for each that cannot be deleted.
+def prune(root, max_to_keep, keep_period=0, tell=print, up_to=float("inf")):
+    """Of the checkpoints up to a step, delete all but the `max_to_keep` newest (0: keep all), those
+    of steps that keep_period divides and the newest of all; temporary ones, once there is a newer
+    one. `tell` gets a sentence for each that cannot be deleted.
     """
     whole = {step: names for step, names in sorted(_contents(root).items())
              if "meta.json" in names and step <= up_to}
     lasting = [step for step, names in whole.items() if "temporary" not in names]
-    for_ever = [step for step in lasting if keep_every and step % keep_every == 0]
-    for step in whole.keys() - {*lasting[-keep:], *for_ever, max(whole, default=None)}:
+    for_ever = [step for step in lasting if keep_period and step % keep_period == 0]
+    for step in whole.keys() - {*lasting[-max_to_keep:], *for_ever, max(whole, default=None)}:
         _delete_step(root, step, tell)
 
 

@@ -56,15 +56,15 @@ class Config:
     val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
     val_frac: Below1 = 0.1  # share of data held out when val_data is empty
     data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
-    end_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
+    eod_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
-    prepared: str = ""  # folder of tokenized text; empty: data in cache_dir
+    token_cache: str = ""  # folder of tokenized text; empty: data in cache_dir
     # stream: documents end to end, cut; else whole ones, packed or one a row
-    fill: Literal["stream", "best_fit", "one"] = "stream"
-    packed: bool = False  # attention and positions stay within a document of the stream
+    packing: Literal["stream", "best_fit", "none"] = "stream"
+    document_mask: bool = False  # attention and positions stay within a document of the stream
     # what to do with a whole document longer than a sequence
-    too_long: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
-    pad: Literal["right", "left"] = "right"  # side of the padding of whole documents
+    truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
+    padding_side: Literal["right", "left"] = "right"  # side of the padding of whole documents
     order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
     windows_per_epoch: Whole = 0  # files per epoch with order windows; 0: all
     window_repeats: Count = 1  # times that each file is read before the next, with order windows
@@ -75,7 +75,7 @@ class Config:
     epochs: Amount = 0.0  # passes over the training data; above 0 it sets steps
     stop: tuple[str, ...] = ()  # end early: 500 (updates), +100 (of this start), 2h30m, val_loss<3
     batch_size: Count = 16  # sequences per update, all devices
-    micro_batches: Count = 1  # microbatches per update, for gradient accumulation
+    grad_accum_steps: Count = 1  # microbatches per update, for gradient accumulation
     seq_len: Count = 128  # tokens per sequence
     # ---- model
     d_model: Count = 128  # width of the residual stream
@@ -99,7 +99,8 @@ class Config:
     lora_rank: Whole = 0  # rank of LoRA updates; 0: none
     lora_alpha: Positive = 16.0  # LoRA updates are scaled by alpha / rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights that get LoRA updates
-    scale: Positive = 1.0  # factor on widths and head counts; head width, depth, vocabulary stay
+    # factor on widths and head counts; head width, depth and vocabulary stay
+    width_mult: Positive = 1.0
     # ---- numerics
 
     # of activations; mixed: float32 with bfloat16 matmul operands
@@ -124,7 +125,7 @@ class Config:
     b2: Below1 = 0.98  # decay of the second moment of Adam and RMSprop; of Lion's momentum
     eps: Positive = 1e-8  # added to the denominator of Adam and RMSprop
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
-    moments_on: Literal["device", "host"] = "device"  # memory of the moments between updates
+    offload_optimizer: bool = False  # moments in the host's memory between updates
     freeze: tuple[str, ...] = ()  # patterns of parameters not to train; a later !pattern trains
     lr_mult: tuple[str, ...] = ()  # factors on lr for some parameters: 'embed=0.3' 'layers.w*=2'
     decay_mult: tuple[str, ...] = ()  # factors on weight_decay for some: 'embed=0'
@@ -137,7 +138,8 @@ class Config:
     # what the loss is averaged over; constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
     loss_divisor: Amount = 0.0  # divisor of a batch's summed loss, with loss_norm constant
-    nan: Literal["skip", "stop", "raise"] = "stop"  # after a non-finite loss; it makes no update
+    # after a non-finite loss or gradient, which makes no update
+    on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
     # ---- mesh
     dp: Axis = 1  # devices that split the batch and the moments (ZeRO-2); -1: all that are left
     fsdp: Axis = -1  # devices that split the batch, the moments and the parameters (ZeRO-3)
@@ -155,9 +157,9 @@ class Config:
     eval_every: Period = 250  # between evaluations; there is always one at the end
     eval_batches: Whole = 40  # batches per evaluation; 0: all held-out data
     save_every: Period = 250  # between checkpoints; one by time is deleted after the next
-    keep: Whole = 2  # newest checkpoints kept on disk; 0: all
-    keep_every: Whole = 0  # checkpoints of steps that this divides are kept for ever; 0: none
-    leave_out: tuple[str, ...] = ()  # patterns of parameters not to save
+    max_to_keep: Whole = 2  # newest checkpoints kept on disk; 0: all
+    keep_period: Whole = 0  # checkpoints of steps that this divides are kept for ever; 0: none
+    save_exclude: tuple[str, ...] = ()  # patterns of parameters not to save
     weights_every: Period = 0  # between checkpoints of the parameters alone, in ckpt/weights
     export_every: Period = 0  # between exports; there is always one at the end
     reload_every: Period = 0  # between loads of the newest parameters of dynamic sources
@@ -186,14 +188,33 @@ SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm q
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer "
          "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *START, *"out_dir ckpt_dir cache_dir prepared wait_s stop track peer_timeout_s "
-        "steps epochs micro_batches scale attention remat logit_tiles mlp_tiles deterministic "
-        "moments_on slices log_every eval_every eval_batches save_every keep keep_every leave_out "
+FREE = (*MESH, *START, *"out_dir ckpt_dir cache_dir token_cache wait_s stop track peer_timeout_s "
+        "steps epochs grad_accum_steps width_mult attention remat logit_tiles mlp_tiles "
+        "deterministic offload_optimizer slices log_every eval_every eval_batches save_every "
+        "max_to_keep keep_period save_exclude "
         "weights_every export export_every export_dtype export_lora sample_every watch "
         "profile prompt n_samples sample_tokens temperature top_k top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
 FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
            "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
+
+
+# Earlier names of fields. They are refused with the present name.
+RENAMED = {
+    "micro_batches": "grad_accum_steps",
+    "fill": "packing",
+    "packed": "document_mask",
+    "too_long": "truncation",
+    "pad": "padding_side",
+    "end_id": "eod_id",
+    "prepared": "token_cache",
+    "keep": "max_to_keep",
+    "keep_every": "keep_period",
+    "leave_out": "save_exclude",
+    "moments_on": "offload_optimizer",
+    "nan": "on_nonfinite",
+    "scale": "width_mult",
+}
 
 
 def parse(argv, kind=Config):
@@ -216,6 +237,13 @@ def parse(argv, kind=Config):
 
     # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
     argv = [re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg) for arg in argv]
+    errors = []
+    for arg in argv:
+        flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
+        name = flag and flag[1].replace("-", "_")
+        if name in RENAMED and name not in get_type_hints(kind):
+            errors.append(f"--{name} is now --{RENAMED[name]}")
+    raise_all(errors, "command line")
     cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
                   description="Train, evaluate, sample, plan, prepare data or export.")
     asked, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
@@ -249,7 +277,11 @@ def from_json(text, where="JSON", kind=Config):
         raise ValueError(f"{where}: no JSON object of fields: {e}") from None
     types = get_type_hints(kind)
     rules = {k: _type_rule(t) for k, t in types.items()}
-    raise_all(key_faults("", given, rules) + value_faults(given, rules), where)
+    renamed = [f"{name!r} is now {RENAMED[name]!r}" for name in given
+               if name in RENAMED and name not in types]
+    known = {name: value for name, value in given.items()
+             if name in types or name not in RENAMED}
+    raise_all(renamed + key_faults("", known, rules) + value_faults(known, rules), where)
     return kind(**{k: float(v) if types[k] is float else v for k, v in given.items()})
 
 
@@ -477,9 +509,9 @@ IDLE = (
     ("epochs", lambda n: n > 0, "steps"),
     ("export", lambda x: not x, "export_every export_dtype export_lora"),
     ("init_from", lambda x: "dynamic=yes" not in str(x), "reload_every"),
-    ("fill", lambda x: x == "stream", "too_long pad"),
-    ("fill", lambda x: x != "stream", "packed"),
-    ("packed", lambda x: not x, "end_id"),
+    ("packing", lambda x: x == "stream", "truncation padding_side"),
+    ("packing", lambda x: x != "stream", "document_mask"),
+    ("document_mask", lambda x: not x, "eod_id"),
     ("order", lambda x: x != "windows", "windows_per_epoch window_repeats wait_s"),
     ("log_every", lambda n: n == 0, "watch"),
     ("temperature", lambda x: x == 0, "top_k top_p"),
@@ -513,9 +545,9 @@ def mesh_sizes(cfg, n_devices):
         mesh = " ".join(f"{a}={getattr(cfg, a)}" for a in MESH)
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
     outer = "dp" if sizes["dp"] > 1 else "fsdp"
-    rows = cfg.micro_batches * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    rows = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     return sizes, [divides("slices", cfg.slices, outer, sizes[outer]), multiple(
-        "batch_size", cfg.batch_size, "micro_batches x dp x fsdp x ep", rows)]
+        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", rows)]
 
 
 def multiple(name, value, rule, of):
@@ -536,16 +568,17 @@ def divides(name, value, rule, whole):
 def text_faults(cfg, sizes):
     """Faults between the fields that shape the transformer, on a mesh of these sizes or None."""
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
-    legal = max(round(unit * cfg.scale), 1) / unit
+    legal = max(round(unit * cfg.width_mult), 1) / unit
     faults = [
         not cfg.head_dim and multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads),
         cfg.n_kv_heads and multiple("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads),
         cfg.head_dim % 2 and fault(cfg, "head_dim", "must be even, for rotary positions"),
-        abs(legal - cfg.scale) > 1e-9 * legal and fault(
-            cfg, "scale", f"d_model, d_ff and head counts would not stay whole; nearest: {legal}")]
+        abs(legal - cfg.width_mult) > 1e-9 * legal and fault(
+            cfg, "width_mult",
+            f"d_model, d_ff and head counts would not stay whole; nearest: {legal}")]
     if not sizes:
         return faults
-    part, n_heads = max(cfg.seq_len // sizes["sp"], 1), round(cfg.n_heads * cfg.scale)
+    part, n_heads = max(cfg.seq_len // sizes["sp"], 1), round(cfg.n_heads * cfg.width_mult)
     return [
         *faults,
         divides("ep", sizes["ep"], "n_experts", cfg.n_experts or 1),
@@ -556,16 +589,16 @@ def text_faults(cfg, sizes):
 
 
 def derive_text(cfg):
-    """The same run with every 0-for-default and `scale` worked out. Call after `validate`."""
+    """The same run with every 0-for-default and `width_mult` worked out. Call after `validate`."""
     head_dim = cfg.head_dim or cfg.d_model // cfg.n_heads
     sizes = dict(d_model=cfg.d_model, d_ff=cfg.d_ff, n_heads=cfg.n_heads,
                  n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
-    sizes = {k: round(v * cfg.scale) for k, v in sizes.items()}
+    sizes = {k: round(v * cfg.width_mult) for k, v in sizes.items()}
     sizes["d_ff"] = sizes["d_ff"] or -(-8 * sizes["d_model"] // 3 // 32) * 32
     freeze, all_but_lora = cfg.freeze, ("*", "!*.lora_?")
     if cfg.lora_rank and freeze[:2] != all_but_lora:
         freeze = all_but_lora + freeze
-    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, freeze=freeze, scale=1.0)
+    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, freeze=freeze, width_mult=1.0)
 
 
 # What presets share.
@@ -579,7 +612,7 @@ _SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "batch_size", 
 PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes, own in (
     ("debug", {}, (128, 4, 4, 0, 512, 8, -1.0), dict(seq_len=128, steps=100)),
     ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(vocab_size=50304, seq_len=1024,
-        micro_batches=8, remat="none", steps=10000, warmup_steps=500.0)),
+        grad_accum_steps=8, remat="none", steps=10000, warmup_steps=500.0)),
     ("llama-8b", _LLAMA, (4096, 32, 32, 8, 14336, 512, 3e-4), {}),
     ("llama-70b", _LLAMA, (8192, 80, 64, 8, 28672, 1024, 1.5e-4), {}),
     ("llama-405b", _LLAMA, (16384, 126, 128, 8, 53248, 2048, 8e-5), dict(

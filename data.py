@@ -87,8 +87,8 @@ def _places(step, batch_size, rows):
 
 # ---- batches
 
-FORM = {"seq_len": 1, "vocab_size": 0, "fill": "stream", "packed": False, "too_long": "keep_start",
-        "pad": "right"}
+FORM = {"seq_len": 1, "vocab_size": 0, "packing": "stream", "document_mask": False,
+        "truncation": "keep_start", "padding_side": "right"}
 
 
 def make_source(shards, form=()):
@@ -102,7 +102,7 @@ def make_source(shards, form=()):
     """
     form = FORM | dict(form)
     T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
-    if form["fill"] == "stream":
+    if form["packing"] == "stream":
         counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)
     else:
         shards = [shard if "rows" in shard else _fill_rows(shard, form) for shard in shards]
@@ -124,7 +124,7 @@ def batch_at(source, step, batch_size, seed=0, rows=None):
 
 
 def _sequences(source, examples):
-    ends, whole = source["ends"], source["form"]["fill"] != "stream"
+    ends, whole = source["ends"], source["form"]["packing"] != "stream"
     shard_of = np.searchsorted(ends, examples, side="right")
     within = examples - np.where(shard_of, ends[shard_of - 1], 0)
     for i in shard_of[:2]:  # not of every row: it takes as long as to copy one
@@ -148,7 +148,7 @@ def _windows(source, shard_of, within):
         if "masked" in shard:
             row[shard["masked"][start + 1 : start + T + 1] == 1] = IGNORE
     batch = {"tokens": tokens, "labels": labels}
-    return batch | (_segments(batch, shards, starts.tolist()) if form["packed"] else {})
+    return batch | (_segments(batch, shards, starts.tolist()) if form["document_mask"] else {})
 
 
 # ---- to the devices
@@ -220,14 +220,15 @@ def open_text(cfg, parts=("train", "val")):
     form = {name: getattr(cfg, name) for name in FORM}
     form["vocab_size"] = form["vocab_size"] or tokenizer["vocab_size"]
     homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-    for folder in [cfg.prepared] if cfg.prepared else [os.path.join(h, "data") for h in homes]:
+    folders = [cfg.token_cache] if cfg.token_cache else [os.path.join(h, "data") for h in homes]
+    for folder in folders:
         with contextlib.suppress(OSError):  # a cache that cannot be written: keep_programs says so
             os.makedirs(folder, exist_ok=True)
             break
 
     def opened(*patterns, may_be_empty=False):
         return open_source(
-            patterns, tokenizer, form, cfg.data_dtype, folder, cfg.end_id, may_be_empty)
+            patterns, tokenizer, form, cfg.data_dtype, folder, cfg.eod_id, may_be_empty)
 
     def part(source, at):
         return {
@@ -497,36 +498,37 @@ def _fill_rows(shard, form):
     document the first token that is kept and the one after the last.
     """
     if "documents" not in shard:
-        raise ValueError(f"{shard['name']}: fill {form['fill']} needs documents, and a token file "
+        raise ValueError(f"{shard['name']}: packing {form['packing']} needs documents, and a token "
                          "has none; use text or .jsonl")
     (starts, stops), T = shard["documents"].T, form["seq_len"]
     long = stops - starts > T + 1
-    if form["too_long"] == "error" and long.any():
+    if form["truncation"] == "error" and long.any():
         i = int(np.argmax(long))
         raise ValueError(f"{shard['name']}: document {i + 1} has {stops[i] - starts[i]} tokens, "
-                         f"more than seq_len + 1 = {T + 1}; choose another --too_long or --seq_len")
-    if form["too_long"] == "keep_end":
+                         f"more than seq_len + 1 = {T + 1}; choose another --truncation or "
+                         "--seq_len")
+    if form["truncation"] == "keep_end":
         starts = np.maximum(starts, stops - T - 1)
     else:
-        stops = np.where(long, starts + (0 if form["too_long"] == "drop" else T + 1), stops)
+        stops = np.where(long, starts + (0 if form["truncation"] == "drop" else T + 1), stops)
     lengths = np.maximum(stops - starts - 1, 0)
     if "masked" in shard and len(lengths):  # what has no label goes nowhere
         borders = np.stack([starts + 1, stops], axis=1).ravel()
         masked = np.append(shard["masked"], np.uint8(0))  # a border may be at the end
         lengths *= np.add.reduceat(masked, borders, dtype=np.int64)[::2] < lengths
-    bounds, items = pack(lengths, T, form["fill"] == "one")
+    bounds, items = pack(lengths, T, form["packing"] == "none")
     return shard | {"rows": (bounds, np.stack([starts, stops], axis=1)[items])}
 
 
 def _whole_documents(source, shard_of, within):
-    T, pad = source["form"]["seq_len"], source["form"]["pad"]
+    T, padding_side = source["form"]["seq_len"], source["form"]["padding_side"]
     batch = {name: np.zeros((len(within), T), np.int32)
              for name in ("tokens", "labels", "segments", "positions")}
     batch["labels"][:] = IGNORE
     for row, (i, at) in enumerate(zip(shard_of, within.tolist())):
         shard, (bounds, spans) = source["shards"][i], source["shards"][i]["rows"]
         spans = spans[bounds[at] : bounds[at + 1]]
-        place = T - int((np.diff(spans) - 1).sum()) if pad == "left" else 0
+        place = T - int((np.diff(spans) - 1).sum()) if padding_side == "left" else 0
         for number, (a, b) in enumerate(spans.tolist(), 1):
             here, tokens = slice(place, place + b - a - 1), shard["tokens"][a:b].astype(np.int32)
             masked = shard["masked"][a + 1 : b] if "masked" in shard else 0
@@ -585,9 +587,9 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
     binary = [p for p in paths if p.suffix in TOKEN_FILES]
     texts = [p for p in paths if p.suffix not in TOKEN_FILES]
-    if binary and form["packed"] and not 0 <= end < (form["vocab_size"] or end + 1):
+    if binary and form["document_mask"] and not 0 <= end < (form["vocab_size"] or end + 1):
         raise ValueError(f"{binary[0]}: packed rows need the id that begins a document in token "
-                         f"files, and {end} is none; set --end_id (50256 in GPT-2's)")
+                         f"files, and {end} is none; set --eod_id (50256 in GPT-2's)")
     # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
     shards = [{"name": str(p), "tokens": np.asarray(_tokens_in(p, dtype)), "at": 0, "end": end,
                "path": p, "size": p.stat().st_size} for p in binary]
@@ -597,7 +599,7 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
         tokens, T = shard["tokens"], form["seq_len"]
         if not n and not may_be_empty:
             raise ValueError(f"{shard['name']}: has {len(tokens)} tokens, and no sequence of {T} "
-                             "with a label; use more data, another --seq_len or --too_long")
+                             "with a label; use more data, another --seq_len or --truncation")
         if np.iinfo(tokens.dtype).max >= form["vocab_size"]:
             check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
     return source
@@ -625,7 +627,7 @@ def prepare(paths, tokenizer, folder):
     if there := _prepared(final, tokenizer):  # perhaps where nothing can be written
         return there | about
     with _told(f"{name}: cannot be prepared in {folder}; make room there, or choose another folder "
-               "with --prepared", OSError):
+               "with --token_cache", OSError):
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(final.with_suffix(".lock"), "w") as lock:
             try:
@@ -895,7 +897,7 @@ def split(source, held_out):
     for shard in source["shards"]:
         n = len(shard["tokens"])
         at, cut = min(max(cut, 0), n), cut - n
-        if form["fill"] == "stream":
+        if form["packing"] == "stream":
             cut_names = "tokens", "masked"
             at = 0 if at <= seq_len else n if n - at <= seq_len else at
         else:
@@ -904,7 +906,7 @@ def split(source, held_out):
         for side, here in zip(sides, (slice(0, at), slice(at, None))):
             part = {name: x[here] if name in cut_names else x for name, x in shard.items()
                     if name != "rows"}
-            if form["fill"] == "stream":
+            if form["packing"] == "stream":
                 part["at"] += here.start
             side += [part] if len(part[cut_names[0]]) else []
     sources = [make_source(side, form) for side in sides]
@@ -937,7 +939,7 @@ def describe(source):
         return "; ".join(f"{n / source['counts'].sum():.3g} of {each['shards'][0]['name']}: "
                          f"{describe(each)}" for n, each in zip(source["counts"], source["parts"]))
     form, shards = source["form"], source["shards"]
-    if form["fill"] == "stream":
+    if form["packing"] == "stream":
         return ", ".join([
             f"{source['lengths'].sum():,} tokens, {source['n']:,} sequences",
             *(f"{n:,} {what}" for shard in shards if not shard["at"]
@@ -946,7 +948,8 @@ def describe(source):
     used = sum((np.diff(shard["rows"][1]) - 1).sum() for shard in shards)
     n_used = sum(len(shard["rows"][1]) for shard in shards)
     return (f"{n_used:,} of {len(n_tokens):,} documents in {source['n']:,} sequences, "
-            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer (--too_long {form['too_long']}), "
+            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer (--truncation "
+             f"{form['truncation']}), "
             f"{used:,} of {(n_tokens - 1).sum():,} tokens, "
             f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
 

@@ -5,7 +5,8 @@ Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the f
 loss and generation; refuses kernels that the device lacks. Invariant: each parameter is declared
 once, in `param_table`. `cfg`: any object with the fields under "model" and "numerics" in config.py,
 and freeze loss_norm loss_divisor batch_size label_smoothing z_loss router_balance router_z;
-`generate` also reads temperature top_k top_p, `batch_shapes` and `choose_attention` packed fill
+`generate` also reads temperature top_k top_p, `batch_shapes` and `choose_attention` document_mask
+packing
 seq_len, `grouped` lr_mult decay_mult optimizers.
 """
 from fnmatch import fnmatchcase
@@ -446,7 +447,7 @@ RECOMPUTED = {"none": ("", 0.0), "full": ("wq wk wv wo w_gate w_up", 1.0), "dots
 
 def batch_shapes(cfg):
     """{name: (shape, dtype, partition spec)} of a batch."""
-    apart = cfg.packed or cfg.fill != "stream"
+    apart = cfg.document_mask or cfg.packing != "stream"
     names = ("tokens", "labels", *(("segments", "positions") if apart else ()))
     return dict.fromkeys(names, ((cfg.batch_size, cfg.seq_len), jnp.int32, P(BATCH_AXES, "sp")))
 
@@ -896,7 +897,7 @@ def choose_attention(cfg, platform):
 
     Raises: ValueError when the kernel that cfg.attention names cannot be used.
     """
-    H, T, whole_rows = cfg.head_dim, cfg.seq_len, cfg.fill == "stream" and not cfg.packed
+    H, T, whole_rows = cfg.head_dim, cfg.seq_len, cfg.packing == "stream" and not cfg.document_mask
     works = {"cudnn": (platform == "cuda" and "16" in cfg.dtype and H % 8 == 0 and H <= 128
                        and (whole_rows or T <= MASK_LEN)),
              "pallas": platform == "tpu" and H % 128 == 0 and T % 128 == 0, "xla": True}

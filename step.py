@@ -4,7 +4,7 @@
 Owns the update (gradient, accumulation, precision, clipping, optimizer, the gate against non-finite
 numbers), its schedules and its shardings. Knows no model: loss_fn, init_fn and the parameter table
 {name: {"shape", "spec", "init", "trained", "ids"}} come in. `cfg`: any object with the fields under
-"optimizer" and "mesh" in config.py, and dtype deterministic steps micro_batches watch log_every.
+"optimizer" and "mesh" in config.py, and dtype deterministic steps grad_accum_steps watch log_every.
 Invariant: one call of `train_step` is one step; everything is keyed on state["step"].
 """
 import contextlib
@@ -142,12 +142,12 @@ def moment_specs(table, mesh):
     return {name: P(*map(wider, row["shape"], row["spec"])) for name, row in table.items()}
 
 
-def state_shardings(state, table, mesh, moments_on="device"):
+def state_shardings(state, table, mesh, offload_optimizer=False):
     """Shardings of a state: parameters by their spec, moments of a parameter's shape by
     moment_specs, the rest replicated.
     """
     replicated, specs = NamedSharding(mesh, P()), moment_specs(table, mesh)
-    kind = {"memory_kind": "pinned_host"} if moments_on == "host" else {}
+    kind = {"memory_kind": "pinned_host"} if offload_optimizer else {}
 
     def like_parameter(path, moment):
         names = [key.key for key in path if getattr(key, "key", None) in specs]
@@ -161,7 +161,7 @@ def state_shardings(state, table, mesh, moments_on="device"):
 
 def _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table):
     """Sums, counts, and the float32 gradient of loss_scale x the summed objective with respect to
-    the trained parameters, accumulated over cfg.micro_batches.
+    the trained parameters, accumulated over cfg.grad_accum_steps.
     """
     mesh = jax.sharding.get_abstract_mesh()
     specs = {} if mesh.empty else _trained(moment_specs(table, mesh), table)
@@ -177,7 +177,7 @@ def _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table):
             grads = jax.lax.with_sharding_constraint(grads, specs)
         return *aux, _f32(grads)
 
-    return _over_microbatches(one, batch, cfg.micro_batches)
+    return _over_microbatches(one, batch, cfg.grad_accum_steps)
 
 
 def _over_microbatches(f, batch, A):
@@ -243,7 +243,7 @@ def eval_step(params, batch, cfg, loss_fn):
     enough for both.
     """
     sums, counts = _over_microbatches(
-        lambda micro: loss_fn(params, micro, cfg), batch, cfg.micro_batches)
+        lambda micro: loss_fn(params, micro, cfg), batch, cfg.grad_accum_steps)
     return {k: (sums[k], counts[k]) for k in sums}
 
 
@@ -274,9 +274,9 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         shapes = jax.eval_shape(fresh, key)
         for name, x in shapes["params"].items():
             assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
-        shardings = state_shardings(shapes, table, mesh, cfg.moments_on)
+        shardings = state_shardings(shapes, table, mesh, cfg.offload_optimizer)
         state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
-        if cfg.moments_on == "host":
+        if cfg.offload_optimizer:
             on_device = state_shardings(shapes, table, mesh)["opt"]
             update, digest = _from_host(update, on_device), _from_host(digest, on_device)
 
@@ -797,7 +797,7 @@ def check_fits(kinds, mesh, what="an update"):
             words.append("more devices along fsdp or tp: parameters alone take "
                          f"{kinds['parameters'] / 2**30:,.4g} GiB")
         elif state_bytes > limit:
-            words.append("more devices along fsdp or tp, or --moments_on host: parameters and "
+            words.append("more devices along fsdp or tp, or --offload_optimizer: parameters and "
                          f"moments alone take {state_bytes / 2**30:,.4g} GiB")
         raise MemoryError(*words)
 
@@ -903,9 +903,9 @@ def explain_memory(suggest):
 def memory_flags(cfg, mesh, savers):
     """Flags not set yet that lower the memory of an update. savers: those of the model."""
     rows = prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
-    more = cfg.batch_size // rows % (2 * cfg.micro_batches) == 0
-    micro = [f"--micro_batches {2 * cfg.micro_batches}"] if more else []
-    host = ["--moments_on host"] if cfg.moments_on == "device" else []
+    more = cfg.batch_size // rows % (2 * cfg.grad_accum_steps) == 0
+    micro = [f"--grad_accum_steps {2 * cfg.grad_accum_steps}"] if more else []
+    host = [] if cfg.offload_optimizer else ["--offload_optimizer"]
     return [*micro, *savers, *host]
 
 
@@ -925,20 +925,20 @@ def savings(cfg, mesh, flags, peaks, count):
 
     # Rows on a device: those of the batch, and those of a microbatch.
     rows = cfg.batch_size // prod(mesh.shape[a] for a in ("dp", "fsdp", "ep"))
-    micro_rows = rows // cfg.micro_batches
+    micro_rows = rows // cfg.grad_accum_steps
 
     # Combine flags until the run fits.
-    flags = [flag for flag in flags if "--micro_batches" not in flag]
+    flags = [flag for flag in flags if "--grad_accum_steps" not in flag]
     if micro_rows > 1:
-        flags = [f"--micro_batches {rows}", *flags]
+        flags = [f"--grad_accum_steps {rows}", *flags]
     changes, changed_peaks = _combine(flags, cfg, peaks, count, limit)
     if _excess(changed_peaks, limit):
         return _smaller_batch(cfg, rows, changes, changed_peaks, count, limit)
-    if "micro_batches" not in changes:
+    if "grad_accum_steps" not in changes:
         return _as_flags(changes, changed_peaks)
 
     # Perhaps the other flags are enough without more microbatches.
-    others = {name: value for name, value in changes.items() if name != "micro_batches"}
+    others = {name: value for name, value in changes.items() if name != "grad_accum_steps"}
     unsplit_peaks = count(others) if others else peaks
     if not _excess(unsplit_peaks, limit):
         return _as_flags(others, unsplit_peaks)
@@ -947,7 +947,7 @@ def savings(cfg, mesh, flags, peaks, count):
     by_micro_rows = {}
     for n in range(1, micro_rows):
         if rows % n == 0:
-            by_micro_rows[n] = changes | {"micro_batches": rows // n}
+            by_micro_rows[n] = changes | {"grad_accum_steps": rows // n}
     fits, too_large = (1, changed_peaks), (micro_rows, unsplit_peaks)
     n, found_peaks = _largest_fitting(by_micro_rows, fits, too_large, count, limit)
     words = _as_flags(by_micro_rows[n], found_peaks)
@@ -1003,7 +1003,7 @@ def _smaller_batch(cfg, rows, changes, peaks, count, limit):
     # A batch of n rows on each device, each row a microbatch.
     by_rows = {}
     for n in range(1, rows):
-        smaller = {"batch_size": n * (cfg.batch_size // rows), "micro_batches": n}
+        smaller = {"batch_size": n * (cfg.batch_size // rows), "grad_accum_steps": n}
         by_rows[n] = changes | smaller
     one_row_peaks = count(by_rows[1]) if rows > 1 else {}
     if _excess(one_row_peaks, limit):
@@ -1060,14 +1060,15 @@ def _excess(peaks, limit):
 
 
 def _as_changes(flag, cfg):
-    """{field: value} of "--field value"."""
-    name, value = flag.removeprefix("--").split()
-    return {name: type(getattr(cfg, name))(value)}
+    """{field: value} of "--field value", or of "--field" alone, which is True."""
+    name, _, value = flag.removeprefix("--").partition(" ")
+    return {name: type(getattr(cfg, name))(value) if value else True}
 
 
 def _as_flags(changes, peaks):
     """The flags of {field: value}, and how much memory is needed with them."""
-    flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+    flags = " ".join(f"--{name}" if value is True else f"--{name} {value}"
+                     for name, value in changes.items())
     return f"{flags} ({_largest(peaks) / 2**30:,.4g} GiB)"
 
 

@@ -205,7 +205,8 @@ def start_run(run, hooks, observers, state, params, began):
         cfg = dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
     periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
     run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
-                 "left_out": model.matching("leave_out", cfg.leave_out, run["table"]), **opened}
+                 "left_out": model.matching("save_exclude", cfg.save_exclude, run["table"]),
+                 **opened}
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     given = state is not None or params is not None
     saved, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, given)
@@ -320,7 +321,7 @@ def why_stop(run, step, asked, latest):
     None to go on. asked: of `ask`. latest: {metric: newest value}.
     """
     cfg = run["cfg"]
-    if not latest.get("finite", True) and cfg.nan == "stop":
+    if not latest.get("finite", True) and cfg.on_nonfinite == "stop":
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if asked["signal"]:
         return asked["signal"], 0
@@ -388,7 +389,7 @@ def report(run, previous, window, clock):
     clock["step"] -= waited_s
     row = emit("step", {"step": step} | scalars(values))
     latest = {} if finite else {"finite": False}
-    if not finite and cfg.nan == "raise":
+    if not finite and cfg.on_nonfinite == "raise":
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
     if not cfg.log_every:  # then a row is of its step alone
         window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step]
@@ -420,7 +421,7 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
     place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
     if "windows" in train:
         place["windows"] = train["windows"](step)
-    root, keep = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir), (cfg.keep, cfg.keep_every)
+    root, keep = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir), (cfg.max_to_keep, cfg.keep_period)
     run["programs"]["compile_digest"]()
     began = time.perf_counter()
     digest = steplib.digest(run["programs"]["digest"](state))
@@ -574,7 +575,7 @@ def tell_data(sources, tell):
 
 def tell_lost(run):
     if lost := [name for name in sorted(run["left_out"]) if run["table"][name].get("trained", 1)]:
-        say(f"leave_out: {', '.join(lost)} will be trained, not saved: lost when the run stops")
+        say(f"save_exclude: {', '.join(lost)} will be trained, not saved: lost when the run stops")
 
 
 def sample_texts(run, params, step):
@@ -1237,8 +1238,8 @@ def find_parameters(run, meta):
     checkpoint, or {}.
     """
     table = run["table"]
-    excluded = meta["config"].get("leave_out", ()) if meta else ("*",)
-    missing = model.matching("leave_out", excluded, table)
+    excluded = meta["config"].get("save_exclude", ()) if meta else ("*",)
+    missing = model.matching("save_exclude", excluded, table)
     if not missing:
         return missing, []
     sources = open_sources(run, missing)
@@ -1657,7 +1658,7 @@ def join_processes(cfg):
         return
     config.validate(cfg, None)
     steplib.join_processes(cfg.coordinator, cfg.n_processes, cfg.process_id)
-    alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", prepared="")
+    alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", token_cache="")
     mine = json.loads(config.to_json(alike))
     others = ckpt.from_main(lambda: mine)
     faults = [f"{name} is {mine[name]!r} in process {jax.process_index()}, {others[name]!r} in 0"

@@ -75,7 +75,7 @@ def save_for_ever(root, n, tree, out):
     while True:
         os.write(out, f"{n}\n".encode())
         n += 1
-        ckpt.wait(ckpt.save(root, n // 2, tree(n), keep=2, temporary=n % 5 == 0))
+        ckpt.wait(ckpt.save(root, n // 2, tree(n), max_to_keep=2, temporary=n % 5 == 0))
         ckpt.restore_newest(root, tree(n))
 
 
@@ -177,7 +177,7 @@ def make_run(root, name, steps=400):
     return config.Config(
         data=(str(text),), out_dir=f"{root}/{name}", cache_dir=f"{root}/cache", steps=steps,
         batch_size=8, seq_len=16, d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, warmup_steps=2.0,
-        dp=1, fsdp=2, eval_batches=1, log_every=5, eval_every=50, save_every=7, keep=2,
+        dp=1, fsdp=2, eval_batches=1, log_every=5, eval_every=50, save_every=7, max_to_keep=2,
         sample_tokens=0, peer_timeout_s=4.0)
 
 

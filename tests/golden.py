@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--d_model 64 --n_layers 2 --n_heads 4 --n_kv_heads 2 --head_dim 16 --d_ff 96 "
-         "--vocab_size 256 --seq_len 64 --batch_size 8 --micro_batches 1 --fsdp -1 --steps 6 "
+         "--vocab_size 256 --seq_len 64 --batch_size 8 --grad_accum_steps 1 --fsdp -1 --steps 6 "
          "--warmup_steps 2")
 # {name: (flags, number of fake devices)}
 RUNS = {
@@ -31,7 +31,7 @@ RUNS = {
     "mixtral": (f"--config mixtral-8x7b {SMALL} --n_experts 4", 1),
     "float16": (f"{SMALL} --dtype float16 --optimizer muon", 1),
     "mesh": (f"{SMALL} --dp 2 --fsdp 2 --tp 2", 8),
-    "packed": (f"{SMALL} --fill best_fit --micro_batches 2 --dtype bfloat16", 1),
+    "packed": (f"{SMALL} --packing best_fit --grad_accum_steps 2 --dtype bfloat16", 1),
 }
 KEPT = ("loss", "objective", "grad_norm", "lr", "acc", "val_loss", "val_acc", "digest", "texts")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step would send and how long it should take, read off the compiled program.
 
-    python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --micro_batches 16
+    python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8
     python tests/plan.py --config llama-8b --plan_for h100:8x8 --batch_size 128  # 8 hosts of 8 GPUs
     python tests/plan.py --config debug --plan_sweep 6  # compare the six most promising meshes
 
@@ -244,7 +244,7 @@ def predicted_traffic(cfg, table, sizes):
     n, specs = mesh.shape, steplib.moment_specs(table, mesh)
     itemsize = 2 if "16" in cfg.dtype else 4
     # Forward, remat, backward, sum of gradients.
-    passes = (3 + (cfg.remat in ("full", "offload"))) * cfg.micro_batches
+    passes = (3 + (cfg.remat in ("full", "offload"))) * cfg.grad_accum_steps
     weights, state_bytes = 0.0, 0.0
     for name, row in table.items():
         held, moments = (math.prod(NamedSharding(mesh, spec).shard_shape(row["shape"]))

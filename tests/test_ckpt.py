@@ -469,7 +469,7 @@ def test_what_cannot_be_deleted_is_told_and_left_whole(open_root):
     _delete(root, tell, _name(step))
     """
     run_code(DROP_ROOT + """
-ckpt.wait(ckpt.save(root, 3, tree, keep=1, tell=told.append))
+ckpt.wait(ckpt.save(root, 3, tree, max_to_keep=1, tell=told.append))
 assert ckpt.steps(root) == [1, 2, 3]
 assert len(told) == 2 and all("meta.json is left over: " in t and "denied" in t for t in told), told
 assert ckpt.verify(root) == []  # nothing of it has gone
@@ -533,25 +533,26 @@ def test_a_root_that_cannot_be_listed_is_no_empty_one(tmp_path):
 
 
 def test_prune_keeps_the_newest_by_looking_at_the_disk(tmp_path):
-    """keep=2 of 5, by number; keep=0 keeps all; nothing else is touched that has such a name.
+    """max_to_keep=2 of 5, by number; max_to_keep=0 keeps all; nothing else is touched that has such
+    a name.
 
-    Break: ckpt.py: {*lasting[-keep:], => {*lasting[:keep],
+    Break: ckpt.py: {*lasting[-max_to_keep:], => {*lasting[:max_to_keep],
     """
     save(tmp_path, 9, 10, 100, 1000)
     assert ckpt.steps(tmp_path) == [9, 10, 100, 1000]
     shutil.copytree(tmp_path / "000000009", tmp_path / "000000009-copy")
-    save(tmp_path, 10**9, keep=2)
+    save(tmp_path, 10**9, max_to_keep=2)
     assert ckpt.steps(tmp_path) == [1000, 10**9]
     assert names_in(tmp_path) == ["000000009-copy", "000001000", "1000000000"]
 
 
 def test_some_checkpoints_are_kept_for_ever(tmp_path):
-    """Those of steps that keep_every divides, beside the newest.
+    """Those of steps that keep_period divides, beside the newest.
 
-    Break: ckpt.py: step % keep_every == 0] => step % keep_every == 1]
+    Break: ckpt.py: step % keep_period == 0] => step % keep_period == 1]
     """
     for step in range(1, 9):
-        save(tmp_path, step, keep=1, keep_every=3)
+        save(tmp_path, step, max_to_keep=1, keep_period=3)
     assert ckpt.steps(tmp_path) == [3, 6, 8]
 
 
@@ -562,11 +563,11 @@ def test_the_next_checkpoint_replaces_a_temporary_one(tmp_path):
     """
     seen = []
     for step, temporary in enumerate([0, 0, 1, 1, 0, 1]):
-        save(tmp_path, step, keep=2, temporary=bool(temporary))
+        save(tmp_path, step, max_to_keep=2, temporary=bool(temporary))
         seen.append(ckpt.steps(tmp_path))
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [1, 4], [1, 4, 5]]
-    save(tmp_path, 5, keep=2)  # the same step, to last
-    save(tmp_path, 6, keep=2)
+    save(tmp_path, 5, max_to_keep=2)  # the same step, to last
+    save(tmp_path, 6, max_to_keep=2)
     assert ckpt.steps(tmp_path) == [5, 6]
 
 
@@ -575,7 +576,7 @@ def test_the_newest_is_never_deleted(tmp_path):
 
     Break: ckpt.py: *for_ever, max(whole, default=None)}: => *for_ever}:
     """
-    save(tmp_path, 1, 2, temporary=True, keep=1)
+    save(tmp_path, 1, 2, temporary=True, max_to_keep=1)
     ckpt.prune(tmp_path, 1)
     assert ckpt.steps(tmp_path) == [2]
 
@@ -587,7 +588,7 @@ def test_the_one_just_saved_is_not_pruned(tmp_path):
     """
     save(tmp_path, 9)
     (tmp_path / "000000009/meta.json").write_text("{")
-    save(tmp_path, 5, keep=1)
+    save(tmp_path, 5, max_to_keep=1)
     assert ckpt.steps(tmp_path) == [5, 9] and ckpt.newest_meta(tmp_path)[0] == 5
 
 
@@ -738,11 +739,11 @@ def test_damaged_checkpoints_are_passed_over_replaced_and_pruned(tmp_path):
     assert ckpt.restore_newest(tmp_path, tree, told.append)[0] == 2
     assert all("passing over a damaged" in t for t in told) and "array a is damaged" in told[1]
     ckpt.clean(tmp_path)
-    save(tmp_path, 3, tree=tree, keep=2)
+    save(tmp_path, 3, tree=tree, max_to_keep=2)
     assert ckpt.steps(tmp_path) == [2, 3, 4, 6] and len(told) == 2
-    save(tmp_path, 4, tree=tree, keep=2)
+    save(tmp_path, 4, tree=tree, max_to_keep=2)
     assert ckpt.restore_newest(tmp_path, tree, told.append)[0] == 4
-    save(tmp_path, 7, 8, tree=tree, keep=2)
+    save(tmp_path, 7, 8, tree=tree, max_to_keep=2)
     assert names_in(tmp_path) == ["000000007", "000000008"]
     harm(tmp_path, 7), harm(tmp_path, 8)
     for root in (tmp_path, tmp_path / "none"):
@@ -843,7 +844,7 @@ def test_links_lead_nowhere(tmp_path):
     assert "no links" in ckpt.verify(root)[0]
     (root / "000000001/more").symlink_to(outside)
     ckpt.clean(root)
-    save(root, 3, tree=tree, keep=1)
+    save(root, 3, tree=tree, max_to_keep=1)
     assert names_in(root) == ["000000002", "000000003"]
     assert sorted(outside.rglob("*")) == before
 
@@ -895,14 +896,14 @@ for kind in ("shape", "file", "large", "deep", "deep_too", "wide"):
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     """(folder before, folder after, the system calls between): the save of step 2, which replaces
-    one of that step, with keep=1, so that step 1 goes; in a process of its own.
+    one of that step, with max_to_keep=1, so that step 1 goes; in a process of its own.
     """
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     base = tmp_path_factory.mktemp("trace")
     code = ("import sys, ckpt, faults; ckpt.SMALL_BYTES = 2**10; "
             "ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**16, 2**15; "
-            "[ckpt.wait(ckpt.save('run', min(n, 2), faults.tree_of(n), keep=n == 3)) "
+            "[ckpt.wait(ckpt.save('run', min(n, 2), faults.tree_of(n), max_to_keep=n == 3)) "
             "for n in (1, 2, 3) if str(n) in sys.argv[1]]")
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     for n in ("12", "3"):
@@ -1287,7 +1288,7 @@ def test_an_object_store_holds_checkpoints(store):
     tree = {"a": np.arange(3), "big": np.arange(2.0**15)}
     ckpt.wait(ckpt.save(root, 3, {"a": np.zeros(3, int), "big": np.zeros(2**15)}))
     for step in (3, 4, 5, 6):
-        path = ckpt.wait(ckpt.save(root, step, tree, {"note": "x"}, keep=2, keep_every=3,
+        path = ckpt.wait(ckpt.save(root, step, tree, {"note": "x"}, max_to_keep=2, keep_period=3,
                                    temporary=step == 4, tell=told.append))
         assert path == ckpt.below(root, f"{step:09d}")
         assert equal(ckpt.restore_newest(root, tree)[1], tree)
@@ -1384,7 +1385,7 @@ def test_a_bucket_has_one_writer(store, monkeypatch):
                 "/a; choose another")), ckpt.lock_bucket(spelled, "b", "process 2", told.append):
             pass
         assert len(told) == 1 and "is held by process 1 on host, out_dir /a: waiting up" in told[0]
-        save(root, 1, 2, keep=1)
+        save(root, 1, 2, max_to_keep=1)
         ckpt.clean(root, told.append)
         assert ckpt.steps(root) == [2] and ckpt.verify(root) == [] and len(told) == 1
         ckpt.delete_all(root)

@@ -307,7 +307,7 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
     cfg = planted(1, 300, data=(), val_data=(day,), batch_size=64)
     users = {}
     for A in (1, 4):
-        source = clicks.open_days(dataclasses.replace(cfg, micro_batches=A), ("val",))["val"]
+        source = clicks.open_days(dataclasses.replace(cfg, grad_accum_steps=A), ("val",))["val"]
         batch_users = source["batch"](0, np.arange(64))["user"][:, 0]
         users[A] = [batch_users[part::A].tolist() for part in range(A)]
     assert [user for part in users[4] for user in part] == users[1][0]

@@ -65,7 +65,7 @@ def test_json_int_for_a_float():
     ('{"stepz": 3, "batchsize": 4, "lr": "fast"}',
      ["nearest: steps", "nearest: batch_size", "lr 'fast': must be a finite float"]),
     ('{"mode": "trian"}', ["mode 'trian'", "must be one of train, eval, sample, plan"]),
-    ('{"nan": []}', ["nan (): must be one of skip, stop, raise"]),
+    ('{"on_nonfinite": []}', ["on_nonfinite (): must be one of skip, stop, raise"]),
     ('{"steps": "many"}', ["steps 'many': must be of type int"]),
     ('{"steps": 1.5}', ["steps 1.5: must be of type int"]),
     ('{"steps": true}', ["steps True: must be of type int"]),
@@ -185,9 +185,10 @@ def test_flags():
     Break: config.py: instance_from_str=lambda args: number(args[0], info.type) =>
     instance_from_str=lambda args: info.type(args[0])
     """
-    argv = "--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b --nan skip --fsdp -1"
+    argv = ("--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b "
+            "--on_nonfinite skip --fsdp -1")
     assert config.parse(argv.split()) == Config(
-        steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), nan="skip")
+        steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), on_nonfinite="skip")
     assert config.parse([]) == Config()
 
 
@@ -203,6 +204,25 @@ def test_config_flag_preset(argv):
     """
     wanted = config.PRESETS["gpt2-124m"] | dict(steps=7, config="gpt2-124m")
     assert config.parse(argv.split()) == Config(**wanted)
+
+
+def test_an_earlier_name_is_refused_with_the_present_one(tmp_path):
+    """Every earlier flag, also with hyphens or as --no_, and every earlier key of a JSON file.
+
+    Break: config.py: "keep": "max_to_keep", => "keep_": "max_to_keep",
+    """
+    earlier = ("micro_batches fill packed too_long pad end_id prepared keep keep_every leave_out "
+               "moments_on nan scale").split()
+    assert {*earlier} == {*config.RENAMED}
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert not fields & {*earlier} and fields >= {*config.RENAMED.values()}
+    for name in earlier:
+        words = f"--{name} is now --{config.RENAMED[name]}"
+        for flag in (f"--{name}", f"--{name.replace('_', '-')}=1", f"--no_{name}"):
+            with pytest.raises(ValueError, match=words):
+                config.parse([flag, "1"])
+        with pytest.raises(ValueError, match=f"'{name}' is now '{config.RENAMED[name]}'"):
+            config.from_json(json.dumps({name: 1, "steps": 5}))
 
 
 def test_config_flag_file(tmp_path):
@@ -243,9 +263,9 @@ def test_all_faults_at_once():
             "optimizer 'adamv': unknown (nearest: adamw)",
             "allow_change 'stepz': unknown (nearest: steps)"]
     mesh = ["mesh dp=3 fsdp=-1", "must multiply to 8 devices; one may be -1"]
-    batch = ["batch_size 10: must be a multiple of micro_batches x dp x fsdp x ep = 16; "
+    batch = ["batch_size 10: must be a multiple of grad_accum_steps x dp x fsdp x ep = 16; "
              "nearest: 16"]
-    for change, words in ((dict(dp=3), mesh), (dict(batch_size=10, micro_batches=2), batch)):
+    for change, words in ((dict(dp=3), mesh), (dict(batch_size=10, grad_accum_steps=2), batch)):
         said = fault(Config(**bad | change))
         assert [w for w in both + words if w not in said] == [], said
 
@@ -274,7 +294,7 @@ REFUSED = [
     (dict(lr=-2.0), "lr -2.0: must be at least 0, or -1 for the default"),
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
     (dict(top_p=1.5), "top_p 1.5: must be in (0, 1]"),
-    (dict(scale=0.0), "scale 0.0: must be above 0"),
+    (dict(width_mult=0.0), "width_mult 0.0: must be above 0"),
     (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(stop=("9", "loss<3"), log_every=0), "loss>9, which needs log_every above 0"),
@@ -332,7 +352,8 @@ def test_every_rule_refuses_something():
 
 @pytest.mark.parametrize("change", [
     dict(lr=0.0), dict(lr=-1.0), dict(b1=0.0), dict(top_p=1.0), dict(val_frac=0.0), dict(fsdp=-1),
-    dict(warmup_steps=0.0), dict(min_lr_frac=0.0), dict(keep=1), dict(seed=0), dict(end_id=-1),
+    dict(warmup_steps=0.0), dict(min_lr_frac=0.0), dict(max_to_keep=1), dict(seed=0),
+    dict(eod_id=-1),
     dict(save_every="0"), dict(batch_size=8), dict(log_every=0), dict(mix=("a.txt=1", "b=.5")),
     dict(lr_mult=("embed=0", "a=b=2")), dict(decay_mult=("layers.w*=1.5e-3",))])
 def test_edges_are_legal(change):
@@ -381,7 +402,7 @@ def test_what_would_do_nothing_is_refused():
             (dict(schedule="constant", min_lr_frac=0.1), ("min_lr_frac 0.1: has no effect",)),
             (dict(optimizer="sgd", eps=1e-6), ("eps 1e-06: has no effect",)),
             (dict(reload_every=5), ("reload_every 5: has no effect with init_from ()",)),
-            (dict(end_id=7), ("end_id 7: has no effect with packed False",)),
+            (dict(eod_id=7), ("eod_id 7: has no effect with document_mask False",)),
             (dict(loss_divisor=3.0), ("loss_divisor 3.0: has no effect",))):
         said = fault(Config(**change))
         assert all(w in said for w in words), said
@@ -400,10 +421,10 @@ IDLE = [
     ("epochs", 2.0, dict(steps=50), 0.0),
     ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="apart"), "hf"),
     ("init_from", ("a",), dict(reload_every=5), ("a", "b dynamic=yes")),
-    ("fill", "stream", dict(too_long="drop", pad="left"), "best_fit"),
-    ("fill", "one", dict(packed=True), "stream"),
-    ("fill", "best_fit", dict(packed=True), "stream"),
-    ("packed", False, dict(end_id=7), True),
+    ("packing", "stream", dict(truncation="drop", padding_side="left"), "best_fit"),
+    ("packing", "none", dict(document_mask=True), "stream"),
+    ("packing", "best_fit", dict(document_mask=True), "stream"),
+    ("document_mask", False, dict(eod_id=7), True),
     ("order", "shuffled", dict(windows_per_epoch=2, window_repeats=2, wait_s=1.0), "windows"),
     ("log_every", 0, dict(watch=("*",)), 1),
     ("temperature", 0.0, dict(top_k=3, top_p=0.5), 0.1),
@@ -451,8 +472,8 @@ def test_every_option_without_an_effect_is_in_the_table():
 @pytest.mark.parametrize("change", [
     dict(d_model=100, n_heads=8), dict(d_model=100, n_heads=6),
     dict(n_heads=6, n_kv_heads=4, head_dim=8), dict(n_heads=6, head_dim=8, tp=4),
-    dict(batch_size=10), dict(batch_size=30, micro_batches=2), dict(seq_len=127, sp=2),
-    dict(scale=0.3), dict(scale=0.6, d_model=96, n_heads=6, n_kv_heads=2),
+    dict(batch_size=10), dict(batch_size=30, grad_accum_steps=2), dict(seq_len=127, sp=2),
+    dict(width_mult=0.3), dict(width_mult=0.6, d_model=96, n_heads=6, n_kv_heads=2),
 ])
 def test_nearest_is_legal(change):
     """Whatever an error calls the nearest legal values, each of them is legal.
@@ -473,16 +494,16 @@ def test_scale():
     Break: config.py: n_kv_heads=cfg.n_kv_heads or cfg.n_heads) => n_kv_heads=0)
     """
     cfg = Config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4, n_layers=3, vocab_size=100,
-                 scale=2.5)
+                 width_mult=2.5)
     validate(cfg, 8)
     got = config.derive_text(cfg)
     assert (got.d_model, got.d_ff, got.n_heads, got.n_kv_heads) == (640, 1280, 20, 10)
-    assert (got.head_dim, got.n_layers, got.vocab_size, got.scale) == (32, 3, 100, 1.0)
+    assert (got.head_dim, got.n_layers, got.vocab_size, got.width_mult) == (32, 3, 100, 1.0)
     assert config.derive_text(got) == got
     tuned = config.derive_text(Config(lora_rank=2, freeze=("!embed",)))
     assert tuned.freeze == ("*", "!*.lora_?", "!embed")
     assert config.derive_text(tuned) == tuned
-    assert config.derive_text(Config(d_model=256, n_heads=8, scale=0.5)).n_kv_heads == 4
+    assert config.derive_text(Config(d_model=256, n_heads=8, width_mult=0.5)).n_kv_heads == 4
     for d_model in range(64, 4097, 64):  # d_ff by itself: 8/3 of it, up to a multiple of 32
         d_ff = config.derive_text(Config(d_model=d_model)).d_ff
         assert d_ff % 32 == 0 and 0 <= d_ff - 8 * d_model / 3 < 32
@@ -494,7 +515,8 @@ def test_scale_that_splits_a_head(scale):
 
     Break: config.py: > 1e-9 => > 1e9
     """
-    assert f"scale {scale}: " in fault(Config(d_model=256, n_heads=4, n_kv_heads=2, scale=scale), 1)
+    cfg = Config(d_model=256, n_heads=4, n_kv_heads=2, width_mult=scale)
+    assert f"width_mult {scale}: " in fault(cfg, 1)
 
 
 @pytest.mark.parametrize("name", config.PRESETS)
@@ -503,7 +525,7 @@ def test_presets(name):
 
     Break: config.py: 28672 => 28000
     """
-    cfg = dataclasses.replace(config.load(name), scale=1.0)
+    cfg = dataclasses.replace(config.load(name), width_mult=1.0)
     validate(cfg, 1)
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 256))
     n = sum(prod(row["shape"]) for row in model.param_table(cfg).values())
@@ -542,7 +564,7 @@ def test_defaults_and_presets_change_on_purpose():
     """
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}
     text = json.dumps([defaults, config.PRESETS], sort_keys=True)
-    assert zlib.crc32(text.encode()) == 3556592413
+    assert zlib.crc32(text.encode()) == 119613747
 
 
 @pytest.mark.parametrize("power, letter", [*enumerate("KMGT", 1)])
@@ -620,11 +642,12 @@ def test_a_resume_may_change_what_is_free_and_nothing_else():
     free = [f.name for f in dataclasses.fields(Fork) if f.name not in refused]
     assert "d_hidden" in refused and set(free) == set(config.FREE) == set(
         "dp fsdp ep tp sp mode config out_dir ckpt_dir resume allow_change cache_dir "
-        "prepared wait_s stop track steps epochs micro_batches scale attention remat logit_tiles "
-        "mlp_tiles peer_timeout_s deterministic "
-        "moments_on slices coordinator n_processes process_id log_every eval_every eval_batches "
-        "save_every keep keep_every leave_out weights_every export export_every export_dtype "
-        "export_lora sample_every watch profile prompt n_samples sample_tokens "
+        "token_cache wait_s stop track steps epochs grad_accum_steps width_mult attention remat "
+        "logit_tiles mlp_tiles peer_timeout_s deterministic "
+        "offload_optimizer slices coordinator n_processes process_id log_every eval_every "
+        "eval_batches "
+        "save_every max_to_keep keep_period save_exclude weights_every export export_every "
+        "export_dtype export_lora sample_every watch profile prompt n_samples sample_tokens "
         "temperature top_k top_p"
         .split())
 

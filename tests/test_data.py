@@ -509,8 +509,8 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     np.save(tmp_path / "minus.npy", np.arange(-1, 50))
     with pytest.raises(ValueError, match=r"minus.npy: token id -1 is not"):
         data.open_source([tmp_path / "minus.npy"], BYTES, {"vocab_size": 100})
-    with pytest.raises(ValueError, match=r"99.bin: packed rows .* and 100 is none; set --end_id"):
-        data.open_source([good], BYTES, {"vocab_size": 100, "packed": True}, end=100)
+    with pytest.raises(ValueError, match=r"99.bin: packed rows .* and 100 is none; set --eod_id"):
+        data.open_source([good], BYTES, {"vocab_size": 100, "document_mask": True}, end=100)
 
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
@@ -532,8 +532,8 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
         at(wide, 0, 36)
 
 
-@pytest.mark.parametrize("fill", ["best_fit", "one"])
-def test_ids_beyond_the_vocabulary_in_whole_documents(fill, tmp_path, monkeypatch):
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_ids_beyond_the_vocabulary_in_whole_documents(packing, tmp_path, monkeypatch):
     """They are refused, too, where they stand beyond those that are checked before training.
 
     Break: data.py: check_ids(np.maximum(batch["tokens"], batch["labels"]), =>
@@ -541,7 +541,7 @@ def test_ids_beyond_the_vocabulary_in_whole_documents(fill, tmp_path, monkeypatc
     """
     monkeypatch.setattr(data, "N_SCANNED", 8)
     path = write(tmp_path / "a.txt", "all is well, but é".encode())
-    source = prepared(path, folder=tmp_path, fill=fill, seq_len=99, vocab_size=128)
+    source = prepared(path, folder=tmp_path, packing=packing, seq_len=99, vocab_size=128)
     with pytest.raises(ValueError, match="a.txt: token id 195 is not"):
         data.batch_at(source, 0, 1)
 
@@ -688,7 +688,8 @@ def test_segments(at):
     tokens = np.random.default_rng(0).integers(0, 4, 500).astype(np.uint8)
     source = data.make_source([shard(tokens, end=2)], {"seq_len": 20})
     assert at(source, 0, 8).keys() == {"tokens", "labels"}
-    batch = at(data.make_source([shard(tokens, end=2)], {"seq_len": 20, "packed": True}), 0, 8)
+    source = data.make_source([shard(tokens, end=2)], {"seq_len": 20, "document_mask": True})
+    batch = at(source, 0, 8)
     for row, segments, positions in zip(batch["tokens"], batch["segments"], batch["positions"]):
         segment, position = 1, -1  # 0 is padding
         for i, token in enumerate(row):
@@ -736,7 +737,7 @@ def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
     """
     path, held_out = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
     cfg = config.Config(data=(str(path),), val_data=(str(held_out),), val_frac=val_frac, seq_len=8,
-                        batch_size=10, prepared=str(tmp_path / "p"))
+                        batch_size=10, token_cache=str(tmp_path / "p"))
     opened = data.open_text(cfg)
     assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
     assert ord("a") not in opened["val"]["batch"](0, np.arange(10))["tokens"]
@@ -812,7 +813,7 @@ def test_a_file_in_both(tmp_path):
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
-                        seq_len=4, out_dir=str(tmp_path), prepared=str(tmp_path / "p"))
+                        seq_len=4, out_dir=str(tmp_path), token_cache=str(tmp_path / "p"))
     (tmp_path / "x").mkdir()
     mixed = {"data": (), "mix": (f"{path}=1",)}
     twice = {"data": (), "val_data": (), "mix": (f"{path}=1", f"{tmp_path}/*.txt=2")}
@@ -889,7 +890,7 @@ def test_a_disk_that_fills(tmp_path):
     """When there is no room for prepared text the error says so and what to do, and nothing
     half-made stays. The limit is the system's own, on the size of files.
 
-    Break: data.py: "with --prepared", OSError): => "with --prepared", ZeroDivisionError):
+    Break: data.py: "with --token_cache", OSError): => "with --token_cache", ZeroDivisionError):
     """
     path = write(tmp_path / "a.txt", b"some words in a line\n" * 3000)
     code = f"""
@@ -903,7 +904,7 @@ except ValueError as e:
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "a.txt: cannot be prepared in" in run.stdout, run.stdout + run.stderr
-    assert "choose another folder with --prepared" in run.stdout
+    assert "choose another folder with --token_cache" in run.stdout
     assert [p.suffix for p in (tmp_path / "p").iterdir()] == [".lock"]
 
 
@@ -952,7 +953,7 @@ def test_rows_of_every_format(kind, tmp_path):
     assert shard["counts"] == {"documents": 2, "empty documents left out": 1}
     (other := tmp_path / "pairs").mkdir()
     pairs = [{"prompt": "2 + 2 = ", "completion": "4"}, {"prompt": "3 + 3 = ", "completion": "6"}]
-    source = prepared(rows_as(kind, other, pairs), folder=tmp_path / "p", seq_len=9, fill="one")
+    source = prepared(rows_as(kind, other, pairs), folder=tmp_path / "p", seq_len=9, packing="none")
     for row in range(2):
         batch = data.eval_batch_at(source, row, 1)
         assert bytes(batch["tokens"][0].tolist()) in (b"\x002 + 2 = ", b"\x003 + 3 = ")
@@ -1094,7 +1095,7 @@ def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
 
 
 def test_no_sequence_with_a_label(tmp_path):
-    """Data of which too_long leaves nothing is refused: to train on, to evaluate, in a mixture.
+    """Data of which truncation leaves nothing is refused: to train on, to evaluate, in a mixture.
 
     Break: data.py: if not n and not may_be_empty: => if False:
     """
@@ -1103,8 +1104,8 @@ def test_no_sequence_with_a_label(tmp_path):
     good.write_text(json.dumps({"text": "a"}) + "\n")
     for change in (dict(data=(str(long),)), dict(data=(str(good),), val_data=(str(long),)),
                    dict(mix=(f"{good}=0.5", f"{long}=0.5"))):
-        cfg = config.Config(seq_len=8, fill="best_fit", too_long="drop", val_frac=0.0,
-                            prepared=str(tmp_path / "p"), **change)
+        cfg = config.Config(seq_len=8, packing="best_fit", truncation="drop", val_frac=0.0,
+                            token_cache=str(tmp_path / "p"), **change)
         with pytest.raises(ValueError, match="long.jsonl: .* no sequence of 8 with a label"):
             data.open_text(cfg, ("train", "val"))
 
@@ -1113,17 +1114,17 @@ def test_sources_that_do_not_go_together(tmp_path):
     """Packed token files without the id that begins a document, and whole documents of token files,
     are refused; those of two types make one source.
 
-    Break: data.py: if binary and form["packed"] and => if binary and 0 and
+    Break: data.py: if binary and form["document_mask"] and => if binary and 0 and
     """
     np.save(tmp_path / "a.npy", np.arange(50, dtype=np.uint16))
     np.save(tmp_path / "b.npy", np.arange(50, dtype=np.uint32))
     source = data.open_source([tmp_path / "a.npy", tmp_path / "b.npy"], BYTES, {"seq_len": 49})
     np.testing.assert_array_equal(data.batch_at(source, 0, 2)["labels"], [np.arange(1, 50)] * 2)
-    with pytest.raises(ValueError, match=r"a.npy: packed rows need .* set --end_id"):
-        data.open_source([tmp_path / "a.npy"], BYTES, {"packed": True})
-    data.open_source([tmp_path / "a.npy"], BYTES, {"packed": True}, end=0)
-    with pytest.raises(ValueError, match=r"a.npy: fill best_fit needs documents"):
-        data.open_source([tmp_path / "a.npy"], BYTES, {"fill": "best_fit"})
+    with pytest.raises(ValueError, match=r"a.npy: packed rows need .* set --eod_id"):
+        data.open_source([tmp_path / "a.npy"], BYTES, {"document_mask": True})
+    data.open_source([tmp_path / "a.npy"], BYTES, {"document_mask": True}, end=0)
+    with pytest.raises(ValueError, match=r"a.npy: packing best_fit needs documents"):
+        data.open_source([tmp_path / "a.npy"], BYTES, {"packing": "best_fit"})
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path):
@@ -1178,7 +1179,7 @@ def documents(tmp_path):
     path = rows_as("jsonl", tmp_path, [{"text": text} for text in texts])
 
     def make(**form):
-        return prepared(path, folder=tmp_path / "p", **dict(seq_len=30, fill="best_fit") | form)
+        return prepared(path, folder=tmp_path / "p", **dict(seq_len=30, packing="best_fit") | form)
 
     return make, [text for text in texts if text]
 
@@ -1199,37 +1200,37 @@ def documents_in(batch):
     return found
 
 
-@pytest.mark.parametrize("fill", ["best_fit", "one"])
-@pytest.mark.parametrize("pad", ["right", "left"])
-@pytest.mark.parametrize("too_long", ["keep_start", "keep_end", "drop"])
-def test_each_document_once(fill, pad, too_long, documents):
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+@pytest.mark.parametrize("truncation", ["keep_start", "keep_end", "drop"])
+def test_each_document_once(packing, padding_side, truncation, documents):
     """Rows of whole documents have each one once, with its end, cut or left out as asked, with
     positions from 0 and padding on the side that was asked for.
 
     Break: data.py: place += b - a - 1 => place += b - a
     """
     make, texts = documents
-    source = make(fill=fill, pad=pad, too_long=too_long)
+    source = make(packing=packing, padding_side=padding_side, truncation=truncation)
     batch = data.eval_batch_at(source, 0, source["n"])
     wanted = [f"\0{text}\0".encode() for text in texts]
-    if too_long == "drop":
+    if truncation == "drop":
         wanted = [text for text in wanted if len(text) <= 31]
-    wanted = [text[-31:] if too_long == "keep_end" else text[:31] for text in wanted]
+    wanted = [text[-31:] if truncation == "keep_end" else text[:31] for text in wanted]
     pairs = sorted((text[:-1], text[1:]) for text in wanted)
     assert sorted(documents_in(batch)) == pairs
     n_used = sum(len(tokens) for tokens, _ in pairs)
     empty = batch["segments"] == 0
     assert empty.sum() == empty.size - n_used
-    edge = empty[:, 0] if pad == "left" else empty[:, -1]
+    edge = empty[:, 0] if padding_side == "left" else empty[:, -1]
     assert (edge == (empty.sum(axis=1) > 0)).all()
-    if fill == "one":
+    if packing == "none":
         assert source["n"] == len(wanted)
     else:
         assert source["n"] * 30 < 1.1 * n_used
     n_all = sum(len(text) + 1 for text in texts)
     assert f"{n_used:,} of {n_all:,} tokens, {empty.mean():.1%} padding" in data.describe(source)
     n_long = sum(len(text) + 2 > 31 for text in texts)
-    assert f"{n_long} longer (--too_long {too_long})" in data.describe(source)
+    assert f"{n_long} longer (--truncation {truncation})" in data.describe(source)
 
 
 def test_a_document_without_a_label_is_in_no_row(tmp_path):
@@ -1239,8 +1240,8 @@ def test_a_document_without_a_label_is_in_no_row(tmp_path):
     """
     path = rows_as("jsonl", tmp_path, [{"prompt": "p" * n, "completion": "c" * 5}
                                        for n in (40, 29, 3, 30)])
-    for fill, n in (("one", 2), ("best_fit", 2)):
-        source = prepared(path, folder=tmp_path / "p", fill=fill, seq_len=30)
+    for packing, n in (("none", 2), ("best_fit", 2)):
+        source = prepared(path, folder=tmp_path / "p", packing=packing, seq_len=30)
         batch = data.eval_batch_at(source, 0, source["n"])
         labels = batch["labels"]
         assert source["n"] == n and sorted((labels != data.IGNORE).sum(axis=1)) == [1, 6]
@@ -1250,13 +1251,13 @@ def test_a_document_without_a_label_is_in_no_row(tmp_path):
 def test_too_long_is_an_error(documents):
     """Under the policy "error" a document longer than a row is refused by its number and length.
 
-    Break: data.py: if form["too_long"] == "error" and => if False and
+    Break: data.py: if form["truncation"] == "error" and => if False and
     """
     make, texts = documents
     n = next(i for i, text in enumerate(texts, 1) if len(text) + 2 > 31)
     words = f"document {n} has {len(texts[n - 1]) + 2} tokens, more than seq_len \\+ 1 = 31"
     with pytest.raises(ValueError, match=words):
-        make(too_long="error")
+        make(truncation="error")
 
 
 def test_best_fit():
@@ -1305,7 +1306,7 @@ def test_begin_and_end_ids(tmp_path):
     assert (ours["begin"], ours["end"]) == (1, 0)
     texts = ["lowest", "low low", "lower"]
     path = rows_as("jsonl", tmp_path, [{"text": text} for text in texts])
-    source = prepared(path, tokenizer=ours, folder=tmp_path / "p", packed=True, seq_len=5)
+    source = prepared(path, tokenizer=ours, folder=tmp_path / "p", document_mask=True, seq_len=5)
     framed = [[1, *tok.encode(text, add_special_tokens=False).ids, 0] for text in texts]
     assert source["shards"][0]["tokens"].tolist() == [id for ids in framed for id in ids]
     counted = []
@@ -1395,7 +1396,7 @@ def test_chat_labels(family, tmp_path):
         if family == "ends as a whole" and messages[-1]["role"] == "assistant":
             wanted["assistant_masks"][-2:] = 1, 1  # what the template adds after the last turn
         path = rows_as("jsonl", tmp_path, [{"messages": messages, "tools": tools}])
-        source = prepared(path, tokenizer=ours, folder=tmp_path / "p", fill="one", seq_len=99)
+        source = prepared(path, tokenizer=ours, folder=tmp_path / "p", packing="none", seq_len=99)
         shard, ((first, last),) = source["shards"][0], source["shards"][0]["documents"]
         assert shard["tokens"][first:last].tolist() == wanted["input_ids"], name
         assert (shard["masked"][first:last] == 0).tolist() == [
@@ -1548,7 +1549,8 @@ def windows(tmp_path):
     def make(**fields):
         fields = dict(batch_size=4, seq_len=5, val_frac=0.0, order="windows",
                       data=(str(tmp_path / "days" / "*.txt"),)) | fields
-        cfg = config.Config(out_dir=str(tmp_path / "out"), prepared=str(tmp_path / "p"), **fields)
+        cfg = config.Config(
+            out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "p"), **fields)
         return data.open_text(cfg)["train"]
 
     return make, add

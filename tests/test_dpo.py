@@ -279,13 +279,13 @@ def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_pa
     newest = Path(base.out_dir, "ckpt/000000003")
     newest.rename(tmp_path / "newest")  # as if it had not got there yet
     pairs = write_pairs(tmp_path / "p.jsonl", letter_pairs(100))
-    cfg = make_dpo(base, pairs, tmp_path / "straight", micro_batches=2, steps=6, save_every=2,
+    cfg = make_dpo(base, pairs, tmp_path / "straight", grad_accum_steps=2, steps=6, save_every=2,
                    log_every=2, lr=1e-2)
     straight = train.main(cfg, task=dpo.TASK)
     assert straight["state"]["params"]["layers.w_up"].addressable_shards[0].data.size * 4 == (
         straight["state"]["params"]["layers.w_up"].size)
     other = train.main(dataclasses.replace(
-        cfg, out_dir=str(tmp_path / "other"), dp=1, fsdp=4, tp=1, sp=2, micro_batches=1,
+        cfg, out_dir=str(tmp_path / "other"), dp=1, fsdp=4, tp=1, sp=2, grad_accum_steps=1,
         logit_tiles=4, save_every=0), task=dpo.TASK)
     assert straight["val_loss"] < 0.65
     for name in ("val_loss", "val_margin", "val_chosen_reward", "loss", "grad_norm"):

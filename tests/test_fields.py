@@ -39,7 +39,7 @@ RUN = dict(
     sample_tokens=0, temperature=0.0)
 FINISHED = RUN | dict(mode="train")  # the first of the two, once more
 LINES = dict(data=("lines.jsonl",), val_frac=0.0)
-WHOLE = LINES | dict(fill="one")
+WHOLE = LINES | dict(packing="none")
 WINDOWS = dict(data=("[ab].txt",), val_frac=0.0, order="windows", batch_size=128)
 PLAIN = dict(optimizer="sgd", lr=0.5, b1=0.0, weight_decay=0.0, clip_norm=0.0)
 LINEAR = PLAIN | dict(schedule="linear")
@@ -385,20 +385,21 @@ FIELDS = {
     "data_dtype": row(dict(data_dtype="uint32"), sequences, [63, None], [32, None],
                       dict(data=("ids.bin",), val_frac=0.0, vocab_size=2**18)),
     "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), share_of_b, 0.0, 0.75),
-    "end_id": row(dict(end_id=3), n_segments, "need the id", 5, dict(
-        data=("ids.bin",), packed=True, val_frac=0.0)),
-    "prepared": row(dict(prepared="mine"), lambda cfg: bool(data.open_text(cfg)) and [
+    "eod_id": row(dict(eod_id=3), n_segments, "need the id", 5, dict(
+        data=("ids.bin",), document_mask=True, val_frac=0.0)),
+    "token_cache": row(dict(token_cache="mine"), lambda cfg: bool(data.open_text(cfg)) and [
         str(p.parent.parent) for p in Path().glob("mine/*/tokens")], [], ["mine"]),
-    "fill": row(dict(fill="one"), n_segments, 0, 1, LINES),
-    "too_long": row(dict(too_long="error"), outcome_of_opening, "", "has 22 tokens", WHOLE),
-    "pad": row(dict(pad="left"), padded_sides, [False, True], [True, False], WHOLE),
+    "packing": row(dict(packing="none"), n_segments, 0, 1, LINES),
+    "truncation": row(dict(truncation="error"), outcome_of_opening, "", "has 22 tokens", WHOLE),
+    "padding_side": row(dict(padding_side="left"), padded_sides, [False, True], [True, False],
+                        WHOLE),
     "order": row(dict(order="windows"), n_windows, 0, 2, WINDOWS | dict(order="shuffled")),
     "windows_per_epoch": row(dict(windows_per_epoch=1), n_windows, 2, 1, WINDOWS),
     "window_repeats": row(dict(window_repeats=5), n_windows, 2, 1, WINDOWS),
     "wait_s": row(dict(wait_s=1e6), lambda cfg: in_windows(cfg)["batch"](9, np.arange(8)) is None,
                   False, True, WINDOWS),
     "tokenizer": row(dict(tokenizer="words.json"), shape("embed"), (256, 16), (2, 16)),
-    "packed": row(dict(packed=True), batch_names, ["labels", "tokens"],
+    "document_mask": row(dict(document_mask=True), batch_names, ["labels", "tokens"],
                   ["labels", "positions", "segments", "tokens"]),
     "overfit_batch": row(dict(overfit_batch=True), n_batches, 4, 1, RUN),
 
@@ -408,7 +409,8 @@ FIELDS = {
     "stop": row(dict(stop=("+1",)), lambda cfg: train.main(cfg)["step"], 3, 1,
                 RUN | dict(out_dir="stopped", resume="overwrite", steps=3)),
     "batch_size": row(dict(batch_size=16), batch_shape, (8, 16), (16, 16)),
-    "micro_batches": row(dict(micro_batches=2), splits_rows, False, True, dict(batch_size=16)),
+    "grad_accum_steps": row(dict(grad_accum_steps=2), splits_rows, False, True,
+                            dict(batch_size=16)),
     "seq_len": row(dict(seq_len=24), batch_shape, (8, 16), (8, 24)),
 
     "d_model": row(dict(d_model=32), shape("embed"), (256, 16), (256, 32)),
@@ -438,7 +440,7 @@ FIELDS = {
     "lora_targets": row(dict(lora_targets=("layers.w[qv]",)), lora_weights, [
         f"layers.w{x}" for x in ("_down", "_gate", "_up", "k", "o", "q", "v")],
         ["layers.wq", "layers.wv"], LORA),
-    "scale": row(dict(scale=2.0), shape("layers.wq"), (1, 16, 16), (1, 32, 32)),
+    "width_mult": row(dict(width_mult=2.0), shape("layers.wq"), (1, 16, 16), (1, 32, 32)),
 
     "dtype": row(dict(dtype="bfloat16"), loss_has("xbf16>"), False, True),
     "param_dtype": row(dict(param_dtype="bfloat16"), lambda cfg: str(
@@ -467,7 +469,7 @@ FIELDS = {
     "eps": row(dict(eps=3.0), lambda cfg: first_moves(cfg)[:1], [-1], [-0.25], RMS),
     "moment_dtype": row(dict(moment_dtype="bfloat16"), lambda cfg: str(
         moments(cfg)["embed"].dtype), "float32", "bfloat16"),
-    "moments_on": row(dict(moments_on="host"), lambda cfg: moments(
+    "offload_optimizer": row(dict(offload_optimizer=True), lambda cfg: moments(
         cfg)["embed"].sharding.memory_kind, "device", "pinned_host"),
     "freeze": row(dict(freeze=("*", "!final_norm")), lambda cfg: len(moments(cfg)), 13, 1),
     "lr_mult": row(dict(lr_mult=("w=0.5",)), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
@@ -482,7 +484,7 @@ FIELDS = {
     "loss_norm": row(dict(loss_norm="positions"), constant(128.0), False, True),
     "loss_divisor": row(dict(loss_divisor=77.0), constant(77.0), False, True,
                         dict(loss_norm="constant", loss_divisor=3.0)),
-    "nan": row(dict(nan="skip"), reason_with_nan, "a loss or", "all 4 ste",
+    "on_nonfinite": row(dict(on_nonfinite="skip"), reason_with_nan, "a loss or", "all 4 ste",
                dict(out_dir="not_finite", resume="overwrite")),
 
     "dp": row(dict(dp=2), parts, [(1, 16), (1, 4, 2, 64), (1, 4, 2, 64)],
@@ -507,9 +509,9 @@ FIELDS = {
     "eval_every": row(dict(eval_every=5), logged("eval"), [2, 4], [5, 8], RUN),
     "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),
     "save_every": row(dict(save_every=3), saves("save"), [2, 4], [3, 6, 8], RUN),
-    "keep": row(dict(keep=1), checkpoints, [2, 4], [6, 8], RUN),
-    "keep_every": row(dict(keep_every=6), checkpoints, [2, 4], [6, 8], RUN),
-    "leave_out": row(dict(leave_out=("embed",)), saved_embed, True, False, RUN),
+    "max_to_keep": row(dict(max_to_keep=1), checkpoints, [2, 4], [6, 8], RUN),
+    "keep_period": row(dict(keep_period=6), checkpoints, [2, 4], [6, 8], RUN),
+    "save_exclude": row(dict(save_exclude=("embed",)), saved_embed, True, False, RUN),
     "weights_every": row(dict(weights_every=4), saves("weights"), [], [4, 8], RUN),
     "export_every": row(dict(export_every=5), logged("export"), [], [5, 8], RUN),
     "reload_every": row(dict(reload_every=3), logged("reload"), [], [3, 6], RUN),

@@ -509,12 +509,12 @@ def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
 
 @pytest.mark.parametrize("change, platform, chosen", [
     (dict(dtype="bfloat16"), "cuda", "cudnn"), (dict(dtype="bfloat16"), "cpu", "xla"),
-    (dict(dtype="bfloat16", packed=True, seq_len=8192), "cuda", "cudnn"),
-    (dict(dtype="bfloat16", packed=True, seq_len=8200), "cuda", "xla"),
+    (dict(dtype="bfloat16", document_mask=True, seq_len=8192), "cuda", "cudnn"),
+    (dict(dtype="bfloat16", document_mask=True, seq_len=8200), "cuda", "xla"),
     (dict(dtype="float16"), "old cuda", "xla"),
     (dict(dtype="float32"), "cuda", "xla"), (dict(dtype="float16", head_dim=256), "cuda", "xla"),
     (dict(dtype="bfloat16", attention="xla"), "cuda", "xla"),
-    (dict(head_dim=128, packed=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
+    (dict(head_dim=128, document_mask=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
     (dict(head_dim=128, seq_len=192), "tpu", "xla"),
 ])
 def test_attention_is_chosen_by_what_there_is(change, platform, chosen):
@@ -536,7 +536,8 @@ CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 o
 @pytest.mark.parametrize("change, platform, message", [
     (dict(attention="cudnn", dtype="bfloat16"), "cpu", CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="float32"), "cuda", CUDNN_NEEDS),
-    (dict(attention="cudnn", dtype="bfloat16", packed=True, seq_len=8200), "cuda", CUDNN_NEEDS),
+    (dict(attention="cudnn", dtype="bfloat16", document_mask=True, seq_len=8200), "cuda",
+     CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda", CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=12), "cuda", CUDNN_NEEDS),
     (dict(attention="pallas", head_dim=128), "cuda", "attention pallas: needs a TPU, and head_dim "
@@ -593,21 +594,22 @@ def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
 
     Break: data.py: batch["segments"][row, here] = number => batch["segments"][row, here] = 1
     """
-    cfg = dataclasses.replace(BASE, fill="best_fit", seq_len=12)
+    cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12)
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(7)
     ends = np.cumsum([0, *rng.integers(3, 14, 9)])
     shard = {"name": "documents", "at": 0, "documents": np.stack([ends[:-1], ends[1:]], axis=1),
              "tokens": rng.integers(1, cfg.vocab_size, ends[-1])}
     grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
     seen = {}
-    for fill, pad in (("best_fit", "right"), ("one", "right"), ("one", "left")):
-        source = data.make_source([shard], {"seq_len": 12, "fill": fill, "pad": pad})
+    for packing, padding_side in (("best_fit", "right"), ("none", "right"), ("none", "left")):
+        form = {"seq_len": 12, "packing": packing, "padding_side": padding_side}
+        source = data.make_source([shard], form)
         total = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         for i in range(source["n"]):
             total = jax.tree.map(jnp.add, total, grad(params, data.eval_batch_at(source, i, 1)))
-        seen[fill, pad] = source["n"], *total
-    assert seen["best_fit", "right"][0] < seen["one", "right"][0] == 9
-    for name in (("one", "right"), ("one", "left")):
+        seen[packing, padding_side] = source["n"], *total
+    assert seen["best_fit", "right"][0] < seen["none", "right"][0] == 9
+    for name in (("none", "right"), ("none", "left")):
         for got, want in zip(jax.tree.leaves(seen["best_fit", "right"][1:]),
                              jax.tree.leaves(seen[name][1:]), strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
@@ -622,12 +624,12 @@ def test_packed_rows_equal_documents_alone(change):
     Break: model.py: segments[0][:, :, None] == segments[1][:, None, :] =>
     segments[0][:, :, None] >= segments[1][:, None, :]
     """
-    cfg = dataclasses.replace(BASE, packed=True, **change)
+    cfg = dataclasses.replace(BASE, document_mask=True, **change)
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(5)
     documents = [rng.integers(1, cfg.vocab_size, n) for n in (4, 7, 1, 6, 2, 10)]
     stream = np.concatenate([[0, *d] for d in documents] + [[0]]).astype(np.int32)
     shard = {"name": "stream", "tokens": stream, "at": 0, "end": 0}
-    source = data.make_source([shard], {"seq_len": 12, "packed": True})
+    source = data.make_source([shard], {"seq_len": 12, "document_mask": True})
     assert len(stream) == 37
     packed = data.eval_batch_at(source, 0, 3)
     grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
@@ -1322,8 +1324,9 @@ def test_a_prompt_has_one_row_of_logits():
     cfg = dataclasses.replace(BASE, vocab_size=50304)
     shapes = jax.eval_shape(lambda: draw(cfg))
     tokens = jnp.zeros((1, 512), jnp.int32)
-    memory = model.generate.lower(shapes, tokens, jnp.array([512]), cfg, jax.random.key(0),
-                                  2).compile().memory_analysis()
+    lowered = jax.jit(model._generate, static_argnames=("cfg", "n_new")).lower(
+        shapes, tokens, jnp.array([512]), cfg=cfg, key=jax.random.key(0), n_new=2)
+    memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * 512 * 50304 / 2
 
 

@@ -514,7 +514,7 @@ def test_packed_rows_are_cudnn_s_too(tiny):
 
     Break: model.py: whole_rows or T <= MASK_LEN => whole_rows
     """
-    text = gpu_text(tiny, packed=True, end_id=10)
+    text = gpu_text(tiny, document_mask=True, eod_id=10)
     assert text.count('"__cudnn$fmhaScaleBiasSoftmax"') == 2
     assert not re.search(r"\[8,8,(?:1,)?\d+,1024\]", text)
 

@@ -255,7 +255,7 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
     saved = saved_arrays(of_teacher.out_dir)
     meta = {name: x for name, x in ckpt.read_meta(f"{of_teacher.out_dir}/ckpt", 1).items()
             if name not in ("step", "folder", "arrays")}
-    for lost in ("final_norm", "embed"):  # as of a run with --leave_out
+    for lost in ("final_norm", "embed"):  # as of a run with --save_exclude
         params = {name.removeprefix("params/"): x for name, x in saved.items()
                   if name.startswith("params/") and name != f"params/{lost}"}
         ckpt.wait(ckpt.save(tmp_path / f"no_{lost}/ckpt", 1, {"params": params}, meta))

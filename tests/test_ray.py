@@ -166,7 +166,7 @@ def test_a_sweep_stops_what_is_hopeless_and_names_the_best(folder, address, cach
     """
     cfg = tune.SweepConfig(
         **TINY, out_dir="sweep", cache_dir=cache_dir, n_trials=4, grace_steps=4, n_cpus=2,
-        seed=61, sweep=("lr=1e-3,3e-3,1e-9", "keep=2:99"))
+        seed=61, sweep=("lr=1e-3,3e-3,1e-9", "max_to_keep=2:99"))
     rows = {row["trial"]: row for row in tune.run(cfg)}
     out = capfd.readouterr().out.splitlines()
     assert [rows[i]["values"]["lr"] for i in range(4)] == [3e-3, 3e-3, 1e-9, 1e-3]
@@ -175,10 +175,10 @@ def test_a_sweep_stops_what_is_hopeless_and_names_the_best(folder, address, cach
         ends = events(f"sweep/{i}", "end")
         assert [row["val_loss"] for row in ends] == [rows[i]["val_loss"]] * (state == "done")
     head, *table = out[-6:-1]
-    assert head.split() == ["trial", "step", "held-out", "loss", "lr", "keep"]
+    assert head.split() == ["trial", "step", "held-out", "loss", "lr", "max_to_keep"]
     assert [int(line.split()[0]) for line in table] == [*rows] == [0, 1, 3, 2]
-    assert len({row["values"]["keep"] for row in rows.values()}) > 1
-    assert all(2 <= row["values"]["keep"] <= 99 for row in rows.values())
+    assert len({row["values"]["max_to_keep"] for row in rows.values()}) > 1
+    assert all(2 <= row["values"]["max_to_keep"] <= 99 for row in rows.values())
     assert all(len(line) <= 80 for line in out[:-1])
     said, _, line = out[-1].partition("; to repeat it: ")
     assert said == "best: trial 0"

@@ -131,7 +131,7 @@ def test_a_metric_of_ones_own_is_in_every_row(tiny):
 
     Break: tests/recipes/hooks.py: optax.tree.norm(params) => jnp.float32(1)
     """
-    cfg = tiny(steps=2, batch_size=16, micro_batches=2, eval_every=2, lr=0.0, weight_decay=0.0)
+    cfg = tiny(steps=2, batch_size=16, grad_accum_steps=2, eval_every=2, lr=0.0, weight_decay=0.0)
     summary = train.main(cfg, [hooks.weight_norm])
     params = summary["state"]["params"].values()
     expected = sum((np.float64(x) ** 2).sum() for x in params) ** 0.5
@@ -160,7 +160,7 @@ def test_an_audit_finds_the_first_step_that_differs(tiny):
 
     Break: tests/recipes/audit.py: equal = saved == value or => equal = True or
     """
-    cfg = tiny(steps=12, save_every=4, keep=0, log_every=1, sample_every=3, sample_tokens=4)
+    cfg = tiny(steps=12, save_every=4, max_to_keep=0, log_every=1, sample_every=3, sample_tokens=4)
     train.main(cfg)
     assert audit.audit(cfg.out_dir, 4, 12) == ([], 8, 2)
     assert audit.audit(cfg.out_dir, 8, 12) == ([], 4, 1)

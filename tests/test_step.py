@@ -427,7 +427,7 @@ def test_accumulation_equals_one_batch(one_device):
     Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
     jnp.moveaxis(x.reshape(-1, A, *x.shape[1:])[:, ::2].repeat(2, 1), 1, 0)
     """
-    cfg = dataclasses.replace(SMALL, fsdp=1, micro_batches=4)
+    cfg = dataclasses.replace(SMALL, fsdp=1, grad_accum_steps=4)
     _, state, metrics, _ = lm_run(cfg, jax.devices()[:1])
     for want, got in zip(one_device[1], metrics):
         assert got == pytest.approx(want, rel=1e-5)
@@ -440,12 +440,12 @@ def test_an_evaluation_takes_microbatches():
     """4 microbatches with 0 to 30 labels each give the sums and counts of the whole batch to 1e-6,
     in less than half of its memory.
 
-    Break: step.py: lambda micro: loss_fn(params, micro, cfg), batch, cfg.micro_batches) =>
+    Break: step.py: lambda micro: loss_fn(params, micro, cfg), batch, cfg.grad_accum_steps) =>
     lambda micro: loss_fn(params, micro, cfg), batch, 1)
     """
     found, memory = [], []
     for n in (1, 4):
-        cfg = dataclasses.replace(SMALL, fsdp=1, micro_batches=n)
+        cfg = dataclasses.replace(SMALL, fsdp=1, grad_accum_steps=n)
         mesh, batch = step.make_mesh(cfg, jax.devices()[:1]), lm_batch()
         _, lower, _ = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
                                        batch_structs(batch, mesh))
@@ -470,7 +470,7 @@ def test_a_microbatch_has_its_share_of_the_rows():
         rows_at_once.add(batch["x"].shape[0])
         return {"objective": (params["w"][0] * batch["x"]).sum()}, {"objective": jnp.float32(16)}
 
-    cfg = dataclasses.replace(BASE, micro_batches=2, dp=1, fsdp=1)
+    cfg = dataclasses.replace(BASE, grad_accum_steps=2, dp=1, fsdp=1)
     mesh = step.make_mesh(cfg, jax.devices()[:1])
     table = {"w": dict(shape=(1,), spec=P(), init=("constant", 1.0))}
     x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(mesh, P()))
@@ -647,7 +647,7 @@ def test_moments_on_the_host_change_nothing():
     """
     cfg = dataclasses.replace(SMALL, dp=2, fsdp=4)
     (_, want, seen, _), (steps, got, seen_host, _) = (
-        lm_run(dataclasses.replace(cfg, moments_on=where)) for where in ("device", "host"))
+        lm_run(dataclasses.replace(cfg, offload_optimizer=where)) for where in (False, True))
     assert seen == seen_host
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -712,7 +712,7 @@ def test_a_digest_does_not_depend_on_the_mesh(two_by_two):
     assert step.digest(step.digest_sums(jax.tree.map(jnp.asarray, host(state)))) == sharded
     for name, x in host(state)["params"].items():
         assert jax.device_get(steps["digest"](state))["params"][name].tolist() == np_digest_sums(x)
-    cfg = dataclasses.replace(SMALL, dp=2, fsdp=4, moments_on="host")
+    cfg = dataclasses.replace(SMALL, dp=2, fsdp=4, offload_optimizer=True)
     on_host, moved, _, _ = lm_run(cfg, n_steps=0)
     assert step.digest(on_host["digest"](moved)) == step.digest(step.digest_sums(
         jax.tree.map(jnp.asarray, host(moved))))
@@ -927,7 +927,7 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
 
     Break: config.py: freeze = all_but_lora + freeze => freeze = freeze
     """
-    cfg = config.derive_text(dataclasses.replace(SMALL, fsdp=4, tp=2, micro_batches=2, **change))
+    cfg = config.derive_text(dataclasses.replace(SMALL, fsdp=4, tp=2, grad_accum_steps=2, **change))
     steps, state, _, batch = lm_run(cfg, n_steps=0)
     first = host(state["params"])
     for _ in range(2):
@@ -1116,7 +1116,7 @@ def test_batches_of_any_rank_learn_over_a_mesh():
     cfg, rng = dataclasses.replace(BASE, clip_norm=0.0, weight_decay=0.0), np.random.default_rng(3)
     image, losses = np.float32(rng.normal(size=(32, 4, 2))), []
     label = (image.reshape(32, 8) @ rng.normal(size=(8, 4))).argmax(axis=1).astype(np.int32)
-    for sizes, devices in ((dict(dp=2, fsdp=2, tp=2, micro_batches=4), jax.devices()),
+    for sizes, devices in ((dict(dp=2, fsdp=2, tp=2, grad_accum_steps=4), jax.devices()),
                            (dict(fsdp=1), jax.devices()[:1])):
         steps, state, batch = compiled(
             dataclasses.replace(cfg, **sizes), {"image": image, "label": label},
@@ -1158,7 +1158,7 @@ def test_sums_may_be_vectors():
     """
     batch = linear_batch()
     batch["y"][:, 2] = 0  # never above 1
-    _, update = linear_run(cfg := dataclasses.replace(BASE, micro_batches=4), vector_loss)
+    _, update = linear_run(cfg := dataclasses.replace(BASE, grad_accum_steps=4), vector_loss)
     metrics = update(linear_run(cfg)[0], batch)[1]
     for name, (total, count) in vector_sums(batch).items():
         np.testing.assert_allclose(metrics[name], total / np.maximum(count, 1), rtol=1e-6)
@@ -1265,7 +1265,7 @@ def test_from_params_starts_a_fresh_state():
 @pytest.mark.parametrize("change, kinds", [
     ({}, {"parameters": 48, "moments": 64 + 4}),
     (dict(param_dtype="bfloat16"), {"parameters": 24, "moments": 64 + 4}),
-    (dict(moments_on="host"), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
+    (dict(offload_optimizer=True), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
 def test_memory_by_kind_equals_a_hand_count(change, kinds):
     """On each of dp 2, fsdp 2, tp 2, in bytes: w [8, 4] has 8 numbers and 4 of each moment, b [4]
     four of each, Adam a count; the total is these, step and skipped, 4 of 16 rows of x and y,
@@ -1277,7 +1277,7 @@ def test_memory_by_kind_equals_a_hand_count(change, kinds):
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2, **change)
     memory = compiled(cfg, linear_batch())[0]["memory"]
     assert {k: memory[k] for k in memory if "mp" not in k and k != "total"} == kinds
-    if "moments_on" not in change:  # a CPU's XLA counts the host's memory as the device's
+    if "offload_optimizer" not in change:  # a CPU's XLA counts the host's memory as the device's
         held = sum(kinds.values()) + 2 * 4 + 4 * (8 + 4) * 4 + 6 * 4
         assert 0 <= memory["total"] - memory["temporaries"] - held <= 8 * 20, memory
 
@@ -1327,16 +1327,18 @@ def test_what_does_not_fit_is_told_in_gib():
 
 
 @pytest.mark.parametrize("flags, listed", [
-    ("", "--micro_batches 2, --mlp_tiles 16, --remat full, --remat offload, --moments_on host"),
-    ("--remat full --micro_batches 4", "--mlp_tiles 16, --remat offload, --moments_on host"),
-    ("--remat offload --micro_batches 2 --mlp_tiles 16", "--micro_batches 4, --moments_on host"),
-    ("--remat offload --micro_batches 4 --mlp_tiles 16 --moments_on host", ""),
-    ("--remat full --micro_batches 2 --n_experts 2 --ep 2 --fsdp 2",
-     "--micro_batches 4, --remat offload, --moments_on host")])
+    ("", "--grad_accum_steps 2, --mlp_tiles 16, --remat full, --remat offload, "
+         "--offload_optimizer"),
+    ("--remat full --grad_accum_steps 4", "--mlp_tiles 16, --remat offload, --offload_optimizer"),
+    ("--remat offload --grad_accum_steps 2 --mlp_tiles 16",
+     "--grad_accum_steps 4, --offload_optimizer"),
+    ("--remat offload --grad_accum_steps 4 --mlp_tiles 16 --offload_optimizer", ""),
+    ("--remat full --grad_accum_steps 2 --n_experts 2 --ep 2 --fsdp 2",
+     "--grad_accum_steps 4, --remat offload, --offload_optimizer")])
 def test_flags_that_save_memory_are_legal(flags, listed):
     """What is not set yet, each of them legal.
 
-    Break: step.py: cfg.batch_size // rows % (2 * cfg.micro_batches) => cfg.batch_size % rows
+    Break: step.py: cfg.batch_size // rows % (2 * cfg.grad_accum_steps) => cfg.batch_size % rows
     """
     argv = "--fsdp 4 --tp 2 --batch_size 16 --n_heads 4".split() + flags.split()
     cfg = config.derive_text(config.parse(argv))
@@ -1351,7 +1353,7 @@ def test_flags_that_save_memory_are_legal(flags, listed):
 # For the search for flags with which a run fits, where nothing is compiled: a batch of 24 rows on
 # each of eight devices.
 SEARCHED = config.Config(batch_size=192, fsdp=8, dp=1)
-ALL_FLAGS = ("--micro_batches 2", "--remat full", "--mlp_tiles 8", "--moments_on host")
+ALL_FLAGS = ("--grad_accum_steps 2", "--remat full", "--mlp_tiles 8", "--offload_optimizer")
 
 
 def made_up_peaks(changes, per_row=0):
@@ -1360,10 +1362,10 @@ def made_up_peaks(changes, per_row=0):
     effect.
     """
     cfg = dataclasses.replace(SEARCHED, **changes)
-    state_bytes = {"device": 1000, "host": 500}[cfg.moments_on]
+    state_bytes = 500 if cfg.offload_optimizer else 1000
     row_bytes = 100 if cfg.mlp_tiles == 1 else 40
     rows = cfg.batch_size // 8
-    update = state_bytes + row_bytes * (rows // cfg.micro_batches) + per_row * rows
+    update = state_bytes + row_bytes * (rows // cfg.grad_accum_steps) + per_row * rows
     return {"update": update, "evaluation": state_bytes}
 
 
@@ -1384,8 +1386,8 @@ def suggestion(monkeypatch, limit, flags=ALL_FLAGS, count=made_up_peaks):
 
 def fields_of(words):
     """{field: value} of the flags in an advice."""
-    pairs = re.findall(r"--(\w+) (\w+)", words)
-    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+    pairs = re.findall(r"--(\w+)(?: (\w+))?", words)
+    return {name: int(value) if value.isdigit() else value or True for name, value in pairs}
 
 
 @pytest.mark.parametrize("limit", [1100, 1199, 1250, 1300, 1799, 1800, 2200, 3300, 3399])
@@ -1395,22 +1397,22 @@ def test_the_largest_microbatch_and_batch_that_fit_are_named(monkeypatch, limit)
 
     Break: step.py: (limit - low_peaks[name]) * (high - low) / growth => (high - low) / 2
     """
-    words = suggestion(monkeypatch, limit, ["--micro_batches 2"])
+    words = suggestion(monkeypatch, limit, ["--grad_accum_steps 2"])
     microbatches, _, batch = words.partition(", or ")
     divisors = [n for n in range(1, 25) if 24 % n == 0]
-    fewest = min(n for n in divisors if made_up_peaks({"micro_batches": n})["update"] <= limit)
-    assert fields_of(microbatches) == {"micro_batches": fewest}
+    fewest = min(n for n in divisors if made_up_peaks({"grad_accum_steps": n})["update"] <= limit)
+    assert fields_of(microbatches) == {"grad_accum_steps": fewest}
     sizes = range(8, 193, 8)
     largest = max(n for n in sizes if made_up_peaks({"batch_size": n})["update"] <= limit)
     assert fields_of(batch) == ({"batch_size": largest} if largest > 8 else {})
 
 
 @pytest.mark.parametrize("limit, flags, expected", [
-    (1099, ALL_FLAGS, {"micro_batches": 12, "mlp_tiles": 8}),
-    (1040, ALL_FLAGS, {"micro_batches": 24, "mlp_tiles": 8}),
-    (1039, ALL_FLAGS, {"micro_batches": 2, "mlp_tiles": 8, "moments_on": "host"}),
-    (540, ALL_FLAGS, {"micro_batches": 24, "mlp_tiles": 8, "moments_on": "host"}),
-    (1099, ALL_FLAGS[:1] + ALL_FLAGS[3:], {"micro_batches": 6, "moments_on": "host"})])
+    (1099, ALL_FLAGS, {"grad_accum_steps": 12, "mlp_tiles": 8}),
+    (1040, ALL_FLAGS, {"grad_accum_steps": 24, "mlp_tiles": 8}),
+    (1039, ALL_FLAGS, {"grad_accum_steps": 2, "mlp_tiles": 8, "offload_optimizer": True}),
+    (540, ALL_FLAGS, {"grad_accum_steps": 24, "mlp_tiles": 8, "offload_optimizer": True}),
+    (1099, ALL_FLAGS[:1] + ALL_FLAGS[3:], {"grad_accum_steps": 6, "offload_optimizer": True})])
 def test_only_flags_that_help_are_named(monkeypatch, limit, flags, expected):
     """Flags are added in their order until the run fits: not the one without effect, and as few
     microbatches as they allow.
@@ -1431,26 +1433,26 @@ def test_microbatches_are_dropped_when_other_flags_are_enough(monkeypatch):
     """
     def count(changes):
         cfg = dataclasses.replace(SEARCHED, **changes)
-        state_bytes = {"device": 1000, "host": 500}[cfg.moments_on]
-        return {"update": state_bytes + 10 * 24 // cfg.micro_batches}
+        state_bytes = 500 if cfg.offload_optimizer else 1000
+        return {"update": state_bytes + 10 * 24 // cfg.grad_accum_steps}
 
     words = suggestion(monkeypatch, 900, count=count)
-    assert fields_of(words) == {"moments_on": "host"}
+    assert fields_of(words) == {"offload_optimizer": True}
 
 
 def test_a_smaller_batch_is_named_when_flags_are_not_enough(monkeypatch):
     """With 10 bytes for each row of the batch, and the other flags: the largest batch of an
     exhaustive search, and how much is missing at the given size. Below one row, more devices.
 
-    Break: step.py: "micro_batches": n} => "micro_batches": 1}
+    Break: step.py: "grad_accum_steps": n} => "grad_accum_steps": 1}
     """
     count = partial(made_up_peaks, per_row=10)
-    flags = {"mlp_tiles": 8, "moments_on": "host"}
+    flags = {"mlp_tiles": 8, "offload_optimizer": True}
     words = suggestion(monkeypatch, 700, count=count)
     all_flags, _, smaller = words.partition("; with a smaller batch it fits: ")
-    missing = count({**flags, "micro_batches": 24})["update"] - 700
+    missing = count({**flags, "grad_accum_steps": 24})["update"] - 700
     assert f" is {missing / 2**30:,.4g} GiB too much" in all_flags
-    batches = [{"batch_size": 8 * n, "micro_batches": n} for n in range(1, 25)]
+    batches = [{"batch_size": 8 * n, "grad_accum_steps": n} for n in range(1, 25)]
     fitting = [batch for batch in batches if count(flags | batch)["update"] <= 700]
     assert fields_of(smaller) == flags | fitting[-1]
     assert suggestion(monkeypatch, 549, count=count).endswith(
@@ -1466,11 +1468,11 @@ def test_flags_are_combined_until_a_run_compiles(monkeypatch):
     """
     def count(changes):
         cfg = dataclasses.replace(SEARCHED, **changes)
-        compiles = cfg.mlp_tiles == 8 and cfg.micro_batches > 1
+        compiles = cfg.mlp_tiles == 8 and cfg.grad_accum_steps > 1
         return made_up_peaks(changes) if compiles else {}
 
-    words = suggestion(monkeypatch, 1400, ["--micro_batches 2", "--mlp_tiles 8"], count)
-    assert fields_of(words) == {"micro_batches": 3, "mlp_tiles": 8}
+    words = suggestion(monkeypatch, 1400, ["--grad_accum_steps 2", "--mlp_tiles 8"], count)
+    assert fields_of(words) == {"grad_accum_steps": 3, "mlp_tiles": 8}
 
 
 @pytest.mark.parametrize("limit", [10000, None])
@@ -1479,8 +1481,8 @@ def test_a_run_that_seemed_to_fit_saves_a_tenth(monkeypatch, limit):
 
     Break: step.py: else 0.9 * peak => else peak
     """
-    words = suggestion(monkeypatch, limit, ["--micro_batches 2"])
-    assert fields_of(words) == {"micro_batches": 2, "batch_size": 160}
+    words = suggestion(monkeypatch, limit, ["--grad_accum_steps 2"])
+    assert fields_of(words) == {"grad_accum_steps": 2, "batch_size": 160}
 
 
 def test_three_sizes_are_tried():
@@ -1767,7 +1769,7 @@ def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
     cfg = dataclasses.replace(BASE, clip_norm=0.0, weight_decay=0.3, eps=1e-6)
     batches = [IDS, IDS | {"a": np.int32([2, 3, 2, 3, 2, 2, 2, 2])}]
     for n, micro in ((1, 1), (2, 1), (8, 1), (2, 4)):
-        each = dataclasses.replace(cfg, micro_batches=micro)
+        each = dataclasses.replace(cfg, grad_accum_steps=micro)
         steps, first, _ = compiled(
             each, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:n])
         start, state = host(first), first

@@ -158,7 +158,7 @@ def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
     """
     monkeypatch.undo()  # with the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    cfg = tiny(steps=10, keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
+    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -260,7 +260,8 @@ def documents(tmp_path, **fields):
     """Fields of a run on documents of different lengths: batches have different label counts."""
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 33)))
-    return dict(data=(str(path),), fill="one", seq_len=32, val_frac=0.0, dtype="float32") | fields
+    return dict(data=(str(path),), packing="none", seq_len=32, val_frac=0.0,
+                dtype="float32") | fields
 
 
 def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path):
@@ -341,7 +342,7 @@ def test_without_log_points_a_row_is_of_its_step_alone(tiny):
             params = state["params"]
             return state | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
 
-    cfg = tiny(log_every=0, nan="skip", save_every=2, eval_every=0)
+    cfg = tiny(log_every=0, on_nonfinite="skip", save_every=2, eval_every=0)
     train.main(cfg, hooks=[break_step])
     logged = rows(cfg.out_dir, "log")
     assert [(row["step"], row["n_labels"]) for row in logged] == [(7, 128), (8, 128)]
@@ -406,7 +407,7 @@ def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
         deep = {"list": [1.0, np.float32("-inf")], (1, 2): 3}
         return row | {"deep": deep} if event == "log" else None
 
-    cfg = tiny(nan="skip", eval_every=0, steps=2)
+    cfg = tiny(on_nonfinite="skip", eval_every=0, steps=2)
     train.main(cfg, hooks=[poison, infinite])
     text = (Path(cfg.out_dir) / "metrics.jsonl").read_text()
     parsed = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
@@ -1459,9 +1460,9 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
     """skip counts and goes on; stop saves and exits with 1; raise raises. No update happens in any
     of them, and the row of such a step is in the log, or the error.
 
-    Break: train.py: True) and cfg.nan == "stop" => True) and cfg.nan == "skip"
+    Break: train.py: True) and cfg.on_nonfinite == "stop" => True) and cfg.on_nonfinite == "skip"
     """
-    cfg = tiny(nan=policy, eval_every=0, log_every=0)
+    cfg = tiny(on_nonfinite=policy, eval_every=0, log_every=0)
     if policy == "raise":
         words = "step 1: the loss or a gradient is not finite"
         with pytest.raises(FloatingPointError, match=words):
@@ -2350,7 +2351,7 @@ def test_memory_is_flat_over_100_saves(tiny, tmp_path):
     shards += [(name, index, _snapshot(part)) for index, part in owned];
     _lay_out.kept = [*getattr(_lay_out, "kept", []), *shards]
     """
-    cfg = tiny(steps=101, save_every=1, eval_every=0, keep=1, d_model=96, log_every=0)
+    cfg = tiny(steps=101, save_every=1, eval_every=0, max_to_keep=1, d_model=96, log_every=0)
     hook, found = tmp_path / "hook.py", tmp_path / "found.json"
     hook.write_text(f"""
 import gc, json, pathlib, time
@@ -2463,7 +2464,7 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
 
     Break: train.py: due[kind] == "second") => False)
     """
-    cfg = tiny(steps=6, save_every="3,1s", keep=0, eval_every=0)
+    cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
     ask = train.ask
     monkeypatch.setattr(train, "ask", lambda run, step, *rest: (
         ask(run, step, *rest) | {"second": step + 1.0}))
@@ -2484,7 +2485,7 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
     train.main(base)
     newest = Path(base.out_dir, "ckpt/000000005")
     newest.rename(tmp_path / "newest")  # as if it had not got there yet
-    make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, leave_out=("*", "!*.lora_?"),
+    make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, save_exclude=("*", "!*.lora_?"),
                    eval_every=0, schedule="constant")
     whole = train.main(make(steps=8, out_dir=str(tmp_path / "whole")))
     half = make(steps=4, out_dir=str(tmp_path / "half"))
@@ -2509,14 +2510,14 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
 def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
     """It starts anew when the run goes on; without that it could not be evaluated.
 
-    Break: train.py: say(f"leave_out: {', '.join(lost)} will => print(f"{', '.join(lost)} may
+    Break: train.py: say(f"save_exclude: {', '.join(lost)} will => print(f"{', '.join(lost)} may
     """
-    train.main(tiny(steps=1, eval_every=0, leave_out=("embed",)))
-    assert "leave_out: embed will be trained, not saved: lost when" in capsys.readouterr().out
-    train.main(tiny(steps=2, eval_every=0, leave_out=("embed",)))
+    train.main(tiny(steps=1, eval_every=0, save_exclude=("embed",)))
+    assert "save_exclude: embed will be trained, not saved: lost when" in capsys.readouterr().out
+    train.main(tiny(steps=2, eval_every=0, save_exclude=("embed",)))
     assert "1 of 13 parameters from a fresh initialization: embed" in capsys.readouterr().out
     with pytest.raises(ValueError, match="000000002 has no params/embed: start from"):
-        train.main(tiny(mode="eval", leave_out=("embed",)))
+        train.main(tiny(mode="eval", save_exclude=("embed",)))
 
 
 def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
@@ -2669,7 +2670,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
     hook.write_text("import ckpt\nckpt.BEAT_S = 0.2\ndef nothing(event, value): pass\n")
     with s3_server() as address:
         root = address.format("bucket").replace("some/run", "shared")
-        endless = tiny(ckpt_dir=root, steps=10**6, save_every=2, eval_every=0, keep=2,
+        endless = tiny(ckpt_dir=root, steps=10**6, save_every=2, eval_every=0, max_to_keep=2,
                        hooks=(f"{hook}:nothing",))
         other = dataclasses.replace(
             endless, steps=2, out_dir=str(tmp_path / "other"),
@@ -2808,7 +2809,7 @@ def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
     """
-    base = dict(steps=40, save_every=1, eval_every=10, keep=2, n_layers=1, schedule="cosine")
+    base = dict(steps=40, save_every=1, eval_every=10, max_to_keep=2, n_layers=1, schedule="cosine")
     straight = tiny(**base, out_dir=str(tmp_path / "straight"))
     assert ended(*command(straight))[0] == 0
     killed = tiny(**base, out_dir=str(tmp_path / "killed"))
@@ -3233,7 +3234,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
     cfg = tiny(steps=2, n_layers=48, d_model=256, seq_len=256, cache_dir="", eval_every=0)
     if moment == "data":
         Path(cfg.data[0]).write_text("a word and " * 10**7)
-        cfg = dataclasses.replace(cfg, prepared=str(Path(cfg.out_dir).parent / "prepared"))
+        cfg = dataclasses.replace(cfg, token_cache=str(Path(cfg.out_dir).parent / "token_cache"))
     (run, log), out = command(cfg), Path(cfg.out_dir)
     words = "compiling the update"
     wait_for(lambda: (out / ".lock").exists() and (moment == "data" or words in log.read_text()))
@@ -3287,14 +3288,14 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
     1e-4, and not those of rows that are not packed.
 
-    Break: data.py: if form["packed"] else {}) => if False else {})
+    Break: data.py: if form["document_mask"] else {}) => if False else {})
     """
     (tmp_path / "docs.jsonl").write_text("".join(
         json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
     base = dict(data=(str(tmp_path / "docs.jsonl"),), steps=4, n_kv_heads=4)
     seen = {}
-    for name, change in {"dp": dict(packed=True), "other": {},
-                         "sp": dict(packed=True, dp=1, fsdp=2, tp=2, sp=2)}.items():
+    for name, change in {"dp": dict(document_mask=True), "other": {},
+                         "sp": dict(document_mask=True, dp=1, fsdp=2, tp=2, sp=2)}.items():
         cfg = tiny(**base | change, out_dir=str(tmp_path / name))
         train.main(cfg)
         seen[name] = np.array([r["loss"] for r in rows(cfg.out_dir, "log")])
@@ -3468,7 +3469,7 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
     """
     texts = ["a" * n for n in (3, 9, 5, 15, 7, 11, 2, 14) * 4]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    cfg = tiny(data=(str(tmp_path / "a.jsonl"),), fill="one", val_frac=0.0, steps=1,
+    cfg = tiny(data=(str(tmp_path / "a.jsonl"),), packing="none", val_frac=0.0, steps=1,
                batch_size=32, eval_every=0, save_every=0)
     train.main(cfg)
     row = rows(cfg.out_dir, "log")[-1]
@@ -3495,7 +3496,7 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
              for q, a in answers.items()]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 30))
     cfg = tiny(data=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "tok"), steps=40,
-               fill="best_fit", seq_len=64, d_model=64, n_layers=2, lr=6e-3, eval_every=0,
+               packing="best_fit", seq_len=64, d_model=64, n_layers=2, lr=6e-3, eval_every=0,
                save_every=0, log_every=20, batch_size=8)
     train.main(cfg)
     for question, answer in answers.items():
@@ -3533,7 +3534,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
         "--n_kv_heads 3": "n_heads 4: must be a multiple of n_kv_heads = 3",
         "--tp 3": "must multiply to 8 devices; one may be -1",
         "--batch_size 9":
-            "batch_size 9: must be a multiple of micro_batches x dp x fsdp x ep = 8; nearest: 8",
+            "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8; nearest: 8",
         "--attention pallas":
             "attention pallas: needs a TPU, and head_dim and seq_len multiples of 128",
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
@@ -3578,10 +3579,10 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     Break: train.py: tell_data(open_data(task, cfg, ("train", "val")), print) =>
     tell_data(open_data(task, cfg, ("train", "val")), say)
     """
-    cfg = tiny(prepared=str(Path(tiny().out_dir).parent / "prepared"))
+    cfg = tiny(token_cache=str(Path(tiny().out_dir).parent / "token_cache"))
     flags = f"--mode data --data {cfg.data[0]} --seq_len 16 --batch_size 8 --fsdp 64 --dp 1"
     run = subprocess.run(
-        [sys.executable, ROOT / "train.py", *flags.split(), "--prepared", cfg.prepared],
+        [sys.executable, ROOT / "train.py", *flags.split(), "--token_cache", cfg.token_cache],
         env=os.environ | {"JAX_PLATFORMS": "no_such_device"}, capture_output=True, text=True)
     n = len(Path(cfg.data[0]).read_bytes()) + 2
     n_train = round(0.9 * n)
@@ -3592,10 +3593,11 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     short.write_text("a")
     windows = f"{flags} --order windows --val_frac 0".replace(cfg.data[0], f"{short} {cfg.data[0]}")
     run = subprocess.run(
-        [sys.executable, ROOT / "train.py", *windows.split(), "--prepared", cfg.prepared],
+        [sys.executable, ROOT / "train.py", *windows.split(), "--token_cache", cfg.token_cache],
         env=os.environ | {"JAX_PLATFORMS": "no_such_device"}, capture_output=True, text=True)
     assert "short.txt: has no example" in run.stdout and "1 windows" in run.stdout, run.stderr
-    made = {p: p.stat().st_mtime_ns for p in Path(cfg.prepared).rglob("*") if p.suffix != ".lock"}
+    made = {p: p.stat().st_mtime_ns for p in Path(cfg.token_cache).rglob("*")
+            if p.suffix != ".lock"}
     data.open_text(cfg)
     assert made == {p: p.stat().st_mtime_ns for p in made}
 
@@ -3695,13 +3697,13 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     assert said[-1] == f"fits in {limit:,.4g} GiB"
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
-                                         r"to change: --micro_batches 2 \(0.0.* GiB\), "):
+                                         r"to change: --grad_accum_steps 2 \(0.0.* GiB\), "):
         train.main(dataclasses.replace(cfg, epochs=1.0, steps=600))
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [] and not rows_or_none(cfg.out_dir)
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     assert cost["exit_code"] == 1 and not cost["fits"]
-    assert "to change: --micro_batches 2 (0.0" in capsys.readouterr().out
-    config.validate(dataclasses.replace(cfg, micro_batches=2), 8)
+    assert "to change: --grad_accum_steps 2 (0.0" in capsys.readouterr().out
+    config.validate(dataclasses.replace(cfg, grad_accum_steps=2), 8)
 
 
 def rows_or_none(out):
@@ -3750,10 +3752,10 @@ def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
     """
     cfg = tiny(batch_size=96, dp=1, mode="plan")
     whole, rows, least = (planned(cfg, **changes)["peaks"]["update"] for changes in (
-        {}, dict(micro_batches=96), dict(micro_batches=96, mlp_tiles=8)))
+        {}, dict(grad_accum_steps=96), dict(grad_accum_steps=96, mlp_tiles=8)))
     assert least < rows < whole / 4
-    for limit, names in (((whole + rows) // 2, ["micro_batches"]),
-                         ((rows + least) // 2, ["micro_batches", "mlp_tiles"])):
+    for limit, names in (((whole + rows) // 2, ["grad_accum_steps"]),
+                         ((rows + least) // 2, ["grad_accum_steps", "mlp_tiles"])):
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, limit=limit: limit)
         flags, _, batch = planned(cfg, True)["fault"].partition("to change: ")[2].partition(", or ")
         found = parsed(flags)
@@ -3762,9 +3764,9 @@ def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
         assert f"({planned(cfg, **found)['peaks']['update'] / 2**30:,.4g} GiB)" in flags
         before = dict(list(found.items())[:-1])
         assert not planned(cfg, **before)["fits"]
-        fewer = max(n for n in range(1, found["micro_batches"]) if 96 % n == 0)
-        assert not planned(cfg, **found | {"micro_batches": fewer})["fits"]
-        assert bool(batch) == (names == ["micro_batches"])
+        fewer = max(n for n in range(1, found["grad_accum_steps"]) if 96 % n == 0)
+        assert not planned(cfg, **found | {"grad_accum_steps": fewer})["fits"]
+        assert bool(batch) == (names == ["grad_accum_steps"])
         if batch:
             smaller = parsed(batch)
             assert list(smaller) == ["batch_size"] and planned(cfg, **smaller)["fits"]
@@ -3780,8 +3782,8 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
     Break: step.py: missing = (_largest(peaks) - limit) / => missing = _largest(peaks) /
     """
     cfg = tiny(batch_size=512, dp=1, mode="plan")
-    least = planned(cfg, micro_batches=512, mlp_tiles=8)["peaks"]["update"]
-    one = planned(cfg, batch_size=2, micro_batches=2, mlp_tiles=8)
+    least = planned(cfg, grad_accum_steps=512, mlp_tiles=8)["peaks"]["update"]
+    one = planned(cfg, batch_size=2, grad_accum_steps=2, mlp_tiles=8)
     limit = (one["peaks"]["update"] + least) // 2
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: limit)
     fault = planned(cfg, True)["fault"]
@@ -3794,7 +3796,7 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
     assert planned(cfg, True)["fault"].endswith(
         "no batch size is small enough: more devices along tp or sp")
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: one["memory"]["parameters"] * 2)
-    assert "--moments_on host: parameters and moments alone take" in planned(cfg, True)["fault"]
+    assert "--offload_optimizer: parameters and moments alone take" in planned(cfg, True)["fault"]
 
 
 @pytest.mark.slow
@@ -4267,7 +4269,7 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
     code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
-    assert re.search(r"to change: --micro_batches \d+ \(.* GiB\)", said), said
+    assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", said), said
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
 
 

@@ -27,8 +27,8 @@ from train import ckpt, config, model
 
 LOGGED = ("loss", "objective", "grad_norm", "lr")
 # Fields that change neither a bit of the training nor the steps of its log.
-UNSEEN = {*config.START, *"out_dir ckpt_dir cache_dir prepared wait_s stop track peer_timeout_s "
-          "epochs eval_every eval_batches save_every keep keep_every weights_every export "
+UNSEEN = {*config.START, *"out_dir ckpt_dir cache_dir token_cache wait_s stop track peer_timeout_s "
+          "epochs eval_every eval_batches save_every max_to_keep keep_period weights_every export "
           "export_every export_dtype export_lora sample_every watch profile prompt n_samples "
           "sample_tokens temperature top_k top_p".split()}
 
@@ -65,7 +65,7 @@ def copy_checkpoint(root, step, scratch):
     kept = ckpt.steps(root)
     if step not in kept:
         raise ValueError(f"--first {step}: {root} keeps the checkpoints of steps {kept}; choose "
-                         "one of these, or keep more by --keep or --keep_every")
+                         "one of these, or keep more by --max_to_keep or --keep_period")
     shutil.copytree(Path(root, f"{step:09d}"), Path(scratch, "ckpt", f"{step:09d}"))
 
 
@@ -84,11 +84,11 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
                          f"{sorted(digests)}")
     cfg = dataclasses.replace(config_of(rows, first, last, kind), out_dir=str(out_dir))
     table = train.prepare(cfg, task)["table"]
-    lost = [name for name in sorted(model.matching("leave_out", cfg.leave_out, table))
+    lost = [name for name in sorted(model.matching("save_exclude", cfg.save_exclude, table))
             if table[name].get("trained", True)]
     if lost:
-        raise ValueError(f"leave_out: {', '.join(lost)} are trained and in no checkpoint, so that "
-                         "no stretch can be trained again")
+        raise ValueError(f"save_exclude: {', '.join(lost)} are trained and in no checkpoint, so "
+                         "that no stretch can be trained again")
     differences, n_compared = [], {"log": 0, "save": 0}
 
     def compare(step, what, saved, value):

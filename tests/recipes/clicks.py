@@ -139,7 +139,7 @@ def open_days(cfg, parts):
         n = int(ends[-1])
         def batch(index, rows):
             # A step takes row b into microbatch b mod A: give each microbatch neighbours.
-            A = cfg.micro_batches
+            A = cfg.grad_accum_steps
             at = index * cfg.batch_size + (rows % A) * (cfg.batch_size // A) + rows // A
             by_place = at.argsort()
             places = np.minimum(at[by_place], n - 1)  # past the end: the last, which counts no more

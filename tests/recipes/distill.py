@@ -46,7 +46,7 @@ def adopt(cfg):
     cfg = dataclasses.replace(
         train.adopt_hf(cfg), teacher_shape=json.dumps(shape),
         init_from=(*(x for x in cfg.init_from if x != source), source),
-        leave_out=(*(x for x in cfg.leave_out if x != weights), weights))
+        save_exclude=(*(x for x in cfg.save_exclude if x != weights), weights))
     config.raise_all([f"its checkpoint has no {name}" for name in model.param_table(
         teacher_config(cfg)) if f"params/{name}" not in meta["arrays"]], f"teacher {cfg.teacher}")
     return cfg
@@ -55,7 +55,7 @@ def adopt(cfg):
 def teacher_config(cfg):
     shape = {k: tuple(v) if isinstance(v, list) else v
              for k, v in json.loads(cfg.teacher_shape).items()}
-    return dataclasses.replace(cfg, **shape, attention="xla", scale=1.0)
+    return dataclasses.replace(cfg, **shape, attention="xla", width_mult=1.0)
 
 
 def faults(cfg, sizes):

@@ -36,7 +36,8 @@ class DpoConfig(config.Config):
 
 
 def faults(cfg, sizes):
-    names = "mix order fill packed label_smoothing z_loss loss_norm router_balance router_z".split()
+    names = ("mix order packing document_mask label_smoothing z_loss loss_norm router_balance "
+             "router_z").split()
     idle = [name for name in names if getattr(cfg, name) != getattr(config.Config, name)]
     return [*config.text_faults(cfg, sizes), *(f"{name}: has no effect on pairs" for name in idle),
             not cfg.init_from and "init_from: is missing; name the --out_dir of a trained run"]
@@ -101,7 +102,7 @@ def build_batch(pairs, reference, T, examples, valid=True):
 def score(cfg, pairs, then):
     """The log-probabilities [pairs, 2] under init_from; then: what that was in words, if known."""
     # In one microbatch: the sums of several would add up different pairs.
-    cfg = replace(cfg, micro_batches=1)
+    cfg = replace(cfg, grad_accum_steps=1)
     run = train.prepare(cfg, TASK | {"loss": lambda *a: ({"all": log_probs(*a)}, {"all": 1.0})})
     sources, n, B = train.open_sources(run), len(pairs), cfg.batch_size
     now = [source.get("about", source["path"]) for source in sources]
