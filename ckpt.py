@@ -595,13 +595,13 @@ ANSWER_S = 10  # how long a heartbeat waits for the server
 
 @contextlib.contextmanager
 def lock_bucket(root, owner, about, tell=print):
-    """Keep other runs from writing to a bucket, by an object in it with an owner and a heartbeat;
-    give check(), which raises ValueError once another run has taken the lock over.
+    """Keep other runs from writing to a bucket. The lock is an object in the bucket with an owner
+    and a heartbeat. Yield check(), which raises ValueError once another run has taken the lock.
 
-    owner: a text that no other living run has; a lock of the same owner is taken at once, as its
-    process must have ended. Of another owner it is taken once its heartbeat has stood still for
-    STALE_S, by the clock of the reader; `tell` gets a sentence before that wait. about: who holds
-    it, in words. A thread renews the lock; when the server is away, that is told and tried again.
+    owner: a text that no other living run has. A lock of the same owner is taken at once, since its
+    process must have ended. A lock of another owner is taken once its heartbeat has not changed for
+    STALE_S, by the reader's clock; `tell` gets a message before that wait. about: describes the
+    holder. A thread renews the lock. A failed heartbeat is logged and tried again.
 
     Raises ValueError when another run is alive, or the bucket cannot be written to.
     """

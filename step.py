@@ -1102,9 +1102,9 @@ def compiler_options(cfg, device):
 
 
 def describe_machine(device):
-    """{"cpu", "threads", "driver", "nccl"}: what decides, beside versions and mesh, how a program
-    rounds. cpu: model, family and stepping; threads: how many this process may use; driver and
-    nccl: None where there is no NVIDIA GPU.
+    """{"cpu", "threads", "driver", "nccl"}. With the versions and the mesh these decide how a
+    program rounds. cpu: model, family and stepping. threads: number that this process may use.
+    driver, nccl: versions, or None without an NVIDIA GPU.
     """
     cpu, driver, nccl = os.uname().machine, None, None
     info = Path("/proc/cpuinfo")

@@ -344,8 +344,9 @@ def why_stop(run, step, asked, latest):
 
 def check_stop_metrics(run, shapes):
     """Raise ValueError for a condition of --stop on a metric that no row of this run will have.
-    Hooks may add metrics to rows: with hooks, why_stop finds it out at the first such row. shapes:
-    of the metrics of train_step.
+    shapes: shapes of train_step's metrics.
+
+    Hooks may add metrics to rows. With hooks, why_stop finds an unknown name at the first row.
     """
     conditions = {name for name, *_ in run["stops"] if name not in config.STOPS}
     if run["hooks"] or not conditions:
@@ -359,7 +360,7 @@ def check_stop_metrics(run, shapes):
             continue
         try:
             known |= {prefix + name for name in run["task"]["metrics"](given, source)}
-        except Exception:  # the task's own function, of numbers that are made up: names unknown
+        except Exception:  # The task's function may refuse made-up numbers: its names are unknown.
             return
         if prefix:
             known |= {f"val_loss/{name}" for name in source.get("parts", ())}
@@ -748,8 +749,8 @@ def new_window(sums):
 
 
 def as_texts(sums):
-    """{name: (sum, count)} for JSON, which has no number that is not finite: each number of a sum
-    as a text with all its digits.
+    """{name: (sum, count)} for JSON. Each number of a sum is a text with all its digits, since JSON
+    has no NaN and no infinity.
     """
     return {name: (np.asarray(total, np.float64).astype(str).tolist(), count)
             for name, (total, count) in sums.items()}
@@ -1416,8 +1417,8 @@ def count_programs(run, added=None, options=None):
 
 
 def task_programs(run, params):
-    """{"sampling", "export": lowered program} of those that cfg.mode executes. A fault is told: it
-    would not end a run either.
+    """{"sampling", "export": lowered program} for the programs that cfg.mode executes. An error is
+    printed and does not end the plan, as it would not end a run.
     """
     task, cfg = run["task"], run["cfg"]
     wanted = {"sample": ["sampling"], "export": ["export"], "eval": []}.get(
