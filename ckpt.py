@@ -59,8 +59,8 @@ def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=Fals
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
             x.copy_to_host_async()
-    layouts, shards = _lay_out(arrays)
-    data = from_main(lambda: os.urandom(4).hex())
+    layouts, shards = _plan_layout(arrays)
+    data = broadcast_from_main(lambda: os.urandom(4).hex())
     body = dict(step=int(_name(step)), folder=data, arrays=layouts, **dict(meta))
     body = json.loads(json.dumps(body, default=lambda x: np.asarray(x).tolist()))  # as it is read
     return ThreadPoolExecutor(1, "ckpt").submit(
@@ -70,7 +70,7 @@ def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=Fals
 def _write(root, body, shards, temporary, tell, keep):
     """Write the shards of this process; process 0 commits, the others wait until it has."""
     data, rank, peers = body["folder"], jax.process_index(), range(1, jax.process_count())
-    path, store, under_way = below(root, _name(body["step"])), None, []
+    path, store, under_way = join_path(root, _name(body["step"])), None, []
     try:
         _check_space(root, sum(x.nbytes for _, _, x in shards))
         store = _open(root, _name(body["step"]))
@@ -83,20 +83,21 @@ def _write(root, body, shards, temporary, tell, keep):
             x, target = np.asarray(x), arrays[name].result()[index].translate_to[0]
             # One write of several files would end at its first error and still write the others.
             under_way += [target[part].write(x[part], can_reference_source_data_indefinitely=True)
-                          for part in _files(x.shape, body["arrays"][name]["file"])]
+                          for part in _file_slices(x.shape, body["arrays"][name]["file"])]
         for each in under_way:
             each.result()
         if rank:
             store.write(f"{data}.{rank}", b"written").result()
-            _await(store, data, lambda: [] if data.encode() in _read(store, "meta.json") else [0])
+            _wait_for_peers(
+                store, data, lambda: [] if data.encode() in _read(store, "meta.json") else [0])
         else:
-            _await(store, data, lambda: [
+            _wait_for_peers(store, data, lambda: [
                 r for r in peers if _read(store, f"{data}.{r}") != b"written"])
             _commit(root, store, body, temporary)
     except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
         fault = _message(e)
         if store:
-            _give_up(root, store, body, fault, under_way, tell)
+            _abort(root, store, body, fault, under_way, tell)
         raise ValueError(f"{path} could not be written, older ones are whole: {fault}") from e
     if rank == 0:
         try:
@@ -144,7 +145,7 @@ def restore(root, step, like, meta=None):
     """
     meta = meta or read_meta(root, step)
     (wanted, treedef), stored = flatten(like), meta["arrays"]
-    _check_fit(wanted, stored, below(root, _name(step)))
+    _check_fit(wanted, stored, join_path(root, _name(step)))
     with ThreadPoolExecutor(READERS) as pool:
         small = pool.submit(_load, root, meta, SMALL, np.empty(0, np.uint8))
         leaves = pool.map(partial(_load, root, meta, small=small), wanted, wanted.values())
@@ -158,7 +159,7 @@ def latest(root):
     return max(steps(root), default=None)
 
 
-def from_main(decide):
+def broadcast_from_main(decide):
     """Return what decide() returns on process 0 (JSON), in every process; its ValueError is raised
     in every process too.
     """
@@ -191,7 +192,7 @@ def _is_local(root):
     return "://" not in str(root)
 
 
-def below(root, *names):
+def join_path(root, *names):
     """A folder or file within a root, in a store whose endpoint stays last."""
     path, mark, endpoint = str(root).partition("?endpoint=")
     return "/".join([path.rstrip("/"), *names]) + mark + endpoint
@@ -257,11 +258,11 @@ def _delete(root, tell, *keys):
             else:
                 path.unlink(missing_ok=True)
         except (ValueError, OSError) as e:
-            tell(f"{below(root, key)} is left over: {_message(e)}")
+            tell(f"{join_path(root, key)} is left over: {_message(e)}")
             return
 
 
-OURS = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
+KNOWN_NAMES = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
 
 
 def _contents(root):
@@ -282,7 +283,7 @@ def _contents(root):
         if re.fullmatch("[0-9]{9,}", folder) and folder == _name(int(folder)):
             found.setdefault(int(folder), set()).update(filter(None, names))
     return {step: names for step, names in found.items()
-            if "meta.json" in names or all(map(OURS.fullmatch, names))}
+            if "meta.json" in names or all(map(KNOWN_NAMES.fullmatch, names))}
 
 
 def read_meta(root, step):
@@ -302,7 +303,7 @@ def read_meta(root, step):
         if bad := [name for name, layout in body["arrays"].items() if not _is_ours(name, layout)]:
             raise ValueError(f"no save writes such an entry: {bad[0]!r}: {body['arrays'][bad[0]]}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{below(root, _name(step), 'meta.json')}: missing or damaged: "
+        raise ValueError(f"{join_path(root, _name(step), 'meta.json')}: missing or damaged: "
                          f"{_message(e)}") from None
     return body
 
@@ -348,7 +349,7 @@ def _sync(path):
 PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
-def _give_up(root, store, body, fault, under_way, tell):
+def _abort(root, store, body, fault, under_way, tell):
     """Delete what a failed save has written, and end the wait of the other processes."""
     data, rank = body["folder"], jax.process_index()
     for each in under_way:  # what they write later nobody would delete
@@ -360,7 +361,7 @@ def _give_up(root, store, body, fault, under_way, tell):
             store.write(f"{data}.failed", f"process {rank}: {fault}".encode()).result()
 
 
-def _await(store, data, late):
+def _wait_for_peers(store, data, late):
     """Poll until late() lists no process. Raises OSError when one has failed or takes too long."""
     patience_s = PEER_TIMEOUT_S * (2 if jax.process_index() else 1)  # process 0 knows who is late
     deadline = time.monotonic() + patience_s
@@ -405,7 +406,7 @@ def _snapshot(x):
     return jax.device_put(x, x.sharding, may_alias=False) if _in_host_memory(x) else np.asarray(x)
 
 
-def _lay_out(arrays):
+def _plan_layout(arrays):
     """Return ({name: how it is stored}, [(name, index, copy)] of what this process writes). Small
     arrays are stored from an offset of the array of bytes SMALL, others in files of chunks, each
     part by one process.
@@ -423,8 +424,9 @@ def _lay_out(arrays):
         if isinstance(x, jax.Array):
             shape = x.sharding.shard_shape(shape)
             owned = [(s.index, s.data) for s in x.addressable_shards if s.replica_id == 0]
-        file = _halved(shape, FILE_BYTES // x.dtype.itemsize)
-        layouts[name] |= {"file": file, "chunk": _halved(file, CHUNK_BYTES // x.dtype.itemsize)}
+        file = _chunk_shape(shape, FILE_BYTES // x.dtype.itemsize)
+        chunk = _chunk_shape(file, CHUNK_BYTES // x.dtype.itemsize)
+        layouts[name] |= {"file": file, "chunk": chunk}
         shards += [(name, index, _snapshot(part)) for index, part in owned]
     if end:
         layouts[SMALL] = {"shape": [end], "dtype": "uint8", "file": [min(end, FILE_BYTES)]}
@@ -432,7 +434,7 @@ def _lay_out(arrays):
     return layouts, shards
 
 
-def _halved(shape, n):
+def _chunk_shape(shape, n):
     """Halve the longest even dim until there are at most n elements; no dim is 0."""
     part = [max(size, 1) for size in shape]
     while prod(part) > n and (even := [i for i, size in enumerate(part) if size % 2 == 0]):
@@ -440,14 +442,14 @@ def _halved(shape, n):
     return part
 
 
-def _files(shape, file):
+def _file_slices(shape, file):
     """Yield the index of each file's part of an array."""
     if not shape:
         yield ()
         return
     for start in range(0, shape[0], file[0]):
         part = slice(start, min(start + file[0], shape[0]))
-        yield from ((part, *others) for others in _files(shape[1:], file[1:]))
+        yield from ((part, *others) for others in _file_slices(shape[1:], file[1:]))
 
 
 def _check_fit(wanted, stored, path):
@@ -486,8 +488,8 @@ def _load(root, meta, name, like, small=None):
             array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
         return _assemble(shape, getattr(like, "sharding", None), read)
     except ValueError as e:
-        raise ValueError(f"checkpoint {below(root, _name(meta['step']))}: array {name} is damaged: "
-                         f"{_message(e)}") from None
+        path = join_path(root, _name(meta["step"]))
+        raise ValueError(f"checkpoint {path}: array {name} is damaged: {_message(e)}") from None
 
 
 def _assemble(shape, sharding, read):
@@ -563,7 +565,7 @@ def newest_meta(root):
             raise ValueError(f"{root}: no checkpoint there can be read; try python ckpt.py verify")
         return None, {}
 
-    return from_main(look)
+    return broadcast_from_main(look)
 
 
 def restore_newest(root, like, tell=print):
@@ -572,9 +574,9 @@ def restore_newest(root, like, tell=print):
 
     Raises ValueError when there is none, KeyError and TypeError as `restore` does.
     """
-    for step in reversed(from_main(lambda: steps(root))):
+    for step in reversed(broadcast_from_main(lambda: steps(root))):
         try:
-            meta = from_main(partial(read_meta, root, step))
+            meta = broadcast_from_main(partial(read_meta, root, step))
             tree, fault = restore(root, step, like, meta), ""
         except ValueError as e:
             fault = str(e)
@@ -589,7 +591,7 @@ def restore_newest(root, like, tell=print):
 # ---- locks of buckets
 
 LOCK = ".lock"  # the object, beside the checkpoints
-BEAT_S, STALE_S = 10, 60  # between heartbeats; how long without one until a lock may be taken
+HEARTBEAT_S, STALE_S = 10, 60  # between heartbeats; how long without one until a lock may be taken
 ANSWER_S = 10  # how long a heartbeat waits for the server
 
 
@@ -610,7 +612,7 @@ def lock_bucket(root, owner, about, tell=print):
     try:
         alive = _take_lock(store, root, owner, about, tell)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{below(root, LOCK)} cannot be written: {_message(e)}") from None
+        raise ValueError(f"{join_path(root, LOCK)} cannot be written: {_message(e)}") from None
     if alive:
         raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {alive}; choose "
                          "another")
@@ -637,7 +639,7 @@ def lock_bucket(root, owner, about, tell=print):
             if owner == holder.get("owner"):
                 _write_lock(store, None, generation, ANSWER_S)
         except (ValueError, OSError) as e:
-            tell(f"{below(root, LOCK)} is left over: {_message(e) or 'no answer'}")
+            tell(f"{join_path(root, LOCK)} is left over: {_message(e) or 'no answer'}")
 
 
 def _take_lock(store, root, owner, about, tell):
@@ -654,11 +656,11 @@ def _take_lock(store, root, owner, about, tell):
             continue  # to see whether it is there
         if seen is None:
             seen, since = holder, time.monotonic()
-            tell(f"{below(root, LOCK)} is held by {holder.get('about')}: waiting up to {STALE_S:g} "
-                 "s to see whether it is alive")
+            tell(f"{join_path(root, LOCK)} is held by {holder.get('about')}: waiting up to "
+                 f"{STALE_S:g} s to see whether it is alive")
         if seen != holder:
             return holder.get("about")
-        time.sleep(BEAT_S / 10)
+        time.sleep(HEARTBEAT_S / 10)
 
 
 def _note_if_lost(holder, root, owner, tell, lost):
@@ -677,7 +679,7 @@ def _renew_lock(store, root, owner, about, tell, ended, lost, beaten):
     """Count up the lock's heartbeat, until `ended` is set or the lock is another run's: `lost` then
     gets a sentence. beaten: gets the time of each heartbeat.
     """
-    lock, beat, away = below(root, LOCK), 0, False
+    lock, beat, away = join_path(root, LOCK), 0, False
     while not ended.is_set():
         try:
             holder, generation = _read_lock(store, ANSWER_S)
@@ -692,9 +694,9 @@ def _renew_lock(store, root, owner, about, tell, ended, lost, beaten):
         except (ValueError, OSError) as e:
             if not away:  # once, however long it lasts
                 tell(f"{lock} cannot be renewed: {_message(e) or 'no answer'}; it is tried again "
-                     f"every {BEAT_S:g} s")
+                     f"every {HEARTBEAT_S:g} s")
             away = True
-        ended.wait(BEAT_S)
+        ended.wait(HEARTBEAT_S)
 
 
 def _read_lock(store, timeout_s=None):
@@ -730,7 +732,7 @@ RUN_FILES = ("metrics.jsonl", "plot.png", "windows.jsonl")
 
 def ckpt_root(out_dir, ckpt_dir):
     """Return the folder or bucket with the checkpoints of a run."""
-    return ckpt_dir or below(out_dir, "ckpt")
+    return ckpt_dir or join_path(out_dir, "ckpt")
 
 
 def root_of(out_dir):
@@ -740,7 +742,7 @@ def root_of(out_dir):
 
 def roots(root):
     """Return the root of a run's checkpoints and the root of its parameters-only checkpoints."""
-    return root, below(root, "weights")
+    return root, join_path(root, "weights")
 
 
 def newest_run_meta(root, needed_for=""):
@@ -767,8 +769,8 @@ def find_start(out_dir, root, resume, given=False):
     if resume == "overwrite":
         return None, {}
     # The checkpoints of the run that is in out_dir may be in another folder.
-    before = from_main(lambda: root_of(out_dir))
-    elsewhere = os.path.realpath(below(before)) != os.path.realpath(below(root))
+    before = broadcast_from_main(lambda: root_of(out_dir))
+    elsewhere = os.path.realpath(join_path(before)) != os.path.realpath(join_path(root))
     if elsewhere and newest_meta(before)[1]:
         raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {before}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
@@ -933,7 +935,7 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
         sources.append(source)
         saved.update(source["names"])
     expected = expected_names(saved)
-    chosen = choose(sources, shapes)
+    chosen = choose_sources(sources, shapes)
     # Parameters may be missing when patterns exclude some, or when no source is strict.
     complete = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
                    for source in sources)
@@ -960,7 +962,7 @@ def open_source(source, open_weights, find_mismatches, log=print):
     weights = open_weights(path)
     if weights:
         return source | weights
-    for root in from_main(lambda: (root_of(path), path)):
+    for root in broadcast_from_main(lambda: (root_of(path), path)):
         step, meta = newest_meta(root)
         if meta:
             break
@@ -1009,7 +1011,7 @@ def load_parameters(sources, like):
     return loaded
 
 
-def load_own(out_dir, root, like, excluded, first, log=print):
+def restore_run(out_dir, root, like, excluded, first, log=print):
     """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
     shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
     """
@@ -1032,7 +1034,7 @@ def load_saved(out_dir, root, meta, sources, texts, like, log=print):
     """
     others = load_parameters(sources, like)
     if meta:
-        step, saved = load_own(
+        step, saved = restore_run(
             out_dir, root, {"params": like}, others, {"params": others}, log)
         return step, saved["params"]
     _raise_if_errors([f"{name} is in none of them" for name in like if name not in others],
@@ -1073,7 +1075,7 @@ def _matching(names, patterns):
     return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
 
 
-def choose(sources, shapes):
+def choose_sources(sources, shapes):
     """{name here: (index of the source, name there)}; of several sources the last wins.
 
     sources: of parse_source, with "names": {name there: shape}, or shape None where it is as here,
@@ -1120,7 +1122,7 @@ def verify(root, tell=print):
     its parameters alone; return the faults in words, at most MOST_FAULTS of each array. `tell` gets
     a line for each checkpoint. Memory is bounded, whatever the folder claims.
     """
-    there = [(each, step) for each in (root, below(root, "weights")) for step in steps(each)]
+    there = [(each, step) for each in (root, join_path(root, "weights")) for step in steps(each)]
     faults = []
     for each, step in there:
         found = []
@@ -1130,14 +1132,14 @@ def verify(root, tell=print):
                 found += islice(_faults_in(each, meta, name), MOST_FAULTS)
         except ValueError as e:
             found.append(str(e))
-        tell(f"{below(each, _name(step))}: {len(found) or 'no'} faults")
+        tell(f"{join_path(each, _name(step))}: {len(found) or 'no'} faults")
         faults += found
     return faults if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
 
 
 def _faults_in(root, meta, name):
     """Yield the faults of a stored array, which is read file by file."""
-    layout, path = meta["arrays"][name], below(root, _name(meta["step"]), name)
+    layout, path = meta["arrays"][name], join_path(root, _name(meta["step"]), name)
     file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
     try:
         if file_bytes > VERIFY_BYTES:
@@ -1146,7 +1148,8 @@ def _faults_in(root, meta, name):
     except ValueError as e:
         yield f"{path}: {_message(e)}"
         return
-    files, n_at_once = _files(layout["shape"], layout["file"]), min(16, VERIFY_BYTES // file_bytes)
+    files = _file_slices(layout["shape"], layout["file"])
+    n_at_once = min(16, VERIFY_BYTES // file_bytes)
     while reads := [array[part].read() for part in islice(files, n_at_once)]:
         for read in reads:
             try:
@@ -1359,7 +1362,7 @@ def write_export(folder, run, tensors, stem, add_files):
             pass
         errors.append(str(e))
         shutil.rmtree(new, ignore_errors=True)
-    from_main(lambda: _raise_if_errors(errors, f"export {folder}: could not be written"))
+    broadcast_from_main(lambda: _raise_if_errors(errors, f"export {folder}: could not be written"))
 
 
 def _shards(tensors, shard_bytes):

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 # A number's type carries its bound: (test, what a value must be, in words).
-Count = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
-Whole = Annotated[int, (lambda x: x >= 0, "at least 0")]
-Amount = Annotated[float, (lambda x: x >= 0, "at least 0")]
-Positive = Annotated[float, (lambda x: x > 0, "above 0")]
-Below1 = Annotated[float, (lambda x: 0 <= x < 1, "in [0, 1)")]
-UpTo1 = Annotated[float, (lambda x: 0 <= x <= 1, "in [0, 1]")]
-Share = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
-Rate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
-Id = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for none")]
-Period = Annotated[int | str, (
-    lambda x: is_legal(periods, x),
+PosInt = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
+NonNegInt = Annotated[int, (lambda x: x >= 0, "at least 0")]
+NonNegFloat = Annotated[float, (lambda x: x >= 0, "at least 0")]
+PosFloat = Annotated[float, (lambda x: x > 0, "above 0")]
+FractionBelow1 = Annotated[float, (lambda x: 0 <= x < 1, "in [0, 1)")]
+Fraction = Annotated[float, (lambda x: 0 <= x <= 1, "in [0, 1]")]
+PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
+LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
+TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for none")]
+Interval = Annotated[int | str, (
+    lambda x: parses(parse_intervals, x),
     "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for what is left")]
@@ -54,9 +54,9 @@ class Config:
     data: tuple[str, ...] = ()  # files, globs or folders of datasets; none: Python's sources
     mix: tuple[str, ...] = ()  # instead of data: files=weight, as in web.bin=0.7 code.bin=0.3
     val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
-    val_frac: Below1 = 0.1  # share of data held out when val_data is empty
+    val_frac: FractionBelow1 = 0.1  # share of data held out when val_data is empty
     data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
-    eod_id: Id = -1  # token that begins each document in token files, to pack them; -1: unknown
+    eod_id: TokenId = -1  # token between documents in token files, to pack them; -1: unknown
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
     token_cache: str = ""  # folder of tokenized text; empty: data in cache_dir
     # stream: documents end to end, cut; else whole ones, packed or one a row
@@ -66,41 +66,41 @@ class Config:
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     padding_side: Literal["right", "left"] = "right"  # side of the padding of whole documents
     order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
-    windows_per_epoch: Whole = 0  # files per epoch with order windows; 0: all
-    window_repeats: Count = 1  # times that each file is read before the next, with order windows
-    wait_s: Amount = 0.0  # seconds to wait for a new file after the last, with order windows
+    windows_per_epoch: NonNegInt = 0  # files per epoch with order windows; 0: all
+    window_repeats: PosInt = 1  # times that each file is read before the next, with order windows
+    wait_s: NonNegFloat = 0.0  # seconds to wait for a new file after the last, with order windows
     overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
     # ---- length and batch
-    steps: Count = 600  # optimizer updates in all: the horizon of the schedule
-    epochs: Amount = 0.0  # passes over the training data; above 0 it sets steps
+    steps: PosInt = 600  # optimizer updates in all: the horizon of the schedule
+    epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it sets steps
     stop: tuple[str, ...] = ()  # end early: 500 (updates), +100 (of this start), 2h30m, val_loss<3
-    batch_size: Count = 16  # sequences per update, all devices
-    grad_accum_steps: Count = 1  # microbatches per update, for gradient accumulation
-    seq_len: Count = 128  # tokens per sequence
+    batch_size: PosInt = 16  # sequences per update, all devices
+    grad_accum_steps: PosInt = 1  # microbatches per update, for gradient accumulation
+    seq_len: PosInt = 128  # tokens per sequence
     # ---- model
-    d_model: Count = 128  # width of the residual stream
-    n_layers: Count = 4  # blocks of attention and MLP
-    n_heads: Count = 4  # query heads
-    n_kv_heads: Whole = 0  # key and value heads; 0: as many as query heads
-    head_dim: Whole = 0  # width of a head; 0: d_model / n_heads
-    d_ff: Whole = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
-    vocab_size: Whole = 0  # token ids; 0: as many as the tokenizer has
-    rope_theta: Positive = 10000.0  # base of the rotary frequencies
-    rope_factor: Positive = 1.0  # Llama-3 scaling of long wavelengths; 1: none
-    rope_original_len: Count = 8192  # tokens per sequence before the scaling
-    norm_eps: Positive = 1e-6  # added to the mean square in RMSNorm
+    d_model: PosInt = 128  # width of the residual stream
+    n_layers: PosInt = 4  # blocks of attention and MLP
+    n_heads: PosInt = 4  # query heads
+    n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
+    head_dim: NonNegInt = 0  # width of a head; 0: d_model / n_heads
+    d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
+    vocab_size: NonNegInt = 0  # token ids; 0: as many as the tokenizer has
+    rope_theta: PosFloat = 10000.0  # base of the rotary frequencies
+    rope_factor: PosFloat = 1.0  # Llama-3 scaling of long wavelengths; 1: none
+    rope_original_len: PosInt = 8192  # tokens per sequence before the scaling
+    norm_eps: PosFloat = 1e-6  # added to the mean square in RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     qkv_bias: bool = False  # bias on queries, keys and values
     tie_embeddings: bool = True  # one matrix for embedding and logits
-    sliding_window: Whole = 0  # tokens that a query attends to, its own included; 0: all before it
-    n_experts: Whole = 0  # experts per layer; 0: a dense MLP
-    experts_per_token: Count = 2  # top-k of the router
-    capacity_factor: Amount = 2.0  # expert capacity as a multiple of an even share; 0: drop nothing
-    lora_rank: Whole = 0  # rank of LoRA updates; 0: none
-    lora_alpha: Positive = 16.0  # LoRA updates are scaled by alpha / rank
+    sliding_window: NonNegInt = 0  # tokens that a query attends to, with its own; 0: all before it
+    n_experts: NonNegInt = 0  # experts per layer; 0: a dense MLP
+    experts_per_token: PosInt = 2  # top-k of the router
+    capacity_factor: NonNegFloat = 2.0  # expert capacity, in even shares; 0: drop nothing
+    lora_rank: NonNegInt = 0  # rank of LoRA updates; 0: none
+    lora_alpha: PosFloat = 16.0  # LoRA updates are scaled by alpha / rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights that get LoRA updates
     # factor on widths and head counts; head width, depth and vocabulary stay
-    width_mult: Positive = 1.0
+    width_mult: PosFloat = 1.0
     # ---- numerics
 
     # of activations; mixed: float32 with bfloat16 matmul operands
@@ -109,35 +109,35 @@ class Config:
     attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"  # kernel; auto: the device's own
     # activations to recompute in backward
     remat: Literal["none", "full", "dots", "named", "offload"] = "none"
-    logit_tiles: Whole = 0  # sequence tiles for logits and loss; 0: as many as keep them small
-    mlp_tiles: Count = 1  # sequence tiles for the MLP
+    logit_tiles: NonNegInt = 0  # sequence tiles for logits and loss; 0: as many as keep them small
+    mlp_tiles: PosInt = 1  # sequence tiles for the MLP
     deterministic: bool = False  # bitwise reproducible on NVIDIA GPUs too; may cost some speed
     # ---- optimizer
     optimizer: str = "muon"  # adamw, adafactor, lion, muon, rmsprop, sgd
-    lr: Rate = -1.0  # peak learning rate; -1: the default of each optimizer
+    lr: LearningRate = -1.0  # peak learning rate; -1: the default of each optimizer
     schedule: str = "linear"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
-    warmup_steps: Amount = 0.05  # updates of linear warm-up; below 1, a share of steps
-    min_lr_frac: UpTo1 = 0.0  # share of lr that the schedule falls towards
-    decay_frac: Share = 0.2  # share of steps in which the wsd schedule decays
-    poly_power: Amount = 2.0  # exponent of the polynomial schedule
-    weight_decay: Amount = 0.1  # per update, times lr; matrices only
-    b1: Below1 = 0.9  # decay of the first moment; momentum of Lion, Muon and SGD
-    b2: Below1 = 0.98  # decay of the second moment of Adam and RMSprop; of Lion's momentum
-    eps: Positive = 1e-8  # added to the denominator of Adam and RMSprop
+    warmup_steps: NonNegFloat = 0.05  # updates of linear warm-up; below 1, a share of steps
+    min_lr_frac: Fraction = 0.0  # share of lr that the schedule falls towards
+    decay_frac: PosFraction = 0.2  # share of steps in which the wsd schedule decays
+    poly_power: NonNegFloat = 2.0  # exponent of the polynomial schedule
+    weight_decay: NonNegFloat = 0.1  # per update, times lr; matrices only
+    b1: FractionBelow1 = 0.9  # decay of the first moment; momentum of Lion, Muon and SGD
+    b2: FractionBelow1 = 0.98  # decay of the second moment of Adam and RMSprop; of Lion's momentum
+    eps: PosFloat = 1e-8  # added to the denominator of Adam and RMSprop
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
     offload_optimizer: bool = False  # moments in the host's memory between updates
     freeze: tuple[str, ...] = ()  # patterns of parameters not to train; a later !pattern trains
     lr_mult: tuple[str, ...] = ()  # factors on lr for some parameters: 'embed=0.3' 'layers.w*=2'
     decay_mult: tuple[str, ...] = ()  # factors on weight_decay for some: 'embed=0'
     optimizers: tuple[str, ...] = ()  # another optimizer for some: 'embed=sgd'
-    clip_norm: Amount = 1.0  # largest global gradient norm; 0: no clipping
-    label_smoothing: Below1 = 0.0  # probability moved from the label to all other tokens
-    z_loss: Amount = 0.0  # weight of the squared log-partition
-    router_balance: Amount = 0.01  # weight of the router's load-balance loss
-    router_z: Amount = 0.001  # weight of the router's z-loss
+    clip_norm: NonNegFloat = 1.0  # largest global gradient norm; 0: no clipping
+    label_smoothing: FractionBelow1 = 0.0  # probability moved from the label to all other tokens
+    z_loss: NonNegFloat = 0.0  # weight of the squared log-partition
+    router_balance: NonNegFloat = 0.01  # weight of the router's load-balance loss
+    router_z: NonNegFloat = 0.001  # weight of the router's z-loss
     # what the loss is averaged over; constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
-    loss_divisor: Amount = 0.0  # divisor of a batch's summed loss, with loss_norm constant
+    loss_divisor: NonNegFloat = 0.0  # divisor of a batch's summed loss, with loss_norm constant
     # after a non-finite loss or gradient, which makes no update
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
     # ---- mesh
@@ -146,33 +146,33 @@ class Config:
     ep: Axis = 1  # devices that split the experts; also splits the batch
     tp: Axis = 1  # devices that split heads, MLP width and vocabulary
     sp: Axis = 1  # devices that split the sequence (Ulysses)
-    slices: Count = 1  # TPU slices or hosts joined by a slow network, which split dp, else fsdp
+    slices: PosInt = 1  # TPU slices or hosts joined by a slow network, which split dp, else fsdp
     coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
-    n_processes: Count = 1  # processes of this run, with coordinator host:port
-    process_id: Whole = 0  # number of this process, with coordinator host:port
-    peer_timeout_s: Amount = 1800.0  # seconds without progress until all processes end; 0: never
+    n_processes: PosInt = 1  # processes of this run, with coordinator host:port
+    process_id: NonNegInt = 0  # number of this process, with coordinator host:port
+    peer_timeout_s: NonNegFloat = 1800.0  # seconds without progress until all end; 0: never
     # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
     track: tuple[str, ...] = ()  # wandb, tensorboard: trackers of metrics, beside metrics.jsonl
-    log_every: Whole = 10  # updates between lines of metrics.jsonl
-    eval_every: Period = 250  # between evaluations; there is always one at the end
-    eval_batches: Whole = 40  # batches per evaluation; 0: all held-out data
-    save_every: Period = 250  # between checkpoints; one by time is deleted after the next
-    max_to_keep: Whole = 2  # newest checkpoints kept on disk; 0: all
-    keep_period: Whole = 0  # checkpoints of steps that this divides are kept for ever; 0: none
+    log_every: NonNegInt = 10  # updates between lines of metrics.jsonl
+    eval_every: Interval = 250  # between evaluations; there is always one at the end
+    eval_batches: NonNegInt = 40  # batches per evaluation; 0: all held-out data
+    save_every: Interval = 250  # between checkpoints; one by time is deleted after the next
+    max_to_keep: NonNegInt = 2  # newest checkpoints kept on disk; 0: all
+    keep_period: NonNegInt = 0  # checkpoints of steps that this divides are kept for ever; 0: none
     save_exclude: tuple[str, ...] = ()  # patterns of parameters not to save
-    weights_every: Period = 0  # between checkpoints of the parameters alone, in ckpt/weights
-    export_every: Period = 0  # between exports; there is always one at the end
-    reload_every: Period = 0  # between loads of the newest parameters of dynamic sources
-    sample_every: Period = 500  # between printed samples; there is always one at the end
+    weights_every: Interval = 0  # between checkpoints of the parameters alone, in ckpt/weights
+    export_every: Interval = 0  # between exports; there is always one at the end
+    reload_every: Interval = 0  # between loads of the newest parameters of dynamic sources
+    sample_every: Interval = 500  # between printed samples; there is always one at the end
     watch: tuple[str, ...] = ()  # patterns of parameters to log histograms and gradient norms of
     profile: str = ""  # updates first:last whose time and memory to trace into out_dir/profile
     # ---- sampling
     prompt: str = ""  # text that a sample continues; empty: the start of a document
-    n_samples: Count = 1  # samples per preview
-    sample_tokens: Whole = 200  # new tokens per sample; 0: no samples
-    temperature: Amount = 0.8  # of sampling; 0: greedy
-    top_k: Whole = 0  # sample among the k likeliest tokens; 0: all
-    top_p: Share = 1.0  # sample among the likeliest tokens that hold this probability
+    n_samples: PosInt = 1  # samples per preview
+    sample_tokens: NonNegInt = 200  # new tokens per sample; 0: no samples
+    temperature: NonNegFloat = 0.8  # of sampling; 0: greedy
+    top_k: NonNegInt = 0  # sample among the k likeliest tokens; 0: all
+    top_p: PosFraction = 1.0  # sample among the likeliest tokens that hold this probability
 
 
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
@@ -182,21 +182,22 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_every is of
 
 # Fields of this process, not of the run: config.json holds their defaults.
-START = "mode config resume allow_change coordinator n_processes process_id".split()
+LAUNCH_FIELDS = "mode config resume allow_change coordinator n_processes process_id".split()
 # A checkpoint fits no config that differs in one of these ...
-SHAPE = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
+STATE_FIELDS = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
          "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer "
          "optimizers").split()
 # ... a run may resume with any of these changed; any other field must be named in allow_change.
-FREE = (*MESH, *START, *"out_dir ckpt_dir cache_dir token_cache wait_s stop track peer_timeout_s "
-        "steps epochs grad_accum_steps width_mult attention remat logit_tiles mlp_tiles "
-        "deterministic offload_optimizer slices log_every eval_every eval_batches save_every "
+RESUMABLE_FIELDS = (*MESH, *LAUNCH_FIELDS, *"out_dir ckpt_dir cache_dir token_cache wait_s stop "
+        "track peer_timeout_s steps epochs grad_accum_steps width_mult attention remat "
+        "logit_tiles mlp_tiles deterministic "
+        "offload_optimizer slices log_every eval_every eval_batches save_every "
         "max_to_keep keep_period save_exclude "
         "weights_every export export_every export_dtype export_lora sample_every watch "
         "profile prompt n_samples sample_tokens temperature top_k top_p".split())
 # With equal shapes, parameters are still of another model when one of these differs.
-FORWARD = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps qk_norm "
-           "qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
+ARCH_FIELDS = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps "
+           "qk_norm qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
 
 
 # Earlier names of fields. They are refused with the present name.
@@ -231,7 +232,7 @@ def parse(argv, kind=Config):
     def human_number(info):
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1, metavar="N" if info.type is int else "X",
-            instance_from_str=lambda args: number(args[0], info.type),
+            instance_from_str=lambda args: parse_number(args[0], info.type),
             is_instance=lambda x: isinstance(x, (int, info.type)),
             str_from_instance=lambda x: [str(x)]) if info.type in (int, float) else None
 
@@ -243,7 +244,7 @@ def parse(argv, kind=Config):
         name = flag and flag[1].replace("-", "_")
         if name in RENAMED and name not in get_type_hints(kind):
             errors.append(f"--{name} is now --{RENAMED[name]}")
-    raise_all(errors, "command line")
+    raise_if_errors(errors, "command line")
     cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
                   description="Train, evaluate, sample, plan, prepare data or export.")
     asked, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
@@ -259,9 +260,12 @@ def load(name, kind=Config):
     if name in PRESETS:
         return kind(config=name, **PRESETS[name])
     if not Path(name).is_file():
-        raise ValueError(f"config {name!r}: neither a file nor a preset ({nearest(name, PRESETS)})")
+        raise ValueError(f"config {name!r}: neither a file nor a preset "
+                         f"({did_you_mean(name, PRESETS)})")
     cfg = from_json(Path(name).read_bytes(), name, kind)
-    raise_all([cfg.config and fault(cfg, "config", "a file can name no other; leave it out")], name)
+    if cfg.config:
+        raise_if_errors(
+            [field_error(cfg, "config", "a file can name no other; leave it out")], name)
     return dataclasses.replace(cfg, config=name)
 
 
@@ -281,13 +285,13 @@ def from_json(text, where="JSON", kind=Config):
                if name in RENAMED and name not in types]
     known = {name: value for name, value in given.items()
              if name in types or name not in RENAMED}
-    raise_all(renamed + key_faults("", known, rules) + value_faults(known, rules), where)
+    raise_if_errors(renamed + key_errors("", known, rules) + value_errors(known, rules), where)
     return kind(**{k: float(v) if types[k] is float else v for k, v in given.items()})
 
 
 def repeatable(cfg):
     """cfg as config.json keeps it: without START, and without the steps that epochs gave."""
-    reset = [*START, *(["steps"] if cfg.epochs else [])]
+    reset = [*LAUNCH_FIELDS, *(["steps"] if cfg.epochs else [])]
     return dataclasses.replace(cfg, **{name: getattr(type(cfg)(), name) for name in reset})
 
 
@@ -296,7 +300,7 @@ UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T":
          "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def number(text, kind=float):
+def parse_number(text, kind=float):
     """A number as people write it: 2^20, 1.25M, 1Ki, 50%, 2h30m, 1d. Durations come out in seconds.
 
     Raises ValueError when it is none, or has a fraction where `kind` is int.
@@ -317,48 +321,53 @@ def number(text, kind=float):
     return kind(value)
 
 
-def amount(text):
+def parse_interval(text):
     """(unit, how many) of 250, 10m, 2epochs, a window: unit is step, second, epoch or window."""
     count = re.sub("(epoch|window)s?$", "", text)
     unit = text[len(count):].rstrip("s") or ("second" if text[-1:] in [*"smhd"] else "step")
-    return unit, number(count or (text and "1"), float if unit in ("second", "epoch") else int)
+    kind = float if unit in ("second", "epoch") else int
+    return unit, parse_number(count or (text and "1"), kind)
 
 
-def periods(value):
+def parse_intervals(value):
     """{unit: how many} of a Period, without those of 0. Raises ValueError when it is malformed."""
-    found = [amount(part) for part in str(value).replace(" ", "").split(",")]
+    found = [parse_interval(part) for part in str(value).replace(" ", "").split(",")]
     if len(dict(found)) < len(found) or min(n for _, n in found) < 0:
         raise ValueError(f"period {value!r}: names a unit twice, or is negative")
     return {unit: n for unit, n in found if n}
 
 
 # What a condition of cfg.stop counts, and why it ends the run, in the order in which they hold.
-STOPS = {"updates": "{1:g} updates since the start are done", "step": "step {1:g} is reached",
-         "file": "{1}/stop is there", "second": "the time of {1:g} s is over"}
+STOP_MESSAGES = {
+    "updates": "{1:g} updates since the start are done",
+    "step": "step {1:g} is reached",
+    "file": "{1}/stop is there",
+    "second": "the time of {1:g} s is over",
+}
 
 
-def stop_at(text):
+def parse_stop(text):
     """A condition of cfg.stop: (name of a value, test, its second operand, reason with a place for
     the value, exit code). A loss above its bound is a failure. Raises ValueError if malformed.
     """
     metric = re.fullmatch(r"([^<>]+)([<>])(.+)", text)
-    if metric and metric[1] not in STOPS:
-        name, bound = metric[1], number(metric[3])
+    if metric and metric[1] not in STOP_MESSAGES:
+        name, bound = metric[1], parse_number(metric[3])
         if metric[2] == "<":
             return name, operator.lt, bound, name + " {:.4g} is below {:g}", 0
         return name, operator.gt, bound, name + " {:.4g} is above {:g}", int("loss" in name)
-    unit, bound = amount(text)
-    if unit not in STOPS or bound <= 0:
+    unit, bound = parse_interval(text)
+    if unit not in STOP_MESSAGES or bound <= 0:
         raise ValueError(f"stop {text!r}: counts neither updates nor time")
     name = "updates" if unit == "step" and text[0] == "+" else unit
-    return name, operator.ge, bound, STOPS[name], 0
+    return name, operator.ge, bound, STOP_MESSAGES[name], 0
 
 
-def stops(cfg):
+def parse_stops(cfg):
     """Conditions that end a run, as of stop_at, in the order in which they hold."""
-    file = ("file", lambda there, folder: there, cfg.out_dir, STOPS["file"], 0)
-    return sorted([file, *map(stop_at, cfg.stop)],  # as STOPS are, then metrics
-                  key=lambda each: ([*STOPS, each[0]].index(each[0]), each[4]))
+    file = ("file", lambda there, folder: there, cfg.out_dir, STOP_MESSAGES["file"], 0)
+    return sorted([file, *map(parse_stop, cfg.stop)],  # as STOPS are, then metrics
+                  key=lambda each: ([*STOP_MESSAGES, each[0]].index(each[0]), each[4]))
 
 
 def profile_span(cfg):
@@ -371,7 +380,7 @@ def profile_span(cfg):
     return first, last
 
 
-def is_legal(read, *args):
+def parses(read, *args):
     """Whether read(*args) raises no ValueError."""
     with contextlib.suppress(ValueError):
         read(*args)
@@ -379,30 +388,30 @@ def is_legal(read, *args):
     return False
 
 
-def raise_all(faults, where="config"):
+def raise_if_errors(faults, where="config"):
     """Raise one ValueError of all faults that are not empty, if there are any."""
     if faults := list(filter(None, faults)):
         raise ValueError(f"{where}: " + ("\n  " if len(faults) > 1 else "") + "\n  ".join(faults))
 
 
-def key_faults(where, given, known, required=()):
+def key_errors(where, given, known, required=()):
     """Faults, in words, of the keys of a dict: one that is not known, a required one missing."""
-    return [*(f"{where}unknown key {key!r} ({nearest(key, known)})"
+    return [*(f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
               for key in given if key not in known),
             *(f"{where}no {key!r}" for key in required if key not in given)]
 
 
-def value_faults(given, rules):
+def value_errors(given, rules):
     """Faults, in words, of the values of a dict. rules: {key: (test, what it must be)}."""
     return [f"{key} {given[key]!r:.80}: must be {words}"
             for key, (holds, words) in rules.items() if key in given and not holds(given[key])]
 
 
-def fault(cfg, name, words):
+def field_error(cfg, name, words):
     return f"{name} {getattr(cfg, name)!r}: {words}"
 
 
-def nearest(name, known):
+def did_you_mean(name, known):
     """'nearest: x', the known name most like `name`, or all of them when none is."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
     return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
@@ -415,16 +424,16 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     of a field with PATTERN=VALUE, of the values.
     task_faults(cfg, {axis: size}): faults of what is trained, empty ones among them: text_faults.
     """
-    of_fields, names, faults = _field_faults(cfg), vars(cfg), []
+    of_fields, names, faults = _field_errors(cfg), vars(cfg), []
     for name, known in ({"allow_change": names} | dict(choices)).items():
         given = names[name] if isinstance(names[name], tuple) else (names[name],)
-        faults += [f"{name} {text!r}: unknown ({nearest(chosen, known)})" for text in given
+        faults += [f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})" for text in given
                    if (chosen := str(text).rpartition("=")[2]) not in known]
-    raise_all(of_fields and of_fields + faults)  # the rules below divide by numbers
-    faults += _idle_faults(cfg)
-    faults += [fault(cfg, name, words) for name, wrong, words in RULES if wrong(cfg)]
+    raise_if_errors(of_fields and of_fields + faults)  # the rules below divide by numbers
+    faults += _unused_errors(cfg)
+    faults += [field_error(cfg, name, words) for name, wrong, words in RULES if wrong(cfg)]
     sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
-    raise_all(faults + mesh_faults + task_faults(cfg, sizes))
+    raise_if_errors(faults + mesh_faults + task_faults(cfg, sizes))
 
 
 def check_resumable(old, new, old_mesh=(), mesh=()):
@@ -438,12 +447,13 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     bound = {"sp"} if new.n_experts and new.capacity_factor else set()
     faults = []
     for name in now:
-        allowed = name in {*FREE} - bound or (name in new.allow_change and name not in SHAPE)
+        on_purpose = name in new.allow_change and name not in STATE_FIELDS
+        allowed = name in {*RESUMABLE_FIELDS} - bound or on_purpose
         if before[name] != now[name] and not allowed:
-            how = ("another shape: use another --out_dir" if name in SHAPE else
+            how = ("another shape: use another --out_dir" if name in STATE_FIELDS else
                    f"on purpose: --allow_change {name}")
             faults.append(f"{name} was {before[name]!r}, is {now[name]!r} ({how})")
-    raise_all(faults, f"{new.out_dir} holds a run of another config (to go on with that one: "
+    raise_if_errors(faults, f"{new.out_dir} holds a run of another config (to go on with that one: "
                       f"--config {new.out_dir}/config.json)")
 
 
@@ -462,21 +472,21 @@ def _type_rule(kind):
             f"of type {getattr(kind, '__name__', kind)}")
 
 
-def _field_faults(cfg):
+def _field_errors(cfg):
     """Faults of single fields: of a wrong type, or else out of bounds."""
     types = {k: _type_rule(hint) for k, hint in get_type_hints(type(cfg)).items()}
     hints = get_type_hints(type(cfg), include_extras=True)
     bounds = {k: hint.__metadata__[0] for k, hint in hints.items() if get_origin(hint) is Annotated}
-    return value_faults(vars(cfg), types) or value_faults(vars(cfg), bounds)
+    return value_errors(vars(cfg), types) or value_errors(vars(cfg), bounds)
 
 
 # (field, whether it is wrong, what to say of it)
 RULES = (
     ("process_id", lambda c: c.process_id >= c.n_processes, "must be below n_processes"),
-    ("profile", lambda c: not is_legal(profile_span, c),
+    ("profile", lambda c: not parses(profile_span, c),
      "must be first:last, counted from 1, as in 20:22, and begin within steps"),
-    ("stop", lambda c: not is_legal(stops, c) or (not c.log_every and any(
-        name not in STOPS and name[:4] != "val_" for name, *_ in stops(c))),
+    ("stop", lambda c: not parses(parse_stops, c) or (not c.log_every and any(
+        name not in STOP_MESSAGES and name[:4] != "val_" for name, *_ in parse_stops(c))),
      "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9, which "
      "needs log_every above 0"),
     *((name, lambda c, name=name: not all(
@@ -502,7 +512,7 @@ RULES = (
 )
 
 # (field, values of it with which others have no effect, those others)
-IDLE = (
+UNUSED_WHEN = (
     ("n_experts", lambda n: n == 0, "experts_per_token capacity_factor router_balance router_z"),
     ("coordinator", lambda x: x in ("", "auto"), "n_processes process_id"),
     ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets export_lora"),
@@ -526,12 +536,12 @@ IDLE = (
 )
 
 
-def _idle_faults(cfg):
+def _unused_errors(cfg):
     """Faults of options that are set, by a flag rather than by cfg.config, and have no effect."""
     default = load(cfg.config, type(cfg)) if cfg.config else type(cfg)()
-    return [fault(cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
-                             f"{getattr(default, name)}, or change {field}")
-            for field, idles, names in IDLE if idles(getattr(cfg, field))
+    return [field_error(cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it "
+                                   f"at {getattr(default, name)}, or change {field}")
+            for field, idles, names in UNUSED_WHEN if idles(getattr(cfg, field))
             and not (field == "optimizer" and cfg.optimizers)
             for name in names.split() if getattr(cfg, name) != getattr(default, name)]
 
@@ -546,18 +556,18 @@ def mesh_sizes(cfg, n_devices):
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
     outer = "dp" if sizes["dp"] > 1 else "fsdp"
     rows = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    return sizes, [divides("slices", cfg.slices, outer, sizes[outer]), multiple(
+    return sizes, [divisor_error("slices", cfg.slices, outer, sizes[outer]), multiple_error(
         "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", rows)]
 
 
-def multiple(name, value, rule, of):
+def multiple_error(name, value, rule, of):
     """The fault that `value` is no multiple of `of`, with the nearest legal values, or None."""
     if value % of:
         legal = " or ".join(map(str, sorted({max(value // of * of, of), -(-value // of) * of})))
         return f"{name} {value}: must be a multiple of {rule} = {of}; nearest: {legal}"
 
 
-def divides(name, value, rule, whole):
+def divisor_error(name, value, rule, whole):
     """The fault that `value` does not divide `whole`, with the nearest legal value, or None."""
     if whole % value:
         closest = min((n for n in range(1, whole + 1) if whole % n == 0),
@@ -565,15 +575,15 @@ def divides(name, value, rule, whole):
         return f"{name} {value}: must divide {rule} = {whole}; nearest: {closest}"
 
 
-def text_faults(cfg, sizes):
+def text_errors(cfg, sizes):
     """Faults between the fields that shape the transformer, on a mesh of these sizes or None."""
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
     legal = max(round(unit * cfg.width_mult), 1) / unit
     faults = [
-        not cfg.head_dim and multiple("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads),
-        cfg.n_kv_heads and multiple("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads),
-        cfg.head_dim % 2 and fault(cfg, "head_dim", "must be even, for rotary positions"),
-        abs(legal - cfg.width_mult) > 1e-9 * legal and fault(
+        not cfg.head_dim and multiple_error("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads),
+        cfg.n_kv_heads and multiple_error("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads),
+        cfg.head_dim % 2 and field_error(cfg, "head_dim", "must be even, for rotary positions"),
+        abs(legal - cfg.width_mult) > 1e-9 * legal and field_error(
             cfg, "width_mult",
             f"d_model, d_ff and head counts would not stay whole; nearest: {legal}")]
     if not sizes:
@@ -581,11 +591,11 @@ def text_faults(cfg, sizes):
     part, n_heads = max(cfg.seq_len // sizes["sp"], 1), round(cfg.n_heads * cfg.width_mult)
     return [
         *faults,
-        divides("ep", sizes["ep"], "n_experts", cfg.n_experts or 1),
-        divides("logit_tiles", cfg.logit_tiles or 1, "seq_len / sp", part),
-        divides("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", part),
-        multiple("seq_len", cfg.seq_len, "sp", sizes["sp"]),
-        multiple("n_heads", n_heads, "tp x sp", sizes["tp"] * sizes["sp"])]
+        divisor_error("ep", sizes["ep"], "n_experts", cfg.n_experts or 1),
+        divisor_error("logit_tiles", cfg.logit_tiles or 1, "seq_len / sp", part),
+        divisor_error("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", part),
+        multiple_error("seq_len", cfg.seq_len, "sp", sizes["sp"]),
+        multiple_error("n_heads", n_heads, "tp x sp", sizes["tp"] * sizes["sp"])]
 
 
 def derive_text(cfg):
@@ -628,11 +638,11 @@ PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes
 
 # ---- differences between configs
 
-def other_model(saved, current):
+def architecture_mismatch(saved, current):
     """Faults, in words: each field in which a saved config describes another model of the same
     parameters than the current one. Both are dicts of fields. Fields in allow_change may differ.
     """
-    names = [*FORWARD]
+    names = [*ARCH_FIELDS]
     if saved.get("lora_rank"):
         names.append("lora_alpha")
     faults = []

@@ -5,7 +5,7 @@ Owns token files and documents, tokenizers, preparation, packing, the order of t
 placement on devices. Refuses files that are malformed or hold ids beyond the vocabulary. Invariant:
 `batch_at(source, step, ...)` depends on its arguments alone; there is no iterator state. A source
 is what `make_source` makes of shards; a shard is a dict: "name", "tokens" (1-D integers, left on
-disk), and of text "documents", "masked", "counts" (see `prepare`).
+disk), and of text "documents", "masked", "counts" (see `tokenize_files`).
 """
 import contextlib
 import fcntl
@@ -87,7 +87,7 @@ def _places(step, batch_size, rows):
 
 # ---- batches
 
-FORM = {"seq_len": 1, "vocab_size": 0, "packing": "stream", "document_mask": False,
+SEQ_FORMAT = {"seq_len": 1, "vocab_size": 0, "packing": "stream", "document_mask": False,
         "truncation": "keep_start", "padding_side": "right"}
 
 
@@ -100,7 +100,7 @@ def make_source(shards, form=()):
     label in exactly one: the last window of a shard overlaps the one before, with those labels
     ignored. With any other, a sequence is what `pack` puts into it.
     """
-    form = FORM | dict(form)
+    form = SEQ_FORMAT | dict(form)
     T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
     if form["packing"] == "stream":
         counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)
@@ -217,7 +217,7 @@ def open_text(cfg, parts=("train", "val")):
     vocab_size seed cache_dir out_dir.
     """
     tokenizer = make_tokenizer(cfg.tokenizer)
-    form = {name: getattr(cfg, name) for name in FORM}
+    form = {name: getattr(cfg, name) for name in SEQ_FORMAT}
     form["vocab_size"] = form["vocab_size"] or tokenizer["vocab_size"]
     homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
     folders = [cfg.token_cache] if cfg.token_cache else [os.path.join(h, "data") for h in homes]
@@ -238,7 +238,7 @@ def open_text(cfg, parts=("train", "val")):
 
     mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
     parts_of_mix = {f"mix {name}": [name] for name in mixed}
-    check_apart(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
+    check_disjoint(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
     val = part(opened(*cfg.val_data), eval_batch_at) if cfg.val_data else None
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
@@ -258,7 +258,7 @@ def open_text(cfg, parts=("train", "val")):
     return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
 
 
-def check_apart(groups):
+def check_disjoint(groups):
     """Raise ValueError for a file that is in two of {name: patterns}."""
     files = {name: {*map(os.path.realpath, expand(patterns, lenient=True))}
              for name, patterns in groups.items()}
@@ -581,7 +581,7 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
     label (unless may_be_empty), or has an id that is not below vocab_size.
     """
-    form, paths = FORM | dict(form), expand(patterns) if patterns else _standard_library()
+    form, paths = SEQ_FORMAT | dict(form), expand(patterns) if patterns else _standard_library()
     with contextlib.suppress(ValueError, OSError):  # each mapped file keeps a descriptor
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
@@ -593,7 +593,7 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
     shards = [{"name": str(p), "tokens": np.asarray(_tokens_in(p, dtype)), "at": 0, "end": end,
                "path": p, "size": p.stat().st_size} for p in binary]
-    shards += [prepare(texts, tokenizer, folder)] if texts else []
+    shards += [tokenize_files(texts, tokenizer, folder)] if texts else []
     source = make_source(shards, form)
     for shard, n in zip(source["shards"], np.diff(source["ends"], prepend=0)):
         tokens, T = shard["tokens"], form["seq_len"]
@@ -605,7 +605,7 @@ def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared"
     return source
 
 
-def prepare(paths, tokenizer, folder):
+def tokenize_files(paths, tokenizer, folder):
     """The shard of the documents in these files, tokenized into `folder` unless it has them: one
     folder for the content of the files and the tokenizer. Of several processes one does the work,
     the others wait.
@@ -626,8 +626,8 @@ def prepare(paths, tokenizer, folder):
     partial, about = final.with_suffix(".partial"), dict(name=name, at=0, path=final / "tokens")
     if there := _prepared(final, tokenizer):  # perhaps where nothing can be written
         return there | about
-    with _told(f"{name}: cannot be prepared in {folder}; make room there, or choose another folder "
-               "with --token_cache", OSError):
+    with as_value_error(f"{name}: cannot be prepared in {folder}; make room there, or choose "
+               "another folder with --token_cache", OSError):
         final.parent.mkdir(parents=True, exist_ok=True)
         with open(final.with_suffix(".lock"), "w") as lock:
             try:
@@ -746,7 +746,8 @@ def _chat(row, tokenizer, where):
                          "that transformers saved with one")
 
     def render(n, prompt=False):
-        with _told(f"{where}: the chat template refuses it", Exception):  # it raises what it likes
+        # A template raises what it likes.
+        with as_value_error(f"{where}: the chat template refuses it", Exception):
             return library.apply_chat_template(messages[:n], tools=row.get("tools"), tokenize=False,
                                                add_generation_prompt=prompt)
 
@@ -805,7 +806,7 @@ def rows_in(path, size):
             yield f"{path} row {number}", row, True
         return
     if path.suffix == ".zst":  # unlike zstandard's, this reader minds a file that is cut off
-        file = _need("pyarrow", path).input_stream(where, compression="zstd")
+        file = require("pyarrow", path).input_stream(where, compression="zstd")
     else:
         file = (gzip.open if path.suffix == ".gz" else open)(path, "rb")
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n") as file:
@@ -847,9 +848,9 @@ def _pieces(file, size):
 
 def _arrow_rows(path):
     """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
-    parquet, ipc = _need("pyarrow.parquet", path), _need("pyarrow.ipc", path)
+    parquet, ipc = require("pyarrow.parquet", path), require("pyarrow.ipc", path)
     faults = OSError, KeyError, ValueError  # ArrowInvalid is a ValueError
-    with _told(f"{path}: not a .parquet file or a folder of datasets", *faults):
+    with as_value_error(f"{path}: not a .parquet file or a folder of datasets", *faults):
         if path.is_file():
             batches = parquet.ParquetFile(path).iter_batches()
         else:
@@ -860,7 +861,7 @@ def _arrow_rows(path):
             yield from batch.to_pylist()
 
 
-def _need(module, what):
+def require(module, what):
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -868,7 +869,7 @@ def _need(module, what):
 
 
 @contextlib.contextmanager
-def _told(what, *kinds):
+def as_value_error(what, *kinds):
     """Raise exceptions of these kinds as a ValueError that says `what`, then what they say."""
     try:
         yield
@@ -878,7 +879,7 @@ def _told(what, *kinds):
 
 def _check_unchanged(shard):
     """Raise ValueError when a file has another size: reading beyond its end ends the process."""
-    with _told(f"{shard['name']}: was taken away while a run reads it", OSError):
+    with as_value_error(f"{shard['name']}: was taken away while a run reads it", OSError):
         size = os.stat(shard["path"]).st_size if "path" in shard else None
     if "path" in shard and size != shard["size"]:
         raise ValueError(f"{shard['path']}: had {shard['size']} bytes when it was opened and has "
@@ -1006,7 +1007,7 @@ LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint
 def _tokens_in(path, dtype):
     """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
     if path.suffix == ".npy":
-        with _told(f"{path}: not a .npy file", ValueError, EOFError, OSError):
+        with as_value_error(f"{path}: not a .npy file", ValueError, EOFError, OSError):
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
@@ -1095,8 +1096,9 @@ def _decode_bytes(ids):
 
 
 def _tiktoken(name):
-    library = _need("tiktoken", f"tokenizer {name!r}")
-    with _told(f"tokenizer {name!r}", Exception):  # no such name, or its files are not to be had
+    library = require("tiktoken", f"tokenizer {name!r}")
+    # No such name, or its files are not to be had.
+    with as_value_error(f"tokenizer {name!r}", Exception):
         tok = library.get_encoding(name.partition(":")[2])
     return {"encode_batch": tok.encode_ordinary_batch, "decode": tok.decode,
             "vocab_size": tok.n_vocab, "end": tok.eot_token}
@@ -1108,8 +1110,9 @@ def _library_tokenizer(name):
     if not path.is_file():
         raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
                          "with one, nor tiktoken:NAME")
-    library, settings = _need("tokenizers", f"tokenizer {name!r}"), {}
-    with _told(f"tokenizer {name!r}: cannot be read", Exception):  # as the library raises it
+    library, settings = require("tokenizers", f"tokenizer {name!r}"), {}
+    # The library raises what it likes.
+    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         tok = library.Tokenizer.from_file(str(path))
         if os.path.isdir(name) and (file := path.with_name("tokenizer_config.json")).exists():
             settings = dict(json.loads(file.read_bytes()))
@@ -1119,8 +1122,8 @@ def _library_tokenizer(name):
 
     @cache
     def chat():
-        library = _need("transformers", f"tokenizer {name!r}: a chat")
-        with _told(f"tokenizer {name!r}: cannot be read", Exception):
+        library = require("transformers", f"tokenizer {name!r}: a chat")
+        with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
             return library.AutoTokenizer.from_pretrained(
                 name, local_files_only=True, trust_remote_code=False)
 

@@ -7,7 +7,7 @@ once, in `param_table`. `cfg`: any object with the fields under "model" and "num
 and freeze loss_norm loss_divisor batch_size label_smoothing z_loss router_balance router_z;
 `generate` also reads temperature top_k top_p, `batch_shapes` and `choose_attention` document_mask
 packing
-seq_len, `grouped` lr_mult decay_mult optimizers.
+seq_len, `apply_param_groups` lr_mult decay_mult optimizers.
 """
 from fnmatch import fnmatchcase
 from functools import partial
@@ -93,10 +93,10 @@ def init(key, cfg, table=None):
 
 def _linear(x, w, name, cfg):
     """x @ w[name], plus its LoRA update if it has one."""
-    y = _dot(x, w[name], cfg)
+    y = _matmul(x, w[name], cfg)
     if f"{name}.lora_a" in w:
-        thin = _dot(x, w[f"{name}.lora_a"], cfg)
-        y += cfg.lora_alpha / cfg.lora_rank * _dot(thin, w[f"{name}.lora_b"], cfg)
+        thin = _matmul(x, w[f"{name}.lora_a"], cfg)
+        y += cfg.lora_alpha / cfg.lora_rank * _matmul(thin, w[f"{name}.lora_b"], cfg)
     return y
 
 
@@ -151,11 +151,11 @@ def _attend(q_BNTH, k_BKSH, v_BKSH, query_pos_BT, cfg, segments=None):
     """
     (B, N, T, H), (_, K, S, _) = q_BNTH.shape, k_BKSH.shape
     q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = _product(q_BKGTH, k_BKSH.mT, cfg)
+    scores_BKGTS = _batched_matmul(q_BKGTH, k_BKSH.mT, cfg)
     scores_BKGTS = _masked(scores_BKGTS, query_pos_BT, cfg.sliding_window or S, segments)
     top_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
     e_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
-    a_BKGTH = _product(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
+    a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
     sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
     a_BKGTH = checkpoint_name(a_BKGTH, "attention") / checkpoint_name(sum_BKGT1, "attention")
     return a_BKGTH.reshape(q_BNTH.shape).astype(q_BNTH.dtype)
@@ -199,20 +199,20 @@ def _block(x_BTD, w, cache, positions_BT, segments_BT, rope, cfg):
     return _shard(x_BTD + y_BTD, BATCH_AXES, "sp"), (cache, router_stats)
 
 
-def _trunk(params, batch, cfg, cache=None):
+def _hidden_states(params, batch, cfg, cache=None):
     """Everything before the logits: (x_BTD, unembed_DV, cache, router statistics [B, T] as means
     over layers).
     """
     tokens_BT = batch["tokens"]
     positions_BT = batch.get("positions", jax.lax.broadcasted_iota(int, tokens_BT.shape, 1))
-    params = {k: v.astype(jnp.float32 if k in KEPT_WIDE else _dtype(cfg))
+    params = {k: v.astype(jnp.float32 if k in F32_PARAMS else _dtype(cfg))
               for k, v in params.items()}
     layers = {k.removeprefix("layers."): v for k, v in params.items() if k.startswith("layers.")}
     rope = rope_tables(positions_BT, cfg)
     # Gather the table's width over fsdp before the look-up: only the sum over tp moves activations.
     # And after the cast: left to itself, XLA gathers float32.
     embed_VD = _shard(_shard(params["embed"], "tp", WEIGHT_AXES), "tp", None)
-    x_BTD = _shard(_look_up(embed_VD, tokens_BT), BATCH_AXES, "sp")
+    x_BTD = _shard(_embed(embed_VD, tokens_BT), BATCH_AXES, "sp")
 
     def layer(x_BTD, w_and_cache):
         return _block(x_BTD, *w_and_cache, positions_BT, batch.get("segments"), rope, cfg)
@@ -230,7 +230,7 @@ def _trunk(params, batch, cfg, cache=None):
 
 def _logits(x_BTD, unembed_DV, cfg):
     # tp splits the vocabulary: no device holds all logits of a token.
-    return _shard(_dot(x_BTD, unembed_DV, cfg, wide=True), BATCH_AXES, "sp", "tp")
+    return _shard(_matmul(x_BTD, unembed_DV, cfg, wide=True), BATCH_AXES, "sp", "tp")
 
 
 def forward(params, batch, cfg, cache=None):
@@ -241,7 +241,7 @@ def forward(params, batch, cfg, cache=None):
     throughout: norms, rotary positions, softmax, router, logits, loss, and the sums over positions
     that are the gradients of the embedding and of biases.
     """
-    x_BTD, unembed_DV, cache, _ = _trunk(params, batch, cfg, cache)
+    x_BTD, unembed_DV, cache, _ = _hidden_states(params, batch, cfg, cache)
     return _logits(x_BTD, unembed_DV, cfg), cache
 
 
@@ -258,7 +258,7 @@ def loss_fn(params, batch, cfg):
     Source: label smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed
     target, so that the best value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    x_BTD, unembed_DV, _, router_stats = _trunk(params, batch, cfg)
+    x_BTD, unembed_DV, _, router_stats = _hidden_states(params, batch, cfg)
     labels_BT = batch["labels"]
     weights_BT, divisor = _loss_weights(labels_BT, cfg)
     n_tiles = _n_tiles(*x_BTD.shape[:2], cfg)
@@ -330,7 +330,7 @@ def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     B, T = tokens_BT.shape
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
     empty = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
-    x_BTD, unembed_DV, cache, _ = _trunk(params, {"tokens": tokens_BT}, cfg, (empty, empty))
+    x_BTD, unembed_DV, cache, _ = _hidden_states(params, {"tokens": tokens_BT}, cfg, (empty, empty))
     x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
     logits_BV = _logits(x_B1D, unembed_DV, cfg)[:, 0]
 
@@ -405,7 +405,7 @@ def matching(field, patterns, names):
     return chosen
 
 
-def grouped(table, cfg, parse_number):
+def apply_param_groups(table, cfg, parse_number):
     """The table, whose rows also have "lr_mult", "decay_mult" and "optimizer" of the parameters
     that the fields lr_mult, decay_mult and optimizers name, as PATTERN=VALUE. Rows that freeze
     names have "trained" False. The last pattern that matches a parameter applies.
@@ -622,7 +622,7 @@ def label_log_probs(params, batch, cfg):
 
     Leaves out the losses of a router.
     """
-    x_BTD, unembed_DV, _, _ = _trunk(params, batch, cfg)
+    x_BTD, unembed_DV, _, _ = _hidden_states(params, batch, cfg)
     n_tiles, labels_BT = _n_tiles(*x_BTD.shape[:2], cfg), batch["labels"]
 
     def all_tiles(unembed_DV, x_BTD, labels_BT):
@@ -914,7 +914,7 @@ def _dtype(cfg):
     return "float32" if cfg.dtype == "mixed" else cfg.dtype
 
 
-def _dot(x, w, cfg, wide=False):
+def _matmul(x, w, cfg, wide=False):
     """x [..., D] @ w [D, F] as one product of two matrices, in x's dtype, or in float32 if wide.
 
     XLA on a CPU takes five times as long for the weight gradient of the same product in three dims.
@@ -922,12 +922,12 @@ def _dot(x, w, cfg, wide=False):
     """
     mixed = cfg.dtype == "mixed"
     y = x.reshape(-1, x.shape[-1]) if mixed or _axis_size("sp") == 1 else x
-    y = _mixed_dot(y, w) if mixed else _wide_dot(y, w) if wide else jnp.dot(y, w)
+    y = _matmul_mixed(y, w) if mixed else _matmul_f32(y, w) if wide else jnp.dot(y, w)
     return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
 @jax.custom_gradient
-def _wide_dot(x, w):
+def _matmul_f32(x, w):
     """x @ w in float32, whatever their dtype. The gradient's products take dy rounded to that
     dtype: else a GPU would multiply in float32.
     """
@@ -937,16 +937,16 @@ def _wide_dot(x, w):
     return jnp.dot(x, w, preferred_element_type=jnp.float32), gradient
 
 
-def _product(x, w, cfg):
+def _batched_matmul(x, w, cfg):
     """x [B, K, G, M, D] @ w [B, K, D, F] in float32, one product for each of B and K."""
     if cfg.dtype != "mixed":
         return _einsum("BKGMD,BKDF->BKGMF", x, w)
-    y = _mixed_dot(x.reshape(*w.shape[:2], -1, x.shape[-1]), w)
+    y = _matmul_mixed(x.reshape(*w.shape[:2], -1, x.shape[-1]), w)
     return y.reshape(x.shape[:-1] + w.shape[-1:])
 
 
 @jax.custom_gradient
-def _mixed_dot(x, w):
+def _matmul_mixed(x, w):
     """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
     accumulated in float32.
 
@@ -973,11 +973,11 @@ def _mixed_dot(x, w):
 
 
 # In float32 whatever the dtypes: the router, and biases, whose gradient sums over all positions.
-KEPT_WIDE = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
+F32_PARAMS = "layers.w_router", "layers.bq", "layers.bk", "layers.bv"
 
 
 @jax.custom_gradient
-def _look_up(embed_VD, tokens_BT):
+def _embed(embed_VD, tokens_BT):
     """embed_VD[tokens_BT], with a gradient added up in float32: in bfloat16 a sum of ones stays at
     256.
     """

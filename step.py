@@ -77,7 +77,7 @@ def lr_at(step, cfg):
     progress = jnp.clip(done / max(cfg.steps - warm, 1), 0, 1)
     share = SCHEDULES[cfg.schedule](cfg, progress, done, warm)
     after = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * share
-    peak = RATES[cfg.optimizer] if cfg.lr == -1 else cfg.lr
+    peak = DEFAULT_LR[cfg.optimizer] if cfg.lr == -1 else cfg.lr
     return peak * jnp.where(step < warm, (step + 1) / max(warm, 1), after)
 
 
@@ -207,12 +207,12 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table):
     size = max((x.size for x in jax.tree.leaves(batch)), default=1)
     scale = state["scale"]["value"] if "scale" in state else 1.0
     loss_scale = scale / size if "scale" in state else 1.0  # of a sum, so that it stays in float16
-    params, old_opt, batch, put_back = take_rows(state, batch, table)
+    params, old_opt, batch, put_back = gather_rows(state, batch, table)
     old = _trained(params, table)
     sums, counts, grads = _value_and_grad(params, batch, cfg, loss_fn, loss_scale, table)
     divisors = {k: jnp.where(n == 0, 1, n) for k, n in counts.items()}
     metrics = {k: sums[k] / divisors[k] for k in sums}
-    if taken := RESERVED & sums.keys():
+    if taken := RESERVED_METRICS & sums.keys():
         raise ValueError(f"loss: sums named {sorted(taken)}: others give these; rename them")
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
@@ -300,12 +300,12 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 # The peak learning rate of each optimizer where cfg.lr is -1; muon's is also that of the adamw to
 # which it leaves the rest.
-RATES = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
+DEFAULT_LR = dict(adamw=2e-3, adafactor=3e-3, lion=5e-4, muon=1e-2, rmsprop=2e-3, sgd=0.1)
 
 
 def _relative_rate(cfg, kind):
     """The rate of parameters that name this optimizer, as a multiple of lr_at."""
-    return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0
+    return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer] if cfg.lr == -1 else 1.0
 
 
 def _trained(params, table):
@@ -315,7 +315,7 @@ def _trained(params, table):
 _f32 = partial(optax.tree.cast, dtype=jnp.float32)
 
 
-def take_rows(state, batch, table):
+def gather_rows(state, batch, table):
     """Cut an update down to the rows that its batch looks up: (params, moments, batch, put_back).
 
     A table row with "ids" names arrays of the batch that hold indices into its parameter. Of such a
@@ -469,7 +469,7 @@ def _from_host(f, on_device):
 
 # ---- processes
 
-def join_processes(coordinator, n_processes, process_id):
+def init_distributed(coordinator, n_processes, process_id):
     """Connect to the other processes of a run. Call it before anything touches a device.
 
     coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
@@ -482,11 +482,11 @@ def join_processes(coordinator, n_processes, process_id):
         jax.distributed.initialize(coordinator, n_processes, process_id)
 
 
-SIGN_BYTES = 4096  # size of a heartbeat file
-SILENT_S = 30  # seconds without a heartbeat after which a process counts as dead
+HEARTBEAT_BYTES = 4096  # size of a heartbeat file
+HEARTBEAT_TIMEOUT_S = 30  # seconds without a heartbeat after which a process counts as dead
 
 
-def watch_peers(folder, token, timeout_s, on_death):
+def start_heartbeat(folder, token, timeout_s, on_death):
     """Start heartbeats between the processes of a run; return beat(**changes).
 
     beat notes what this process is "doing" and at which "step". It also notes "fault", why this
@@ -518,7 +518,7 @@ def watch_peers(folder, token, timeout_s, on_death):
 
     def tell():
         own["told"] += 1
-        sign = json.dumps(own).encode()[:SIGN_BYTES].ljust(SIGN_BYTES)
+        sign = json.dumps(own).encode()[:HEARTBEAT_BYTES].ljust(HEARTBEAT_BYTES)
         with contextlib.suppress(OSError):
             os.pwrite(file, sign, 0)  # in place, as that needs no space on a full disk
 
@@ -545,8 +545,8 @@ def watch_peers(folder, token, timeout_s, on_death):
             for peer_rank in range(jax.process_count()):
                 with contextlib.suppress(OSError, ValueError):  # no file yet, or half written
                     hear(peer_rank, now)
-            silent_s = min(own.get("silent_s", SILENT_S), timeout_s)
-            reason = peer_fault(peers.values(), now, timeout_s, silent_s)
+            silent_s = min(own.get("silent_s", HEARTBEAT_TIMEOUT_S), timeout_s)
+            reason = dead_peer_reason(peers.values(), now, timeout_s, silent_s)
             if reason:
                 beat(fault=reason)
                 print(f"{name} ends: {reason}", file=sys.stderr, flush=True)
@@ -560,7 +560,7 @@ def watch_peers(folder, token, timeout_s, on_death):
     return beat
 
 
-def peer_fault(peers, now, timeout_s, silent_s):
+def dead_peer_reason(peers, now, timeout_s, silent_s):
     """Why a run must end: the process at fault and what is wrong with it; or None.
 
     peers: for each process {"sign": its newest heartbeat, "heard_at": when that came, "moved_at":
@@ -586,7 +586,7 @@ def peer_fault(peers, now, timeout_s, silent_s):
 
 # ---- profiler
 
-def tracing(first, last, folder, log=print):
+def profiler(first, last, folder, log=print):
     """observe(event, row), which traces updates first to last into the folder: time as an XPlane
     (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof; memory once more on a failure.
 
@@ -639,7 +639,7 @@ def utilization(flops, recomputed, units_per_s, n_devices, peak_tflops):
 
 # ---- compilation cache
 
-def keep_programs(folder):
+def enable_compilation_cache(folder):
     """Have JAX keep compiled programs in this folder; "" for none. Raises OSError when the folder
     cannot be made.
     """
@@ -705,7 +705,7 @@ def digest(sums):
 
 
 # Names in metrics and in rows of metrics.jsonl that are not the loss's to give.
-RESERVED = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
+RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
             "counts"}
 
 
@@ -879,7 +879,7 @@ def check_peaks(cost, mesh):
 
 
 @contextlib.contextmanager
-def explain_memory(suggest):
+def explain_oom(suggest):
     """Turn an error for lack of memory, from a compilation or a run, into a ValueError that says
     what to change. suggest: a function without arguments that returns this advice. It is called
     only when the error brings no advice of its own.
@@ -909,7 +909,7 @@ def memory_flags(cfg, mesh, savers):
     return [*micro, *savers, *host]
 
 
-def savings(cfg, mesh, flags, peaks, count):
+def suggest_memory_flags(cfg, mesh, flags, peaks, count):
     """Suggest how to make a run fit: flags that are enough together, or a smaller batch.
 
     The search starts with microbatches of one row, which save the most memory. It adds the other

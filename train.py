@@ -79,7 +79,7 @@ TEXT = {
     # From here on a task may leave out what it has not.
     "init": model.init,  # (key, cfg) -> {name: array}; default: as "init" in the table says
     "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
-    "faults": config.text_faults,  # (cfg, {axis: size}) -> why it cannot run, in words
+    "faults": config.text_errors,  # (cfg, {axis: size}) -> why it cannot run, in words
     "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
     # (cfg, means of a batch or {}) -> (FLOPs per unit, those computed twice, formula)
     "flops": lambda cfg, means: model.flops_per_token(cfg, cfg.seq_len, means.get("keys")),
@@ -97,13 +97,13 @@ TEXT = {
     # Weights in another format: cfg with what those in init_from say of the model; {"names": {name:
     # shape or None}, "read": {name: like} -> {name: array}}, or None when path has none; writing
     # cfg.export, or with params None only looking for faults.
-    "adopt": lambda cfg: adopt_hf(cfg),
+    "adopt": lambda cfg: config_from_hf(cfg),
     "weights": lambda path, cfg: open_hf(path, cfg),
     "export": lambda cfg, params: export_hf(cfg, params),
 }
 
 
-def prepare(cfg, task=TEXT, devices=None):
+def setup_run(cfg, task=TEXT, devices=None):
     """{"cfg" (worked out), "task", "mesh", "table", "batch" (shapes with shardings), "beat" (of
     watch_peers), "check_lock" (of ckpt.lock_folders), "at_once" (whether a step is done when it
     returns)} on these devices (default: all at hand). start_run adds "hooks", "train" and "val"
@@ -112,11 +112,11 @@ def prepare(cfg, task=TEXT, devices=None):
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
-    config.raise_all(config.key_faults(
+    config.raise_if_errors(config.key_errors(
         "task: ", task, TEXT, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
     task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
     devices = devices or jax.devices()
-    keep_programs(cfg)
+    enable_compilation_cache(cfg)
     cfg = task["adopt"](cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
@@ -127,17 +127,17 @@ def prepare(cfg, task=TEXT, devices=None):
         jax.config.update("jax_optimization_level", "O1")
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](cfg, platform)
-    config.raise_all([
+    config.raise_if_errors([
         f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
-    table = model.grouped(task["table"](cfg), cfg, config.number)
+    table = model.apply_param_groups(task["table"](cfg), cfg, config.parse_number)
     mesh = steplib.make_mesh(cfg, devices)
-    config.raise_all([fault for name, row in table.items() for fault in config.key_faults(
+    config.raise_if_errors([fault for name, row in table.items() for fault in config.key_errors(
         f"table: {name}: ", row, ROW_KEYS, ("shape", "spec", "init"))] or [
         not any(row.get("trained", True) for row in table.values())
         and "table: no parameter is trained; freeze fewer"], "task")
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
-    config.raise_all(steplib.check_shapes(table, mesh), "mesh and model do not fit")
+    config.raise_if_errors(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
         task["export"](cfg, None)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
@@ -158,22 +158,22 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     export these rather than those on disk; neither is changed.
     """
     began = time.perf_counter()
-    join_processes(cfg)  # JAX then catches SIGTERM itself, so this is before catch_signals
+    init_distributed(cfg)  # JAX then catches SIGTERM itself, so this is before catch_signals
     hooks = (*hooks, *load_hooks(cfg.hooks))
     if cfg.mode in ("plan", "data"):
         if state is not None or params is not None:
             raise ValueError(f"mode {cfg.mode}: uses no state and no params; leave them out")
-        return (plan if cfg.mode == "plan" else prepare_data)(cfg, task, hooks)
+        return (plan if cfg.mode == "plan" else tokenize_data)(cfg, task, hooks)
     if cfg.mode != "train":
         return run_saved(cfg, task, hooks, state, params)
     with catch_signals() as (signals, in_loop):
-        run = prepare(cfg, task)
+        run = setup_run(cfg, task)
         root = ckpt.ckpt_root(run["cfg"].out_dir, run["cfg"].ckpt_dir)
-        with ckpt.lock_folders(run["cfg"].out_dir, root, say) as run["check_lock"]:
+        with ckpt.lock_folders(run["cfg"].out_dir, root, print0) as run["check_lock"]:
             observers, saving = make_observers(run["cfg"]) if is_main() else [], {}
-            run["beat"] = watch_peers(run["cfg"], observers)
+            run["beat"] = start_heartbeat(run["cfg"], observers)
             try:
-                with steplib.explain_memory(partial(suggest, run | {"hooks": hooks})):
+                with steplib.explain_oom(partial(suggest_memory_flags, run | {"hooks": hooks})):
                     started = start_run(run, hooks, observers, state, params, began)
                     if not started:
                         step, _ = ckpt.newest_meta(root)
@@ -181,7 +181,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
                     in_loop.set()
                     return train(*started, signals, saving)
             except BaseException as e:
-                end_observed(run, observers, e)
+                report_crash(run, observers, e)
                 raise
             finally:
                 run["beat"](done=True)
@@ -197,14 +197,15 @@ def start_run(run, hooks, observers, state, params, began):
     cfg, task = run["cfg"], run["task"]
     opened = open_data(task, cfg, ("train", "val"))
     # A folder that grows may have had fewer files when another process listed it.
-    opened["train"]["n"] = ckpt.from_main(lambda: int(opened["train"]["n"]))
+    opened["train"]["n"] = ckpt.broadcast_from_main(lambda: int(opened["train"]["n"]))
     if cfg.epochs:
         steps = cfg.epochs * opened["train"]["n"] / cfg.batch_size
         # In windows the last few examples wait for the next file.
         steps = math.floor(steps) if "windows" in opened["train"] else math.ceil(steps)
         cfg = dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
-    periods = {event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}
-    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.stops(cfg),
+    periods = {event: config.parse_intervals(getattr(cfg, f"{event}_every"))
+               for event in config.EVENTS}
+    run = run | {"cfg": cfg, "hooks": hooks, "periods": periods, "stops": config.parse_stops(cfg),
                  "left_out": model.matching("save_exclude", cfg.save_exclude, run["table"]),
                  **opened}
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
@@ -214,36 +215,36 @@ def start_run(run, hooks, observers, state, params, began):
         run["train"]["resume"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
-    origin, sources, first_state = choose_start(run, state, params, meta)
+    origin, sources, first_state = initial_state(run, state, params, meta)
     if meta and is_finished(cfg, saved):
         return None
-    say(headline(run))
-    tell_data(opened, say)
-    tell_lost(run)
-    say(f"compiling the update for {cfg.steps} steps ...")
-    clock = start_clock(began)
+    print0(run_summary(run))
+    print_data_summary(opened, print0)
+    warn_unsaved(run)
+    print0(f"compiling the update for {cfg.steps} steps ...")
+    clock = init_timers(began)
     spend(clock, "start")
-    programs = steplib.compile_steps(*program_parts(run))
+    programs = steplib.compile_steps(*step_args(run))
     steplib.check_fits(programs["memory"], run["mesh"])
     compile_s = spend(clock, "compile")
     run["known_metrics"] = set()  # names that rows may have, as far as they are known beforehand
     check_stop_metrics(run, programs["metrics"])
-    state = call(hooks, "load", first_state(programs))
+    state = run_hooks(hooks, "load", first_state(programs))
     step = int(state["step"])
     # Delete the run to overwrite only now that nothing else can go wrong.
     ckpt.begin_out_dir(cfg.out_dir, root, config.to_json(config.repeatable(cfg)),
-                       overwrite=cfg.resume == "overwrite", log=say)
-    rows = ckpt.from_main(lambda: [[row["step"], row["event"], row.get("time_s")]
+                       overwrite=cfg.resume == "overwrite", log=print0)
+    rows = ckpt.broadcast_from_main(lambda: [[row["step"], row["event"], row.get("time_s")]
                                    for row in ckpt.read_log(cfg.out_dir)])
-    go_on_counting(clock, rows, step)
+    restore_timers(clock, rows, step)
     last = {event: (step, 0.0) for row_step, event, _ in rows if row_step == step}
     run |= {"programs": programs, "first_step": step, "wishes": [], "faults": {}}
-    run |= {"meta": describe(run, meta, sources), "emit": make_emit(run, observers, clock)}
+    run |= {"meta": describe_run(run, meta, sources), "emit": make_log_event(run, observers, clock)}
     if changes := config.changes_since(meta, run["meta"]):
-        say(f"since the checkpoint: {'; '.join(changes)}. The run continues, but equal to one "
+        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but equal to one "
             "without this change only to rounding")
     run["emit"]("start", {"step": step, "origin": origin, "compile_s": compile_s,
-                          "time_s": {what: clock[what] for what in SPENT}} | run["meta"])
+                          "time_s": {what: clock[what] for what in TIME_BUCKETS}} | run["meta"])
     last |= {"save": (step, 0.0)} if meta else {}
     return run, state, last, new_window(meta.get("since_log", {})), clock
 
@@ -258,34 +259,34 @@ def train(run, state, last, window, clock, signals, saving):
     step, latest, previous = run["first_step"], {}, None
     asked = {"step": None, "second": 0.0, "signal": None, "file": False, "wishes": []}
 
-    def halted(): return why_stop_waiting(run, step, asked, latest, signals, clock)
+    def halted(): return stop_while_waiting(run, step, asked, latest, signals, clock)
     batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted,
                             busy=lambda: jax.block_until_ready(previous))
     while True:
         if (due := due_events(run, step, last, asked["second"])) or run["at_once"]:
-            latest, previous = latest | report(run, previous, window, clock), None
+            latest, previous = latest | log_step(run, previous, window, clock), None
         for event in [event for event in ("epoch", "window") if event in due]:
             emit(event, {"step": step, event: int(progress(run)[event](step))})
         if "reload" in due:  # before the save, which would undo it in a resumed run
-            state = reload(run, state, step)
+            state = reload_params(run, state, step)
         for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
             save_state(run, state, step, window, saving, kind, due[kind] == "second")
-        if "eval" in due and run["val"] and not interrupted(signals):
+        if "eval" in due and run["val"] and not save_only(signals):
             unsaved = "save" not in due and last.get("save", (None, 0))[0] != step
             with saved_without_memory(run, state, step, window, saving, unsaved):
                 programs["compile_eval"]()
                 spend(clock, "compile")
-                val = held_out_at(run, step, clock, halted)
+                val = val_data_at(run, step, clock, halted)
                 row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
             if row:
                 latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
-        if "sample" in due and run["task"]["preview"] and not interrupted(signals):
+        if "sample" in due and run["task"]["preview"] and not save_only(signals):
             preview(run, state["params"], step)
-        if "export" in due and not interrupted(signals):
+        if "export" in due and not save_only(signals):
             export(run, state["params"], step)
         last |= dict.fromkeys(due, (step, asked["second"]))
-        asked = ask(run, step, asked, signals, clock)
-        if stop := why_stop(run, step, asked, latest):
+        asked = poll_stop_requests(run, step, asked, signals, clock)
+        if stop := stop_reason(run, step, asked, latest):
             break
         try:
             batch, waited_s = next_batch(run, batches, step)
@@ -293,9 +294,9 @@ def train(run, state, last, window, clock, signals, saving):
             # The data has an error: save the steps that are done. Of several processes only this
             # one may have met it, and the others would not join in the save.
             if jax.process_count() == 1:
-                report(run, previous, window, clock)
+                log_step(run, previous, window, clock)
                 save_state(run, state, step, window, saving)
-                end_saves(run, saving)
+                wait_for_saves(run, saving)
             raise
         if batch is None:  # none yet, or a reason to stop came while there was none
             continue
@@ -304,21 +305,21 @@ def train(run, state, last, window, clock, signals, saving):
             state, metrics = programs["train_step"](state, batch)
         step += 1
         window["steps"].append((step, metrics))
-        state = call(run["hooks"], "state", state)
-        latest |= report(run, previous, window, clock)  # of the step before, while this one runs
+        state = run_hooks(run["hooks"], "state", state)
+        latest |= log_step(run, previous, window, clock)  # of the step before, while this one runs
         previous = step, metrics, waited_s
-        end_saves(run, saving, [kind for kind, (_, future) in saving.items() if future.done()])
-    latest |= report(run, previous, window, clock)
+        wait_for_saves(run, saving, [kind for kind, (_, future) in saving.items() if future.done()])
+    latest |= log_step(run, previous, window, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
         save_state(run, state, step, window, saving)
-    stop = why_stop(run, step, asked, latest) or stop  # the last metrics may say worse
+    stop = stop_reason(run, step, asked, latest) or stop  # the last metrics may say worse
     return end_run(run, state, step, stop, saving, latest, clock)
 
 
-def why_stop(run, step, asked, latest):
+def stop_reason(run, step, asked, latest):
     """The one answer to whether to stop before the next batch: (reason in words, exit code), or
-    None to go on. asked: of `ask`. latest: {metric: newest value}.
+    None to go on. asked: of `poll_stop_requests`. latest: {metric: newest value}.
     """
     cfg = run["cfg"]
     if not latest.get("finite", True) and cfg.on_nonfinite == "stop":
@@ -334,7 +335,7 @@ def why_stop(run, step, asked, latest):
         missing = name not in values and name not in run["known_metrics"]
         if missing and ("val_step" if name.startswith("val_") else "lr") in latest:
             return (f"--stop {' '.join(cfg.stop)}: there is no metric {name} "
-                    f"({config.nearest(name, sorted(latest))})"), 2
+                    f"({config.did_you_mean(name, sorted(latest))})"), 2
     if asked["wishes"]:
         return asked["wishes"][0]
     if step >= cfg.steps:
@@ -348,7 +349,7 @@ def check_stop_metrics(run, shapes):
 
     Hooks may add metrics to rows. With hooks, why_stop finds an unknown name at the first row.
     """
-    conditions = {name for name, *_ in run["stops"] if name not in config.STOPS}
+    conditions = {name for name, *_ in run["stops"] if name not in config.STOP_MESSAGES}
     if run["hooks"] or not conditions:
         return
     ones = {name: np.ones(x.shape, np.float32) for name, x in shapes.items()
@@ -365,13 +366,13 @@ def check_stop_metrics(run, shapes):
         if prefix:
             known |= {f"val_loss/{name}" for name in source.get("parts", ())}
     run["known_metrics"] |= known
-    config.raise_all([f"no row of this run has the metric {name!r} "
-                      f"({config.nearest(name, sorted(known))})"
+    config.raise_if_errors([f"no row of this run has the metric {name!r} "
+                      f"({config.did_you_mean(name, sorted(known))})"
                       for name in sorted(conditions - known)],
                      f"stop {' '.join(run['cfg'].stop)}")
 
 
-def report(run, previous, window, clock):
+def log_step(run, previous, window, clock):
     """Wait for the metrics of the step before and emit "step", at a log point also "log", whose
     means are over all steps since the last log row. Returns {metric: value} for why_stop and the
     summary.
@@ -385,7 +386,7 @@ def report(run, previous, window, clock):
     values = {}
     if logged or run["hooks"]:
         values = jax.device_get(metrics)  # takes up to a millisecond
-        values |= means_of(sums_of(values))
+        values |= metric_means(metric_sums(values))
     clock["data"] += waited_s
     clock["step"] -= waited_s
     row = emit("step", {"step": step} | scalars(values))
@@ -394,11 +395,11 @@ def report(run, previous, window, clock):
         raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
     if not cfg.log_every:  # then a row is of its step alone
         window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step]
-    elif len(window["steps"]) >= MOST_UNREAD:
-        add_up(window, step)
+    elif len(window["steps"]) >= MAX_UNREAD_STEPS:
+        add_to_window(window, step)
     if logged:
-        add_up(window, step)
-        values |= means_of(window["sums"])
+        add_to_window(window, step)
+        values |= metric_means(window["sums"])
         window["sums"] = {}
         row |= scalars(values) | scalars(run["task"]["metrics"](values, run["train"]))
         of_this_process = rates(run, step, clock, row)
@@ -416,7 +417,7 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
     """
     cfg, train, began = run["cfg"], run["train"], time.perf_counter()
     run["check_lock"]()  # raises when another run writes there by now
-    end_saves(run, saving, [kind])
+    wait_for_saves(run, saving, [kind])
     waited_s = time.perf_counter() - began
     epoch, sequence = divmod(step * cfg.batch_size, train["n"])
     place = {"fingerprint": train["fingerprint"], "epoch": epoch, "sequence": sequence}
@@ -428,14 +429,15 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
     digest = steplib.digest(run["programs"]["digest"](state))
     if kind == "weights":
         digest = {"params": digest["params"]}
-        root, keep, temporary = ckpt.below(root, kind), (0, 0), False
+        root, keep, temporary = ckpt.join_path(root, kind), (0, 0), False
         state = {"params": state["params"]}
     tree = {name: x for name, x in ckpt.flatten(state)[0].items()
             if name.split("/")[-1] not in run["left_out"]}
     if cfg.log_every:
-        add_up(window, step)
-    meta = run["meta"] | {"data": place, "digest": digest, "since_log": as_texts(window["sums"])}
-    saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, say)
+        add_to_window(window, step)
+    since_log = sums_to_json(window["sums"])
+    meta = run["meta"] | {"data": place, "digest": digest, "since_log": since_log}
+    saving[kind] = step, ckpt.save(root, step, tree, meta, *keep, temporary, print0)
     run["emit"]("save", {"step": step, "kind": kind, "digest": digest, "waited_s": waited_s,
                          "blocked_s": time.perf_counter() - began})
 
@@ -452,7 +454,8 @@ TASK_DEFAULTS = {
     "metrics": lambda means, source: {}, "preview": None, "programs": lambda params, cfg: {},
     "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
     "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
-    "export": lambda cfg, params: config.raise_all([f"export {cfg.export!r}: this task has none"])}
+    "export": lambda cfg, params: config.raise_if_errors(
+        [f"export {cfg.export!r}: this task has none"])}
 
 
 # What a row of a task's table may say of its parameter.
@@ -462,13 +465,13 @@ ROW_KEYS = "shape spec init trained ids lr_mult decay_mult optimizer".split()
 def open_data(task, cfg, parts):
     """What task["open"] gives: {"train", "val"}: a source or None."""
     opened = task["open"](cfg, parts)
-    config.raise_all(config.key_faults("open: ", opened, ("train", "val")), "task")
+    config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
     return {"train": None, "val": None} | opened
 
 
-def program_parts(run):
+def step_args(run):
     """The arguments of lower_steps and compile_steps."""
-    task, replaced = run["task"], partial(call, run.get("hooks", ()))
+    task, replaced = run["task"], partial(run_hooks, run.get("hooks", ()))
     return (*map(run.get, ("cfg", "mesh", "table")), task["loss"], task["init"], run["batch"],
             replaced)
 
@@ -505,7 +508,7 @@ def progress(run):
             "epoch": lambda step: step * cfg.batch_size / train["n"] + 1e-9}
 
 
-def held_out_at(run, step, clock, halted):
+def val_data_at(run, step, clock, halted):
     """The held-out source at `step`; one that is not there yet is waited for: None once halted(),
     or when training is over.
     """
@@ -530,13 +533,13 @@ def evaluate(run, val, eval_step, params, signals=()):
         n = -(-part["n"] // cfg.batch_size)
         batches = data.prefetch(make_batch_at(run, part), 0, min(cfg.eval_batches or n, n))
         totals = steplib.evaluate(eval_step, params, (batch for batch, _ in batches),
-                                  lambda: run["beat"](doing="eval") or interrupted(signals))
+                                  lambda: run["beat"](doing="eval") or save_only(signals))
         if totals is None:
             return {}
         sums = jax.tree.map(np.add, sums, totals) if sums else totals
         if name:
             row[f"val_loss/{name}"] = float(np.divide(*totals["loss"]))
-    means = means_of(sums)
+    means = metric_means(sums)
     found = scalars(means | run["task"]["metrics"](means, val))
     found["n_labels"] = int(found["n_labels"])
     row |= {f"val_{name}": value for name, value in found.items()}
@@ -560,7 +563,8 @@ def make_batch_at(run, source):
         there = {name: (np.shape(x), np.asarray(x).dtype) for name, x in dict(batch).items()}
         if there != wanted:
             raise ValueError(f"batch {index} is {there}, must be {wanted}")
-        config.raise_all([f"{name} is {x.min()} to {x.max()}: must be from 0 to {n - 1}, or {n} "
+        config.raise_if_errors([
+            f"{name} is {x.min()} to {x.max()}: must be from 0 to {n - 1}, or {n} "
                           "for padding" for name, n in sizes.items() for x in (batch[name],)
                           if x.min() < 0 or x.max() > n], f"batch {index}")
         return data.to_device(batch, shardings, rows, run["cfg"].batch_size)
@@ -568,15 +572,16 @@ def make_batch_at(run, source):
     return batch_at
 
 
-def tell_data(sources, tell):
+def print_data_summary(sources, tell):
     for part, source in sources.items():
         if source and "about" in source:
             tell(f"{part} data: {source['about']}")
 
 
-def tell_lost(run):
+def warn_unsaved(run):
     if lost := [name for name in sorted(run["left_out"]) if run["table"][name].get("trained", 1)]:
-        say(f"save_exclude: {', '.join(lost)} will be trained, not saved: lost when the run stops")
+        print0(f"save_exclude: {', '.join(lost)} will be trained, not saved: lost when the run "
+               "stops")
 
 
 def sample_texts(run, params, step):
@@ -586,7 +591,7 @@ def sample_texts(run, params, step):
 
 
 @contextlib.contextmanager
-def survived(run, step, kind):
+def log_errors(run, step, kind):
     """Tell of a ValueError in a save or an export, and go on; run["faults"] has the last of each
     kind, unless one since then went well.
     """
@@ -608,25 +613,25 @@ def saved_without_memory(run, state, step, window, saving, unsaved):
     except (MemoryError, jax.errors.JaxRuntimeError):
         if unsaved and jax.process_count() == 1:
             save_state(run, state, step, window, saving)
-            end_saves(run, saving)
+            wait_for_saves(run, saving)
         raise
 
 
-def end_saves(run, saving, kinds=("weights", "save")):
+def wait_for_saves(run, saving, kinds=("weights", "save")):
     """Wait for the saves of these kinds that are under way."""
     for kind in [kind for kind in kinds if kind in saving]:
         step, future = saving.pop(kind)
-        with survived(run, step, kind):
+        with log_errors(run, step, kind):
             ckpt.wait(future)
 
 
-def make_emit(run, observers, clock):
+def make_log_event(run, observers, clock):
     """emit(event, row): the row as hooks make it, for which observers and other processes are told,
     its wish to stop noted, and the time since the last event booked.
     """
     def emit(event, row):
         run["beat"](doing=event, step=row["step"])
-        row = call(run["hooks"], event, row)
+        row = run_hooks(run["hooks"], event, row)
         run["wishes"].extend([(str(row["stop"]), 0)] if row.get("stop") else [])
         notify(observers, event, row)
         if event not in ("dispatch", "epoch", "window", "out_of_data"):
@@ -638,23 +643,23 @@ def make_emit(run, observers, clock):
 
 # What wall time is spent on: the event at whose end it is counted, else "other". data: waiting for
 # it; lost: updates and all else that a kill undid.
-SPENT = ("start", "compile", "step", "data", "save", "eval", "other", "lost")
+TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other", "lost")
 
 
-def start_clock(began):
+def init_timers(began):
     """Running sums of seconds of wall time by SPENT, and "at", when the last was added."""
-    return dict.fromkeys(SPENT, 0.0) | {"from": began, "at": began, "logged": (0, 0.0, 0.0)}
+    return dict.fromkeys(TIME_BUCKETS, 0.0) | {"from": began, "at": began, "logged": (0, 0.0, 0.0)}
 
 
 def spend(clock, event):
     """Add the seconds since the last call to what they were spent on; return them."""
     now = time.perf_counter()
     spent_s, clock["at"] = now - clock["at"], now
-    clock[event if event in SPENT else "other"] += spent_s
+    clock[event if event in TIME_BUCKETS else "other"] += spent_s
     return spent_s
 
 
-def go_on_counting(clock, rows, step):
+def restore_timers(clock, rows, step):
     """Add what the starts before this one spent. rows: [step, event, "time_s"] of metrics.jsonl."""
     times = [(row_step, time_s) for row_step, _, time_s in rows if time_s]
     kept = next((time_s for row_step, time_s in reversed(times) if row_step <= step), {})
@@ -675,7 +680,7 @@ def next_batch(run, batches, step):
     batch, waited_s = next(batches, (None, None))
     if batch is None and waited_s is not None:
         run["emit"]("out_of_data", {"step": step})
-    return batch if batch is None else call(run["hooks"], "data", batch), waited_s
+    return batch if batch is None else run_hooks(run["hooks"], "data", batch), waited_s
 
 
 def preview(run, params, step):
@@ -691,14 +696,14 @@ def preview(run, params, step):
 def export(run, params, step):
     """Export the parameters. What goes wrong with the disk is told, and training goes on."""
     began = time.perf_counter()
-    with survived(run, step, "export"):
+    with log_errors(run, step, "export"):
         run["task"]["export"](run["cfg"], params)
         run["emit"]("export", {"step": step, "export_s": time.perf_counter() - began})
 
 
 def end_run(run, state, step, stop, saving, latest, clock):
     """Emit "stop" and "end", which has the newest metrics; the summary. stop: of why_stop."""
-    end_saves(run, saving)
+    wait_for_saves(run, saving)
     lost, (reason, exit_code) = run["faults"], stop
     why = {"step": step, "reason": "; ".join([reason, *lost.values()])}
     run["emit"]("stop", why)
@@ -708,12 +713,12 @@ def end_run(run, state, step, stop, saving, latest, clock):
     left_out = ("finite", "eval_s", *["val_step"] * (latest.get("val_step") == step))
     row = {name: x for name, x in latest.items() if name not in left_out} | why | {
         "exit_code": 1 if lost else exit_code, "wall_s": clock["at"] - clock["from"],
-        "time_s": {what: clock[what] for what in SPENT},
-        "checkpoint": None if "save" in lost else ckpt.below(root, f"{step:09d}")}
+        "time_s": {what: clock[what] for what in TIME_BUCKETS},
+        "checkpoint": None if "save" in lost else ckpt.join_path(root, f"{step:09d}")}
     return run["emit"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
-def call(hooks, event, value):
+def run_hooks(hooks, event, value):
     """Give `value` to every hook(event, value); what one returns, unless None, replaces it."""
     for hook in hooks:
         try:
@@ -736,7 +741,7 @@ def scalars(values):
 # Means over several steps. Sums are in float64, so that those of a resumed run, which begin with
 # what its checkpoint has, are bit-identical.
 
-MOST_UNREAD = 100  # steps whose metrics stay on the device until they are added up
+MAX_UNREAD_STEPS = 100  # steps whose metrics stay on the device until they are added up
 
 
 def new_window(sums):
@@ -748,7 +753,7 @@ def new_window(sums):
     return {"sums": sums, "steps": []}
 
 
-def as_texts(sums):
+def sums_to_json(sums):
     """{name: (sum, count)} for JSON. Each number of a sum is a text with all its digits, since JSON
     has no NaN and no infinity.
     """
@@ -756,24 +761,24 @@ def as_texts(sums):
             for name, (total, count) in sums.items()}
 
 
-def sums_of(metrics):
+def metric_sums(metrics):
     """{name: (sum, count)} of one step's metrics, which train_step gives as means and counts."""
     counts = metrics.get("counts", {})  # a train_step that a hook replaced may give none
     return {name: (np.float64(metrics[name]) * (count or 1), float(count))
             for name, count in counts.items()}
 
 
-def add_up(window, last_step):
+def add_to_window(window, last_step):
     """Add the metrics of the steps up to last_step to the window's sums."""
     read = jax.device_get([metrics for step, metrics in window["steps"] if step <= last_step])
     window["steps"] = [(step, metrics) for step, metrics in window["steps"] if step > last_step]
     for metrics in read:
-        for name, (total, count) in sums_of(metrics).items():
+        for name, (total, count) in metric_sums(metrics).items():
             total_before, count_before = window["sums"].get(name, (0.0, 0.0))
             window["sums"][name] = total_before + total, count_before + count
 
 
-def means_of(sums):
+def metric_means(sums):
     """{name: mean} of {name: (sum, count)}, and "n_labels", the loss's count. A sum whose count is
     0 is its own value; but without any label, a number that has count 0 has no value: NaN.
     """
@@ -792,7 +797,7 @@ def means_of(sums):
 
 
 @contextlib.contextmanager
-def screen_may_close():
+def ignore_stdout_errors():
     """Print, and flush. What a terminal that was closed, a broken pipe or a full disk does not take
     ends no run.
     """
@@ -806,8 +811,8 @@ def screen_may_close():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-@screen_may_close()
-def say(*words):
+@ignore_stdout_errors()
+def print0(*words):
     """Print on process 0, above the progress bar if there is one."""
     if is_main():
         tqdm.write(" ".join(map(str, words)), file=sys.stdout)
@@ -833,35 +838,39 @@ def jsonl(cfg):
             try:
                 file.write(ckpt.json_line({"event": event} | row) + "\n")
             except OSError as e:  # what was not written is kept, and written with the next row
-                say(f"{path}: {e}; make room: rows are kept until then")
+                print0(f"{path}: {e}; make room: rows are kept until then")
 
     return observe
 
 
 # How the screen shows a value, where a row has it.
-WORDS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "{}",
+METRIC_FORMATS = {"step": "step {:>6}", "loss": "loss {:.4f}", "lr": "lr {:.2e}", "fault": "{}",
          "val_loss": "held-out loss {:.4f}", "val_acc": "accuracy {:.3f}",
          "val_bits_per_byte": "{:.3f} bits/byte", "val_step": "of step {}"}
-QUIET = "val_loss val_objective val_ppl val_z val_n_labels".split()  # those not shown
+HIDDEN_METRICS = "val_loss val_objective val_ppl val_z val_n_labels".split()  # those not shown
 
 
-def in_words(row, names, between="  "):
-    return between.join(WORDS.get(name, name.removeprefix("val_") + " {:.4g}").format(row[name])
-                        for name in names.split() if name in row)
+def format_metrics(row, names, between="  "):
+    texts = []
+    for name in names.split():
+        if name in row:
+            default = name.removeprefix("val_") + " {:.4g}"
+            texts.append(METRIC_FORMATS.get(name, default).format(row[name]))
+    return between.join(texts)
 
 
-def screen(cfg):
+def console(cfg):
     """A progress bar; where there is no terminal, plain lines."""
     bar, unit = tqdm(disable=True), ""
     others = {"reload": "loaded again: {names}", "out_of_data": "waiting for data",
               "export": "exported to {cfg.export}"}
 
-    @screen_may_close()
+    @ignore_stdout_errors()
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
             total, unit = row["memory_bytes_per_device"]["total"] / 2**20, row["unit"]
-            say(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
+            print0(f"compiled in {row['compile_s']:.1f} s, {total:,.0f} MiB a device; from "
                 f"{row['origin']}, at step {row['step']}")
             bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
@@ -869,61 +878,62 @@ def screen(cfg):
             bar.update()
         elif event == "log":
             rate = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
-            bar.set_postfix_str(f"{in_words(row, 'loss')}  {rate}", refresh=False)
+            bar.set_postfix_str(f"{format_metrics(row, 'loss')}  {rate}", refresh=False)
             if bar.disable:
-                loss = "no label" if row.get("n_labels") == 0 else in_words(row, "loss")
-                say(f"{in_words(row, 'step')}  {loss}  {in_words(row, 'lr')}  {rate}  "
+                loss = "no label" if row.get("n_labels") == 0 else format_metrics(row, "loss")
+                print0(f"{format_metrics(row, 'step')}  {loss}  {format_metrics(row, 'lr')}  "
+                       f"{rate}  "
                     f"data wait {1000 * row['data_wait_s']:.1f} ms")
         elif event == "eval":
             own = [x for x in numbers(row)
-                   if x.startswith("val_") and x not in QUIET and "/" not in x]
-            say(in_words(row, " ".join(["step", "val_loss", *own])))
+                   if x.startswith("val_") and x not in HIDDEN_METRICS and "/" not in x]
+            print0(format_metrics(row, " ".join(["step", "val_loss", *own])))
             for source in (name for name in row if name.startswith("val_loss/")):
-                say(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
+                print0(f"{'':11}  held-out loss {row[source]:.4f} of {source[9:]}")
         elif event == "sample":
-            show_texts(row["texts"])
+            print_samples(row["texts"])
         elif event in others:
             names = ", ".join(row.get("names", ()))
-            say(f"{in_words(row, 'step')}  {others[event].format(cfg=cfg, names=names)}")
+            print0(f"{format_metrics(row, 'step')}  {others[event].format(cfg=cfg, names=names)}")
         if "fault" in row:
-            say(in_words(row, "step fault"))
+            print0(format_metrics(row, "step fault"))
         if event in ("end", "error"):
             bar.close()
         if event == "end":
-            show_end(cfg, row)
+            print_summary(cfg, row)
 
     return observe
 
 
-def show_end(cfg, row):
+def print_summary(cfg, row):
     total = sum(row["time_s"].values())  # of all starts
-    say("".join(f"{what:>8}" for what in row["time_s"]) + "  all starts")
-    say("".join(f"{s / total:8.1%}" for s in row["time_s"].values()) + f"  {total:,.0f} s")
-    say(", ".join(filter(None, (
-        f"step {row['step']}", in_words(row, "val_loss val_bits_per_byte val_step", ", "),
-        "loss" in row and f"training {in_words(row, 'loss')}"))))
+    print0("".join(f"{what:>8}" for what in row["time_s"]) + "  all starts")
+    print0("".join(f"{s / total:8.1%}" for s in row["time_s"].values()) + f"  {total:,.0f} s")
+    print0(", ".join(filter(None, (
+        f"step {row['step']}", format_metrics(row, "val_loss val_bits_per_byte val_step", ", "),
+        "loss" in row and f"training {format_metrics(row, 'loss')}"))))
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     saved = f", saved in {root}" if row["checkpoint"] else ""
     done = row["reason"] == ALL_DONE.format(row["step"])
-    say(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
+    print0(f"{'done' if done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
     if not row["exit_code"] and not done:
         flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
-        say(f"the same command{flag} goes on from here{limit}")
+        print0(f"the same command{flag} goes on from here{limit}")
 
 
-def show_texts(texts):
+def print_samples(texts):
     for text in texts:  # control characters as escapes: a terminal would obey them
         text = "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
-        say(f"{' sample '.center(24, '-')}\n{text}")
+        print0(f"{' sample '.center(24, '-')}\n{text}")
     if texts:
-        say("-" * 24)
+        print0("-" * 24)
 
 
-def tracing(cfg):
+def profiler(cfg):
     """Trace updates first:last of cfg.profile into out_dir/profile."""
     first, last = config.profile_span(cfg)
-    return steplib.tracing(first, last, Path(cfg.out_dir) / "profile", say)
+    return steplib.profiler(first, last, Path(cfg.out_dir) / "profile", print0)
 
 
 def plot(cfg):
@@ -999,7 +1009,7 @@ def tensorboard(cfg):
     return observe
 
 
-OBSERVERS = (jsonl, tracing, screen)
+OBSERVERS = (jsonl, profiler, console)
 TRACKERS = {"wandb": wandb, "tensorboard": tensorboard}  # of --track
 TRACKER_S, QUEUE_ROWS = 60, 10_000  # how long the end of a run waits for one; rows not yet taken
 
@@ -1008,7 +1018,7 @@ def make_observers(cfg):
     """[(name, observer)] of this run."""
     trackers = {"plot": plot} | {name: TRACKERS[name] for name in cfg.track}
     return [*((getattr(make, "__name__", str(make)), make(cfg)) for make in OBSERVERS),
-            *((name, in_thread(name, make, cfg)) for name, make in trackers.items())]
+            *((name, run_in_thread(name, make, cfg)) for name, make in trackers.items())]
 
 
 def notify(observers, event, row):
@@ -1025,11 +1035,11 @@ def notify(observers, event, row):
             observers[:] = [other for other in observers if other is not observer]
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
             lost = "; metrics.jsonl is no longer written" if name == "jsonl" else ""
-            say(f"observer {name}: at the event {event}: {words}; it is removed, and the run "
+            print0(f"observer {name}: at the event {event}: {words}; it is removed, and the run "
                 f"continues{lost}")
 
 
-def in_thread(name, make, cfg):
+def run_in_thread(name, make, cfg):
     """The observer make(cfg), in a thread of its own, so that the run neither waits for it nor ends
     with it: one that raises is told and dropped, one that hangs is left behind at the end.
     """
@@ -1042,7 +1052,7 @@ def in_thread(name, make, cfg):
                 event, row = rows.get()
                 observe(event, row)
         except Exception as e:
-            say(f"{name}: {type(e).__name__}: {e}; it is dropped, and the run goes on")
+            print0(f"{name}: {type(e).__name__}: {e}; it is dropped, and the run goes on")
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -1055,14 +1065,14 @@ def in_thread(name, make, cfg):
         if event in ("end", "error"):
             thread.join(TRACKER_S)
             if thread.is_alive():
-                say(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
+                print0(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
 
     return observe
 
 
 # What a run reports of itself.
 
-def headline(run):
+def run_summary(run):
     """What would run, and on what."""
     cfg, mesh, task, (unit, size) = run["cfg"], run["mesh"], run["task"], run["task"]["unit"]
     sizes = [(math.prod(row["shape"]), row.get("trained", True)) for row in run["table"].values()]
@@ -1074,7 +1084,7 @@ def headline(run):
             f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
 
 
-def describe(run, meta, sources):
+def describe_run(run, meta, sources):
     """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint it
     goes on from, or {}. sources: of its parameters.
     """
@@ -1112,8 +1122,8 @@ def rates(run, step, clock, means):
         "epoch": step * cfg.batch_size / run["train"]["n"],  # examples seen / examples there are
         "step_s": (step_s + data_s) / n,  # wall time of an update, with its wait for data
         "data_wait_s": data_s / n,  # seconds in which the device had no batch
-        "goodput": clock["step"] / sum(clock[what] for what in SPENT),  # of wall time, all starts
-        "time_s": {what: clock[what] for what in SPENT},  # seconds, all starts
+        "goodput": clock["step"] / sum(clock[what] for what in TIME_BUCKETS),  # of all starts
+        "time_s": {what: clock[what] for what in TIME_BUCKETS},  # seconds, all starts
         "memory_peak_bytes": memory["peak_bytes_in_use"] if memory else
         1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if run["task"]["flops"]:
@@ -1137,28 +1147,28 @@ def load_hooks(texts):
             found[path] = runpy.run_path(path) if Path(path).is_file() else {}
         functions = [key for key, f in found[path].items() if callable(f) and key[:2] != "__"]
         if name not in functions:
-            why = (f"it has no {name!r} ({config.nearest(name, functions)})" if functions else
+            why = (f"it has no {name!r} ({config.did_you_mean(name, functions)})" if functions else
                    f"{path!r} is no file with functions")
             raise ValueError(f"hooks {text!r}: must be file.py:function; {why}")
         hooks.append(found[path][name])
     return hooks
 
 
-def keep_programs(cfg):
+def enable_compilation_cache(cfg):
     """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
     a notice.
     """
     try:
-        steplib.keep_programs(cfg.cache_dir)
+        steplib.enable_compilation_cache(cfg.cache_dir)
     except OSError as e:
         fault = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
         if cfg.cache_dir != config.Config.cache_dir:
             raise ValueError(f"{fault}; choose another, or '' for none") from None
-        say(f"{fault}; compiled programs are not kept between runs")
-        steplib.keep_programs("")
+        print0(f"{fault}; compiled programs are not kept between runs")
+        steplib.enable_compilation_cache("")
 
 
-def choose_start(run, state, params, meta):
+def initial_state(run, state, params, meta):
     """(origin in words, sources of parameters in words, programs -> first state): given state,
     given parameters, own checkpoint of `meta`, init_from, fresh; the first that there is. What an
     own checkpoint left out is as the run's first start had it.
@@ -1178,7 +1188,8 @@ def choose_start(run, state, params, meta):
     if meta:
         then = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
         now = {"data": run["train"]["fingerprint"]} | ({"init_from": told} if missing else {})
-        config.raise_all([f"{name} was {then[name]}, is {now[name]}: bring it back, or go on with "
+        config.raise_if_errors([
+            f"{name} was {then[name]}, is {now[name]}: bring it back, or go on with "
                           f"--allow_change {name}" for name in now
                           if then[name] != now[name] and name not in cfg.allow_change],
                          f"{cfg.out_dir} holds a run from other data or parameters")
@@ -1191,7 +1202,7 @@ def choose_start(run, state, params, meta):
         if not meta:
             return first
         root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-        return ckpt.load_own(cfg.out_dir, root, like, missing, first, say)[1]
+        return ckpt.restore_run(cfg.out_dir, root, like, missing, first, print0)[1]
 
     origin = "its own checkpoint" if meta else ", ".join(told) or "a fresh initialization"
     return origin, told or meta.get("sources", []), first_state
@@ -1219,7 +1230,7 @@ def place_params(params, like):
         raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
                          "{name: array}")
     params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
-    errors = [f"{name}: this model has no such parameter ({config.nearest(name, like)})"
+    errors = [f"{name}: this model has no such parameter ({config.did_you_mean(name, like)})"
               for name in params if name not in like]
     for name, x in like.items():
         if name not in params:
@@ -1228,7 +1239,7 @@ def place_params(params, like):
             errors.append(f"{name}: has shape {np.shape(params[name])}, must have {x.shape}")
         elif not jax.numpy.issubdtype(params[name].dtype, np.floating):
             errors.append(f"{name}: has dtype {params[name].dtype}, must be a float")
-    config.raise_all(errors, "the given parameters")
+    config.raise_if_errors(errors, "the given parameters")
     return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
             for name, x in like.items()}
 
@@ -1245,7 +1256,7 @@ def find_parameters(run, meta):
         return missing, []
     sources = open_sources(run, missing)
     if sources or meta:
-        ckpt.log_sources(sources, missing, table, say)
+        ckpt.log_sources(sources, missing, table, print0)
     return missing, sources
 
 
@@ -1256,20 +1267,22 @@ def open_sources(run, wanted=None):
         cfg.init_from, {name: row["shape"] for name, row in table.items()},
         open_weights=lambda path: task["weights"](path, cfg),
         expected_names=lambda saved: task["init_names"](cfg, table, saved),
-        find_mismatches=lambda meta: config.other_model(meta.get("config", {}), vars(cfg)),
-        wanted=wanted, log=say)
+        find_mismatches=lambda meta: config.architecture_mismatch(
+            meta.get("config", {}), vars(cfg)),
+        wanted=wanted, log=print0)
 
 
 # Weights in Hugging Face's format.
 
-def adopt_hf(cfg):
+def config_from_hf(cfg):
     """cfg with the shape of the model and the tokenizer that a Hugging Face folder in init_from
     has. Raises ValueError for fields that were set to something else.
     """
     for path in (ckpt.parse_source(text)["path"] for text in cfg.init_from):
         if hf := ckpt.read_hf_config(path):
             fields = model.hf_fields(hf)
-            config.raise_all([config.fault(cfg, name, f"is {value!r} there; leave it out")
+            config.raise_if_errors([
+                config.field_error(cfg, name, f"is {value!r} there; leave it out")
                               for name, value in fields.items()
                               if getattr(cfg, name) not in (value, getattr(type(cfg)(), name))],
                              f"init_from {path}")
@@ -1293,7 +1306,7 @@ def open_hf(path, cfg):
     return {"names": dict.fromkeys(pieces), "read": read}
 
 
-KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # of init_from
+HF_PASSTHROUGH = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_hf(cfg, params):
@@ -1318,14 +1331,14 @@ def export_hf(cfg, params):
         about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
                   "eos_token_id": tokenizer["end"]}
         saved = ckpt.read_hf_config(base) if base else {}
-        about |= {name: saved[name] for name in KEPT if name in saved}
+        about |= {name: saved[name] for name in HF_PASSTHROUGH if name in saved}
 
     def add_files(folder):
         name = "adapter_config.json" if apart else "config.json"
         (folder / name).write_text(json.dumps(about, indent=1))
         has_tokenizer = data.copy_tokenizer(cfg.tokenizer, folder)
         if not has_tokenizer:
-            say(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging "
+            print0(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is none of Hugging "
                 "Face's")
 
     tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
@@ -1333,7 +1346,7 @@ def export_hf(cfg, params):
     ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
 
 
-def reload(run, state, step):
+def reload_params(run, state, step):
     """state with the newest parameters of the dynamic sources; step and moments stay. A source that
     cannot be read is told, and training goes on.
     """
@@ -1351,21 +1364,21 @@ def is_finished(cfg, step):
     """Whether nothing is left to do at `step`, and if so, say how to go further: it is past
     cfg.steps, or reached it and logged its end.
     """
-    last = ckpt.from_main(lambda: (ckpt.read_log(cfg.out_dir) or [{"event": ""}])[-1])
+    last = ckpt.broadcast_from_main(lambda: (ckpt.read_log(cfg.out_dir) or [{"event": ""}])[-1])
     ended = last["event"] == "end" and last["reason"] == ALL_DONE.format(step)
     if step < cfg.steps or (step == cfg.steps and not ended):
         return False
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    say(f"{cfg.out_dir} is finished, at step {step}. To go further: {further}. To start afresh: "
+    print0(f"{cfg.out_dir} is finished, at step {step}. To go further: {further}. To start afresh: "
         "--resume overwrite, or another --out_dir. To export it: --mode export.")
     return True
 
 
-def prepare_data(cfg, task, hooks=()):
+def tokenize_data(cfg, task, hooks=()):
     """Tokenize what is not and say what there is, touching no device; the summary."""
     cfg = (TASK_DEFAULTS | task)["adopt"](cfg)
     config.validate(cfg, None)
-    tell_data(open_data(task, cfg, ("train", "val")), print)
+    print_data_summary(open_data(task, cfg, ("train", "val")), print)
     return {"step": 0, "reason": "data", "exit_code": 0}
 
 
@@ -1373,9 +1386,9 @@ def prepare_data(cfg, task, hooks=()):
 
 def plan(cfg, task=TEXT, hooks=()):
     """Print what a run would take, allocating nothing; the summary."""
-    run = prepare(cfg, task) | {"hooks": hooks}
+    run = setup_run(cfg, task) | {"hooks": hooks}
     cost = estimate(run, measure=True)
-    show_estimate(run, cost)
+    print_estimate(run, cost)
     return {"step": 0, "reason": "plan", "exit_code": int(not cost["fits"])} | cost
 
 
@@ -1389,9 +1402,9 @@ def estimate(run, measure=False):
         n = run["task"]["unit"][1](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     try:
-        with steplib.explain_memory(partial(suggest, run, measure)):
+        with steplib.explain_oom(partial(suggest_memory_flags, run, measure)):
             cost |= count_programs(run)
-        with steplib.explain_memory(partial(suggest, run | {"counted": cost}, measure)):
+        with steplib.explain_oom(partial(suggest_memory_flags, run | {"counted": cost}, measure)):
             steplib.check_peaks(cost, mesh)
     except ValueError as e:
         cost["fault"] = str(e)
@@ -1405,7 +1418,7 @@ def count_programs(run, added=None, options=None):
     cfg = run["cfg"]
     training = cfg.mode in ("train", "plan")
     has_validation = bool(cfg.val_data or cfg.val_frac)
-    state, lower, _ = steplib.lower_steps(*program_parts(run))
+    state, lower, _ = steplib.lower_steps(*step_args(run))
     programs = {}
     if training:
         programs["update"] = lower["train_step"]()
@@ -1427,7 +1440,7 @@ def task_programs(run, params):
         with jax.set_mesh(run["mesh"]):
             found = task["programs"](params, cfg)
     except Exception as e:  # as in a preview
-        say(f"not counted: {', '.join(wanted)}: {type(e).__name__}: {e}")
+        print0(f"not counted: {', '.join(wanted)}: {type(e).__name__}: {e}")
         return {}
     return {what: found[what] for what in wanted
             if what in found and (what != "sampling" or task["preview"])}
@@ -1459,22 +1472,22 @@ def largest_tensor(params, cfg):
     return changed, jax.lax.with_sharding_constraint(tensor, jax.sharding.PartitionSpec())
 
 
-def show_estimate(run, cost):
-    say(headline(run) + "; for each device:")
+def print_estimate(run, cost):
+    print0(run_summary(run) + "; for each device:")
     for what, amount in cost["flop"].items():
-        say(f"  {amount / 1e12:10,.4g} TFLOP  {what}")
+        print0(f"  {amount / 1e12:10,.4g} TFLOP  {what}")
     for kind, n_bytes in cost["memory"].items():
         if kind != "total":
-            say(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
+            print0(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
     for what, n_bytes in cost["peaks"].items():
         name = steplib.PROGRAM_NAMES.get(what, what)
-        say(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {name}")
+        print0(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {name}")
     limit = steplib.memory_limit(run["mesh"])
-    say(cost.get("fault") or (f"fits in {limit / 2**30:,.4g} GiB" if limit else
+    print0(cost.get("fault") or (f"fits in {limit / 2**30:,.4g} GiB" if limit else
                               "whether it fits is not known, as this device's memory is not"))
 
 
-def suggest(run, measure=True):
+def suggest_memory_flags(run, measure=True):
     """Advice on how to make a run fit, the flags that cost the least time first. measure: find out
     which flags are enough, by compiling.
     """
@@ -1483,7 +1496,7 @@ def suggest(run, measure=True):
     flags = steplib.memory_flags(cfg, mesh, savers)
     if not measure:
         return ", ".join([*flags, steplib.MORE_DEVICES])
-    say("too little memory: compiling what would need less ...")
+    print0("too little memory: compiling what would need less ...")
     if cfg.mode == "sample":
         return f"fewer --n_samples or --sample_tokens, or {steplib.MORE_DEVICES}"
 
@@ -1494,7 +1507,7 @@ def suggest(run, measure=True):
     if "sampling" in counted["peaks"]:
         flags.append("--sample_tokens 0")
     count = partial(peaks_with, run, counted["added"])
-    return steplib.savings(cfg, mesh, flags, counted["peaks"], count)
+    return steplib.suggest_memory_flags(cfg, mesh, flags, counted["peaks"], count)
 
 
 def peaks_with(run, added, changes):
@@ -1505,7 +1518,7 @@ def peaks_with(run, added, changes):
     added = {what: n for what, n in added.items() if what != "sampling" or cfg.sample_tokens}
     devices = [*run["mesh"].devices.flat]
     try:
-        changed = prepare(cfg, run["task"], devices) | {"hooks": run.get("hooks", ())}
+        changed = setup_run(cfg, run["task"], devices) | {"hooks": run.get("hooks", ())}
     except ValueError:  # the change is not legal
         return {}
     options = steplib.quick_options(devices[0])
@@ -1526,9 +1539,9 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     if given is None:
         meta = ckpt.newest_run_meta(root, "" if cfg.init_from else f"mode {cfg.mode}")[1]
-    run = prepare(cfg, task) | {"hooks": hooks}
+    run = setup_run(cfg, task) | {"hooks": hooks}
     cfg, task = run["cfg"], run["task"]
-    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), root)
+    config.raise_if_errors(config.architecture_mismatch(meta.get("config", {}), vars(cfg)), root)
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
@@ -1538,8 +1551,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         run |= open_data(task, cfg, ("val",))
         if not run["val"]:
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves nothing; set --val_data")
-    like, *_ = steplib.lower_steps(*program_parts(run))
-    with steplib.explain_memory(partial(suggest, run)):
+    like, *_ = steplib.lower_steps(*step_args(run))
+    with steplib.explain_oom(partial(suggest_memory_flags, run)):
         cost = count_programs(run)
         steplib.check_peaks(cost, run["mesh"])
     if given is not None:
@@ -1548,17 +1561,17 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     else:
         _, sources = find_parameters(run, meta)
         step, params = ckpt.load_saved(
-            cfg.out_dir, root, meta, sources, cfg.init_from, like["params"], say)
+            cfg.out_dir, root, meta, sources, cfg.init_from, like["params"], print0)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)
-        say(ckpt.json_line(summary))
+        print0(ckpt.json_line(summary))
     elif cfg.mode == "export":
         task["export"](cfg, params)
-        say(f"exported step {step} to {cfg.export}")
+        print0(f"exported step {step} to {cfg.export}")
     else:
         summary["texts"] = sample_texts(run, params, 0)
-        show_texts(summary["texts"])
+        print_samples(summary["texts"])
     return summary
 
 
@@ -1582,7 +1595,7 @@ def catch_signals():
         while number := os.read(reader, 1):
             name = signal.Signals(number[0]).name
             if number[0] in numbers and caught and time.monotonic() - noted > 1:
-                with screen_may_close():
+                with ignore_stdout_errors():
                     os.write(2, f"\n{name} again: ending at once\n".encode())
                 os._exit(128 + number[0])
             if number[0] not in numbers or caught:
@@ -1590,7 +1603,7 @@ def catch_signals():
             noted = time.monotonic()
             caught.append(name)
             if in_loop.is_set():
-                with screen_may_close():
+                with ignore_stdout_errors():
                     os.write(2, f"\n{name}: finishing the step and saving; again to end at once\n"
                              .encode())
                 continue
@@ -1616,12 +1629,12 @@ def catch_signals():
         yield caught, in_loop
 
 
-def interrupted(signals):
+def save_only(signals):
     """Whether to save and leave out what else is due. Several processes must first agree on it."""
     return jax.process_count() == 1 and bool(signals)
 
 
-def ask(run, step, asked, signals, clock):
+def poll_stop_requests(run, step, asked, signals, clock):
     """What asks for a stop from outside: {"signal": name or None, "file": whether out_dir/stop is
     there, "second": since the start, "wishes": of hooks}, and the step. Several processes ask each
     other, at multiples of log_every; between, it is as before.
@@ -1641,34 +1654,34 @@ def ask(run, step, asked, signals, clock):
             "signal": signal.Signals(int(number)).name if number else None}
 
 
-def why_stop_waiting(run, step, asked, latest, signals, clock):
+def stop_while_waiting(run, step, asked, latest, signals, clock):
     """why_stop while there is no data; several processes, which cannot agree then, go on waiting.
     """
     run["beat"](doing="waiting for data", step=step)
-    return jax.process_count() == 1 and why_stop(
-        run, step, ask(run, None, asked, signals, clock), latest)
+    return jax.process_count() == 1 and stop_reason(
+        run, step, poll_stop_requests(run, None, asked, signals, clock), latest)
 
 
 # Other processes.
 
-def join_processes(cfg):
+def init_distributed(cfg):
     """Meet the other processes, before anything touches a device. Raises ValueError in all of them
     when one has another config than process 0.
     """
     if not cfg.coordinator:
         return
     config.validate(cfg, None)
-    steplib.join_processes(cfg.coordinator, cfg.n_processes, cfg.process_id)
+    steplib.init_distributed(cfg.coordinator, cfg.n_processes, cfg.process_id)
     alike = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", token_cache="")
     mine = json.loads(config.to_json(alike))
-    others = ckpt.from_main(lambda: mine)
+    others = ckpt.broadcast_from_main(lambda: mine)
     faults = [f"{name} is {mine[name]!r} in process {jax.process_index()}, {others[name]!r} in 0"
               for name in mine if mine[name] != others[name]]
     if multihost_utils.process_allgather(np.array(bool(faults))).any():
-        config.raise_all(faults or ["another process was given other flags than process 0"])
+        config.raise_if_errors(faults or ["another process was given other flags than process 0"])
 
 
-def end_observed(run, observers, error):
+def report_crash(run, observers, error):
     """Tell observers and the other processes of an exception that ends the run."""
     of_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
     if jax.process_count() > 1 and of_jax:
@@ -1679,15 +1692,15 @@ def end_observed(run, observers, error):
     run["beat"](fault=words.splitlines()[0][:500])
 
 
-def watch_peers(cfg, observers):
+def start_heartbeat(cfg, observers):
     """Start the heartbeats of this run, in out_dir/.alive. Observers get a death as an "error".
     """
-    token = ckpt.from_main(lambda: os.urandom(4).hex())
+    token = ckpt.broadcast_from_main(lambda: os.urandom(4).hex())
 
     def on_death(text):
         notify(observers, "error", {"error": text})
 
-    return steplib.watch_peers(Path(cfg.out_dir, ".alive"), token, cfg.peer_timeout_s, on_death)
+    return steplib.start_heartbeat(Path(cfg.out_dir, ".alive"), token, cfg.peer_timeout_s, on_death)
 
 
 # The command line.
@@ -1701,7 +1714,7 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     try:
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
-        ours = isinstance(e, PermissionError) or (isinstance(e, ValueError) and raised_by_us(e))
+        ours = isinstance(e, PermissionError) or (isinstance(e, ValueError) and is_user_error(e))
         if not ours and not jax.distributed.is_initialized():
             raise
         print(f"error: {e}" if ours else traceback.format_exc(), file=sys.stderr, flush=True)
@@ -1710,12 +1723,12 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
             os._exit(2 if ours else 1)
         return 2
     except KeyboardInterrupt as e:  # before the first step, or in a mode that trains nothing
-        with screen_may_close():
+        with ignore_stdout_errors():
             print(f"{str(e) or 'SIGINT'}: ended; nothing to save", file=sys.stderr)
         os._exit(0 if e.args else 128 + signal.SIGINT)  # not waiting for a compilation to end
 
 
-def raised_by_us(error):
+def is_user_error(error):
     """Whether a `raise` statement of the six files raised it, and not, say, `k, v = f()`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = (__file__, *(module.__file__ for module in (config, model, steplib, data, ckpt)))

@@ -316,8 +316,8 @@ def loop_bare(n=20_000):
     import jax
 
     import train
-    run = train.prepare(train.config.Config(batch_size=1), one_parameter())
-    programs = train.steplib.compile_steps(*train.program_parts(run))
+    run = train.setup_run(train.config.Config(batch_size=1), one_parameter())
+    programs = train.steplib.compile_steps(*train.step_args(run))
     state, flag = programs["init"](jax.random.key(0)), True
     batch = {name: jax.device_put(x, run["batch"][name].sharding)
              for name, x in run["task"]["open"](None, ())["train"]["batch"](0, range(1)).items()}
@@ -648,7 +648,7 @@ def prepare_ours(tokenizer):
     tok, path = data.make_tokenizer(tokenizer), text_file()
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        data.prepare([path], tok, folder)
+        data.tokenize_files([path], tok, folder)
         return path.stat().st_size / (time.perf_counter() - began) / 1e6
 
 
@@ -765,8 +765,8 @@ def clicks_ours(rows=10**6):
 
     import train
     cfg = click_config(int(rows))
-    run = train.prepare(cfg, clicks.TASK)
-    programs = train.steplib.compile_steps(*train.program_parts(run))
+    run = train.setup_run(cfg, clicks.TASK)
+    programs = train.steplib.compile_steps(*train.step_args(run))
     state = programs["init"](jax.random.key(0))
     batches = itertools.cycle(click_batches(cfg))
 

@@ -84,7 +84,7 @@ def save_as_one_of_four(root, n, port, rank, out):
         os.dup2(os.open(os.devnull, os.O_WRONLY), words)
     jax.distributed.initialize(f"127.0.0.1:{port}", 4, rank)
     rows = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P("x"))
-    ckpt.from_main(lambda: None)  # so that all have begun
+    ckpt.broadcast_from_main(lambda: None)  # so that all have begun
     save_for_ever(root, n, lambda n: tree_of(n) | {"big": jax.make_array_from_callback(
         (8, 2**13), rows, lambda index: tree_of(n)["big"][index])}, out)
 

@@ -59,7 +59,7 @@ NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
     plan_for: str = ""  # TPU slice or GPUs: v5p:8x8x8, h100:8x8 (8 hosts); empty: those at hand
-    plan_sweep: config.Whole = 0  # meshes to compile for and compare; 0: the one given
+    plan_sweep: config.NonNegInt = 0  # meshes to compile for and compare; 0: the one given
 
 
 def main(cfg, hooks=(), task=train.TEXT):
@@ -68,17 +68,17 @@ def main(cfg, hooks=(), task=train.TEXT):
     Raises ValueError for a mode other than training, and for whatever train.main would refuse.
     """
     if cfg.mode not in ("train", "plan"):
-        config.raise_all([f"mode {cfg.mode}: only training can be planned; leave out --mode"])
-    run = train.prepare(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
+        config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; leave out --mode"])
+    run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
     if cfg.plan_sweep:
         return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
-    train.show_estimate(run, cost)
+    train.print_estimate(run, cost)
     for (kind, axes), (count, n_bytes) in cost["collectives"].items():
-        train.say(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
+        train.print0(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
     if "seconds" in cost:
         words = ", ".join(f"{what} {s:.4g} s" for what, s in cost["seconds"].items())
-        train.say(f"at full rates: {words}\na step: about {cost['step_s']:.4g} s, MFU "
+        train.print0(f"at full rates: {words}\na step: about {cost['step_s']:.4g} s, MFU "
                   f"{cost['mfu']:.1%}")
     return cost | {"exit_code": int(not cost["fits"])}
 
@@ -89,7 +89,7 @@ def planned_devices(cfg):
     Raises ValueError without their compiler, or for names and shapes that there are not.
     """
     def refuse(words):
-        config.raise_all([config.fault(cfg, "plan_for", words)])
+        config.raise_if_errors([config.field_error(cfg, "plan_for", words)])
 
     name, _, shape = cfg.plan_for.partition(":")
     package, extra = ("jax_cuda12_plugin", "cuda12") if name in GPUS else ("libtpu", "tpu")
@@ -208,19 +208,19 @@ def sweep(run, n_meshes):
             if not steplib.check_shapes(run["table"], mesh):
                 too_large = state_bytes > (memory_gib or math.inf) * 2**30
                 candidates.append((too_large, sum(sent.values()), state_bytes, sizes, other))
-    train.say(train.headline(run) + f"; legal meshes: {len(candidates)}")
+    train.print0(train.run_summary(run) + f"; legal meshes: {len(candidates)}")
     for *_, sizes, other in sorted(candidates, key=lambda c: c[:3])[:n_meshes]:
-        cost = measure(train.prepare(other, run["task"], devices))
+        cost = measure(train.setup_run(other, run["task"], devices))
         # Bytes where no rate is known.
         rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), sizes, cost))
     rows.sort(key=lambda row: row[:2])
     mesh_words = "  ".join(["{:>4}"] * len(axes))
-    train.say(mesh_words.format(*axes)
+    train.print0(mesh_words.format(*axes)
               + "      GiB  sent GiB  step s")
     for too_large, _, sizes, cost in rows:
         total, sent = cost["memory"].get("total", math.nan), cost["sent_bytes"]
         times = f"  {cost['step_s']:.4g}" if "step_s" in cost else ""
-        train.say(f"{mesh_words.format(*sizes)}  {total / 2**30:7.4g}  {sent / 2**30:8.4g}"
+        train.print0(f"{mesh_words.format(*sizes)}  {total / 2**30:7.4g}  {sent / 2**30:8.4g}"
                   + ("  does not fit" if too_large else times))
     return rows
 

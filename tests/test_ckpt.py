@@ -155,9 +155,9 @@ def test_large_arrays_are_cut_into_files_of_chunks(tmp_path, monkeypatch):
 
     Break: ckpt.py: part[max(even, key=lambda i: part[i])] //= 2 => break
     """
-    assert ckpt._halved((4096, 8192), 2**22) == [2048, 2048]
-    assert ckpt._halved((), 1) == [] and ckpt._halved((0, 3), 1) == [1, 3]
-    assert ckpt._halved((7, 10**8), 2**22)[0] == 7
+    assert ckpt._chunk_shape((4096, 8192), 2**22) == [2048, 2048]
+    assert ckpt._chunk_shape((), 1) == [] and ckpt._chunk_shape((0, 3), 1) == [1, 3]
+    assert ckpt._chunk_shape((7, 10**8), 2**22)[0] == 7
     monkeypatch.setattr(ckpt, "FILE_BYTES", 2**17)
     monkeypatch.setattr(ckpt, "CHUNK_BYTES", 2**16)
     x = np.arange(2**16, dtype=np.float32).reshape(2**6, -1)
@@ -171,11 +171,11 @@ def test_large_arrays_are_cut_into_files_of_chunks(tmp_path, monkeypatch):
 def test_files_cover_an_array_once():
     """Each element is in one file, in two and three dims, also where the cuts are not even.
 
-    Break: ckpt.py: for others in _files(shape[1:], file[1:])) => for others in [()])
+    Break: ckpt.py: for others in _file_slices(shape[1:], file[1:])) => for others in [()])
     """
     for shape, file in (((4, 6), (2, 3)), ((5, 3, 4), (2, 3, 3)), ((), ()), ((7,), (3,))):
         seen = np.zeros(shape, int)
-        for index in (indices := list(ckpt._files(shape, file))):
+        for index in (indices := list(ckpt._file_slices(shape, file))):
             assert len(index) == len(shape)
             assert all(part.stop <= n for part, n in zip(index, shape, strict=True))
             seen[index] += 1
@@ -191,8 +191,8 @@ def test_a_folder_may_be_named_by_the_way_to_it(tmp_path, monkeypatch):
     """
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert ckpt.below("s3://a/b/?endpoint=x", "c") == "s3://a/b/c?endpoint=x"
-    assert ckpt.below("why?/", "c") == "why?/c"
+    assert ckpt.join_path("s3://a/b/?endpoint=x", "c") == "s3://a/b/c?endpoint=x"
+    assert ckpt.join_path("why?/", "c") == "why?/c"
     for root in ("run", "../run", tmp_path / "here" / ".." / "other", "why?"):
         save(root, 1)
         assert ckpt.restore(root, 1, {"a": np.zeros(3)})["a"].min() == 1
@@ -216,7 +216,7 @@ def test_each_part_of_an_array_is_written_once(monkeypatch):
     for s in x.addressable_shards]
     """
     monkeypatch.setattr(ckpt, "SMALL_BYTES", 64)
-    _, shards = ckpt._lay_out({"x": tree_on((2, 4), P("a"))["params"]["w"]})
+    _, shards = ckpt._plan_layout({"x": tree_on((2, 4), P("a"))["params"]["w"]})
     assert [part.shape for _, _, part in shards] == [(4, 16)] * 2
 
 
@@ -676,7 +676,7 @@ def test_verify_reads_the_parameters_saved_alone(tmp_path):
     """A run keeps them in weights, beside its own: a corrupted one is found, by the command too,
     and a folder of nothing else is no folder without a checkpoint.
 
-    Break: ckpt.py: for each in (root, below(root, "weights")) => for each in (root,)
+    Break: ckpt.py: for each in (root, join_path(root, "weights")) => for each in (root,)
     """
     save(tmp_path, 4)
     save(tmp_path / "weights", 2, 4)
@@ -1110,8 +1110,9 @@ def no_space(*_, **__):
 def bad():
     raise ValueError("only process 0 knows why")
 
-assert ckpt.from_main(lambda: {"rank": rank, "text": "x" * 99}) == {"rank": 0, "text": "x" * 99}
-assert fault(ckpt.from_main, bad) == "only process 0 knows why"
+row = ckpt.broadcast_from_main(lambda: {"rank": rank, "text": "x" * 99})
+assert row == {"rank": 0, "text": "x" * 99}
+assert fault(ckpt.broadcast_from_main, bad) == "only process 0 knows why"
 
 for again in range(2):  # the second time one of that step is replaced
     ckpt._commit = late if rank == 0 else commit
@@ -1165,8 +1166,8 @@ def test_with_two_processes_a_save_ends_when_process_0_has_committed(tmp_path):
     """Process 0 late; process 0 failing; process 1 failing; either not saving at all; process 1
     with an old listing; process 1 alone unable to read.
 
-    Break: ckpt.py: _await(store, data, lambda: [] if data.encode() => (lambda *_: 0)(
-    store, data, lambda: [] if data.encode()
+    Break: ckpt.py: store, data, lambda: [] if data.encode() => store, data, lambda: [] if True or
+    data.encode()
     """
     run_processes(2, PROCESS, tmp_path / "run")
     assert names_in(tmp_path / "run/000000001") == sorted(
@@ -1194,13 +1195,13 @@ whole = {WHOLE}
 if rank == 0:
     ckpt.clean(root)
     assert os.listdir(root) == ["000000001"]
-ckpt.from_main(lambda: None)
+ckpt.broadcast_from_main(lambda: None)
 step, tree = ckpt.restore_newest(root, {{"x": split(0 * whole, None, "x")}})
 assert step == 1 and right(tree, whole)
 found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
 print(sum(x["value"] for metric in found for x in metric["values"]))
 save(2)
-assert ckpt.from_main(lambda: ckpt.steps(root)) == [1, 2]
+assert ckpt.broadcast_from_main(lambda: ckpt.steps(root)) == [1, 2]
 """
 
 
@@ -1290,7 +1291,7 @@ def test_an_object_store_holds_checkpoints(store):
     for step in (3, 4, 5, 6):
         path = ckpt.wait(ckpt.save(root, step, tree, {"note": "x"}, max_to_keep=2, keep_period=3,
                                    temporary=step == 4, tell=told.append))
-        assert path == ckpt.below(root, f"{step:09d}")
+        assert path == ckpt.join_path(root, f"{step:09d}")
         assert equal(ckpt.restore_newest(root, tree)[1], tree)
     assert ckpt.steps(root) == [3, 5, 6] and ckpt.verify(root) == [] and not told, told
     assert ckpt.read_meta(root, 6)["note"] == "x"
@@ -1299,7 +1300,7 @@ def test_an_object_store_holds_checkpoints(store):
     ckpt._open(root, "000000006", data).write("big/c/0", None).result()
     found = ckpt.verify(root)
     assert len(found) == 1 and re.search("big/c/0.* is missing", found[0]), found
-    weights = ckpt.below(root, "weights")
+    weights = ckpt.join_path(root, "weights")
     ckpt.wait(ckpt.save(weights, 6, tree))
     data = ckpt.read_meta(weights, 6)["folder"]
     ckpt._open(weights, "000000006", data).write("big/c/0", None).result()
@@ -1375,7 +1376,7 @@ def test_a_bucket_has_one_writer(store, monkeypatch):
 
     Break: ckpt.py: if alive: => if False:
     """
-    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
     root, told = store.format("bucket").replace("some/run", "locked"), []
     spelled = root.replace("locked", "locked/")
     with ckpt.lock_bucket(root, "a", "process 1 on host, out_dir /a", told.append) as check:
@@ -1432,7 +1433,7 @@ def test_a_lock_left_behind_is_taken_at_once_by_its_owner_and_by_others_after_a_
     if holder == {"owner": owner, "about": about, "beat": 0}:
     """
     monkeypatch.setattr(ckpt, "STALE_S", 0.6)
-    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
     root, told = store.format("bucket").replace("some/run", "left"), []
     bucket = ckpt._open(root)
 
@@ -1445,7 +1446,8 @@ def test_a_lock_left_behind_is_taken_at_once_by_its_owner_and_by_others_after_a_
     assert told == [] and lock_in(root) == {}
     leave()
     with ckpt.lock_bucket(root, "b", "process 3", told.append):
-        assert told == [f"{ckpt.below(root, '.lock')} is held by process 1: waiting up to 0.6 s to "
+        lock = ckpt.join_path(root, ".lock")
+        assert told == [f"{lock} is held by process 1: waiting up to 0.6 s to "
                         "see whether it is alive"]
         assert lock_in(root)["owner"] == "b"
     for text in (b"{", b"[]", b"a word"):  # nothing that this program writes
@@ -1459,7 +1461,7 @@ def test_who_was_silent_for_too_long_hears_that_the_bucket_is_another_s(store, m
 
     Break: ckpt.py: if holder.get("owner") == owner or lost: => if True:
     """
-    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
     root, told = store.format("bucket").replace("some/run", "silent"), []
     with ckpt.lock_bucket(root, "a", "process 1", told.append) as check:
         wait_for(lambda: lock_in(root)["beat"])
@@ -1485,7 +1487,7 @@ def test_a_save_after_a_long_silence_looks_at_the_lock_itself(store, monkeypatch
     Break: ckpt.py: if not lost and time.monotonic() - beaten[-1] > STALE_S: => if False:
     """
     monkeypatch.setattr(ckpt, "STALE_S", 0.3)
-    monkeypatch.setattr(ckpt, "BEAT_S", 1000)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 1000)
     root = store.format("bucket").replace("some/run", "stopped")
     with ckpt.lock_bucket(root, "a", "process 1", str) as check:
         wait_for(lambda: lock_in(root).get("beat"))
@@ -1504,7 +1506,7 @@ def test_a_server_that_is_away_stops_no_heartbeat(monkeypatch):
     """
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
-    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
     told, reads, read = [], [], ckpt._read_lock
     monkeypatch.setattr(ckpt, "_read_lock", lambda *args: reads.append(1) or read(*args))
     server = s3_server()
@@ -1517,7 +1519,7 @@ def test_a_server_that_is_away_stops_no_heartbeat(monkeypatch):
         n_reads = len(reads)
         wait_for(lambda: len(reads) > n_reads + 3)
         line, = told
-        assert line.startswith(f"{ckpt.below(root, '.lock')} cannot be renewed: ")
+        assert line.startswith(f"{ckpt.join_path(root, '.lock')} cannot be renewed: ")
         assert line.endswith("; it is tried again every 0.1 s")
         monkeypatch.setattr(ckpt, "ANSWER_S", 10)
         with s3_server(int(root.rpartition(":")[2])):
@@ -1527,7 +1529,7 @@ def test_a_server_that_is_away_stops_no_heartbeat(monkeypatch):
             monkeypatch.setattr(ckpt, "ANSWER_S", 1)
             wait_for(lambda: read(ckpt._open(root))[0]["beat"] > beat + 3)
         wait_for(lambda: len(told) == 2)
-    assert len(told) == 3 and told[2].startswith(f"{ckpt.below(root, '.lock')} is left over: ")
+    assert len(told) == 3 and told[2].startswith(f"{ckpt.join_path(root, '.lock')} is left over: ")
 
 
 # ---- choosing what is loaded from where
@@ -1570,10 +1572,10 @@ def test_of_several_sources_the_last_wins():
         "names": {"h.wq": (2, 4, 4), "h.wo": (2, 4, 4), "norm": (4,)}}
     loose = ckpt.parse_source("loose strict=no") | {
         "names": {"embed": (8, 4), "norm": None, "head": (1,)}}
-    assert ckpt.choose([base, other, loose], shapes) == {
+    assert ckpt.choose_sources([base, other, loose], shapes) == {
         "embed": (0, "embed"), "layers.wq": (1, "h.wq"), "layers.wo": (0, "layers.wo"),
         "norm": (2, "norm")}
-    assert ckpt.choose([], shapes) == {}
+    assert ckpt.choose_sources([], shapes) == {}
 
 
 def test_faults_of_sources_are_told_at_once():
@@ -1584,7 +1586,7 @@ def test_faults_of_sources_are_told_at_once():
     source = ckpt.parse_source("there load=a*,b exclude=c") | {
         "names": {"a": (3,), "ab": (2,), "d": (1,)}, "faults": ["lr is 1 there"]}
     with pytest.raises(ValueError) as e:
-        ckpt.choose([source], {"a": (2,), "d": (1,)})
+        ckpt.choose_sources([source], {"a": (2,), "d": (1,)})
     assert all(f"there: {words}" in str(e.value) for words in (
         "lr is 1 there", "'b' matches nothing there", "'c' matches nothing there",
         "a is (3,) there, (2,) here", "ab there is no parameter")), e.value

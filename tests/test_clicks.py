@@ -59,8 +59,8 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
                              schedule="constant", warmup_steps=0.0)
-    run = train.prepare(cfg, clicks.TASK, jax.devices()[:1])
-    programs = train.steplib.compile_steps(*train.program_parts(run))
+    run = train.setup_run(cfg, clicks.TASK, jax.devices()[:1])
+    programs = train.steplib.compile_steps(*train.step_args(run))
     state = programs["init"](jax.random.key(0))
     update = bench.torch_clicks(cfg, {name: np.array(x) for name, x in state["params"].items()})
     ours, theirs = [], []
@@ -233,7 +233,8 @@ def test_a_day_is_not_both_trained_and_evaluated_on(planted, tmp_path, spelled):
     """The same file in --data and --val_data, also by another path or by a link, is refused before
     anything is trained.
 
-    Break: tests/recipes/clicks.py: data.check_apart({"data": cfg.data, "val_data": cfg.val_data})
+    Break: tests/recipes/clicks.py:
+    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
     => pass
     """
     cfg = planted(2, 300, val_data=(str(tmp_path / spelled),))
@@ -257,7 +258,7 @@ def test_a_day_with_a_fault_is_refused(tmp_path, change, words):
     """By a sentence with the file, the value and what to do; what a bag's count leaves out may hold
     anything.
 
-    Break: tests/recipes/clicks.py: config.raise_all(faults, path) => pass
+    Break: tests/recipes/clicks.py: config.raise_if_errors(faults, path) => pass
     """
     cfg = clicks.ClicksConfig(tables=("user=64", "item=64", "history=64:2"), hash_ids=False)
     day = dict(label=np.int64([0, 1, 1, 0]), dense=np.zeros((4, 4)), user=np.arange(4),
@@ -279,7 +280,8 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
     """Both programs, with fewer rows; the metrics of an evaluation are on the screen; what is
     mistyped is told in a sentence, without a traceback.
 
-    Break: train.py: if x.startswith("val_") and x not in QUIET => if False and x not in QUIET
+    Break: train.py: if x.startswith("val_") and x not in HIDDEN_METRICS =>
+    if False and x not in HIDDEN_METRICS
     """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     days, out = str(tmp_path / "days"), str(tmp_path / "out")

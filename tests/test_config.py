@@ -17,7 +17,7 @@ import step
 from config import Config
 
 CHOICES = {"optimizer": step.OPTIMIZERS, "schedule": step.SCHEDULES}
-validate = partial(config.validate, choices=CHOICES, task_faults=config.text_faults)
+validate = partial(config.validate, choices=CHOICES, task_faults=config.text_errors)
 
 
 def other(value, kind):
@@ -106,7 +106,7 @@ def test_a_file_from_an_editor_on_windows(encoding, tmp_path):
 def test_load_unknown_preset():
     """A name that is neither a file nor a preset is refused with the nearest preset.
 
-    Break: config.py: ({nearest(name, PRESETS)}) => (sorry)
+    Break: config.py: ({did_you_mean(name, PRESETS)}) => (sorry)
     """
     with pytest.raises(ValueError, match="'gpt2-124'.*nearest: gpt2-124m"):
         config.load("gpt2-124")
@@ -145,9 +145,9 @@ def test_whole_numbers(text, value):
 
     Break: config.py: "Ki": 2**10 => "Ki": 10**3
     """
-    got = config.number(text, int)
+    got = config.parse_number(text, int)
     assert got == value and type(got) is int
-    assert config.number(text) == float(value)
+    assert config.parse_number(text) == float(value)
 
 
 @pytest.mark.parametrize("text, value", [
@@ -161,9 +161,9 @@ def test_fractions(text, value):
     Break: config.py: Decimal(a) * UNITS[u] =>
     Decimal(float(a)) * UNITS[u] * Decimal("1.0000001")
     """
-    assert config.number(text) == value
+    assert config.parse_number(text) == value
     with pytest.raises(ValueError, match="must be a whole number"):
-        config.number(text, int)
+        config.parse_number(text, int)
 
 
 @pytest.mark.parametrize("text", [
@@ -176,13 +176,13 @@ def test_no_number(text):
     Break: config.py: if len(parts) == 1 else "smhd") => )
     """
     with pytest.raises(ValueError, match="is not a number; write 300"):
-        config.number(text)
+        config.parse_number(text)
 
 
 def test_flags():
     """Flags take human numbers, switches and lists.
 
-    Break: config.py: instance_from_str=lambda args: number(args[0], info.type) =>
+    Break: config.py: instance_from_str=lambda args: parse_number(args[0], info.type) =>
     instance_from_str=lambda args: info.type(args[0])
     """
     argv = ("--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b "
@@ -255,7 +255,7 @@ def test_all_faults_at_once():
     """One error lists every fault, of fields by themselves and of fields together, with what is
     legal instead.
 
-    Break: config.py: cfg.n_kv_heads and multiple( => False and multiple(
+    Break: config.py: cfg.n_kv_heads and multiple_error( => False and multiple_error(
     """
     bad = dict(d_model=100, n_heads=8, n_kv_heads=3, optimizer="adamv", allow_change=("stepz",))
     both = ["d_model 100: must be a multiple of", "96 or 112",
@@ -327,7 +327,7 @@ def test_each_fault(change, words):
     """A value out of bounds is refused by name, with its rule; the config without it is fine on 8
     devices.
 
-    Break: config.py: b1: Below1 = 0.9 => b1: float = 0.9
+    Break: config.py: b1: FractionBelow1 = 0.9 => b1: float = 0.9
     """
     validate(Config(), 8)
     assert words in fault(Config(**change))
@@ -342,7 +342,7 @@ def test_every_rule_refuses_something():
     def refuses(name, wrong, words):
         for change, expected in REFUSED:
             cfg = Config(**change)
-            if expected in config.fault(cfg, name, words) and wrong(cfg):
+            if expected in config.field_error(cfg, name, words) and wrong(cfg):
                 return True
         return False
 
@@ -377,9 +377,9 @@ def test_periods(text, wanted):
     """
     if wanted is None:
         with pytest.raises(ValueError):
-            config.periods(text)
+            config.parse_intervals(text)
     else:
-        assert config.periods(text) == wanted
+        assert config.parse_intervals(text) == wanted
 
 
 def test_what_would_do_nothing_is_refused():
@@ -450,7 +450,7 @@ def test_each_option_without_an_effect(field, value, others, other_value):
     """
     def refused(value):
         words = f"has no effect with {field} {value!r}; leave it at "
-        idle = config._idle_faults(Config(**{field: value} | others))
+        idle = config._unused_errors(Config(**{field: value} | others))
         return [each.split()[0] for each in idle if words in each]
 
     assert refused(value) == [*others] and refused(other_value) == []
@@ -459,14 +459,14 @@ def test_each_option_without_an_effect(field, value, others, other_value):
 
 
 def test_every_option_without_an_effect_is_in_the_table():
-    """Each pair of fields in config.IDLE is in IDLE; another optimizer for some parameters may use
-    what the first does not.
+    """Each pair of fields in config.UNUSED_WHEN is here; another optimizer for some parameters
+    may use what the first does not.
 
     Break: config.py: and not (field == "optimizer" and cfg.optimizers) => and True
     """
-    pairs = {(field, name) for field, _, names in config.IDLE for name in names.split()}
+    pairs = {(field, name) for field, _, names in config.UNUSED_WHEN for name in names.split()}
     assert pairs == {(field, name) for field, _, others, _ in IDLE for name in others}
-    assert config._idle_faults(Config(optimizer="sgd", b2=0.5, optimizers=("embed=adamw",))) == []
+    assert config._unused_errors(Config(optimizer="sgd", b2=0.5, optimizers=("embed=adamw",))) == []
 
 
 @pytest.mark.parametrize("change", [
@@ -573,17 +573,19 @@ def test_units(power, letter):
 
     Break: config.py: "Gi": 2**30 => "Gi": 2**31
     """
-    assert config.number(f"1{letter}") == 1000**power
-    assert config.number(f"1{letter}i") == 1024**power
-    assert config.number("1B") == 1e9 and config.number("1k") == 1000
-    assert config.number("1d") == config.number("24h") == config.number("1440m") == 86400
+    assert config.parse_number(f"1{letter}") == 1000**power
+    assert config.parse_number(f"1{letter}i") == 1024**power
+    assert config.parse_number("1B") == 1e9 and config.parse_number("1k") == 1000
+    for text in ("1d", "24h", "1440m"):
+        assert config.parse_number(text) == 86400
 
 
 def test_resuming_under_another_config():
     """Each difference that matters is listed with both values; allow_change lets a change of course
     through, never of shape. A field that the old config lacks had its default.
 
-    Break: config.py: (name in new.allow_change and name not in SHAPE) => False
+    Break: config.py: on_purpose = name in new.allow_change and name not in STATE_FIELDS
+    => on_purpose = False
     """
     old = json.loads(config.to_json(Config(data=("a",))))
     new = Config(data=("b",), d_model=256, lr=0.5)
@@ -626,11 +628,12 @@ def test_a_resume_may_change_what_is_free_and_nothing_else():
     """More steps, another mesh, other microbatches or a later save are no change of a run. Every
     other field is one, also a fork's own that nobody put into a list.
 
-    Break: config.py: allowed = name in {*FREE} - bound or => allowed = name not in SHAPE or
+    Break: config.py: allowed = name in {*RESUMABLE_FIELDS} - bound or =>
+    allowed = name not in STATE_FIELDS or
     """
     @dataclass(frozen=True, kw_only=True)
     class Fork(Config):
-        d_hidden: config.Count = 3  # a fork's own
+        d_hidden: config.PosInt = 3  # a fork's own
 
     kinds, refused = typing.get_type_hints(Fork), []
     for field in dataclasses.fields(Fork):
@@ -640,7 +643,7 @@ def test_a_resume_may_change_what_is_free_and_nothing_else():
         except ValueError:
             refused.append(field.name)
     free = [f.name for f in dataclasses.fields(Fork) if f.name not in refused]
-    assert "d_hidden" in refused and set(free) == set(config.FREE) == set(
+    assert "d_hidden" in refused and set(free) == set(config.RESUMABLE_FIELDS) == set(
         "dp fsdp ep tp sp mode config out_dir ckpt_dir resume allow_change cache_dir "
         "token_cache wait_s stop track steps epochs grad_accum_steps width_mult attention remat "
         "logit_tiles mlp_tiles peer_timeout_s deterministic "
@@ -658,10 +661,10 @@ def test_lists_of_fields_name_fields():
     Break: config.py: vocab_size qk_norm => vocab_sise qk_norm
     """
     names = {f.name for f in dataclasses.fields(Config)}
-    listed = [*config.SHAPE, *config.FREE]
-    assert {*listed, *config.FORWARD, *config.START} <= names
+    listed = [*config.STATE_FIELDS, *config.RESUMABLE_FIELDS]
+    assert {*listed, *config.ARCH_FIELDS, *config.LAUNCH_FIELDS} <= names
     assert len(set(listed)) == len(listed)
-    assert {name for *_, fields in config.IDLE for name in fields.split()} <= names
+    assert {name for *_, fields in config.UNUSED_WHEN for name in fields.split()} <= names
     assert {field for field, *_ in config.RULES} <= names
 
 
@@ -669,7 +672,7 @@ def test_what_says_how_to_start_is_not_kept():
     """A config file repeats the run, not the way this process was started: nothing is overwritten,
     resumed or planned because a file said so. Of an epochs run, epochs are kept and not the steps.
 
-    Break: config.py: START = "mode config resume => START = "mode config
+    Break: config.py: LAUNCH_FIELDS = "mode config resume => START = "mode config
     """
     cfg = Config(mode="plan", resume="overwrite", allow_change=("lr",), lr=0.5, steps=77,
                  coordinator="a:1", n_processes=2, process_id=1, epochs=2.0, init_from="a")
@@ -684,8 +687,8 @@ def test_a_fork_extends_config():
     """
     @dataclass(frozen=True, kw_only=True)
     class Fork(Config):
-        d_hidden: config.Count = 3  # width of the hidden layer
-        steps: config.Count = 7  # a default of its own
+        d_hidden: config.PosInt = 3  # width of the hidden layer
+        steps: config.PosInt = 7  # a default of its own
         sizes: tuple[int, ...] = (1, 2)
 
     cfg = config.parse(["--d_hidden", "1Ki", "--lr", "1", "--sizes", "3", "4"], Fork)
@@ -716,7 +719,7 @@ def test_eval_and_sample_take_the_run_s_own_config_as_defaults(tmp_path):
 def test_a_task_without_heads_has_no_rules_of_heads():
     """The transformer's rules are the task's: without them any width and head count will do.
 
-    Break: config.py: faults + task_faults(cfg, sizes) => faults + text_faults(cfg, sizes)
+    Break: config.py: faults + task_faults(cfg, sizes) => faults + text_errors(cfg, sizes)
     """
     odd = Config(d_model=7, n_heads=3, head_dim=5)
     assert "head_dim 5: must be even" in fault(odd)
@@ -726,11 +729,11 @@ def test_a_task_without_heads_has_no_rules_of_heads():
 def test_conditions_of_a_stop_are_in_the_order_in_which_they_hold():
     """Updates of this start, updates in all, the file, the time, then metrics, failures last.
 
-    Break: config.py: key=lambda each: ([*STOPS, each[0]].index(each[0]), each[4])) =>
+    Break: config.py: key=lambda each: ([*STOP_MESSAGES, each[0]].index(each[0]), each[4])) =>
     key=lambda each: each[4])
     """
     given = ("loss>9", "2h", "val_loss/a-*.txt<1.5", "500", "+100")
-    found = config.stops(Config(stop=given, out_dir="here"))
+    found = config.parse_stops(Config(stop=given, out_dir="here"))
     assert [(name, bound, code) for name, _, bound, _, code in found] == [
         ("updates", 100, 0), ("step", 500, 0), ("file", "here", 0), ("second", 7200, 0),
         ("val_loss/a-*.txt", 1.5, 0), ("loss", 9, 1)]

@@ -890,7 +890,7 @@ def test_a_disk_that_fills(tmp_path):
     """When there is no room for prepared text the error says so and what to do, and nothing
     half-made stays. The limit is the system's own, on the size of files.
 
-    Break: data.py: "with --token_cache", OSError): => "with --token_cache", ZeroDivisionError):
+    Break: data.py: with --token_cache", OSError): => with --token_cache", ZeroDivisionError):
     """
     path = write(tmp_path / "a.txt", b"some words in a line\n" * 3000)
     code = f"""
@@ -1079,8 +1079,8 @@ def test_what_is_not_text(name, content, words, tmp_path):
 def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
     """Text in one frame or two is read; without its last bytes, or with others, it is an error.
 
-    Break: data.py: file = _need("pyarrow", path).input_stream(where, compression="zstd") =>
-    file = _need("zstandard", path).open(path)
+    Break: data.py: file = require("pyarrow", path).input_stream(where, compression="zstd") =>
+    file = require("zstandard", path).open(path)
     """
     zstandard = pytest.importorskip("zstandard")
     pytest.importorskip("pyarrow")

@@ -223,7 +223,7 @@ def test_a_bad_pair_is_told_in_a_sentence(line, fault, tiny, tmp_path, capsys):
 def test_a_bad_flag_is_told_in_a_sentence(flags, fault, tiny, tmp_path, capsys):
     """As above, before anything is compiled.
 
-    Break: tests/recipes/dpo.py: n < 1 and f"data => False and f"data
+    Break: tests/recipes/dpo.py: if n < 1: => if False:
     """
     pairs = write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")])
     out = tmp_path / "out"
@@ -235,7 +235,7 @@ def test_a_bad_flag_is_told_in_a_sentence(flags, fault, tiny, tmp_path, capsys):
 def test_what_is_trained_on_is_not_held_out(tiny, tmp_path):
     """A file is in one of both.
 
-    Break: tests/recipes/dpo.py: data.check_apart({"data": cfg.data, => dict({"data": cfg.data,
+    Break: tests/recipes/dpo.py: data.check_disjoint({"data": cfg.data, => dict({"data": cfg.data,
     """
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")]))
     with pytest.raises(ValueError, match="is in both data and val_data"):

@@ -63,13 +63,13 @@ def row(change, see, before, after, base=()):
 
 @cache
 def lowered(cfg, program):
-    parts = train.program_parts(train.prepare(cfg))
+    parts = train.step_args(train.setup_run(cfg))
     return step.lower_steps(*parts)[1][program]().as_text()
 
 
 def states(cfg):
     """Shapes, dtypes and shardings of the state."""
-    return step.lower_steps(*train.program_parts(train.prepare(cfg)))[0]
+    return step.lower_steps(*train.step_args(train.setup_run(cfg)))[0]
 
 
 def loss_has(text):
@@ -91,11 +91,11 @@ def n_arguments(cfg):
 
 
 def shape(name):
-    return lambda cfg: train.prepare(cfg)["table"].get(name, {"shape": None})["shape"]
+    return lambda cfg: train.setup_run(cfg)["table"].get(name, {"shape": None})["shape"]
 
 
 def lora_weights(cfg):
-    return [n.removesuffix(".lora_a") for n in train.prepare(cfg)["table"] if ".lora_a" in n]
+    return [n.removesuffix(".lora_a") for n in train.setup_run(cfg)["table"] if ".lora_a" in n]
 
 
 def moments(cfg):
@@ -103,13 +103,13 @@ def moments(cfg):
 
 
 def batch_shape(cfg):
-    return train.prepare(cfg)["batch"]["tokens"].shape
+    return train.setup_run(cfg)["batch"]["tokens"].shape
 
 
 def parts(cfg):
     """What one device has of a batch, of an expert weight, and of that weight's moment."""
     state = states(cfg)
-    arrays = [train.prepare(cfg)["batch"]["tokens"],
+    arrays = [train.setup_run(cfg)["batch"]["tokens"],
               *(tree["layers.w_gate"] for tree in (state["params"], state["opt"][0].mu))]
     return [x.sharding.shard_shape(x.shape) for x in arrays]
 
@@ -139,8 +139,8 @@ SLOPE = {
 @cache
 def updates(cfg):
     """(changes of the weight, metrics) of four updates."""
-    run = train.prepare(cfg, SLOPE, jax.devices()[:1])
-    programs = step.compile_steps(*train.program_parts(run))
+    run = train.setup_run(cfg, SLOPE, jax.devices()[:1])
+    programs = step.compile_steps(*train.step_args(run))
     state, weights, seen = programs["init"](jax.random.key(0)), [1.0], []
     batch_at = train.make_batch_at(run, open_slope(cfg, ())["train"])
     for i in range(4):
@@ -164,8 +164,8 @@ def watched(cfg):
 
 def splits_rows(cfg):
     """Whether an update goes through its 16 rows in two parts."""
-    run = train.prepare(cfg, SLOPE)
-    text = step.lower_steps(*train.program_parts(run))[1]["train_step"]().as_text()
+    run = train.setup_run(cfg, SLOPE)
+    text = step.lower_steps(*train.step_args(run))[1]["train_step"]().as_text()
     return "tensor<2x8xf32>" in text and "stablehlo.while" in text
 
 
@@ -177,13 +177,14 @@ def reason_with_nan(cfg):
 
 def sequences(cfg):
     """How many there are to train on and to evaluate on."""
-    cfg = train.prepare(cfg)["cfg"]
+    cfg = train.setup_run(cfg)["cfg"]
     return [part and part["n"] for part in data.open_text(cfg).values()]
 
 
 def letters(part):
     def see(cfg):
-        tokens = data.open_text(train.prepare(cfg)["cfg"])[part]["batch"](0, np.arange(4))["tokens"]
+        source = data.open_text(train.setup_run(cfg)["cfg"])[part]
+        tokens = source["batch"](0, np.arange(4))["tokens"]
         return sorted(map(chr, np.unique(tokens)))
     return see
 
@@ -229,14 +230,14 @@ def in_windows(cfg):
 
 def batch_names(cfg):
     batch = data.open_text(cfg)["train"]["batch"](0, np.arange(4))
-    assert batch.keys() == train.prepare(cfg)["batch"].keys()
+    assert batch.keys() == train.setup_run(cfg)["batch"].keys()
     return sorted(batch)
 
 
 def randomness(cfg):
     """The keys of the initialization and of a sample, and where the first batch's rows begin."""
-    run = train.prepare(cfg)
-    *_, first_state = train.choose_start(run, None, None, {})
+    run = train.setup_run(cfg)
+    *_, first_state = train.initial_state(run, None, None, {})
     key = first_state({"init": jax.random.key_data, "state": {"params": {}}})
     first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
     preview = {"preview": lambda params, cfg, key: jax.random.key_data(key)}
@@ -255,7 +256,7 @@ def drawn(cfg):
 def refused(words):
     def see(cfg):
         try:
-            train.prepare(cfg)
+            train.setup_run(cfg)
         except ValueError as e:
             return words in str(e)
         return False
@@ -499,7 +500,7 @@ FIELDS = {
     "process_id": row(dict(process_id=1), place, "joined, 0 of 2", "joined, 1 of 2",
                       JOINED | dict(n_processes=2)),
 
-    "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(step.peer_fault(
+    "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(step.dead_peer_reason(
         [{"sign": {"name": "process 0", "n": 1}, "heard_at": 99, "moved_at": 0}], 100,
         cfg.peer_timeout_s, 30)),
         False, True),
@@ -580,7 +581,7 @@ def runs(folder):
 def test_every_field_has_a_row():
     """A field without a row is found.
 
-    Break: config.py: norm_eps: Positive = 1e-6 => new: int = 0; norm_eps: Positive = 1e-6
+    Break: config.py: norm_eps: PosFloat = 1e-6 => new: int = 0; norm_eps: PosFloat = 1e-6
     """
     assert FIELDS.keys() == {field.name for field in dataclasses.fields(config.Config)}
 

@@ -85,7 +85,7 @@ def their_logits(theirs):
 def read_config(folder, **changes):
     fields = model.hf_fields(json.loads((folder / "config.json").read_text()))
     cfg = config.Config(**fields | dict(seq_len=64, dtype="float32", attention="xla") | changes)
-    config.validate(cfg, None, {}, config.text_faults)
+    config.validate(cfg, None, {}, config.text_errors)
     return config.derive_text(cfg)
 
 
@@ -229,7 +229,7 @@ def test_config_json_of_the_hub(name):
     assert got | fields == got
     assert got["rope_theta"] == theirs.get("rope_theta", 1e4)
     cfg = config.Config(**got, seq_len=64)
-    config.validate(cfg, None, {}, config.text_faults)
+    config.validate(cfg, None, {}, config.text_errors)
     assert model.hf_fields(json.loads(json.dumps(model.hf_config(cfg)))) == got
 
 
@@ -732,7 +732,7 @@ def test_the_tokenizer_of_init_from_is_the_run_s(tiny, tmp_path):
 
     def chosen(**changes):
         cfg = run_config(tiny, tmp_path, init_from=(str(folder),), **changes)
-        return train.prepare(cfg)["cfg"].tokenizer
+        return train.setup_run(cfg)["cfg"].tokenizer
 
     assert chosen() == "bytes"
     (folder / "tokenizer.json").write_text("{}")
@@ -756,7 +756,7 @@ def test_an_export_without_a_tokenizer_says_so(tiny, tmp_path, capsys):
         (out / "tokenizer.json").unlink()
     assert not data.copy_tokenizer("bytes", out)
     assert not list(out.iterdir())
-    cfg = train.prepare(tiny(export=str(tmp_path / "bytes")))["cfg"]
+    cfg = train.setup_run(tiny(export=str(tmp_path / "bytes")))["cfg"]
     train.export_hf(cfg, model.init(jax.random.key(0), cfg))
     assert capsys.readouterr().out == (
         f"export {cfg.export}: has no tokenizer, as bytes is none of Hugging Face's\n")
@@ -777,7 +777,7 @@ def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
     summary = train.main(cfg)
     train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "apart"),
                                    export_lora="apart"))
-    run = train.prepare(cfg)["cfg"]
+    run = train.setup_run(cfg)["cfg"]
     ours = our_logits(jax.device_get(summary["state"]["params"]),
                       dataclasses.replace(run, seq_len=64), make_mesh(None))
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

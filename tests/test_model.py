@@ -656,7 +656,7 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
     """Traced in bfloat16, every exp, log, rsqrt, cos, sin, square, max and top_k takes float32,
     logits and sums come out in it, and the router's weight is never narrowed.
 
-    Break: model.py: jnp.float32 if k in KEPT_WIDE else _dtype(cfg) => _dtype(cfg)
+    Break: model.py: jnp.float32 if k in F32_PARAMS else _dtype(cfg) => _dtype(cfg)
     """
     cfg = dataclasses.replace(BASE, n_experts=5, dtype="bfloat16", logit_tiles=1, n_layers=1)
     params, batch = as_f32(random_params(cfg)), random_batch(cfg)
@@ -723,7 +723,7 @@ def test_the_gradient_of_logits_is_rounded_where_operands_are():
     x, w, dy = (rng.normal(size=shape) for shape in ((48, 64), (64, 32), (48, 32)))
     for dtype, error in (("float32", 0), ("bfloat16", 2**-8)):
         x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
-        y, vjp = jax.vjp(jax.jit(model._wide_dot), *(jnp.asarray(a, dtype) for a in (x, w)))
+        y, vjp = jax.vjp(jax.jit(model._matmul_f32), *(jnp.asarray(a, dtype) for a in (x, w)))
         assert y.dtype == np.float32
         np.testing.assert_allclose(y, x @ w, rtol=0, atol=1e-6 * np.abs(x @ w).max())
         rounded = np.asarray(jnp.asarray(dy, dtype), np.float64)
@@ -744,7 +744,7 @@ def test_mixed_products_round_their_operands_alone(batch, M, D, F):
     rng = np.random.default_rng(4)
     x, w, dy = (rng.normal(size=(*batch, *shape)).astype(np.float32)
                 for shape in ((M, D), (D, F), (M, F)))
-    y, vjp = jax.vjp(jax.jit(model._mixed_dot), x, w)
+    y, vjp = jax.vjp(jax.jit(model._matmul_mixed), x, w)
     x, w, dy_rounded = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w, dy))
     wanted = x @ w, dy_rounded @ np.swapaxes(w, -1, -2), np.swapaxes(x, -1, -2) @ dy_rounded
     for got, want in zip((y, *vjp(dy)), wanted, strict=True):
@@ -1232,7 +1232,7 @@ def test_gradients_of_many_positions_are_added_up_in_float32(dtype, param_dtype)
     """With 8,192 tokens, nine of ten the same, the gradients of the embedding and of biases in 16
     bits are float32's to 2% of their norm (0.6% found); added up in bfloat16 they are half off.
 
-    Break: model.py: astype(jnp.float32 if k in KEPT_WIDE => astype(v.dtype if k in KEPT_WIDE
+    Break: model.py: astype(jnp.float32 if k in F32_PARAMS => astype(v.dtype if k in F32_PARAMS
     """
     base = dataclasses.replace(MORE, n_layers=1, qk_norm=False)
     batch = random_batch(base, B=32, T=256)

@@ -374,7 +374,7 @@ def test_modes_and_sweeps_that_mean_nothing_are_refused(tiny):
 def test_the_command_line_has_the_trainer_s_flags():
     """A preset, the trainer's flags and --plan_sweep make one config.
 
-    Break: tests/plan.py: plan_sweep: config.Whole = 0 => plan_sweep: str = ""
+    Break: tests/plan.py: plan_sweep: config.NonNegInt = 0 => plan_sweep: str = ""
     """
     cfg = config.parse("--config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --plan_sweep 6"
                        .split(), kind=plan.PlanConfig)
@@ -387,7 +387,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     alone, one line each, sorted by what they send where no rate is known; more cannot be asked for
     than there are.
 
-    Break: tests/plan.py: measure(train.prepare(other, run["task"], devices)) =>
+    Break: tests/plan.py: measure(train.setup_run(other, run["task"], devices)) =>
     measure(run | {"cfg": other, "mesh": steplib.make_mesh(other, devices)})
     """
     changes = dict(n_heads=4, seq_len=12, dtype="float32")
@@ -397,7 +397,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     assert len(meshes) == len(set(meshes)) == len(rows) == 2
     for sizes in meshes:
         assert np.prod(sizes) == 8
-        config.validate(tiny(**changes | dict(zip(config.MESH, sizes))), 8, (), config.text_faults)
+        config.validate(tiny(**changes | dict(zip(config.MESH, sizes))), 8, (), config.text_errors)
     sent = [float(words[6]) for words in lines if words[0].isdigit()]
     assert sent == sorted(sent) and not Path(tiny().out_dir).exists()
     for _, _, sizes, cost in rows:
@@ -465,7 +465,7 @@ GPU = dict(plan_for="h100:1x1", d_model=512, n_layers=2, n_heads=8, n_kv_heads=0
 def gpu_text(tiny, **changes):
     """The compiled update, as text, for GPUs."""
     cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU | changes)
-    cost = train.estimate(train.prepare(cfg, devices=plan.planned_devices(cfg)))
+    cost = train.estimate(train.setup_run(cfg, devices=plan.planned_devices(cfg)))
     return cost["compiled"].as_text()
 
 

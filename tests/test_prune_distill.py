@@ -269,8 +269,8 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
             (dict(distill_weight=1.5), r"distill_weight 1.5: must be in \[0, 1\]")):
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(fine, **changes), task=distill.TASK)
-    prepared = train.prepare(fine, distill.TASK)["cfg"]
-    assert train.prepare(prepared, distill.TASK)["cfg"] == prepared
+    prepared = train.setup_run(fine, distill.TASK)["cfg"]
+    assert train.setup_run(prepared, distill.TASK)["cfg"] == prepared
     other = prepared.teacher_shape.replace('"tokenizer": "bytes"', '"tokenizer": "other.json"')
     with pytest.raises(ValueError, match="tokenizer is 'other.json' there, 'bytes' here"):
         distill.resolve(dataclasses.replace(prepared, teacher_shape=other), "cpu")

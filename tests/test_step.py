@@ -355,9 +355,10 @@ def test_each_optimizer_has_a_rate_of_its_own():
     """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
     gets that one's: the first move of each is its rate times what it is with lr 1.
 
-    Break: step.py: return RATES[kind] / RATES[cfg.optimizer] if cfg.lr == -1 else 1.0 => return 1.0
+    Break: step.py: return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer] if cfg.lr == -1 else 1.0 =>
+    return 1.0
     """
-    assert step.RATES.keys() == step.OPTIMIZERS.keys()
+    assert step.DEFAULT_LR.keys() == step.OPTIMIZERS.keys()
     g = {"w": jnp.array([[0.5, -0.25]]), "x": jnp.array([[0.5, -0.25]])}
     row = {"shape": (1, 2), "spec": P(), "init": ("normal", 1.0)}
     for name, peak in dict(adamw=2e-3, lion=5e-4, muon=1e-2, sgd=0.1).items():
@@ -1346,7 +1347,7 @@ def test_flags_that_save_memory_are_legal(flags, listed):
     assert ", ".join(found) == listed
     for flag in found:
         changed = config.parse([*argv, *flag.split()])
-        config.validate(changed, 8, task_faults=config.text_faults)
+        config.validate(changed, 8, task_faults=config.text_errors)
         assert changed != config.parse(argv)
 
 
@@ -1379,7 +1380,7 @@ def suggestion(monkeypatch, limit, flags=ALL_FLAGS, count=made_up_peaks):
 
     monkeypatch.setattr(step, "memory_limit", lambda mesh: limit)
     mesh = step.make_mesh(SEARCHED)
-    words = step.savings(SEARCHED, mesh, flags, count({}), count_and_note)
+    words = step.suggest_memory_flags(SEARCHED, mesh, flags, count({}), count_and_note)
     assert len(counted) <= 12
     return words
 
@@ -1531,7 +1532,7 @@ def test_lack_of_memory_is_explained():
     Break: step.py: advice = str(e.args[1]) => advice = ""
     """
     def explained(error, suggest):
-        with step.explain_memory(suggest):
+        with step.explain_oom(suggest):
             raise error
 
     with pytest.raises(ValueError, match="^does not fit: too large; to change: more devices$"):

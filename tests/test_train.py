@@ -227,7 +227,7 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     text.write_text(text.read_text()[:530])  # 477 tokens to train on, in 30 rows
     train.main(cfg, hooks=[spend])
     start, (four, eight) = rows(cfg.out_dir, "start")[0], rows(cfg.out_dir, "log")
-    flops, recomputed, _ = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
+    flops, recomputed, _ = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
     opened = data.open_text(cfg)["train"]
     assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
     # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
@@ -268,7 +268,7 @@ def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_pat
     """Sums over labels by counts of labels, in float64 NumPy from the metrics of each step; the
     rate and the gradient norm are those of the last step.
 
-    Break: train.py: values |= means_of(window["sums"]) => pass
+    Break: train.py: values |= metric_means(window["sums"]) => pass
     """
     steps = {}
 
@@ -310,10 +310,10 @@ def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
 def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypatch):
     """With a long log_every they are added up now and then; the row is the same mean.
 
-    Break: train.py: elif len(window["steps"]) >= MOST_UNREAD: => elif False:
+    Break: train.py: elif len(window["steps"]) >= MAX_UNREAD_STEPS: => elif False:
     """
     held, losses = [], []
-    add_up = train.add_up
+    add_up = train.add_to_window
 
     def count(window, last_step):
         held.append(len(window["steps"]))
@@ -323,8 +323,8 @@ def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypa
         if event == "step":
             losses.append(row["loss"])
 
-    monkeypatch.setattr(train, "MOST_UNREAD", 3)
-    monkeypatch.setattr(train, "add_up", count)
+    monkeypatch.setattr(train, "MAX_UNREAD_STEPS", 3)
+    monkeypatch.setattr(train, "add_to_window", count)
     cfg = tiny(steps=12, log_every=12, eval_every=0, save_every=0)
     train.main(cfg, hooks=[keep])
     assert max(held) <= 4 and len(held) > 3
@@ -437,11 +437,11 @@ def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
     pass
     """
     train.main(tiny(steps=2))
-    run = train.prepare(tiny())
+    run = train.setup_run(tiny())
     run |= data.open_text(run["cfg"]) | {"hooks": (), "known_metrics": set()}
-    shapes = steplib.lower_steps(*train.program_parts(run))[1]["train_step"]().out_info[1]
+    shapes = steplib.lower_steps(*train.step_args(run))[1]["train_step"]().out_info[1]
     logged, evaluated = (rows(tiny().out_dir, event)[-1] for event in ("log", "eval"))
-    speeds = {*train.rates(run, 3, train.start_clock(0.0) | {"step": 1.0}, logged)}
+    speeds = {*train.rates(run, 3, train.init_timers(0.0) | {"step": 1.0}, logged)}
     names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)}
     assert {"loss", "ppl", "val_loss", "val_bits_per_byte", "lr", "grad_norm"} <= names
     for name in names - {"step"}:
@@ -516,7 +516,7 @@ def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
     pinned = run["cfg"].overfit_batch
     """
     for overfit_batch in (False, True):
-        run = train.prepare(tiny(overfit_batch=overfit_batch))
+        run = train.setup_run(tiny(overfit_batch=overfit_batch))
         shapes = run["batch"]
 
         def batch(index, rows, shapes=shapes):
@@ -583,7 +583,7 @@ def test_a_sample_shows_control_characters_as_escapes(capsys):
 
     Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
     """
-    train.show_texts(["def f():\n\treturn 'é', '字'\x1b[2J\x0e\x07\r\x9b\ud800"])
+    train.print_samples(["def f():\n\treturn 'é', '字'\x1b[2J\x0e\x07\r\x9b\ud800"])
     said = capsys.readouterr().out.splitlines()
     assert said[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
 
@@ -767,7 +767,8 @@ def test_modes_without_training_refuse_another_model(tiny):
     """One that its parameters would fit.
 
     Break: train.py:
-    config.raise_all(config.other_model(meta.get("config", {}), vars(cfg)), root) => pass
+    config.raise_if_errors(config.architecture_mismatch(meta.get("config", {}), vars(cfg)), root)
+    => pass
     """
     train.main(tiny(steps=1, eval_every=0))
     for mode in ("eval", "sample", "export"):
@@ -814,8 +815,8 @@ def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
 def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
     """Here it holds the first parameters for three steps: they are the saved ones at step 3.
 
-    Break: train.py: state = call(run["hooks"], "state", state) =>
-    call(run["hooks"], "state", state)
+    Break: train.py: state = run_hooks(run["hooks"], "state", state) =>
+    run_hooks(run["hooks"], "state", state)
     """
     first = []
 
@@ -882,7 +883,7 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch
         train.cli([*argv, f"{mine}:fault", "--steps", "9", "--allow_change", "hooks"])
 
     def in_words(*_):  # a ValueError of a function called by one of ours
-        train.in_words({"loss": "high"}, "loss")
+        train.format_metrics({"loss": "high"}, "loss")
 
     def of_another(*_):  # a `raise` of another module
         shutil.make_archive("none", "no such format")
@@ -1003,7 +1004,7 @@ def test_a_task_is_told_its_platform(
 
     for n, devices in ((8, None), (16, 16 * [device])):
         with pytest.raises(StopIteration):
-            train.prepare(tiny(dtype="mixed", batch_size=n, fsdp=n, dp=1),
+            train.setup_run(tiny(dtype="mixed", batch_size=n, fsdp=n, dp=1),
                           train.TEXT | {"resolve": resolve}, devices)
     assert seen == 2 * [("mixed", told)]
 
@@ -1034,7 +1035,7 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
     transferred unasked.
 
     Break: train.py: previous = step, metrics, waited_s =>
-    report(run, (step, metrics, waited_s), clock)
+    log_step(run, (step, metrics, waited_s), clock)
     """
     dispatched, lags = [0], []
 
@@ -1064,7 +1065,7 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
     """By JAX's own log of compilations; evaluation too.
 
     Break: train.py: state, metrics = programs["train_step"](state, batch) =>
-    state, metrics = steplib.compile_steps(*program_parts(run))["train_step"](state, batch)
+    state, metrics = steplib.compile_steps(*step_args(run))["train_step"](state, batch)
     """
     for thread in threading.enumerate():  # those in which an earlier test's run still compiles
         if thread.name.startswith("ThreadPoolExecutor"):
@@ -1118,7 +1119,7 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
                         lambda path: calls.append(str(path.relative_to(tmp_path))))
 
     def feed(profile, *events):
-        observe = train.tracing(config.Config(profile=profile, out_dir=str(tmp_path)))
+        observe = train.profiler(config.Config(profile=profile, out_dir=str(tmp_path)))
         seen = []
         for event, step in events:
             observe(event, {"step": step})
@@ -1166,7 +1167,7 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
     logged = [(row["step"], row["loss"]) for row in rows(plain.out_dir, "log")]
     assert [(row["step"], row["loss"]) for row in named("log", seen)] == logged
     assert not any("spoiled" in row for row in [*seen, *whole_rows(watched.out_dir)])
-    asked_for = dataclasses.asdict(train.prepare(watched)["cfg"])
+    asked_for = dataclasses.asdict(train.setup_run(watched)["cfg"])
     assert named("start", seen)[0]["config"] == asked_for
     meta = ckpt.read_meta(Path(watched.out_dir) / "ckpt", 8)
     assert meta["config"] == json.loads(json.dumps(asked_for))
@@ -1273,10 +1274,10 @@ def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, mo
 
     codes, heard, cfg = [], [], tiny()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(ckpt, "from_main", lambda make: make())
+    monkeypatch.setattr(ckpt, "broadcast_from_main", lambda make: make())
     monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for the others
     monkeypatch.setattr(os, "_exit", codes.append)
-    train.watch_peers(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
+    train.start_heartbeat(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
     own = Path(cfg.out_dir, ".alive/1")
     wait_for(lambda: own.exists() and own.read_text())
     peer = json.loads(own.read_text()) | {"name": "process 0", "fault": "its disk is gone"}
@@ -1388,13 +1389,13 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
         assert said.err == ""
         return said.out
 
-    observe = train.screen(cfg)
+    observe = train.console(cfg)
     assert calls == [("bar", None, None, True)]  # no bar before the start
     assert say(observe, *events) == compiled + log + rest
     assert calls == [("bar", 9, 3, True), ("update",), (
         "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    observe = train.screen(cfg)
+    observe = train.console(cfg)
     assert say(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
     assert say(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
     go_on = "the same command{} goes on from here\n"
@@ -1422,10 +1423,10 @@ def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
     """
     pipe = io.TextIOWrapper(raw := io.BytesIO())
     monkeypatch.setattr(sys, "stdout", pipe)
-    train.say("two", 2)
+    train.print0("two", 2)
     assert raw.getvalue() == b"two 2\n"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    train.say("more")
+    train.print0("more")
     out_dir = tiny().out_dir
     with ckpt.lock_folders(out_dir, f"{out_dir}/ckpt"):
         ckpt.begin_out_dir(out_dir, f"{out_dir}/ckpt", "{}")
@@ -1439,10 +1440,11 @@ def test_the_headline_tells_how_many_parameters_are_trained(tiny):
 
     Break: train.py: if n_trained < n_params else "" => if False else ""
     """
-    run = train.prepare(tiny(freeze=("embed",)))
-    assert train.headline(run).startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+    run = train.setup_run(tiny(freeze=("embed",)))
+    summary = train.run_summary(run)
+    assert summary.startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
     table = {name: {"shape": row["shape"]} for name, row in run["table"].items()}
-    assert train.headline(run | {"table": table}).startswith("0.02M parameters on 8 x cpu")
+    assert train.run_summary(run | {"table": table}).startswith("0.02M parameters on 8 x cpu")
 
 
 # ---- bad numbers
@@ -1564,8 +1566,8 @@ def test_overwrite_deletes_nothing_before_it_can_start(tiny):
     """A start that fails, here in a hook that is given the state, leaves the run that was to be
     overwritten.
 
-    Break: train.py: state = call(hooks, "load", first_state(programs)) =>
-    shutil.rmtree(cfg.out_dir + "/ckpt"); state = call(hooks, "load", first_state(programs))
+    Break: train.py: state = run_hooks(hooks, "load", first_state(programs)) =>
+    shutil.rmtree(cfg.out_dir + "/ckpt"); state = run_hooks(hooks, "load", first_state(programs))
     """
     def fail(event, value):
         if event == "load":
@@ -1918,7 +1920,8 @@ def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
 def test_parameters_saved_by_time_are_kept(tiny):
     """Unlike whole checkpoints by time, of which the next takes the place.
 
-    Break: train.py: below(root, kind), (0, 0), False => below(root, kind), (0, 0), temporary
+    Break: train.py: join_path(root, kind), (0, 0), False =>
+    join_path(root, kind), (0, 0), temporary
     """
     train.main(tiny(steps=3, eval_every=0, weights_every="0.001s", save_every="0.001s"))
     folder = Path(tiny().out_dir, "ckpt")
@@ -1987,19 +1990,19 @@ def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, 
     monkeypatch.setattr(steplib.compilation_cache, "reset_cache", lambda: resets.append(1))
     monkeypatch.setenv("HOME", str(tmp_path))
     for folder in 2 * ["~/some/cache"]:
-        train.keep_programs(tiny(cache_dir=folder))
+        train.enable_compilation_cache(tiny(cache_dir=folder))
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "some/cache")
         assert (tmp_path / "some/cache").is_dir()
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0 and len(resets) == 2
-    train.keep_programs(tiny(cache_dir=""))
+    train.enable_compilation_cache(tiny(cache_dir=""))
     assert jax.config.jax_compilation_cache_dir is None
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    train.keep_programs(tiny(cache_dir=config.Config.cache_dir))
+    train.enable_compilation_cache(tiny(cache_dir=config.Config.cache_dir))
     assert "compiled programs are not kept between runs" in capsys.readouterr().out
     assert jax.config.jax_compilation_cache_dir is None
     with pytest.raises(ValueError, match="cache_dir .*file/mine.*: cannot be written"):
-        train.keep_programs(tiny(cache_dir=str(tmp_path / "file/mine")))
+        train.enable_compilation_cache(tiny(cache_dir=str(tmp_path / "file/mine")))
 
 
 @pytest.mark.slow
@@ -2183,7 +2186,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     Break: ckpt.py: restore_newest(root, saved, log) => restore_newest(root, saved, str)
     """
     cfg = tiny(seed=3, init_from=(str(tmp_path / "other"),))
-    run = train.prepare(cfg) | {"train": {"fingerprint": "of it"}}
+    run = train.setup_run(cfg) | {"train": {"fingerprint": "of it"}}
     whole = NamedSharding(run["mesh"], jax.P())
     like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=whole), "params": {
         name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=whole)
@@ -2197,7 +2200,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
 
     def start(change, given, meta=()):
         a_run = run | {"cfg": dataclasses.replace(run["cfg"], **change)}
-        origin, _, first_state = train.choose_start(
+        origin, _, first_state = train.initial_state(
             a_run, given.get("state"), given.get("params"), dict(meta))
         return origin, first_state(programs)
 
@@ -2228,7 +2231,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
     assert ckpt.steps(tmp_path / "out/ckpt") == [4, 8] and ckpt.steps(root) == [5, 6]
     assert capsys.readouterr().out.count("passing over a damaged checkpoint: ") == 2
     with pytest.raises(ValueError, match=f"start from --config {tmp_path}/out/config.json"):
-        ckpt.load_own(cfg.out_dir, f"{cfg.out_dir}/ckpt",
+        ckpt.restore_run(cfg.out_dir, f"{cfg.out_dir}/ckpt",
                       {"step": jax.ShapeDtypeStruct((2,), np.int32)}, set(), {})
     over = dataclasses.replace(cfg, resume="overwrite")
     root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.repeatable(over))
@@ -2349,7 +2352,7 @@ def test_memory_is_flat_over_100_saves(tiny, tmp_path):
 
     Break: ckpt.py: shards += [(name, index, _snapshot(part)) for index, part in owned] =>
     shards += [(name, index, _snapshot(part)) for index, part in owned];
-    _lay_out.kept = [*getattr(_lay_out, "kept", []), *shards]
+    _plan_layout.kept = [*getattr(_plan_layout, "kept", []), *shards]
     """
     cfg = tiny(steps=101, save_every=1, eval_every=0, max_to_keep=1, d_model=96, log_every=0)
     hook, found = tmp_path / "hook.py", tmp_path / "found.json"
@@ -2393,7 +2396,7 @@ def due(step, last=(), second=0.0, **fields):
     cfg = config.Config(**dict(steps=20, batch_size=4, eval_every=0, save_every=0, sample_every=0)
                         | fields)
     run = {"cfg": cfg, "train": {"n": 10, "finished": lambda step: step // 3}, "periods": {
-        event: config.periods(getattr(cfg, f"{event}_every")) for event in config.EVENTS}}
+        event: config.parse_intervals(getattr(cfg, f"{event}_every")) for event in config.EVENTS}}
     return train.due_events(run, step, dict(last), second)
 
 
@@ -2440,7 +2443,7 @@ def test_parts_of_an_epoch_fall_on_their_updates():
 def test_rows_that_found_no_room_are_written_later(tiny, capsys):
     """While files may not grow, each row is told of and kept; once they may, all are there.
 
-    Break: train.py: say(f"{path}: {e}; make room: rows are kept until then") => raise
+    Break: train.py: print0(f"{path}: {e}; make room: rows are kept until then") => raise
     """
     cfg = tiny()
     path, observe = Path(cfg.out_dir, "metrics.jsonl"), train.jsonl(cfg)
@@ -2465,8 +2468,8 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
     Break: train.py: due[kind] == "second") => False)
     """
     cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
-    ask = train.ask
-    monkeypatch.setattr(train, "ask", lambda run, step, *rest: (
+    ask = train.poll_stop_requests
+    monkeypatch.setattr(train, "poll_stop_requests", lambda run, step, *rest: (
         ask(run, step, *rest) | {"second": step + 1.0}))
     train.main(cfg)
     saved = [row["step"] for row in rows(cfg.out_dir, "save")]
@@ -2510,7 +2513,7 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
 def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
     """It starts anew when the run goes on; without that it could not be evaluated.
 
-    Break: train.py: say(f"save_exclude: {', '.join(lost)} will => print(f"{', '.join(lost)} may
+    Break: train.py: print0(f"save_exclude: {', '.join(lost)} will => print(f"{', '.join(lost)} may
     """
     train.main(tiny(steps=1, eval_every=0, save_exclude=("embed",)))
     assert "save_exclude: embed will be trained, not saved: lost when" in capsys.readouterr().out
@@ -2642,7 +2645,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
         summary = train.main(make(ckpt_dir=root))
         assert same(summary["state"]["params"], local["state"]["params"])
         assert ckpt.steps(root) == [4, 8] and not Path(tiny().out_dir, "ckpt").exists()
-        assert summary["checkpoint"] == ckpt.below(root, "000000008")
+        assert summary["checkpoint"] == ckpt.join_path(root, "000000008")
         began = []
         train.main(make(steps=1, init_from=(root,), out_dir=str(tmp_path / "next")), hooks=[
             lambda event, value: began.append(jax.device_get(value["params"]))
@@ -2665,7 +2668,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
     from test_ckpt import s3_server  # here: it asks for the devices when it is imported
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
-    monkeypatch.setattr(ckpt, "BEAT_S", 0.2)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.2)
     hook = tmp_path / "hurry.py"
     # The process that starts the others may be older than this test's environment.
     keys = {key: "true" for key in os.environ if key.startswith("AWS_")}
@@ -2723,7 +2726,7 @@ def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, mo
     from test_ckpt import s3_server  # here: it asks for the devices when it is imported
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
-    monkeypatch.setattr(ckpt, "BEAT_S", 0.1)
+    monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
     checks, renew = [], ckpt._renew_lock
     monkeypatch.setattr(ckpt, "_renew_lock", lambda *args: checks.append(args[-2]) or renew(*args))
     with s3_server() as address:
@@ -3055,7 +3058,7 @@ def test_a_terminal_that_is_not_utf_8_shows_escapes(monkeypatch):
     Break: train.py: sys.stdout.reconfigure(errors="backslashreplace") => pass
     """
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
-    assert train.cli([], main=lambda *_: train.show_texts(["é→"]) or {"exit_code": 0}) == 0
+    assert train.cli([], main=lambda *_: train.print_samples(["é→"]) or {"exit_code": 0}) == 0
     assert b"\n\xe9\\u2192\n" in sys.stdout.buffer.getvalue()
 
 
@@ -3074,18 +3077,18 @@ def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
                 monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
-            observe = train.screen(tiny())
+            observe = train.console(tiny())
             observe("start", start)
             assert b"compiled in 1.0 s" in os.read(here, 10**4)
             os.close(here)
             for _ in range(2):
-                train.say("a line")
+                train.print0("a line")
                 observe("step", {"step": 1})
                 observe("log", log)
             observe("error", {})
     with open("/dev/full", "w") as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
-        train.say("a line")
+        train.print0("a line")
         assert os.readlink(f"/proc/self/fd/{stdout.fileno()}") == "/dev/full"
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
@@ -3142,20 +3145,20 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
 
     def asked(step, signals, before=None, log_every=7):
         run = {"cfg": tiny(log_every=log_every), "wishes": wishes}
-        return train.ask(run, step, before or {"step": None}, signals, {"from": 0.0})
+        return train.poll_stop_requests(run, step, before or {"step": None}, signals, {"from": 0.0})
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     assert asked(3, []) == {"step": 3, "second": 100, "file": False, "signal": None,
                              "wishes": wishes}
-    assert asked(3, ["SIGINT"])["signal"] == "SIGINT" and train.interrupted(["SIGINT"])
+    assert asked(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
     stop.touch()
     assert asked(3, [])["file"] is True
     stop.unlink()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not train.interrupted(["SIGINT"]) and not gathered
+    assert not train.save_only(["SIGINT"]) and not gathered
     before = {"step": 7, "second": 5.0}
     assert asked(8, ["SIGINT"], before) is asked(7, ["SIGINT"], before) is before and not gathered
     other[:] = 250, 1, signal.SIGTERM, 1
@@ -3171,7 +3174,7 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
 def test_a_signal_during_an_evaluation_ends_it(tiny):
     """At its first batch, at the last step: there is no evaluation, and the next start makes one.
 
-    Break: train.py: run["beat"](doing="eval") or interrupted(signals)) =>
+    Break: train.py: run["beat"](doing="eval") or save_only(signals)) =>
     run["beat"](doing="eval"))
     """
     def open_text(cfg, parts):
@@ -3451,9 +3454,9 @@ def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
     row = rows(cfg.out_dir, "eval")[-1]
     alone = []
     for name in sources:
-        part = train.prepare(dataclasses.replace(cfg, data=(name,), mix=()))
+        part = train.setup_run(dataclasses.replace(cfg, data=(name,), mix=()))
         part |= part["task"]["open"](part["cfg"], ("train", "val"))
-        like, lower, _ = steplib.lower_steps(*train.program_parts(part))
+        like, lower, _ = steplib.lower_steps(*train.step_args(part))
         loaded = ckpt.restore(Path(cfg.out_dir) / "ckpt", 8, {"params": like["params"]})
         alone.append(train.evaluate(part, part["val"], lower["eval_step"]().compile(),
                                     loaded["params"]))
@@ -3527,7 +3530,7 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
     """By the command line: exit code 2, a sentence with the name and the rule, no traceback, before
     compilation.
 
-    Break: train.py: isinstance(e, ValueError) and raised_by_us(e) => False
+    Break: train.py: isinstance(e, ValueError) and is_user_error(e) => False
     """
     (tmp_path / "file").write_text("")
     (tmp_path / "short.txt").write_text("short")
@@ -3579,8 +3582,8 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     """--mode data tokenizes, says how many documents and tokens there are, and ends, where JAX has
     no device at all; training then tokenizes nothing again.
 
-    Break: train.py: tell_data(open_data(task, cfg, ("train", "val")), print) =>
-    tell_data(open_data(task, cfg, ("train", "val")), say)
+    Break: train.py: print_data_summary(open_data(task, cfg, ("train", "val")), print) =>
+    print_data_summary(open_data(task, cfg, ("train", "val")), print0)
     """
     cfg = tiny(token_cache=str(Path(tiny().out_dir).parent / "token_cache"))
     flags = f"--mode data --data {cfg.data[0]} --seq_len 16 --batch_size 8 --fsdp 64 --dp 1"
@@ -3630,7 +3633,7 @@ def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
     alone = dict.fromkeys(config.MESH, 1)
     texts = []
     for change, devices in ((alone, jax.devices()[:1]), ({"dp": 1}, jax.devices())):
-        run = train.prepare(dataclasses.replace(cfg, **change), devices=devices)
+        run = train.setup_run(dataclasses.replace(cfg, **change), devices=devices)
         place = {name: NamedSharding(run["mesh"], row["spec"])
                  for name, row in run["table"].items()}
         init = jax.jit(partial(model.init, cfg=run["cfg"]), out_shardings=place)
@@ -3686,7 +3689,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     needed, said = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
-    flops, recomputed, formula = model.flops_per_token(train.prepare(cfg)["cfg"], 16)
+    flops, recomputed, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
     assert list(cost["flop"].items()) == [  # of 64 x 16 tokens, on each of 8 devices
         (f"the model's: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
     assert said[0].startswith("0.02M parameters on 8 x cpu")
@@ -3696,7 +3699,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, 
               "in all during evaluation": cost["peaks"]["evaluation"]}
     amounts = {kind: n for kind, n in cost["memory"].items() if kind != "total"} | in_all
     assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
-    limit = steplib.memory_limit(train.prepare(cfg)["mesh"]) / 2**30
+    limit = steplib.memory_limit(train.setup_run(cfg)["mesh"]) / 2**30
     assert said[-1] == f"fits in {limit:,.4g} GiB"
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="an update needs .* GiB on each device, which has .*; "
@@ -3735,7 +3738,7 @@ DEEP = {"table": lambda cfg: {"up": dict(shape=(8, 256), spec=P(), init=("normal
 
 def planned(cfg, measure=False, **changes):
     """train.estimate of DEEP on one device."""
-    run = train.prepare(dataclasses.replace(cfg, **changes), DEEP, jax.devices()[:1])
+    run = train.setup_run(dataclasses.replace(cfg, **changes), DEEP, jax.devices()[:1])
     return train.estimate(run, measure)
 
 
@@ -3813,7 +3816,7 @@ def test_a_plan_counts_every_program(tiny):
     cfg = tiny(mode="plan", dp=1, export=str(Path(tiny().out_dir) / "hf"), vocab_size=1024)
 
     def counted(**changes):
-        return train.count_programs(train.prepare(
+        return train.count_programs(train.setup_run(
             dataclasses.replace(cfg, **changes), devices=jax.devices()[:1]))
 
     cost = counted(sample_tokens=100, n_samples=3)
@@ -3836,7 +3839,7 @@ def test_a_plan_counts_every_program(tiny):
         assert alone == {program: cost["peaks"][program] - (state - params)}
     lora = counted(lora_rank=2, freeze=("*", "!*.lora_?"))
     merged = 4 * (n_params - 1024 * 32 - 3 * 32 - 2 * 8)
-    held = steplib.held_bytes(steplib.lower_steps(*train.program_parts(train.prepare(
+    held = steplib.held_bytes(steplib.lower_steps(*train.step_args(train.setup_run(
         dataclasses.replace(cfg, lora_rank=2), devices=jax.devices()[:1])))[0])
     assert merged + largest <= lora["peaks"]["export"] - held < 3 * (merged + largest)
 
@@ -3870,7 +3873,7 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
     for mode, words in (("eval", "does not fit: evaluation needs .*; to change: "),
                         ("sample", "does not fit: sampling needs .* fewer --n_samples or ")):
         alone = dataclasses.replace(cfg, mode=mode)
-        needed = max(train.count_programs(train.prepare(alone))["peaks"].values())
+        needed = max(train.count_programs(train.setup_run(alone))["peaks"].values())
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, needed=needed: needed)
         assert train.main(alone)["exit_code"] == 0
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, needed=needed: needed - 1)
@@ -3886,7 +3889,7 @@ def test_patterns_choose_the_groups():
     """
     cfg = config.Config(lr_mult=("*=2", "embed=0.5"), decay_mult=("*norm=1",),
                         optimizers=("layers.w*=muon",))
-    table = train.prepare(cfg, devices=jax.devices()[:1])["table"]
+    table = train.setup_run(cfg, devices=jax.devices()[:1])["table"]
     assert {name: row["lr_mult"] for name, row in table.items()} == {
         name: 0.5 if name == "embed" else 2 for name in table}
     assert {n for n, row in table.items() if "decay_mult" in row} == {
@@ -3899,7 +3902,7 @@ def test_patterns_choose_the_groups():
             (dict(decay_mult=("embed=-1",)), "must be NAME=NUMBER, as in embed=0.3"),
             (dict(optimizers=("embed=adamm",)), "optimizers 'embed=adamm': unknown .nearest: a")):
         with pytest.raises(ValueError, match=words):
-            train.prepare(config.Config(**changes), devices=jax.devices()[:1])
+            train.setup_run(config.Config(**changes), devices=jax.devices()[:1])
 
 
 # ---- every stop, and what it says
@@ -3937,19 +3940,19 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     """
     cfg = config.Config(steps=20, out_dir="runs{x}", stop=tuple(stop.split()))
     config.validate(cfg, 1)
-    run = {"cfg": cfg, "first_step": 4, "stops": config.stops(cfg), "known_metrics": set()}
+    run = {"cfg": cfg, "first_step": 4, "stops": config.parse_stops(cfg), "known_metrics": set()}
     asked = {"signal": None, "file": False, "second": 0.0,
              "wishes": [(values[k], 0) for k in ("wish",) if k in values]}
     asked |= {k: values[k] for k in asked.keys() & values.keys()}
     latest = {k: x for k, x in values.items() if k not in ("step", "wish", *asked)}
-    found = train.why_stop(run, values.get("step", 4), asked, latest)
+    found = train.stop_reason(run, values.get("step", 4), asked, latest)
     assert found == (reason and (reason, code))
 
 
 @pytest.mark.parametrize("text", ["soon", "loss=3", "+", "loss<", "-5x", "", "3 h 2", "5%", "0",
                                   "-5", "+0", "0s", "step<5", "file>0"])
 def test_a_malformed_stop_is_refused(text):
-    """Break: config.py: not is_legal(stops, c) or => False or"""
+    """Break: config.py: not parses(parse_stops, c) or => False or"""
     with pytest.raises(ValueError, match="must be 500 .updates in all., .100 .of this start., 2h"):
         config.validate(config.Config(stop=(text,)), 1)
 
@@ -3992,8 +3995,8 @@ def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
 def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
     """The metrics of a step are read while the next one runs, and that one's own no longer ask.
 
-    Break: train.py: why_stop(run, step, asked, latest) or stop =>
-    why_stop(run, step, asked, latest)
+    Break: train.py: stop_reason(run, step, asked, latest) or stop =>
+    stop_reason(run, step, asked, latest)
     """
     cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0)
     summary = train.main(cfg, [lambda event, row: row | {"odd": float(row["step"] == 3)}
@@ -4007,10 +4010,10 @@ def test_events_within_an_update_take_no_time_of_it():
 
     Break: train.py: ("dispatch", "epoch", "window", "out_of_data") => ("dispatch", "epoch")
     """
-    run, clock = {"beat": dict, "hooks": (), "wishes": []}, train.start_clock(0.0)
+    run, clock = {"beat": dict, "hooks": (), "wishes": []}, train.init_timers(0.0)
     for event in ("dispatch", "epoch", "window", "out_of_data"):
-        train.make_emit(run, [], clock)(event, {"step": 1})
-    assert {clock[what] for what in train.SPENT} == {0.0}
+        train.make_log_event(run, [], clock)(event, {"step": 1})
+    assert {clock[what] for what in train.TIME_BUCKETS} == {0.0}
 
 
 @pytest.mark.slow
@@ -4076,17 +4079,18 @@ def test_time_of_all_starts_is_counted_once(monkeypatch):
     """
     now = [50.0]
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    clock = train.start_clock(40.0)
+    clock = train.init_timers(40.0)
     assert train.spend(clock, "start") == 10
     for event, seconds in (("compile", 3), ("step", 2), ("sample", 4)):
         now[0] += seconds
         assert train.spend(clock, event) == seconds
-    spent = {what: clock[what] for what in train.SPENT}
-    assert spent == dict.fromkeys(train.SPENT, 0) | {
+    spent = {what: clock[what] for what in train.TIME_BUCKETS}
+    assert spent == dict.fromkeys(train.TIME_BUCKETS, 0) | {
         "start": 10, "compile": 3, "step": 2, "other": 4}
     later = spent | {"step": 32.0, "lost": 5.0}
-    train.go_on_counting(clock, [[1, "log", spent], [2, "save", None], [3, "log", later]], 2)
-    assert {what: clock[what] for what in train.SPENT} == dict.fromkeys(train.SPENT, 0) | {
+    train.restore_timers(clock, [[1, "log", spent], [2, "save", None], [3, "log", later]], 2)
+    nothing = dict.fromkeys(train.TIME_BUCKETS, 0)
+    assert {what: clock[what] for what in train.TIME_BUCKETS} == nothing | {
         "start": 20, "compile": 6, "step": 4, "other": 8, "lost": 35}
     assert clock["logged"] == (2, 4, 0)
 
@@ -4174,7 +4178,7 @@ def test_tensorboard_reads_back_what_was_logged(tiny):
 def of_a_run_that_fails(name, make, cfg):
     """Give a tracker, in its thread, the events of a run that an exception ends after step 2."""
     Path(cfg.out_dir).mkdir()
-    observe = train.in_thread(name, make, cfg)
+    observe = train.run_in_thread(name, make, cfg)
     observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
     for step in (1, 2):
         observe("log", {"step": step, "loss": 3.0 - step})
@@ -4292,7 +4296,7 @@ def test_which_process_ends_a_run():
             peers.append({"sign": sign | change.get("sign", {}),
                           "heard_at": change.get("heard", 99),
                           "moved_at": change.get("moved", 99)})
-        return steplib.peer_fault(peers, 100, timeout_s=20, silent_s=3)
+        return steplib.dead_peer_reason(peers, 100, timeout_s=20, silent_s=3)
 
     assert fault({}, {}, {}) is None
     assert fault({}, {"sign": {"fault": "OSError: no"}}, {}) == (
@@ -4369,7 +4373,7 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
 def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
     """With no limit of its own the run waits SILENT_S, neither less nor for ever.
 
-    Break: step.py: SILENT_S = 30 => SILENT_S = 5
+    Break: step.py: HEARTBEAT_TIMEOUT_S = 30 => SILENT_S = 5
     """
     cfg = tiny(steps=10**6, dp=2, save_every=2, eval_every=0)
     (main, log), (stopped, _) = two(cfg)

@@ -27,7 +27,8 @@ from train import ckpt, config, model
 
 LOGGED = ("loss", "objective", "grad_norm", "lr")
 # Fields that change neither a bit of the training nor the steps of its log.
-UNSEEN = {*config.START, *"out_dir ckpt_dir cache_dir token_cache wait_s stop track peer_timeout_s "
+UNSEEN = {*config.LAUNCH_FIELDS, *"out_dir ckpt_dir cache_dir token_cache wait_s stop track "
+          "peer_timeout_s "
           "epochs eval_every eval_batches save_every max_to_keep keep_period weights_every export "
           "export_every export_dtype export_lora sample_every watch profile prompt n_samples "
           "sample_tokens temperature top_k top_p".split()}
@@ -83,7 +84,7 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
         raise ValueError(f"--last {last}: must be the step of a save of {out_dir} after {first}: "
                          f"{sorted(digests)}")
     cfg = dataclasses.replace(config_of(rows, first, last, kind), out_dir=str(out_dir))
-    table = train.prepare(cfg, task)["table"]
+    table = train.setup_run(cfg, task)["table"]
     lost = [name for name in sorted(model.matching("save_exclude", cfg.save_exclude, table))
             if table[name].get("trained", True)]
     if lost:

@@ -25,27 +25,27 @@ from train import config, data
 class ClicksConfig(config.Config):
     tables: tuple[str, ...] = ("user=2^17", "item=2^20", "category=2^10", "history=2^20:4")
     hash_ids: bool = True  # rows of tables are hashes of 64-bit ids; false: they are the ids
-    dim: config.Count = 8  # width of a row
-    d_hidden: config.Count = 64  # width of the tower
-    n_dense: config.Count = 4  # width of "dense"
+    dim: config.PosInt = 8  # width of a row
+    d_hidden: config.PosInt = 64  # width of the tower
+    n_dense: config.PosInt = 4  # width of "dense"
     group: str = "user"  # column of the grouped AUC: each row of its table is a group
     out_dir: str = "out/clicks"  # folder of this run
     order: str = "windows"
-    val_frac: config.Below1 = 0.0
-    eval_every: config.Period = 0  # besides after each day
-    eval_batches: config.Whole = 0  # of the next day; 0: all
-    epochs: config.Amount = 1.0
-    batch_size: config.Count = 1024  # rows of an update
-    lr: config.Rate = 3e-3
+    val_frac: config.FractionBelow1 = 0.0
+    eval_every: config.Interval = 0  # besides after each day
+    eval_batches: config.NonNegInt = 0  # of the next day; 0: all
+    epochs: config.NonNegFloat = 1.0
+    batch_size: config.PosInt = 1024  # rows of an update
+    lr: config.LearningRate = 3e-3
     schedule: str = "cosine"
 
 
 def sizes(cfg):
     """{name: (rows of the table, values in an example)}"""
-    found = {name: tuple(config.number(n, int) for n in f"{text}:1".split(":")[:2])
+    found = {name: tuple(config.parse_number(n, int) for n in f"{text}:1".split(":")[:2])
              for name, _, text in (x.partition("=") for x in cfg.tables)}
     fit = len(found) == len(cfg.tables) and all(0 < n < 2**31 for n, _ in found.values())
-    config.raise_all([] if fit and cfg.group in found else [
+    config.raise_if_errors([] if fit and cfg.group in found else [
         f"{' '.join(cfg.tables)}: must be NAME=ROWS or NAME=ROWS:VALUES, each once, with group "
         f"{cfg.group!r} among them"], "tables")
     return found
@@ -110,7 +110,8 @@ def batch_shapes(cfg):
 def read_day(path, cfg):
     """{name: array} as batch_shapes says, of all rows of a file."""
     day, shapes = dict(np.load(path)), batch_shapes(cfg)
-    config.raise_all([f"has no {name!r}" for name in sorted({cfg.group, *shapes} - {*day})], path)
+    missing = sorted({cfg.group, *shapes} - {*day})
+    config.raise_if_errors([f"has no {name!r}" for name in missing], path)
     faults = [f"label {x}: must be 0 or 1" for x in set(day["label"].tolist()) - {0, 1}][:1]
     for i, (name, (n, n_values)) in enumerate(sizes(cfg).items()):
         ids = np.atleast_2d(np.uint64(day[name]).T).T  # [n, VALUES], also of [n] and of no row
@@ -122,7 +123,7 @@ def read_day(path, cfg):
     wanted = {name: (*day["label"].shape, *shape[1:]) for name, (shape, *_) in shapes.items()}
     faults += [f"{name} {day[name].shape}: must be {shape}" for name, shape in wanted.items()
                if day[name].shape != shape]
-    config.raise_all(faults, path)
+    config.raise_if_errors(faults, path)
     return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
 
 
@@ -152,11 +153,12 @@ def open_days(cfg, parts):
             whole = {key: np.concatenate([part[key] for part in drawn])[back] for key in drawn[0]}
             return whole | {"label": np.where(at < n, whole["label"], -1)}
         return {"n": n, "batch": batch}
-    data.check_apart({"data": cfg.data, "val_data": cfg.val_data})
+    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
     val_files = data.expand(cfg.val_data, field="val_data")
     val = held_out(*map(str, val_files)) if val_files else None
     if val and not val["n"]:
-        config.raise_all(["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
+        config.raise_if_errors(
+            ["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
     days = "train" in parts and data.in_windows(cfg, lambda day: len(day_of(day)["label"]), read)
     return {"train": days, "val": val or (days and {
         "at": lambda step: (name := days["following"](step)) and held_out(name)})}

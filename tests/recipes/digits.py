@@ -21,11 +21,11 @@ import data
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(config.Config):
-    d_hidden: config.Count = 128  # width of the hidden layer
+    d_hidden: config.PosInt = 128  # width of the hidden layer
     out_dir: str = "out/digits"  # folder of this run
-    steps: config.Count = 400  # optimizer updates in all
-    batch_size: config.Count = 64  # images per update
-    lr: config.Rate = 2e-3  # peak learning rate
+    steps: config.PosInt = 400  # optimizer updates in all
+    batch_size: config.PosInt = 64  # images per update
+    lr: config.LearningRate = 2e-3  # peak learning rate
 
 
 def table(cfg):

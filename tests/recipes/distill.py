@@ -23,15 +23,15 @@ import config
 import model
 
 PREFIX = "teacher."
-SHAPE = {*config.SHAPE, *config.FORWARD, "lora_alpha", "capacity_factor", "tokenizer"}
+SHAPE = {*config.STATE_FIELDS, *config.ARCH_FIELDS, "lora_alpha", "capacity_factor", "tokenizer"}
 UNUSED = ("label_smoothing", "z_loss", "loss_norm", "logit_tiles", "n_experts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(config.Config):
     teacher: str = "out"  # --out_dir of the run to learn from
-    distill_weight: config.UpTo1 = 0.9  # of the teacher's probabilities; the labels have the rest
-    distill_temperature: config.Positive = 1.0  # of both models' probabilities
+    distill_weight: config.Fraction = 0.9  # weight of the teacher; the labels have the rest
+    distill_temperature: config.PosFloat = 1.0  # of both models' probabilities
     teacher_shape: str = ""  # JSON of its model; is read from its checkpoint
     out_dir: str = "out/student"  # folder of this run
 
@@ -40,14 +40,14 @@ def adopt(cfg):
     """cfg with the teacher's shape, its weights as a source, and those not saved."""
     _, meta = ckpt.newest_run_meta(ckpt.root_of(cfg.teacher), f"teacher {cfg.teacher}")
     if "params/embed" not in meta["arrays"]:
-        config.raise_all(["is no language model: it has no embed"], f"teacher {cfg.teacher}")
+        config.raise_if_errors(["is no language model: it has no embed"], f"teacher {cfg.teacher}")
     shape = {name: meta["config"][name] for name in sorted(SHAPE)}
     source, weights = f"{cfg.teacher} rename=:{PREFIX} strict=no", f"{PREFIX}*"
     cfg = dataclasses.replace(
-        train.adopt_hf(cfg), teacher_shape=json.dumps(shape),
+        train.config_from_hf(cfg), teacher_shape=json.dumps(shape),
         init_from=(*(x for x in cfg.init_from if x != source), source),
         save_exclude=(*(x for x in cfg.save_exclude if x != weights), weights))
-    config.raise_all([f"its checkpoint has no {name}" for name in model.param_table(
+    config.raise_if_errors([f"its checkpoint has no {name}" for name in model.param_table(
         teacher_config(cfg)) if f"params/{name}" not in meta["arrays"]], f"teacher {cfg.teacher}")
     return cfg
 
@@ -59,16 +59,18 @@ def teacher_config(cfg):
 
 
 def faults(cfg, sizes):
-    of_teacher = config.text_faults(teacher_config(cfg), sizes)
-    return [*config.text_faults(cfg, sizes), *(x and f"teacher: {x}" for x in of_teacher), *(
-        config.fault(cfg, name, f"is not distilled; leave it at {getattr(config.Config, name)!r}")
+    of_teacher = config.text_errors(teacher_config(cfg), sizes)
+    return [*config.text_errors(cfg, sizes), *(x and f"teacher: {x}" for x in of_teacher), *(
+        config.field_error(
+            cfg, name, f"is not distilled; leave it at {getattr(config.Config, name)!r}")
         for name in UNUSED if getattr(cfg, name) != getattr(config.Config, name))]
 
 
 def resolve(cfg, platform):
     cfg = train.resolve_text(cfg, platform)
     teacher = teacher_config(cfg)
-    config.raise_all([f"{name} is {getattr(teacher, name)!r} there, {getattr(cfg, name)!r} here"
+    config.raise_if_errors([
+        f"{name} is {getattr(teacher, name)!r} there, {getattr(cfg, name)!r} here"
                       for name in ("tokenizer", "vocab_size")
                       if getattr(teacher, name) != getattr(cfg, name)], f"teacher {cfg.teacher}")
     return cfg

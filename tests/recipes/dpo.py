@@ -28,18 +28,18 @@ import step as steplib
 
 @dataclass(frozen=True, kw_only=True)
 class DpoConfig(config.Config):
-    beta: config.Positive = 0.1  # factor on log-ratios to the reference: the higher, the closer
+    beta: config.PosFloat = 0.1  # factor on log-ratios to the reference: the higher, the closer
     out_dir: str = "out/dpo"  # folder of this run
-    batch_size: config.Count = 16  # pairs per update, all devices
+    batch_size: config.PosInt = 16  # pairs per update, all devices
     optimizer: str = "adamw"
-    lr: config.Rate = 1e-4  # peak learning rate; 1e-6 for billions of parameters
+    lr: config.LearningRate = 1e-4  # peak learning rate; 1e-6 for billions of parameters
 
 
 def faults(cfg, sizes):
     names = ("mix order packing document_mask label_smoothing z_loss loss_norm router_balance "
              "router_z").split()
     idle = [name for name in names if getattr(cfg, name) != getattr(config.Config, name)]
-    return [*config.text_faults(cfg, sizes), *(f"{name}: has no effect on pairs" for name in idle),
+    return [*config.text_errors(cfg, sizes), *(f"{name}: has no effect on pairs" for name in idle),
             not cfg.init_from and "init_from: is missing; name the --out_dir of a trained run"]
 
 
@@ -73,7 +73,7 @@ def read_pairs(patterns, cfg):
     for where, row, _ in (row for path in data.expand(patterns) for row in data.rows_in(path, -1)):
         row = row if isinstance(row, dict) else {}
         texts = {name: row.get(name) for name in ("prompt", "chosen", "rejected")}
-        config.raise_all([
+        config.raise_if_errors([
             f"{name} is {repr(text)[:60] if name in row else 'missing'}; must be a string, and no "
             "answer empty: mend this line or delete it" for name, text in texts.items()
             if not isinstance(text, str) or not (text or name == "prompt")], where)
@@ -83,7 +83,7 @@ def read_pairs(patterns, cfg):
         data.check_ids(np.concatenate([prompt, *answers])[None], cfg.vocab_size, [{"name": where}])
         pairs.append([(np.append(prompt, answer), len(answer)) for answer in answers])
     if n_cut := sum(ids[-1] != tokenizer["end"] for pair in pairs for ids, _ in pair):
-        train.say(f"{' '.join(patterns)}: {n_cut:,} answers are cut, longer than --seq_len {T}")
+        train.print0(f"{' '.join(patterns)}: {n_cut:,} answers are cut, longer than --seq_len {T}")
     return pairs
 
 
@@ -103,11 +103,12 @@ def score(cfg, pairs, then):
     """The log-probabilities [pairs, 2] under init_from; then: what that was in words, if known."""
     # In one microbatch: the sums of several would add up different pairs.
     cfg = replace(cfg, grad_accum_steps=1)
-    run = train.prepare(cfg, TASK | {"loss": lambda *a: ({"all": log_probs(*a)}, {"all": 1.0})})
+    run = train.setup_run(cfg, TASK | {"loss": lambda *a: ({"all": log_probs(*a)}, {"all": 1.0})})
     sources, n, B = train.open_sources(run), len(pairs), cfg.batch_size
     now = [source.get("about", source["path"]) for source in sources]
-    config.raise_all([then and then != now and f"init_from was {then}, is {now}: bring it back"])
-    like, lower, from_params = steplib.lower_steps(*train.program_parts(run))
+    if then and then != now:
+        raise ValueError(f"config: init_from was {then}, is {now}: bring it back")
+    like, lower, from_params = steplib.lower_steps(*train.step_args(run))
     params = ckpt.load_parameters(sources, like["params"])
     params = from_params(jax.random.key(cfg.seed), params=params)["params"]
     program, unknown = lower["eval_step"]().compile(), np.zeros((n, 2), np.float32)
@@ -119,15 +120,16 @@ def score(cfg, pairs, then):
 
 def open_pairs(cfg, parts):
     """Held-out pairs come first. The reference is kept beside the checkpoints, for all starts."""
-    data.check_apart({"data": cfg.data, "val_data": cfg.val_data})
+    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
     pairs, val = read_pairs(cfg.data, cfg), read_pairs(cfg.val_data, cfg)
     n = int(len(pairs) * (1 - (0 if val else cfg.val_frac)))
-    config.raise_all([n < 1 and f"data {' '.join(cfg.data)!r}: no pair to train on; name a .jsonl"])
+    if n < 1:
+        config.raise_if_errors([f"data {' '.join(cfg.data)!r}: no pair to train on; name a .jsonl"])
     pairs, n_val, B = val + pairs[n:] + pairs[:n], len(val + pairs) - n, cfg.batch_size
     about = f"{zlib.crc32(b''.join(np.append(*side).tobytes() for p in pairs for side in p)):08x}"
     run_root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     _, meta = ckpt.find_start(cfg.out_dir, run_root, cfg.resume)
-    root = ckpt.below(run_root, "reference")
+    root = ckpt.join_path(run_root, "reference")
     kept = ckpt.newest_meta(root)[1].get("about", "")
     reference = np.zeros((len(pairs), 2), np.float32)
     if meta and kept == meta["data"]["fingerprint"] and kept.startswith(about):

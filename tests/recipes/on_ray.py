@@ -27,10 +27,10 @@ import config
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig(config.Config):
-    n_workers: config.Count = 2  # processes of the run, spread over the hosts
-    n_cpus: config.Count = 1  # CPUs of a worker
-    n_gpus: config.Whole = 0  # GPUs of a worker
-    max_restarts: config.Whole = 3  # restarts from the last checkpoint after a worker died
+    n_workers: config.PosInt = 2  # processes of the run, spread over the hosts
+    n_cpus: config.PosInt = 1  # CPUs of a worker
+    n_gpus: config.NonNegInt = 0  # GPUs of a worker
+    max_restarts: config.NonNegInt = 3  # restarts from the last checkpoint after a worker died
     ray_address: str = ""  # host:port of a cluster, or auto; empty: start one on this machine
     out_dir: str = "out/ray"  # folder of this run
 
@@ -41,7 +41,7 @@ def connect(address, n_cpus):
     try:
         import ray
     except ImportError:
-        config.raise_all(["is not installed: pip install 'ray[tune]'"], "ray")
+        config.raise_if_errors(["is not installed: pip install 'ray[tune]'"], "ray")
     env = {k: v for k, v in os.environ.items() if k.startswith(("JAX_", "XLA_", "NCCL_"))}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     ray.init(address or "local", runtime_env={"env_vars": env}, ignore_reinit_error=True,
@@ -70,7 +70,7 @@ def work(cfg, i, n, coordinator, folder, queue):
                                    if k not in ("state", "mesh", "compiled")}))
         jax.distributed.shutdown()  # waits for the others
     except Exception as e:
-        fault = isinstance(e, ValueError) and train.raised_by_us(e)
+        fault = isinstance(e, ValueError) and train.is_user_error(e)
         time.sleep(0 if fault else 5)  # if the cause is another's death, this one ends untold
         queue.put(("fault", str(e)) if fault else ("text", traceback.format_exc()))
         os._exit(1)  # any other exit would wait for the others
@@ -83,7 +83,8 @@ def run(cfg, on_row=lambda event, row: None):
     come. Raises ValueError for the user's fault, SystemExit for a death after cfg.max_restarts.
     """
     given = (cfg.coordinator, cfg.n_processes, cfg.process_id) != ("", 1, 0)
-    config.raise_all([given and "coordinator, n_processes, process_id: this recipe sets them"])
+    if given:
+        config.raise_if_errors(["coordinator, n_processes, process_id: this recipe sets them"])
     plain = config.Config(**{x.name: getattr(cfg, x.name) for x in fields(config.Config)})
     ray, restarts = connect(cfg.ray_address, cfg.n_workers * cfg.n_cpus), 0
     with train.catch_signals() as (signals, in_loop):
@@ -92,7 +93,7 @@ def run(cfg, on_row=lambda event, row: None):
             seen = attempt(ray, cfg, plain, on_row, signals)
             if "fault" in seen:
                 where, _, fault = seen["fault"].partition(": ")
-                config.raise_all([fault], where)
+                config.raise_if_errors([fault], where)
             if "summary" in seen:
                 return seen["summary"], restarts
             if signals or restarts == cfg.max_restarts:

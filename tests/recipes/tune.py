@@ -27,14 +27,14 @@ import config
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(config.Config):
     sweep: tuple[str, ...] = ("lr=1e-4:1e-2",)  # LOW:HIGH is log-uniform; d_model=64,128 a choice
-    n_trials: config.Count = 8  # trials, whose values follow from seed
-    grace_steps: config.Count = 100  # updates before a trial can be stopped
-    reduction: config.Count = 3  # one of so many trials goes on at grace_steps x reduction^k
-    n_cpus: config.Count = 1  # CPUs of a trial
-    n_gpus: config.Whole = 0  # GPUs of a trial
+    n_trials: config.PosInt = 8  # trials, whose values follow from seed
+    grace_steps: config.PosInt = 100  # updates before a trial can be stopped
+    reduction: config.PosInt = 3  # one of so many trials goes on at grace_steps x reduction^k
+    n_cpus: config.PosInt = 1  # CPUs of a trial
+    n_gpus: config.NonNegInt = 0  # GPUs of a trial
     ray_address: str = ""  # host:port of a cluster, or auto; empty: start one on this machine
     out_dir: str = "out/tune"  # folder of the sweep
-    eval_every: config.Period = 50  # between evaluations, at which a trial may be stopped
+    eval_every: config.Interval = 50  # between evaluations, at which a trial may be stopped
 
 
 def draw(text, rng):
@@ -42,31 +42,31 @@ def draw(text, rng):
     name, _, words = text.partition("=")
     kinds, numeric = get_type_hints(config.Config), (int, float)
     kind = kinds.get(name)
-    config.raise_all([not kind and f"no such field ({config.nearest(name, kinds)})",
+    config.raise_if_errors([not kind and f"no such field ({config.did_you_mean(name, kinds)})",
                       not words and "must be FIELD=LOW:HIGH or FIELD=ONE,OTHER"], f"sweep {text!r}")
     if kind in numeric and ":" in words:
-        low, high = (config.number(word) for word in words.split(":"))
-        config.raise_all([not 0 < low < high and "must be 0 < LOW < HIGH"], f"sweep {text!r}")
+        low, high = (config.parse_number(word) for word in words.split(":"))
+        config.raise_if_errors([not 0 < low < high and "must be 0 < LOW < HIGH"], f"sweep {text!r}")
         value = math.exp(rng.uniform(math.log(low), math.log(high)))
         return name, round(value) if kind is int else float(f"{value:.3g}")
     word = rng.choice(words.split(","))
-    return name, (config.number(word, kind) if kind in numeric else
+    return name, (config.parse_number(word, kind) if kind in numeric else
                   {"True": True, "False": False}.get(word, word) if kind is bool else word)
 
 
 def trials_of(cfg):
     """[({field: value}, Config)] of all trials. Raises ValueError before any of them starts."""
-    config.raise_all([
-        cfg.reduction < 2 and config.fault(cfg, "reduction", "must be at least 2"),
-        cfg.grace_steps > cfg.steps and config.fault(
+    config.raise_if_errors([
+        cfg.reduction < 2 and config.field_error(cfg, "reduction", "must be at least 2"),
+        cfg.grace_steps > cfg.steps and config.field_error(
             cfg, "grace_steps", f"must be at most steps {cfg.steps}"),
-        cfg.epochs and config.fault(cfg, "epochs", "must be 0: rungs are counted in --steps")])
+        cfg.epochs and config.field_error(cfg, "epochs", "must be 0: rungs count --steps")])
     plain, trials = {x.name: getattr(cfg, x.name) for x in fields(config.Config)}, []
     for i in range(cfg.n_trials):
         values = dict(draw(text, random.Random(f"{cfg.seed} {i} {text}")) for text in cfg.sweep)
         trial = config.Config(**plain | values | {"out_dir": str(Path(cfg.out_dir, str(i)))})
         config.validate(trial, None, {"optimizer": train.steplib.OPTIMIZERS,
-                                      "schedule": train.steplib.SCHEDULES}, config.text_faults)
+                                      "schedule": train.steplib.SCHEDULES}, config.text_errors)
         trials.append((values, trial))
     return trials
 
