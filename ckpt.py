@@ -979,7 +979,7 @@ def open_source(source, open_weights, find_mismatches, log=print):
         return restore_newest(root, {"params": like}, log)[1]["params"]
 
     return source | {"names": names, "read": read,
-                     "about": f"{path} at step {step} of run {meta.get('run_id')}",
+                     "summary": f"{path} at step {step} of run {meta.get('run_id')}",
                      "faults": find_mismatches(meta) if source["strict"] else []}
 
 

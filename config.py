@@ -417,12 +417,12 @@ def did_you_mean(name, known):
     return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
 
 
-def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
+def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     """Raise one ValueError with every fault: name, value, rule, nearest legal value.
 
     n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer;
     of a field with PATTERN=VALUE, of the values.
-    task_faults(cfg, {axis: size}): faults of what is trained, empty ones among them: text_faults.
+    task_errors({axis: size}, cfg): faults of what is trained, empty ones among them: text_faults.
     """
     of_fields, names, faults = _field_errors(cfg), vars(cfg), []
     for name, known in ({"allow_change": names} | dict(choices)).items():
@@ -433,7 +433,7 @@ def validate(cfg, n_devices, choices=(), task_faults=lambda cfg, sizes: []):
     faults += _unused_errors(cfg)
     faults += [field_error(cfg, name, words) for name, wrong, words in RULES if wrong(cfg)]
     sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
-    raise_if_errors(faults + mesh_faults + task_faults(cfg, sizes))
+    raise_if_errors(faults + mesh_faults + task_errors(sizes, cfg))
 
 
 def check_resumable(old, new, old_mesh=(), mesh=()):
@@ -575,7 +575,7 @@ def divisor_error(name, value, rule, whole):
         return f"{name} {value}: must divide {rule} = {whole}; nearest: {closest}"
 
 
-def text_errors(cfg, sizes):
+def text_errors(sizes, cfg):
     """Faults between the fields that shape the transformer, on a mesh of these sizes or None."""
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
     legal = max(round(unit * cfg.width_mult), 1) / unit

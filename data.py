@@ -209,9 +209,9 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: Non
         pool.shutdown(cancel_futures=True)
 
 
-def open_text(cfg, parts=("train", "val")):
+def open_text(parts, cfg):
     """{"train", "val"}: None where nothing is held out or the part is not asked for, else {"n":
-    sequences, "batch": (index, rows) -> batch, "fingerprint", "bytes_per_token", "about": words}.
+    sequences, "batch": (index, rows) -> batch, "fingerprint", "bytes_per_token", "summary": text}.
     The "val" of a mixture has "parts", {name: one like it}; "train" in windows has more, see
     in_windows. cfg: any object with the fields under "data" in config.py, and batch_size seq_len
     vocab_size seed cache_dir out_dir.
@@ -232,7 +232,7 @@ def open_text(cfg, parts=("train", "val")):
 
     def part(source, at):
         return {
-            "n": source["n"], "fingerprint": fingerprint(source), "about": describe(source),
+            "n": source["n"], "fingerprint": fingerprint(source), "summary": describe(source),
             "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows),
             "bytes_per_token": bytes_per_token(source, tokenizer)}
 
@@ -252,8 +252,8 @@ def open_text(cfg, parts=("train", "val")):
         pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
         sources = {name: train for name, (train, _) in pairs.items()}
         vals = {name: part(held_out, eval_batch_at) for name, (_, held_out) in pairs.items()}
-        val = vals.get("") or {"parts": vals, "about": "; ".join(
-            f"{name}: {each['about']}" for name, each in vals.items())}
+        val = vals.get("") or {"parts": vals, "summary": "; ".join(
+            f"{name}: {each['summary']}" for name, each in vals.items())}
     train = mix([*sources.values()], [*mixed.values()])
     return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
 
@@ -355,17 +355,17 @@ def in_windows(cfg, size_of, read):
 
     size_of(name): how many examples are in a file. read(name, examples): a batch of these. Process
     0 writes each window to out_dir/windows.jsonl before it is used; there the others, and the run
-    when it resumes, find it. Beside what a task's "open" must say: "windows": step -> those begun
-    before it; "finished": step -> how many are used up; "following": step at which a window ends ->
-    name of the next file, None when it is not there yet, "" when it was read before (or no window
-    ends there); "resume": takes those of a checkpoint.
+    when it resumes, find it. Beside the keys of every source: "windows": step -> those begun before
+    it; "n_finished": step -> number of windows used up; "next_window": step at which a window ends
+    -> name of the next file, None when it is not there yet, "" when it was read before (or no
+    window ends there); "restore": takes those of a checkpoint.
     """
     log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
     B, lock, window_of = cfg.batch_size, threading.Lock(), cache(partial(_window, size_of))
 
     def ends(): return np.cumsum([0, *(window["n"] for window in order)])
 
-    def resume(windows):  # and those that a killed run had begun since
+    def restore(windows):  # and those that a killed run had begun since
         begun = _read_lines(log)
         order[:] = begun if windows and begun[: len(windows)] == windows else windows
         if not jax.process_index():
@@ -380,15 +380,15 @@ def in_windows(cfg, size_of, read):
                 _write_lines(log, order)
             return ends()[-1] > place
 
-    def finished(step):
+    def n_finished(step):
         return int(np.searchsorted(ends()[1:], step * B, side="right"))
 
-    def following(step):
-        if finished(step) == finished(step - 1):
+    def next_window(step):
+        if n_finished(step) == n_finished(step - 1):
             return ""
         if not reaches(step * B):
             return None
-        *seen, name = [window["name"] for window in order[: finished(step) + 1]]
+        *seen, name = [window["name"] for window in order[: n_finished(step) + 1]]
         return "" if name in seen else name
 
     def batch(step, rows):
@@ -410,8 +410,9 @@ def in_windows(cfg, size_of, read):
         raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file here has an example")
     about = f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}"
     return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
-            "fingerprint": "windows", "about": about, "resume": resume, "finished": finished,
-            "following": following, "windows": lambda step: order[: finished(step) + 1]}
+            "fingerprint": "windows", "summary": about, "restore": restore,
+            "n_finished": n_finished, "next_window": next_window,
+            "windows": lambda step: order[: n_finished(step) + 1]}
 
 
 def _read_lines(path):
@@ -673,7 +674,7 @@ def _write_prepared(paths, tokenizer, folder):
     """Lay documents end to end: text between end ids that neighbours share, or, if the tokenizer
     has a begin id, between its own two; chats as their template writes them.
     """
-    begin, end, dtype = tokenizer["begin"], tokenizer["end"], tokenizer["dtype"]
+    begin, end, dtype = tokenizer["bos"], tokenizer["eos"], tokenizer["dtype"]
     shared, first, after_chat, n_empty = begin is None, True, False, 0
     with (open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks,
           open(folder / "documents", "wb") as documents):
@@ -928,7 +929,7 @@ def bytes_per_token(source, tokenizer):
             return None
         first = shard["documents"][0, 0] if "rows" in shard else 0
         ids = shard["tokens"][first : first + 2**20]
-        marks = np.isin(ids, [tokenizer[x] for x in ("begin", "end") if tokenizer[x] is not None])
+        marks = np.isin(ids, [tokenizer[x] for x in ("bos", "eos") if tokenizer[x] is not None])
         n_bytes += tokenizer["n_bytes"](ids[~marks]) + int(marks.sum())  # an end counts as one
         n_tokens += len(ids)
     return n_bytes / n_tokens
@@ -1049,14 +1050,14 @@ TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "ch
 
 def make_tokenizer(name):
     """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
-    "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "begin", "end": ids around a document
-    (begin None: an end also stands before it), "stops": ids that end a sample, "chat": None or a
+    "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "bos", "eos": ids around a document
+    (bos None: an eos also stands before it), "stops": ids that end a sample, "chat": None or a
     function that loads transformers' tokenizer, "piece": characters of the pieces in which a text
     is encoded (-1: whole), "key": what tells it from others}.
 
     name: "bytes", a tokenizer.json, a folder that transformers saved, or tiktoken:ENCODING.
     """
-    own = {"begin": None, "end": 0, "chat": None, "key": name, "piece": 2**14}
+    own = {"bos": None, "eos": 0, "chat": None, "key": name, "piece": 2**14}
     if name == "bytes":
         own |= {"vocab_size": 256, "decode": _decode_bytes, "n_bytes": len, "piece": 2**18,
                 "encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8)
@@ -1069,7 +1070,7 @@ def make_tokenizer(name):
     def decode(ids): return own["decode"](np.asarray(ids).tolist())
     probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine"
     same = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
-    return {"n_bytes": lambda ids: len(decode(ids).encode()), "stops": {own["end"]}, **own,
+    return {"n_bytes": lambda ids: len(decode(ids).encode()), "stops": {own["eos"]}, **own,
             "dtype": dtype, "piece": own["piece"] if same else -1, "encode": encode,
             "encode_batch": encode_batch, "decode": decode}
 
@@ -1101,7 +1102,7 @@ def _tiktoken(name):
     with as_value_error(f"tokenizer {name!r}", Exception):
         tok = library.get_encoding(name.partition(":")[2])
     return {"encode_batch": tok.encode_ordinary_batch, "decode": tok.decode,
-            "vocab_size": tok.n_vocab, "end": tok.eot_token}
+            "vocab_size": tok.n_vocab, "eos": tok.eot_token}
 
 
 def _library_tokenizer(name):
@@ -1139,7 +1140,7 @@ def _library_tokenizer(name):
                 texts, add_special_tokens=False)],
             "decode": partial(tok.decode, skip_special_tokens=False),
             "vocab_size": max(tok.get_vocab().values()) + 1,  # there may be gaps
-            "begin": framed[0] if framed else None, "end": end,
+            "bos": framed[0] if framed else None, "eos": end,
             "stops": {end, tok.token_to_id(eos) if eos else end},
             "chat": chat if len(files) > 1 else None,
             "key": [zlib.crc32(file.read_bytes()) for file in files]}

@@ -253,7 +253,7 @@ def loss_fn(params, batch, cfg):
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie; with experts "balance", "router_z" and
     "dropped"; where documents are kept apart "padding", 1 for a position without a token, and
-    "keys", how many a query sees.
+    "attended_keys", how many a query sees.
 
     Source: label smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed
     target, so that the best value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
@@ -274,8 +274,8 @@ def loss_fn(params, batch, cfg):
         used_BT = batch["segments"] > 0
         keys_BT = jnp.minimum(batch["positions"] + 1, cfg.sliding_window or cfg.seq_len)
         sums |= {"padding": (~used_BT).sum(dtype=jnp.float32),
-                 "keys": jnp.where(used_BT, keys_BT, 0).sum(dtype=jnp.float32)}
-        counts |= dict.fromkeys(("padding", "keys"), jnp.float32(labels_BT.size))
+                 "attended_keys": jnp.where(used_BT, keys_BT, 0).sum(dtype=jnp.float32)}
+        counts |= dict.fromkeys(("padding", "attended_keys"), jnp.float32(labels_BT.size))
     return sums, counts | {"objective": divisor}
 
 
@@ -345,9 +345,9 @@ def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     return tokens_TB.T
 
 
-def sample_text(params, cfg, key, tokenizer, compiler_options=None):
+def sample_text(params, key, cfg, tokenizer, compiler_options=None):
     """cfg.n_samples texts, each cfg.prompt and up to cfg.sample_tokens tokens more, cut at the end
-    of a document or of a turn in a chat. tokenizer: {"encode", "decode", "begin", "end", "stops"}.
+    of a document or of a turn in a chat. tokenizer: {"encode", "decode", "bos", "eos", "stops"}.
     """
     if not cfg.sample_tokens:
         return []
@@ -366,7 +366,7 @@ def lower_sampling(params, cfg, tokenizer, compiler_options=None):
 
 def _prompts(cfg, tokenizer):
     """(tokens [n_samples, T], lengths [n_samples]) that samples continue."""
-    first = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
+    first = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
     start = [first, *tokenizer["encode"](cfg.prompt)]
     return (np.tile(np.int32(start), (cfg.n_samples, 1)),
             np.full(cfg.n_samples, len(start), np.int32))
@@ -452,7 +452,7 @@ def batch_shapes(cfg):
     return dict.fromkeys(names, ((cfg.batch_size, cfg.seq_len), jnp.int32, P(BATCH_AXES, "sp")))
 
 
-def names_to_load(cfg, table, saved):
+def names_to_load(table, saved, cfg):
     """The parameters that a run takes from another, which has `saved` (none: a fresh start).
 
     Raises ValueError when LoRA would tune a fresh initialization, or lose the other's updates.
@@ -466,7 +466,7 @@ def names_to_load(cfg, table, saved):
     return {name for name in table if ".lora_" not in name or name in saved}
 
 
-def memory_savers(cfg, sp):
+def memory_savers(sp, cfg):
     """Flags not set yet that lower activation memory, the cheapest in time first. sp: size of that
     mesh axis.
     """

@@ -59,47 +59,74 @@ ALL_DONE = "all {} steps are done"  # the reason of a stop after which nothing i
 
 # ---- what is trained
 
-def resolve_text(cfg, platform):
-    """cfg with vocabulary, sizes and attention kernel worked out."""
+def resolve_text(platform, cfg):
+    """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
     vocab_size = cfg.vocab_size or data.make_tokenizer(cfg.tokenizer)["vocab_size"]
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
+# What is trained is an argument of `main`: a task, which is a dict. In each of its functions the
+# config is the last argument. `TASK_DEFAULTS` says what a task does without an optional key.
+REQUIRED_TASK_KEYS = ("table", "loss", "batch", "open")
+
+# The task of this trainer: a language model on text.
 TEXT = {
-    "table": model.param_table,  # cfg -> {name: {"shape", "spec", "init", "trained"}}
-    "loss": model.loss_fn,  # (params, batch, cfg) -> ({name: sum}, {name: count}): "objective" ...
-    "batch": model.batch_shapes,  # cfg -> {name: (shape, dtype, partition spec)} of a batch
-    # (cfg, parts) -> {"train": source, "val": source or None}; a source is {"n": examples, "batch":
-    # (step, rows) -> {name: array of these rows of the batch}, or None to be asked again later,
-    # "fingerprint": text that must not change when a run resumes}; also, if it has them, "about":
-    # words for the screen, and what data.open_text and data.in_windows say of mixtures and windows.
-    # A "val" may have "at" instead of a batch: step -> source, None to be asked again later
+    # ---- required
+
+    # (cfg) -> {name: {"shape", "spec", "init", "trained"}}, the parameter table
+    "table": model.param_table,
+    # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized
+    "loss": model.loss_fn,
+    # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
+    "batch": model.batch_shapes,
+    # (parts, cfg) -> {"train": source, "val": source or None}. A source is {
+    #   "n": number of examples,
+    #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing,
+    #   "fingerprint": a text that must not change between a run and its resumption,
+    #   "summary": optional, a text to print}.
+    # Sources of data.open_text and data.in_windows have more keys. A "val" whose data comes later
+    # has "source_at" instead: step -> source, None while the data is missing.
     "open": data.open_text,
-    # From here on a task may leave out what it has not.
-    "init": model.init,  # (key, cfg) -> {name: array}; default: as "init" in the table says
-    "resolve": resolve_text,  # (cfg, platform) -> cfg with nothing left to work out
-    "faults": config.text_errors,  # (cfg, {axis: size}) -> why it cannot run, in words
-    "unit": ("token", lambda cfg: cfg.batch_size * cfg.seq_len),  # of rates; how many an update
-    # (cfg, means of a batch or {}) -> (FLOPs per unit, those computed twice, formula)
-    "flops": lambda cfg, means: model.flops_per_token(cfg, cfg.seq_len, means.get("keys")),
-    "metrics": data.text_metrics,  # ({name: mean}, source) -> more, in training and evaluation
-    # (params, cfg, key) -> texts to print
-    "preview": lambda params, cfg, key: model.sample_text(
-        params, cfg, key, data.make_tokenizer(cfg.tokenizer),
+
+    # ---- optional
+
+    # (key, cfg) -> {name: array}, the initial parameters; default: "init" of each row of the table
+    "init": model.init,
+    # (platform, cfg) -> cfg with all defaults resolved
+    "resolve": resolve_text,
+    # ({axis: size}, cfg) -> errors in the config, as texts
+    "validate": config.text_errors,
+    # What speeds are measured in, and how many of it are in a step: (cfg) -> number
+    "unit": "token",
+    "units_per_step": lambda cfg: cfg.batch_size * cfg.seq_len,
+    # (means of a batch or {}, cfg) -> (FLOPs per unit, those of them that are recomputed, formula)
+    "flops": lambda means, cfg: model.flops_per_token(
+        cfg, cfg.seq_len, means.get("attended_keys")),
+    # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
+    "metrics": data.text_metrics,
+    # (params, key, cfg) -> texts to print
+    "sample": lambda params, key, cfg: model.sample_text(
+        params, key, cfg, data.make_tokenizer(cfg.tokenizer),
         steplib.compiler_options(cfg, jax.devices()[0])),
-    # (params as shapes, cfg) -> {"sampling", "export": the program that does it, lowered}: a plan
-    # counts their memory
+    # (params as shapes, cfg) -> {"sampling", "export": lowered program}, to estimate their memory
     "programs": lambda params, cfg: text_programs(params, cfg),
-    "init_names": model.names_to_load,  # (cfg, table, {name} saved) -> {name} that init_from gives
-    "savers": model.memory_savers,  # (cfg, sp) -> flags that would save memory
-    "about": lambda cfg: f"attention {cfg.attention}",  # cfg -> words for the screen
-    # Weights in another format: cfg with what those in init_from say of the model; {"names": {name:
-    # shape or None}, "read": {name: like} -> {name: array}}, or None when path has none; writing
-    # cfg.export, or with params None only looking for faults.
-    "adopt": lambda cfg: config_from_hf(cfg),
-    "weights": lambda path, cfg: open_hf(path, cfg),
-    "export": lambda cfg, params: export_hf(cfg, params),
+    # (table, saved names, cfg) -> names that a source of init_from has to provide
+    "init_names": model.names_to_load,
+    # (size of the mesh axis sp, cfg) -> flags that would lower the memory of the model
+    "memory_flags": model.memory_savers,
+    # (cfg) -> a text for the summary of the run
+    "summary": lambda cfg: f"attention {cfg.attention}",
+    # Weights in the format of Hugging Face
+    "hf": {
+        # (cfg) -> cfg with the shape of the model in init_from
+        "update_config": lambda cfg: config_from_hf(cfg),
+        # (path, cfg) -> {"names": {name: shape or None}, "read": {name: like} -> {name: array}},
+        # None where path has no such weights
+        "open_weights": lambda path, cfg: open_hf(path, cfg),
+        # (params, cfg): write cfg.export; with params None only look for errors
+        "export": lambda params, cfg: export_hf(params, cfg),
+    },
 }
 
 
@@ -112,21 +139,19 @@ def setup_run(cfg, task=TEXT, devices=None):
 
     Raises ValueError for every fault that can be seen without data and without compiling.
     """
-    config.raise_if_errors(config.key_errors(
-        "task: ", task, TEXT, TEXT.keys() - {"init"} - TASK_DEFAULTS.keys()))
-    task = TASK_DEFAULTS | {"init": lambda key, c: model.init(key, c, task["table"](c))} | task
+    task = complete_task(task)
     devices = devices or jax.devices()
     enable_compilation_cache(cfg)
-    cfg = task["adopt"](cfg)
+    cfg = task["hf"]["update_config"](cfg)
     config.validate(cfg, len(devices), {
         "optimizer": steplib.OPTIMIZERS, "optimizers": steplib.OPTIMIZERS,
-        "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["faults"])
+        "schedule": steplib.SCHEDULES, "track": TRACKERS}, task["validate"])
     platform = steplib.platform(devices[0])
     if platform.endswith("cuda") and len(devices) > 1:
         # Collectives of a layer run beside the layers before and after it.
         jax.config.update("jax_optimization_level", "O1")
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
-    cfg = task["resolve"](cfg, platform)
+    cfg = task["resolve"](platform, cfg)
     config.raise_if_errors([
         f"track {name!r}: is not installed: pip install {name}" for name in cfg.track
         if TRACKERS[name] in (wandb, tensorboard) and not importlib.util.find_spec(name)])
@@ -139,7 +164,7 @@ def setup_run(cfg, task=TEXT, devices=None):
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(model.matching("watch", cfg.watch, table))))
     config.raise_if_errors(steplib.check_shapes(table, mesh), "mesh and model do not fit")
     if cfg.export:
-        task["export"](cfg, None)
+        task["hf"]["export"](None, cfg)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
              for name, (shape, dtype, spec) in task["batch"](cfg).items()}
     return {"cfg": cfg, "task": task, "mesh": mesh, "table": table, "batch": batch,
@@ -212,7 +237,7 @@ def start_run(run, hooks, observers, state, params, began):
     given = state is not None or params is not None
     saved, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, given)
     if "resume" in run["train"]:
-        run["train"]["resume"](meta.get("data", {}).get("windows", []))
+        run["train"]["restore"](meta.get("data", {}).get("windows", []))
     if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
     origin, sources, first_state = initial_state(run, state, params, meta)
@@ -280,7 +305,7 @@ def train(run, state, last, window, clock, signals, saving):
                 row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
             if row:
                 latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
-        if "sample" in due and run["task"]["preview"] and not save_only(signals):
+        if "sample" in due and run["task"]["sample"] and not save_only(signals):
             preview(run, state["params"], step)
         if "export" in due and not save_only(signals):
             export(run, state["params"], step)
@@ -448,14 +473,43 @@ def save_state(run, state, step, window, saving, kind="save", temporary=False):
 # have those that compile wait for each other in one arena.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+def no_export(params, cfg):
+    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
+
+
+# What a task does without an optional key of `TEXT`. Its default for "init" is in `setup_run`.
 TASK_DEFAULTS = {
-    "resolve": lambda cfg, platform: cfg, "faults": lambda cfg, sizes: [],
-    "unit": ("example", lambda cfg: cfg.batch_size), "flops": None,
-    "metrics": lambda means, source: {}, "preview": None, "programs": lambda params, cfg: {},
-    "init_names": lambda cfg, table, saved: set(table), "savers": lambda cfg, sp: [],
-    "about": lambda cfg: "", "adopt": lambda cfg: cfg, "weights": lambda path, cfg: None,
-    "export": lambda cfg, params: config.raise_if_errors(
-        [f"export {cfg.export!r}: this task has none"])}
+    "resolve": lambda platform, cfg: cfg,
+    "validate": lambda sizes, cfg: [],
+    "unit": "example",
+    "units_per_step": lambda cfg: cfg.batch_size,
+    "flops": None,
+    "metrics": lambda means, source: {},
+    "sample": None,
+    "programs": lambda params, cfg: {},
+    "init_names": lambda table, saved, cfg: set(table),
+    "memory_flags": lambda sp, cfg: [],
+    "summary": lambda cfg: "",
+    "hf": {
+        "update_config": lambda cfg: cfg,
+        "open_weights": lambda path, cfg: None,
+        "export": no_export,
+    },
+}
+
+
+def complete_task(task):
+    """The task with its defaults. Raises ValueError for unknown and missing keys."""
+    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
+    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
+    config.raise_if_errors(errors)
+
+    def init_from_table(key, cfg):
+        return model.init(key, cfg, task["table"](cfg))
+
+    complete = TASK_DEFAULTS | {"init": init_from_table} | task
+    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
+    return complete
 
 
 # What a row of a task's table may say of its parameter.
@@ -464,7 +518,7 @@ ROW_KEYS = "shape spec init trained ids lr_mult decay_mult optimizer".split()
 
 def open_data(task, cfg, parts):
     """What task["open"] gives: {"train", "val"}: a source or None."""
-    opened = task["open"](cfg, parts)
+    opened = task["open"](parts, cfg)
     config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
     return {"train": None, "val": None} | opened
 
@@ -503,7 +557,7 @@ def due_events(run, step, last, second):
 def progress(run):
     """{unit of a period: function of the step, how many of it are done}."""
     cfg, train = run["cfg"], run["train"]
-    return {"step": lambda step: step, "window": train.get("finished", lambda step: 0),
+    return {"step": lambda step: step, "window": train.get("n_finished", lambda step: 0),
             # 1e-9, since 1.2 // 0.4 is 2 in floating point
             "epoch": lambda step: step * cfg.batch_size / train["n"] + 1e-9}
 
@@ -512,13 +566,13 @@ def val_data_at(run, step, clock, halted):
     """The held-out source at `step`; one that is not there yet is waited for: None once halted(),
     or when training is over.
     """
-    if "at" not in (val := run["val"]):
+    if "source_at" not in (val := run["val"]):
         return val
-    if (source := val["at"](step)) is None and step < run["cfg"].steps:
+    if (source := val["source_at"](step)) is None and step < run["cfg"].steps:
         run["emit"]("out_of_data", {"step": step})
         while source is None and not halted():
             time.sleep(0.2)
-            source = val["at"](step)
+            source = val["source_at"](step)
     spend(clock, "data")
     return source
 
@@ -574,8 +628,8 @@ def make_batch_at(run, source):
 
 def print_data_summary(sources, tell):
     for part, source in sources.items():
-        if source and "about" in source:
-            tell(f"{part} data: {source['about']}")
+        if source and "summary" in source:
+            tell(f"{part} data: {source['summary']}")
 
 
 def warn_unsaved(run):
@@ -587,7 +641,7 @@ def warn_unsaved(run):
 def sample_texts(run, params, step):
     key = jax.random.fold_in(jax.random.key(run["cfg"].seed), step)
     with jax.set_mesh(run["mesh"]):
-        return run["task"]["preview"](params, run["cfg"], key)
+        return run["task"]["sample"](params, key, run["cfg"])
 
 
 @contextlib.contextmanager
@@ -697,7 +751,7 @@ def export(run, params, step):
     """Export the parameters. What goes wrong with the disk is told, and training goes on."""
     began = time.perf_counter()
     with log_errors(run, step, "export"):
-        run["task"]["export"](run["cfg"], params)
+        run["task"]["hf"]["export"](params, run["cfg"])
         run["emit"]("export", {"step": step, "export_s": time.perf_counter() - began})
 
 
@@ -1074,12 +1128,13 @@ def run_in_thread(name, make, cfg):
 
 def run_summary(run):
     """What would run, and on what."""
-    cfg, mesh, task, (unit, size) = run["cfg"], run["mesh"], run["task"], run["task"]["unit"]
+    cfg, mesh, task = run["cfg"], run["mesh"], run["task"]
+    unit, size = task["unit"], task["units_per_step"]
     sizes = [(math.prod(row["shape"]), row.get("trained", True)) for row in run["table"].values()]
     n_params, n_trained = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
     trained = f" ({n_trained / 1e6:,.2f}M trained)" if n_trained < n_params else ""
     axes = " ".join(f"{a}={n}" for a, n in mesh.shape.items())
-    about = [cfg.dtype, task["about"](cfg), f"{size(cfg):,} {unit}s an update"]
+    about = [cfg.dtype, task["summary"](cfg), f"{size(cfg):,} {unit}s an update"]
     return (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x "
             f"{mesh.devices.flat[0].device_kind}, mesh {axes}\n" + ", ".join(filter(None, about)))
 
@@ -1088,7 +1143,8 @@ def describe_run(run, meta, sources):
     """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint it
     goes on from, or {}. sources: of its parameters.
     """
-    cfg, (unit, size) = run["cfg"], run["task"]["unit"]
+    cfg, task = run["cfg"], run["task"]
+    unit, size = task["unit"], task["units_per_step"]
     versions = {name: importlib.metadata.version(name)
                 for name in "jax jaxlib numpy optax tensorstore".split()}
     row = {"devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -1102,7 +1158,7 @@ def describe_run(run, meta, sources):
                "xla_flags": os.environ.get("XLA_FLAGS", "")},
            "versions": {"python": sys.version.split()[0]} | versions}
     if run["task"]["flops"]:
-        flops, _, formula = run["task"]["flops"](cfg, {})
+        flops, _, formula = run["task"]["flops"]({}, cfg)
         row |= {f"flops_per_{unit}": flops, "flops_formula": formula}
     return row
 
@@ -1111,7 +1167,8 @@ def rates(run, step, clock, means):
     """What a log row says of progress, speed and memory: unit and formula stand beside each. None
     where the device's peak rate is not known.
     """
-    cfg, (unit, size) = run["cfg"], run["task"]["unit"]
+    cfg, task = run["cfg"], run["task"]
+    unit, size = task["unit"], task["units_per_step"]
     old, clock["logged"] = clock["logged"], (step, clock["step"], clock["data"])
     n, step_s, data_s = np.subtract(clock["logged"], old).tolist()
     per_s = n * size(cfg) / (step_s + data_s)
@@ -1127,7 +1184,7 @@ def rates(run, step, clock, means):
         "memory_peak_bytes": memory["peak_bytes_in_use"] if memory else
         1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if run["task"]["flops"]:
-        flops, recomputed, _ = run["task"]["flops"](cfg, means)  # of one unit
+        flops, recomputed, _ = run["task"]["flops"](means, cfg)  # of one unit
         peak_tflops, _ = steplib.peaks(jax.devices()[0].device_kind)
         row |= steplib.utilization(flops, recomputed, per_s, jax.device_count(), peak_tflops)
     return row
@@ -1184,7 +1241,7 @@ def initial_state(run, state, params, meta):
     if meta:
         config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(run["mesh"].shape))
     missing, sources = find_parameters(run, meta)
-    told = [source.get("about", source["path"]) for source in sources]
+    told = [source.get("summary", source["path"]) for source in sources]
     if meta:
         then = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
         now = {"data": run["train"]["fingerprint"]} | ({"init_from": told} if missing else {})
@@ -1265,8 +1322,8 @@ def open_sources(run, wanted=None):
     cfg, task, table = run["cfg"], run["task"], run["table"]
     return ckpt.open_sources(
         cfg.init_from, {name: row["shape"] for name, row in table.items()},
-        open_weights=lambda path: task["weights"](path, cfg),
-        expected_names=lambda saved: task["init_names"](cfg, table, saved),
+        open_weights=lambda path: task["hf"]["open_weights"](path, cfg),
+        expected_names=lambda saved: task["init_names"](table, saved, cfg),
         find_mismatches=lambda meta: config.architecture_mismatch(
             meta.get("config", {}), vars(cfg)),
         wanted=wanted, log=print0)
@@ -1309,7 +1366,7 @@ def open_hf(path, cfg):
 HF_PASSTHROUGH = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def export_hf(cfg, params):
+def export_hf(params, cfg):
     """Write cfg.export as transformers, or PEFT for LoRA apart, loads it; what an export wrote
     there before is replaced. params: None to look for faults alone.
 
@@ -1328,8 +1385,8 @@ def export_hf(cfg, params):
     if not apart:
         params = model.merge_lora(params, cfg)
         tokenizer = data.make_tokenizer(cfg.tokenizer)
-        about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["begin"],
-                  "eos_token_id": tokenizer["end"]}
+        about |= {"torch_dtype": cfg.export_dtype, "bos_token_id": tokenizer["bos"],
+                  "eos_token_id": tokenizer["eos"]}
         saved = ckpt.read_hf_config(base) if base else {}
         about |= {name: saved[name] for name in HF_PASSTHROUGH if name in saved}
 
@@ -1376,7 +1433,7 @@ def is_finished(cfg, step):
 
 def tokenize_data(cfg, task, hooks=()):
     """Tokenize what is not and say what there is, touching no device; the summary."""
-    cfg = (TASK_DEFAULTS | task)["adopt"](cfg)
+    cfg = complete_task(task)["hf"]["update_config"](cfg)
     config.validate(cfg, None)
     print_data_summary(open_data(task, cfg, ("train", "val")), print)
     return {"step": 0, "reason": "data", "exit_code": 0}
@@ -1398,8 +1455,8 @@ def estimate(run, measure=False):
     """
     cfg, mesh, cost = run["cfg"], run["mesh"], {"flop": {}, "memory": {}, "peaks": {}}
     if run["task"]["flops"]:
-        flops, recomputed, formula = run["task"]["flops"](cfg, {})
-        n = run["task"]["unit"][1](cfg) / mesh.size
+        flops, recomputed, formula = run["task"]["flops"]({}, cfg)
+        n = run["task"]["units_per_step"](cfg) / mesh.size
         cost["flop"] = {f"the model's: {formula}": flops * n, "recomputed by remat": recomputed * n}
     try:
         with steplib.explain_oom(partial(suggest_memory_flags, run, measure)):
@@ -1443,7 +1500,7 @@ def task_programs(run, params):
         print0(f"not counted: {', '.join(wanted)}: {type(e).__name__}: {e}")
         return {}
     return {what: found[what] for what in wanted
-            if what in found and (what != "sampling" or task["preview"])}
+            if what in found and (what != "sampling" or task["sample"])}
 
 
 def text_programs(params, cfg):
@@ -1492,7 +1549,7 @@ def suggest_memory_flags(run, measure=True):
     which flags are enough, by compiling.
     """
     cfg, mesh = run["cfg"], run["mesh"]
-    savers = run["task"]["savers"](cfg, mesh.shape["sp"])
+    savers = run["task"]["memory_flags"](mesh.shape["sp"], cfg)
     flags = steplib.memory_flags(cfg, mesh, savers)
     if not measure:
         return ", ".join([*flags, steplib.MORE_DEVICES])
@@ -1545,8 +1602,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
-    if cfg.mode == "sample" and not task["preview"]:
-        raise ValueError("mode sample: this task has no preview")
+    if cfg.mode == "sample" and not task["sample"]:
+        raise ValueError("mode sample: this task has no samples")
     if cfg.mode == "eval":
         run |= open_data(task, cfg, ("val",))
         if not run["val"]:
@@ -1567,7 +1624,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         summary |= evaluate(run, run["val"], cost["programs"]["evaluation"], params)
         print0(ckpt.json_line(summary))
     elif cfg.mode == "export":
-        task["export"](cfg, params)
+        task["hf"]["export"](params, cfg)
         print0(f"exported step {step} to {cfg.export}")
     else:
         summary["texts"] = sample_texts(run, params, 0)

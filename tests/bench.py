@@ -291,7 +291,7 @@ def one_parameter():
     return {"table": lambda cfg: {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0))},
             "init": lambda key, cfg: {"w": jnp.ones(1)}, "loss": loss,
             "batch": lambda cfg: {"x": ((1,), np.float32, P())},
-            "open": lambda cfg, parts: {"train": source, "val": None}}
+            "open": lambda parts, cfg: {"train": source, "val": None}}
 
 
 def loop_ours(*track, n=20_000):
@@ -320,7 +320,7 @@ def loop_bare(n=20_000):
     programs = train.steplib.compile_steps(*train.step_args(run))
     state, flag = programs["init"](jax.random.key(0)), True
     batch = {name: jax.device_put(x, run["batch"][name].sharding)
-             for name, x in run["task"]["open"](None, ())["train"]["batch"](0, range(1)).items()}
+             for name, x in run["task"]["open"]((), None)["train"]["batch"](0, range(1)).items()}
     began = time.perf_counter()
     for _ in range(n):
         state, metrics = programs["train_step"](state, batch)

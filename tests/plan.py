@@ -203,7 +203,7 @@ def sweep(run, n_meshes):
     for sizes in factorizations(len(devices), len(axes)):
         other = dataclasses.replace(cfg, **dict(zip(axes, sizes)))
         with contextlib.suppress(ValueError):  # this mesh and this model do not fit
-            config.validate(other, len(devices), (), run["task"]["faults"])
+            config.validate(other, len(devices), (), run["task"]["validate"])
             mesh, state_bytes, sent = predicted_traffic(other, run["table"], sizes)
             if not steplib.check_shapes(run["table"], mesh):
                 too_large = state_bytes > (memory_gib or math.inf) * 2**30

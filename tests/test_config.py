@@ -17,7 +17,7 @@ import step
 from config import Config
 
 CHOICES = {"optimizer": step.OPTIMIZERS, "schedule": step.SCHEDULES}
-validate = partial(config.validate, choices=CHOICES, task_faults=config.text_errors)
+validate = partial(config.validate, choices=CHOICES, task_errors=config.text_errors)
 
 
 def other(value, kind):
@@ -719,7 +719,7 @@ def test_eval_and_sample_take_the_run_s_own_config_as_defaults(tmp_path):
 def test_a_task_without_heads_has_no_rules_of_heads():
     """The transformer's rules are the task's: without them any width and head count will do.
 
-    Break: config.py: faults + task_faults(cfg, sizes) => faults + text_errors(cfg, sizes)
+    Break: config.py: faults + task_errors(sizes, cfg) => faults + text_errors(sizes, cfg)
     """
     odd = Config(d_model=7, n_heads=3, head_dim=5)
     assert "head_dim 5: must be even" in fault(odd)

@@ -577,7 +577,7 @@ def test_bytes_tokenizer():
         assert BYTES["encode"](text).tolist() == list(text.encode())
     assert BYTES["decode"]([104, 105, 256, 300, 195, 169]) == "hi<256><300>é"
     assert BYTES["decode"]([255]) == "\ufffd"
-    assert (BYTES["vocab_size"], BYTES["end"]) == (256, 0)
+    assert (BYTES["vocab_size"], BYTES["eos"]) == (256, 0)
 
 
 def small_bpe(path, *special):
@@ -609,7 +609,7 @@ def test_tokenizer_json(tmp_path):
     assert ours["decode"]([1]) == "<|endoftext|>"
     def encode(text): return tok.encode(text, add_special_tokens=False).ids
     assert ours["encode"](text).tolist() == encode(text)
-    assert (ours["end"], ours["vocab_size"]) == (1, tok.get_vocab_size())
+    assert (ours["eos"], ours["vocab_size"]) == (1, tok.get_vocab_size())
     lines = [json.dumps({"text": t}) + "\n" for t in ("lowest", text)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     form = {"vocab_size": ours["vocab_size"]}
@@ -635,7 +635,7 @@ def test_a_tokenizer_s_last_truncation_and_padding_are_not_ours(tmp_path):
     tok.enable_padding(pad_id=1, pad_token="<pad>", length=8)
     tok.save(str(tmp_path / "t/tokenizer.json"))
     texts, ours = ["lower lowest low", "a"], read()
-    assert ours["begin"] == before["begin"]
+    assert ours["bos"] == before["bos"]
     for found, wanted in zip(ours["encode_batch"](texts), before["encode_batch"](texts)):
         assert found.tolist() == wanted.tolist()
     (tmp_path / "t/model.safetensors").write_bytes(b"weights")
@@ -738,11 +738,12 @@ def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
     path, held_out = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
     cfg = config.Config(data=(str(path),), val_data=(str(held_out),), val_frac=val_frac, seq_len=8,
                         batch_size=10, token_cache=str(tmp_path / "p"))
-    opened = data.open_text(cfg)
+    opened = data.open_text(("train", "val"), cfg)
     assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
     assert ord("a") not in opened["val"]["batch"](0, np.arange(10))["tokens"]
     if not val_frac:
-        assert data.open_text(dataclasses.replace(cfg, val_data=()))["val"] is None
+        without = dataclasses.replace(cfg, val_data=())
+        assert data.open_text(("train", "val"), without)["val"] is None
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -820,7 +821,7 @@ def test_a_file_in_both(tmp_path):
     for change, words in (({}, "data and val_data"), (mixed, "mix .*a.txt and val_data"),
                           (twice, r"mix .*a.txt and mix .*\*.txt; take it out of one")):
         with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
-            data.open_text(dataclasses.replace(cfg, **change))
+            data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
 
 def test_two_runs_prepare_the_same_data(tmp_path):
@@ -1107,7 +1108,7 @@ def test_no_sequence_with_a_label(tmp_path):
         cfg = config.Config(seq_len=8, packing="best_fit", truncation="drop", val_frac=0.0,
                             token_cache=str(tmp_path / "p"), **change)
         with pytest.raises(ValueError, match="long.jsonl: .* no sequence of 8 with a label"):
-            data.open_text(cfg, ("train", "val"))
+            data.open_text(("train", "val"), cfg)
 
 
 def test_sources_that_do_not_go_together(tmp_path):
@@ -1303,7 +1304,7 @@ def test_begin_and_end_ids(tmp_path):
     pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<|endoftext|>", "<s>")
     ours = data.make_tokenizer(str(tmp_path / "t.json"))
-    assert (ours["begin"], ours["end"]) == (1, 0)
+    assert (ours["bos"], ours["eos"]) == (1, 0)
     texts = ["lowest", "low low", "lower"]
     path = rows_as("jsonl", tmp_path, [{"text": text} for text in texts])
     source = prepared(path, tokenizer=ours, folder=tmp_path / "p", document_mask=True, seq_len=5)
@@ -1454,7 +1455,7 @@ def test_texts_beside_chats(tmp_path):
     """
     library = chat_folder(tmp_path / "t", "chatml")
     ours = data.make_tokenizer(str(tmp_path / "t"))
-    chat, end = CHATS["one turn"], ours["end"]
+    chat, end = CHATS["one turn"], ours["eos"]
     path = rows_as("jsonl", tmp_path, [{"text": "low"}, {"messages": chat}, {"text": "low"},
                                        {"messages": chat}])
     source = prepared(path, tokenizer=ours, folder=tmp_path / "p")
@@ -1472,7 +1473,7 @@ def test_tiktoken(tmp_path, monkeypatch):
     """An encoding of tiktoken is used under its name, here one of a plugin, since the published
     ones are not on this machine.
 
-    Break: data.py: "end": tok.eot_token => "end": 0
+    Break: data.py: "eos": tok.eot_token => "eos": 0
     """
     tiktoken = pytest.importorskip("tiktoken")
     (tmp_path / "tiktoken_ext").mkdir()
@@ -1486,7 +1487,7 @@ def test_tiktoken(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", None)
     ours = data.make_tokenizer("tiktoken:small")
     assert ours["encode"]("low 三").tolist() == [257, 32, *"三".encode()]
-    assert (ours["vocab_size"], ours["end"], ours["decode"]([257, 258])) == (
+    assert (ours["vocab_size"], ours["eos"], ours["decode"]([257, 258])) == (
         259, 258, "low<|endoftext|>")
     with pytest.raises(ValueError, match="tokenizer 'tiktoken:absent': "):
         data.make_tokenizer("tiktoken:absent")
@@ -1551,7 +1552,7 @@ def windows(tmp_path):
                       data=(str(tmp_path / "days" / "*.txt"),)) | fields
         cfg = config.Config(
             out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "p"), **fields)
-        return data.open_text(cfg)["train"]
+        return data.open_text(("train", "val"), cfg)["train"]
 
     return make, add
 
@@ -1581,12 +1582,12 @@ def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
     days = tmp_path / "days"
     about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
-    assert (train["n"], train["about"]) == (18, about)
-    assert [train["finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
+    assert (train["n"], train["summary"]) == (18, about)
+    assert [train["n_finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
     (tmp_path / "out/windows.jsonl").unlink()
     fresh = make()  # asks for the next file just where the first ends
     assert letters(fresh, [0]) == ["aaaa"]
-    assert fresh["following"](1) == str(days / "day2.txt") and fresh["following"](2) == ""
+    assert fresh["next_window"](1) == str(days / "day2.txt") and fresh["next_window"](2) == ""
     assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
 
 
@@ -1630,7 +1631,7 @@ def test_a_growing_folder(windows, tmp_path):
         again = make()
         if forget:
             (tmp_path / "out" / "windows.jsonl").unlink()
-            again["resume"](seen)
+            again["restore"](seen)
         for step in (4, 0, 3, 1, 2):
             batch = again["batch"](step, np.arange(4))
             assert all((batch[k] == whole[step][k]).all() for k in batch)
@@ -1659,10 +1660,10 @@ def test_a_killed_run_goes_on_in_the_windows_that_it_had_begun(process, windows,
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: process)
         again = make()
-        again["resume"](saved)
+        again["restore"](saved)
         assert letters(again, [0, 1]) == ["aaaa", "cccc"]
     again = make()
-    again["resume"]([saved[0] | {"epoch": 1}])
+    again["restore"]([saved[0] | {"epoch": 1}])
     assert letters(again, [1]) != ["cccc"]
 
 
@@ -1680,7 +1681,7 @@ def test_one_process_writes_the_list_of_windows(windows, tmp_path, monkeypatch):
     seen, text, inode = train["windows"](1), log.read_text(), log.stat().st_ino
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     again = make()
-    again["resume"](seen[::-1])
+    again["restore"](seen[::-1])
     assert letters(again, [0, 1]) == ["bbbb", "aaaa"]
     assert (log.read_text(), log.stat().st_ino) == (text, inode)
 

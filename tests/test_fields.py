@@ -121,7 +121,7 @@ def slope(params, batch, cfg):
     return {"objective": total, "loss": total}, {"objective": n, "loss": n}
 
 
-def open_slope(cfg, names):
+def open_slope(names, cfg):
     part = {"n": 64, "batch": lambda index, rows: {"x": np.full(len(rows), 2, np.float32)},
             "fingerprint": "twos"}
     return {"train": part, "val": None}
@@ -178,19 +178,19 @@ def reason_with_nan(cfg):
 def sequences(cfg):
     """How many there are to train on and to evaluate on."""
     cfg = train.setup_run(cfg)["cfg"]
-    return [part and part["n"] for part in data.open_text(cfg).values()]
+    return [part and part["n"] for part in data.open_text(("train", "val"), cfg).values()]
 
 
 def letters(part):
     def see(cfg):
-        source = data.open_text(train.setup_run(cfg)["cfg"])[part]
+        source = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])[part]
         tokens = source["batch"](0, np.arange(4))["tokens"]
         return sorted(map(chr, np.unique(tokens)))
     return see
 
 
 def first_batch(cfg):
-    return data.open_text(cfg)["train"]["batch"](0, np.arange(cfg.batch_size))
+    return data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(cfg.batch_size))
 
 
 def share_of_b(cfg):
@@ -225,11 +225,11 @@ def n_windows(cfg):
 
 def in_windows(cfg):
     Path(cfg.out_dir, "windows.jsonl").unlink(missing_ok=True)
-    return data.open_text(cfg)["train"]
+    return data.open_text(("train", "val"), cfg)["train"]
 
 
 def batch_names(cfg):
-    batch = data.open_text(cfg)["train"]["batch"](0, np.arange(4))
+    batch = data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(4))
     assert batch.keys() == train.setup_run(cfg)["batch"].keys()
     return sorted(batch)
 
@@ -239,8 +239,8 @@ def randomness(cfg):
     run = train.setup_run(cfg)
     *_, first_state = train.initial_state(run, None, None, {})
     key = first_state({"init": jax.random.key_data, "state": {"params": {}}})
-    first = data.open_text(cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
-    preview = {"preview": lambda params, cfg, key: jax.random.key_data(key)}
+    first = data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
+    preview = {"sample": lambda params, key, cfg: jax.random.key_data(key)}
     sample = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": preview}, None, 3)
     return [key.tolist(), sample.tolist(), first.tolist()]
 
@@ -388,7 +388,8 @@ FIELDS = {
     "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), share_of_b, 0.0, 0.75),
     "eod_id": row(dict(eod_id=3), n_segments, "need the id", 5, dict(
         data=("ids.bin",), document_mask=True, val_frac=0.0)),
-    "token_cache": row(dict(token_cache="mine"), lambda cfg: bool(data.open_text(cfg)) and [
+    "token_cache": row(dict(token_cache="mine"), lambda cfg: bool(
+        data.open_text(("train", "val"), cfg)) and [
         str(p.parent.parent) for p in Path().glob("mine/*/tokens")], [], ["mine"]),
     "packing": row(dict(packing="none"), n_segments, 0, 1, LINES),
     "truncation": row(dict(truncation="error"), outcome_of_opening, "", "has 22 tokens", WHOLE),

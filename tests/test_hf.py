@@ -757,7 +757,7 @@ def test_an_export_without_a_tokenizer_says_so(tiny, tmp_path, capsys):
     assert not data.copy_tokenizer("bytes", out)
     assert not list(out.iterdir())
     cfg = train.setup_run(tiny(export=str(tmp_path / "bytes")))["cfg"]
-    train.export_hf(cfg, model.init(jax.random.key(0), cfg))
+    train.export_hf(model.init(jax.random.key(0), cfg), cfg)
     assert capsys.readouterr().out == (
         f"export {cfg.export}: has no tokenizer, as bytes is none of Hugging Face's\n")
 

@@ -569,7 +569,7 @@ def test_memory_savers_are_what_is_not_set_yet(change, flags):
     Break: model.py: cfg.mlp_tiles < n_tiles and not cfg.n_experts => cfg.mlp_tiles < n_tiles
     """
     cfg = dataclasses.replace(BASE, **dict(seq_len=80) | change)
-    assert model.memory_savers(cfg, 2) == flags
+    assert model.memory_savers(2, cfg) == flags
 
 
 @pytest.mark.parametrize("change, message", [

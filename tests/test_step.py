@@ -1343,11 +1343,11 @@ def test_flags_that_save_memory_are_legal(flags, listed):
     """
     argv = "--fsdp 4 --tp 2 --batch_size 16 --n_heads 4".split() + flags.split()
     cfg = config.derive_text(config.parse(argv))
-    found = step.memory_flags(cfg, step.make_mesh(cfg), model.memory_savers(cfg, 1))
+    found = step.memory_flags(cfg, step.make_mesh(cfg), model.memory_savers(1, cfg))
     assert ", ".join(found) == listed
     for flag in found:
         changed = config.parse([*argv, *flag.split()])
-        config.validate(changed, 8, task_faults=config.text_errors)
+        config.validate(changed, 8, task_errors=config.text_errors)
         assert changed != config.parse(argv)
 
 

@@ -228,7 +228,7 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     train.main(cfg, hooks=[spend])
     start, (four, eight) = rows(cfg.out_dir, "start")[0], rows(cfg.out_dir, "log")
     flops, recomputed, _ = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
-    opened = data.open_text(cfg)["train"]
+    opened = data.open_text(("train", "val"), cfg)["train"]
     assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
     # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
     # the save and the evaluation after step 4 took 110. Of a step an eighth is a wait.
@@ -380,8 +380,8 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
     """
     open_text = data.open_text
 
-    def without_labels(cfg, parts):
-        opened = open_text(cfg, parts)
+    def without_labels(parts, cfg):
+        opened = open_text(parts, cfg)
         batch = opened["train"]["batch"]
         opened["train"]["batch"] = lambda step, rows: batch(step, rows) | {
             "labels": np.full((len(rows), cfg.seq_len), -100, np.int32)}
@@ -438,7 +438,7 @@ def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
     """
     train.main(tiny(steps=2))
     run = train.setup_run(tiny())
-    run |= data.open_text(run["cfg"]) | {"hooks": (), "known_metrics": set()}
+    run |= data.open_text(("train", "val"), run["cfg"]) | {"hooks": (), "known_metrics": set()}
     shapes = steplib.lower_steps(*train.step_args(run))[1]["train_step"]().out_info[1]
     logged, evaluated = (rows(tiny().out_dir, event)[-1] for event in ("log", "eval"))
     speeds = {*train.rates(run, 3, train.init_timers(0.0) | {"step": 1.0}, logged)}
@@ -605,15 +605,15 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
         texts.append(capsys.readouterr().out)
     assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
 
-    def its_key(params, cfg, key):
+    def its_key(params, key, cfg):
         return [str(jax.random.key_data(key))]
 
     cfg = tiny(mode="sample", seed=3, sample_tokens=5)
     key = jax.random.fold_in(jax.random.key(3), 0)
-    assert train.main(cfg, (), train.TEXT | {"preview": its_key}) == {
-        "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, None, key)}
-    with pytest.raises(ValueError, match="mode sample: this task has no preview"):
-        train.main(cfg, (), train.TEXT | {"preview": None})
+    assert train.main(cfg, (), train.TEXT | {"sample": its_key}) == {
+        "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, key, None)}
+    with pytest.raises(ValueError, match="mode sample: this task has no samples"):
+        train.main(cfg, (), train.TEXT | {"sample": None})
 
 
 def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
@@ -998,7 +998,7 @@ def test_a_task_is_told_its_platform(
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     seen = []
 
-    def resolve(cfg, platform):
+    def resolve(platform, cfg):
         seen.append((cfg.dtype, platform))
         raise StopIteration
 
@@ -1706,7 +1706,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
 def test_a_task_with_a_wrong_key_is_told_so(tiny):
     """A key that no task has, and one that every task needs, before anything runs.
 
-    Break: train.py: "task: ", task, TEXT, TEXT => "task: ", TEXT, TEXT, TEXT
+    Break: train.py: config.key_errors("task: ", task, TEXT, => config.key_errors("task: ", TEXT, TEXT,
     """
     task = {k: v for k, v in train.TEXT.items() if k != "loss"} | {"units": ("word", len)}
     words = r"task: unknown key 'units' \(nearest: unit\)\n  task: no 'loss'"
@@ -1719,7 +1719,7 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(task={"table": lambda cfg: {"w": dict(shape=(4,), spec=jax.P())}}),
      "task: table: w: no 'init'"),
     (dict(table={"init": ("uniform", 3.0)}), "w: init 'uniform': must be 'normal' or 'constant'"),
-    (dict(task={"open": lambda cfg, parts: {"validation": None}}),
+    (dict(task={"open": lambda parts, cfg: {"validation": None}}),
      "task: open: unknown key 'validation'"),
     (dict(task={"init": lambda key, cfg: {"w": jnp.ones(3)}}), r"init: w is \(3,\)"),
     (dict(task={"loss": lambda *args: (dict(objective=1.0, lr=1.0), dict(objective=1, lr=1))}),
@@ -1747,7 +1747,7 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
     row = dict(shape=(4,), spec=jax.P(), init=("normal", 1.0)) | change.get("table", {})
     task = {"table": lambda cfg: {"w": row}, "loss": loss,
             "batch": lambda cfg: {"x": ((8,), dtype, jax.P())},
-            "open": lambda cfg, parts: {"train": source}} | change.get("task", {})
+            "open": lambda parts, cfg: {"train": source}} | change.get("task", {})
     with pytest.raises((ValueError, AssertionError), match=words):
         train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
 
@@ -1766,7 +1766,7 @@ def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
               "batch": lambda step, rows: {"x": np.ones(8, np.float32)}}
     task = {"table": lambda cfg: {"w": row, "v": row}, "loss": loss,
             "batch": lambda cfg: {"x": ((8,), np.float32, jax.P())},
-            "open": lambda cfg, parts: {"train": source}}
+            "open": lambda parts, cfg: {"train": source}}
     cfg = tiny(steps=2, batch_size=8, freeze=("w",), eval_every=0, dp=1, fsdp=8)
     params = train.main(cfg, task=task)["state"]["params"]
     begun = model.init(jax.random.key(cfg.seed), cfg, task["table"](cfg))
@@ -1971,11 +1971,11 @@ def test_an_export_that_cannot_be_made_is_told_first_and_one_that_failed_at_the_
         train.main(cfg)
     assert not rows_or_none(cfg.out_dir)
 
-    def full(cfg, params):
+    def full(params, cfg):
         if params is not None:
             raise ValueError("export: the disk is full")
 
-    summary = train.main(cfg, task=train.TEXT | {"export": full})
+    summary = train.main(cfg, task=train.TEXT | {"hf": train.TEXT["hf"] | {"export": full}})
     assert summary["exit_code"] == 1 and summary["reason"].endswith("; export: the disk is full")
     assert summary["checkpoint"] and ckpt.latest(Path(cfg.out_dir) / "ckpt") == 1
 
@@ -2395,7 +2395,7 @@ def due(step, last=(), second=0.0, **fields):
     """due_events of a run of 20 updates, 4 sequences of 10 each, with windows of 3 updates."""
     cfg = config.Config(**dict(steps=20, batch_size=4, eval_every=0, save_every=0, sample_every=0)
                         | fields)
-    run = {"cfg": cfg, "train": {"n": 10, "finished": lambda step: step // 3}, "periods": {
+    run = {"cfg": cfg, "train": {"n": 10, "n_finished": lambda step: step // 3}, "periods": {
         event: config.parse_intervals(getattr(cfg, f"{event}_every")) for event in config.EVENTS}}
     return train.due_events(run, step, dict(last), second)
 
@@ -3177,8 +3177,8 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     Break: train.py: run["beat"](doing="eval") or save_only(signals)) =>
     run["beat"](doing="eval"))
     """
-    def open_text(cfg, parts):
-        val = (sources := data.open_text(cfg, parts))["val"]
+    def open_text(parts, cfg):
+        val = (sources := data.open_text(parts, cfg))["val"]
 
         def batch(index, rows):
             if index == 0:
@@ -3482,7 +3482,7 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
     lengths = np.array([len(text) + 1 for text in texts])
     assert row["padding"] == pytest.approx(1 - lengths.sum() / (32 * 16))
     keys = (lengths * (lengths + 1) / 2).sum() / (32 * 16)
-    assert row["keys"] == pytest.approx(keys)
+    assert row["attended_keys"] == pytest.approx(keys)
     start = rows(cfg.out_dir, "start")[0]
     spent = row["model_tflops_per_device"] * 1e12 * 8 / row["tokens_per_s"]
     per_key = 12 * cfg.n_layers * cfg.d_model
@@ -3604,14 +3604,14 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     assert "short.txt: has no example" in run.stdout and "1 windows" in run.stdout, run.stderr
     made = {p: p.stat().st_mtime_ns for p in Path(cfg.token_cache).rglob("*")
             if p.suffix != ".lock"}
-    data.open_text(cfg)
+    data.open_text(("train", "val"), cfg)
     assert made == {p: p.stat().st_mtime_ns for p in made}
 
 
 def test_data_mode_adopts_what_init_from_says_of_the_model(tiny, capsys):
     """Data is prepared in the form in which training will read it.
 
-    Break: train.py: cfg = (TASK_DEFAULTS | task)["adopt"](cfg) => pass
+    Break: train.py: cfg = complete_task(task)["hf"]["update_config"](cfg) => pass
     """
     def n_sequences(**changes):
         train.main(tiny(mode="data"), (), train.TEXT | changes)
@@ -3638,8 +3638,8 @@ def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
                  for name, row in run["table"].items()}
         init = jax.jit(partial(model.init, cfg=run["cfg"]), out_shardings=place)
         with jax.set_mesh(run["mesh"]):
-            texts.append(run["task"]["preview"](
-                init(jax.random.key(0)), run["cfg"], jax.random.key(1)))
+            texts.append(run["task"]["sample"](
+                init(jax.random.key(0)), jax.random.key(1), run["cfg"]))
     assert texts[0] == texts[1]
     assert "rematerialization" not in capfd.readouterr().err
 
@@ -3733,7 +3733,7 @@ def deep_loss(params, batch, cfg):
 DEEP = {"table": lambda cfg: {"up": dict(shape=(8, 256), spec=P(), init=("normal", 1.0))},
         "loss": deep_loss, "open": None,
         "batch": lambda cfg: {"x": ((cfg.batch_size, 64, 8), jnp.float32, P("fsdp"))},
-        "savers": lambda cfg, sp: ["--remat full", "--mlp_tiles 8"]}
+        "memory_flags": lambda sp, cfg: ["--remat full", "--mlp_tiles 8"]}
 
 
 def planned(cfg, measure=False, **changes):

@@ -127,7 +127,7 @@ def read_day(path, cfg):
     return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
 
 
-def open_days(cfg, parts):
+def open_days(parts, cfg):
     day_of = lru_cache(4)(partial(read_day, cfg=cfg))
     def read(name, rows):
         return {key: x[rows] for key, x in day_of(name).items()}
@@ -161,7 +161,7 @@ def open_days(cfg, parts):
             ["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
     days = "train" in parts and data.in_windows(cfg, lambda day: len(day_of(day)["label"]), read)
     return {"train": days, "val": val or (days and {
-        "at": lambda step: (name := days["following"](step)) and held_out(name)})}
+        "source_at": lambda step: (name := days["next_window"](step)) and held_out(name)})}
 
 
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_days, "metrics": metrics}

@@ -53,7 +53,7 @@ def batch_shapes(cfg):
             "label": ((cfg.batch_size,), np.int32, P(rows))}
 
 
-def open_digits(cfg, parts):
+def open_digits(parts, cfg):
     """A fifth of the images is held out."""
     from sklearn.datasets import load_digits  # pip install scikit-learn
     images, labels = load_digits(return_X_y=True)
@@ -73,7 +73,7 @@ def open_digits(cfg, parts):
 
 
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_digits,
-        "unit": ("image", lambda cfg: cfg.batch_size)}
+        "unit": "image"}
 
 if __name__ == "__main__":
     sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DigitsConfig))

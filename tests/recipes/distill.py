@@ -58,16 +58,16 @@ def teacher_config(cfg):
     return dataclasses.replace(cfg, **shape, attention="xla", width_mult=1.0)
 
 
-def faults(cfg, sizes):
-    of_teacher = config.text_errors(teacher_config(cfg), sizes)
-    return [*config.text_errors(cfg, sizes), *(x and f"teacher: {x}" for x in of_teacher), *(
+def faults(sizes, cfg):
+    of_teacher = config.text_errors(sizes, teacher_config(cfg))
+    return [*config.text_errors(sizes, cfg), *(x and f"teacher: {x}" for x in of_teacher), *(
         config.field_error(
             cfg, name, f"is not distilled; leave it at {getattr(config.Config, name)!r}")
         for name in UNUSED if getattr(cfg, name) != getattr(config.Config, name))]
 
 
-def resolve(cfg, platform):
-    cfg = train.resolve_text(cfg, platform)
+def resolve(platform, cfg):
+    cfg = train.resolve_text(platform, cfg)
     teacher = teacher_config(cfg)
     config.raise_if_errors([
         f"{name} is {getattr(teacher, name)!r} there, {getattr(cfg, name)!r} here"
@@ -103,18 +103,19 @@ def losses(student_BTV, teacher_BTV, labels_BT, cfg):
     return sums, dict.fromkeys(sums, mask_BT.sum(dtype=jnp.float32))
 
 
-def flops(cfg, means):
+def flops(means, cfg):
     """The student's, and the teacher's forward pass: a third of its training."""
-    keys, teacher = means.get("keys"), dataclasses.replace(teacher_config(cfg), freeze=())
+    keys, teacher = means.get("attended_keys"), dataclasses.replace(teacher_config(cfg), freeze=())
     own, again, formula = model.flops_per_token(cfg, cfg.seq_len, keys)
     theirs, _, _ = model.flops_per_token(teacher, cfg.seq_len, keys)
     return own + theirs / 3, again, f"{formula}; a third of that of the teacher"
 
 
 TASK = train.TEXT | {
-    "adopt": adopt, "faults": faults, "resolve": resolve, "table": table, "loss": loss,
+    "hf": train.TEXT["hf"] | {"update_config": adopt}, "validate": faults, "resolve": resolve,
+    "table": table, "loss": loss,
     "flops": flops, "init": lambda key, cfg: model.init(key, cfg, table(cfg)),
-    "init_names": lambda cfg, table, saved: {x for x in table if ".lora_" not in x or x in saved}}
+    "init_names": lambda table, saved, cfg: {x for x in table if ".lora_" not in x or x in saved}}
 
 if __name__ == "__main__":
     sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DistillConfig))

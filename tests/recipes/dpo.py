@@ -35,11 +35,11 @@ class DpoConfig(config.Config):
     lr: config.LearningRate = 1e-4  # peak learning rate; 1e-6 for billions of parameters
 
 
-def faults(cfg, sizes):
+def faults(sizes, cfg):
     names = ("mix order packing document_mask label_smoothing z_loss loss_norm router_balance "
              "router_z").split()
     idle = [name for name in names if getattr(cfg, name) != getattr(config.Config, name)]
-    return [*config.text_errors(cfg, sizes), *(f"{name}: has no effect on pairs" for name in idle),
+    return [*config.text_errors(sizes, cfg), *(f"{name}: has no effect on pairs" for name in idle),
             not cfg.init_from and "init_from: is missing; name the --out_dir of a trained run"]
 
 
@@ -69,7 +69,7 @@ def batch_shapes(cfg):
 def read_pairs(patterns, cfg):
     """[[(ids, number of labels) of the chosen answer, of the rejected one]]."""
     tokenizer, pairs, T = data.make_tokenizer(cfg.tokenizer), [], cfg.seq_len
-    begin = tokenizer["end"] if tokenizer["begin"] is None else tokenizer["begin"]
+    begin = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
     for where, row, _ in (row for path in data.expand(patterns) for row in data.rows_in(path, -1)):
         row = row if isinstance(row, dict) else {}
         texts = {name: row.get(name) for name in ("prompt", "chosen", "rejected")}
@@ -78,11 +78,11 @@ def read_pairs(patterns, cfg):
             "answer empty: mend this line or delete it" for name, text in texts.items()
             if not isinstance(text, str) or not (text or name == "prompt")], where)
         prompt, *answers = map(np.int32, tokenizer["encode_batch"]([*texts.values()]))
-        answers = [np.append(answer, np.int32(tokenizer["end"]))[:T] for answer in answers]
+        answers = [np.append(answer, np.int32(tokenizer["eos"]))[:T] for answer in answers]
         prompt = np.append(np.int32(begin), prompt)[max(map(len, answers)) - T - 1:]
         data.check_ids(np.concatenate([prompt, *answers])[None], cfg.vocab_size, [{"name": where}])
         pairs.append([(np.append(prompt, answer), len(answer)) for answer in answers])
-    if n_cut := sum(ids[-1] != tokenizer["end"] for pair in pairs for ids, _ in pair):
+    if n_cut := sum(ids[-1] != tokenizer["eos"] for pair in pairs for ids, _ in pair):
         train.print0(f"{' '.join(patterns)}: {n_cut:,} answers are cut, longer than --seq_len {T}")
     return pairs
 
@@ -105,7 +105,7 @@ def score(cfg, pairs, then):
     cfg = replace(cfg, grad_accum_steps=1)
     run = train.setup_run(cfg, TASK | {"loss": lambda *a: ({"all": log_probs(*a)}, {"all": 1.0})})
     sources, n, B = train.open_sources(run), len(pairs), cfg.batch_size
-    now = [source.get("about", source["path"]) for source in sources]
+    now = [source.get("summary", source["path"]) for source in sources]
     if then and then != now:
         raise ValueError(f"config: init_from was {then}, is {now}: bring it back")
     like, lower, from_params = steplib.lower_steps(*train.step_args(run))
@@ -118,7 +118,7 @@ def score(cfg, pairs, then):
     return np.concatenate(found)[:n]
 
 
-def open_pairs(cfg, parts):
+def open_pairs(parts, cfg):
     """Held-out pairs come first. The reference is kept beside the checkpoints, for all starts."""
     data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
     pairs, val = read_pairs(cfg.data, cfg), read_pairs(cfg.val_data, cfg)
@@ -141,16 +141,16 @@ def open_pairs(cfg, parts):
         ckpt.wait(ckpt.save(root, 0, {"log_probs": reference}, {"about": about}))
 
     def part(n, examples_at):
-        return {"n": n, "fingerprint": about, "about": f"{n:,} pairs", "batch": lambda i, rows:
+        return {"n": n, "fingerprint": about, "summary": f"{n:,} pairs", "batch": lambda i, rows:
                 build_batch(pairs, reference, cfg.seq_len, *examples_at(i, rows))}
 
     return {"val": n_val and part(n_val, lambda i, rows: data.eval_examples_at(i, B, n_val, rows)),
             "train": part(n, lambda i, rows: [n_val + data.examples_at(i, B, n, cfg.seed, rows)])}
 
 
-TASK = train.TEXT | {"loss": loss, "batch": batch_shapes, "open": open_pairs, "faults": faults,
-                     "unit": ("token", lambda cfg: 2 * cfg.batch_size * cfg.seq_len),
-                     "metrics": lambda means, source: {}, "preview": None}
+TASK = train.TEXT | {"loss": loss, "batch": batch_shapes, "open": open_pairs, "validate": faults,
+                     "units_per_step": lambda cfg: 2 * cfg.batch_size * cfg.seq_len,
+                     "metrics": lambda means, source: {}, "sample": None}
 
 if __name__ == "__main__":
     sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DpoConfig))
