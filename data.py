@@ -176,34 +176,47 @@ def to_device(batch, shardings, rows, batch_size):
 
 # ---- optional
 
-def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: None):
-    """Yield (make(i), seconds waited for it) for i in [start, stop), with `depth` of them made
-    ahead by a thread. While make(i) is None it is asked again, and one (None, seconds) yielded;
-    ends early once stopped(). busy() returns when the consumer has nothing else to do: the wait is
-    counted from then.
-    """
-    pool, closed, missing = ThreadPoolExecutor(1, "data"), threading.Event(), set()
+def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: None,
+             on_missing=lambda i: None):
+    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
+    ahead.
 
-    def made(i):
-        while (item := make(i)) is None and not closed.wait(0.2):
+    make(i) returns None while its data is missing, and is then called again. on_missing(i) is
+    called once when the consumer has to wait for such an item. The iterator ends early when
+    stopped() is true during a wait. busy() returns when the consumer has no other work left; the
+    wait is counted from then.
+    """
+    pool = ThreadPoolExecutor(1, "data")
+    closed = threading.Event()
+    missing = set()
+
+    def make_when_there(i):
+        item = make(i)
+        while item is None and not closed.wait(0.2):
             missing.add(i)
+            item = make(i)
         return item
 
-    items = (pool.submit(made, i) for i in range(start, stop))  # each when it is asked for
+    ahead = deque()
     try:
-        ahead = deque(islice(items, depth))
+        for i in range(start, min(start + depth, stop)):
+            ahead.append(pool.submit(make_when_there, i))
         for i in range(start, stop):
-            item, told = ahead.popleft(), False
-            item.done() or busy()
+            item = ahead.popleft()
+            if not item.done():
+                busy()
             began = time.perf_counter()
-            while not (item.done() or wait([item], 0.1).done):
+            is_reported = False
+            while not wait([item], timeout=0.1).done:
                 if stopped():
                     return
-                if i in missing and not told:
-                    told = True
-                    yield None, time.perf_counter() - began
-            ahead.extend(islice(items, 1))
-            yield item.result(), time.perf_counter() - began
+                if i in missing and not is_reported:
+                    on_missing(i)
+                    is_reported = True
+            waited_s = time.perf_counter() - began
+            if i + depth < stop:
+                ahead.append(pool.submit(make_when_there, i + depth))
+            yield item.result(), waited_s
     finally:
         closed.set()
         pool.shutdown(cancel_futures=True)

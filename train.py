@@ -281,40 +281,76 @@ def train(run, state, last, window, clock, signals, saving):
     the last log row. signals: names of those caught. saving: of save_state.
     """
     cfg, emit, programs = run["cfg"], run["emit"], run["programs"]
-    step, latest, previous = run["first_step"], {}, None
+    latest, previous = {}, None
     asked = {"step": None, "second": 0.0, "signal": None, "file": False, "wishes": []}
+    first_step = run["first_step"]
 
-    def halted(): return stop_while_waiting(run, step, asked, latest, signals, clock)
-    batches = data.prefetch(make_batch_at(run, run["train"]), step, cfg.steps, stopped=halted,
-                            busy=lambda: jax.block_until_ready(previous))
-    while True:
-        if (due := due_events(run, step, last, asked["second"])) or run["at_once"]:
-            latest, previous = latest | log_step(run, previous, window, clock), None
-        for event in [event for event in ("epoch", "window") if event in due]:
-            emit(event, {"step": step, event: int(progress(run)[event](step))})
-        if "reload" in due:  # before the save, which would undo it in a resumed run
+    def stopped_while_waiting():
+        return stop_while_waiting(run, step, asked, latest, signals, clock)
+
+    batches = data.prefetch(
+        make_batch_at(run, run["train"]), first_step, cfg.steps,
+        stopped=stopped_while_waiting,
+        busy=lambda: jax.block_until_ready(previous),
+        on_missing=lambda i: emit("out_of_data", {"step": i}))
+
+    # The last round takes no step: its actions are those after the last step.
+    for step in range(first_step, max(first_step, cfg.steps) + 1):
+        due = due_events(run, step, last, asked["second"])
+
+        # Metrics of the previous step, if something is due: this waits for the device. Otherwise
+        # they are read below, while the device works on the next step.
+        if due or run["at_once"]:
+            latest |= log_step(run, previous, window, clock)
+            previous = None
+
+        # Epochs and windows that ended with the previous step.
+        for event in ("epoch", "window"):
+            if event in due:
+                emit(event, {"step": step, event: int(progress(run)[event](step))})
+
+        # Reload the parameters of dynamic sources. Before the save, so that a resumed run has them.
+        if "reload" in due:
             state = reload_params(run, state, step)
-        for kind in [kind for kind in ("save", "weights") if kind in due]:  # before all else
-            save_state(run, state, step, window, saving, kind, due[kind] == "second")
+
+        # Save before anything that could fail.
+        for kind in ("save", "weights"):
+            if kind in due:
+                save_state(run, state, step, window, saving, kind, due[kind] == "second")
+
+        # Evaluate every eval_every steps, after each window, and at the end.
         if "eval" in due and run["val"] and not save_only(signals):
             unsaved = "save" not in due and last.get("save", (None, 0))[0] != step
             with saved_without_memory(run, state, step, window, saving, unsaved):
                 programs["compile_eval"]()
                 spend(clock, "compile")
-                val = val_data_at(run, step, clock, halted)
-                row = val and evaluate(run, val, programs["eval_step"], state["params"], signals)
-            if row:
-                latest |= numbers(emit("eval", {"step": step} | row)) | {"val_step": step}
+                val = val_data_at(run, step, clock, stopped_while_waiting)
+                metrics = {}
+                if val:
+                    metrics = evaluate(run, val, programs["eval_step"], state["params"], signals)
+            if metrics:
+                row = emit("eval", {"step": step} | metrics)
+                latest |= numbers(row) | {"val_step": step}
+
+        # Print samples, so that a person can see how it goes.
         if "sample" in due and run["task"]["sample"] and not save_only(signals):
             preview(run, state["params"], step)
+
+        # Export the parameters for other programs.
         if "export" in due and not save_only(signals):
             export(run, state["params"], step)
+
         last |= dict.fromkeys(due, (step, asked["second"]))
+
+        # Stop before the next batch is consumed.
         asked = poll_stop_requests(run, step, asked, signals, clock)
-        if stop := stop_reason(run, step, asked, latest):
+        stop = stop_reason(run, step, asked, latest)
+        if stop:
             break
+
+        # Get the next batch. This waits while a growing folder has no new file.
         try:
-            batch, waited_s = next_batch(run, batches, step)
+            batch, waited_s = next(batches, (None, 0.0))
         except (ValueError, OSError):
             # The data has an error: save the steps that are done. Of several processes only this
             # one may have met it, and the others would not join in the save.
@@ -323,22 +359,32 @@ def train(run, state, last, window, clock, signals, saving):
                 save_state(run, state, step, window, saving)
                 wait_for_saves(run, saving)
             raise
-        if batch is None:  # none yet, or a reason to stop came while there was none
-            continue
+        if batch is None:  # a stop was requested during the wait
+            asked = poll_stop_requests(run, step, asked, signals, clock)
+            stop = stop_reason(run, step, asked, latest)
+            break
+        batch = run_hooks(run["hooks"], "data", batch)
+
+        # Dispatch the next step. The device works on it while this thread goes on.
         emit("dispatch", {"step": step + 1})
         with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
             state, metrics = programs["train_step"](state, batch)
-        step += 1
-        window["steps"].append((step, metrics))
+        window["steps"].append((step + 1, metrics))
         state = run_hooks(run["hooks"], "state", state)
-        latest |= log_step(run, previous, window, clock)  # of the step before, while this one runs
-        previous = step, metrics, waited_s
+
+        # Read the metrics of the step before it.
+        latest |= log_step(run, previous, window, clock)
+        previous = step + 1, metrics, waited_s
+
+        # Finish the saves that are written by now.
         wait_for_saves(run, saving, [kind for kind, (_, future) in saving.items() if future.done()])
+
+    # The last metrics may change the exit code.
     latest |= log_step(run, previous, window, clock)
     batches.close()
     if last.get("save", (None, 0))[0] != step:
         save_state(run, state, step, window, saving)
-    stop = stop_reason(run, step, asked, latest) or stop  # the last metrics may say worse
+    stop = stop_reason(run, step, asked, latest) or stop
     return end_run(run, state, step, stop, saving, latest, clock)
 
 
@@ -725,16 +771,6 @@ def restore_timers(clock, rows, step):
 
 def numbers(row):
     return {name: x for name, x in row.items() if isinstance(x, (int, float))}
-
-
-def next_batch(run, batches, step):
-    """(batch as hooks make it, seconds waited); no batch when there is none yet, or a reason to
-    stop came.
-    """
-    batch, waited_s = next(batches, (None, None))
-    if batch is None and waited_s is not None:
-        run["emit"]("out_of_data", {"step": step})
-    return batch if batch is None else run_hooks(run["hooks"], "data", batch), waited_s
 
 
 def preview(run, params, step):

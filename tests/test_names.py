@@ -88,7 +88,7 @@ def test_every_break_is_a_line_of_the_code():
     """What each test names as the break that makes it fail stands exactly once in its file, so that
     tests/mutate.py can apply it.
 
-    Break: train.py: stopped=halted, => stopped = halted,
+    Break: train.py: stopped=stopped_while_waiting, => stopped = stopped_while_waiting,
     """
     named, missing = mutate.named_breaks()
     wrong = [f"{test}: {old!r} stands {count} times in {file}" for test, file, old, _ in named

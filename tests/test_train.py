@@ -1034,7 +1034,7 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
     """Between save points exactly one step is in flight when metrics are read, and nothing is
     transferred unasked.
 
-    Break: train.py: previous = step, metrics, waited_s =>
+    Break: train.py: previous = step + 1, metrics, waited_s =>
     log_step(run, (step, metrics, waited_s), clock)
     """
     dispatched, lags = [0], []
@@ -1706,7 +1706,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
 def test_a_task_with_a_wrong_key_is_told_so(tiny):
     """A key that no task has, and one that every task needs, before anything runs.
 
-    Break: train.py: config.key_errors("task: ", task, TEXT, => config.key_errors("task: ", TEXT, TEXT,
+    Break: train.py: config.key_errors("task: ", task, TEXT, =>
+    config.key_errors("task: ", TEXT, TEXT,
     """
     task = {k: v for k, v in train.TEXT.items() if k != "loss"} | {"units": ("word", len)}
     words = r"task: unknown key 'units' \(nearest: unit\)\n  task: no 'loss'"
@@ -3406,7 +3407,7 @@ def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
 def test_a_signal_ends_the_wait_for_a_window(days):
     """A run that waits for a file says so, and at SIGTERM saves and exits with 0.
 
-    Break: train.py: stopped=halted, => stopped=bool,
+    Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
     """
     cfg = days(steps=99, wait_s=1e6)
     run, log = command(cfg)
@@ -4021,7 +4022,7 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
     """The folder has no new file; an event and the screen say so, once, and a second later the
     kill file is there.
 
-    Break: train.py: stopped=halted, => stopped=bool,
+    Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
     """
     cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
 
