@@ -337,37 +337,58 @@ def parse_intervals(value):
     return {unit: n for unit, n in found if n}
 
 
-# What a condition of cfg.stop counts, and why it ends the run, in the order in which they hold.
+# What a condition of cfg.stop can count besides a metric, and the reason to log: {0} is the value,
+# {1} the bound. Conditions are tested in this order, then those on metrics.
 STOP_MESSAGES = {
-    "updates": "{1:g} updates since the start are done",
+    "new_steps": "{1:g} steps since the start are done",
     "step": "step {1:g} is reached",
-    "file": "{1}/stop is there",
+    "file": "{1}/stop exists",
     "second": "the time of {1:g} s is over",
 }
 
 
 def parse_stop(text):
-    """A condition of cfg.stop: (name of a value, test, its second operand, reason with a place for
-    the value, exit code). A loss above its bound is a failure. Raises ValueError if malformed.
+    """A condition of cfg.stop: {"name", "test", "bound", "reason", "exit_code"}.
+
+    It holds when test(value of name, bound). reason is a format of the value and the bound.
+    Raises ValueError when the text is malformed.
     """
     metric = re.fullmatch(r"([^<>]+)([<>])(.+)", text)
-    if metric and metric[1] not in STOP_MESSAGES:
-        name, bound = metric[1], parse_number(metric[3])
-        if metric[2] == "<":
-            return name, operator.lt, bound, name + " {:.4g} is below {:g}", 0
-        return name, operator.gt, bound, name + " {:.4g} is above {:g}", int("loss" in name)
+    if metric:
+        name, sign, bound = metric.groups()
+        return _metric_condition(name, sign, parse_number(bound))
     unit, bound = parse_interval(text)
     if unit not in STOP_MESSAGES or bound <= 0:
-        raise ValueError(f"stop {text!r}: counts neither updates nor time")
-    name = "updates" if unit == "step" and text[0] == "+" else unit
-    return name, operator.ge, bound, STOP_MESSAGES[name], 0
+        raise ValueError(f"stop {text!r}: not a number of steps, a time or a bound of a metric")
+    name = "new_steps" if unit == "step" and text[0] == "+" else unit
+    return {"name": name, "test": operator.ge, "bound": bound,
+            "reason": STOP_MESSAGES[name], "exit_code": 0}
+
+
+def _metric_condition(name, sign, bound):
+    if name in STOP_MESSAGES:
+        raise ValueError(f"stop {name}{sign}{bound}: {name} is not a metric")
+    if sign == "<":
+        return {"name": name, "test": operator.lt, "bound": bound,
+                "reason": name + " {:.4g} is below {:g}", "exit_code": 0}
+    # A loss above its bound is a failure.
+    return {"name": name, "test": operator.gt, "bound": bound,
+            "reason": name + " {:.4g} is above {:g}", "exit_code": int("loss" in name)}
 
 
 def parse_stops(cfg):
-    """Conditions that end a run, as of stop_at, in the order in which they hold."""
-    file = ("file", lambda there, folder: there, cfg.out_dir, STOP_MESSAGES["file"], 0)
-    return sorted([file, *map(parse_stop, cfg.stop)],  # as STOPS are, then metrics
-                  key=lambda each: ([*STOP_MESSAGES, each[0]].index(each[0]), each[4]))
+    """All conditions that end a run, in the order in which they are tested."""
+    conditions = [parse_stop(text) for text in cfg.stop]
+    conditions.append({"name": "file", "test": lambda exists, folder: exists, "bound": cfg.out_dir,
+                       "reason": STOP_MESSAGES["file"], "exit_code": 0})
+    return sorted(conditions, key=_stop_order)
+
+
+def _stop_order(condition):
+    names = list(STOP_MESSAGES)
+    if condition["name"] in names:
+        return names.index(condition["name"]), 0
+    return len(names), condition["exit_code"]
 
 
 def profile_span(cfg):
@@ -486,7 +507,8 @@ RULES = (
     ("profile", lambda c: not parses(profile_span, c),
      "must be first:last, counted from 1, as in 20:22, and begin within steps"),
     ("stop", lambda c: not parses(parse_stops, c) or (not c.log_every and any(
-        name not in STOP_MESSAGES and name[:4] != "val_" for name, *_ in parse_stops(c))),
+        each["name"] not in STOP_MESSAGES and each["name"][:4] != "val_"
+        for each in parse_stops(c))),
      "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9, which "
      "needs log_every above 0"),
     *((name, lambda c, name=name: not all(

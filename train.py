@@ -238,7 +238,8 @@ def start_run(run, hooks, observers, state, params, began):
     saved, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, given)
     if "resume" in run["train"]:
         run["train"]["restore"](meta.get("data", {}).get("windows", []))
-    if not opened["val"] and (lost := [n for n, *_ in run["stops"] if n.startswith("val_")]):
+    if not opened["val"] and (lost := [
+            each["name"] for each in run["stops"] if each["name"].startswith("val_")]):
         raise ValueError(f"stop {lost[0]}: there is no held-out data; set --val_data or --val_frac")
     origin, sources, first_state = initial_state(run, state, params, meta)
     if meta and is_finished(cfg, saved):
@@ -397,10 +398,11 @@ def stop_reason(run, step, asked, latest):
         return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
     if asked["signal"]:
         return asked["signal"], 0
-    values = latest | asked | {"step": step, "updates": step - run["first_step"]}
-    for name, test, bound, reason, exit_code in run["stops"]:
-        if name in values and test(values[name], bound):
-            return reason.format(values[name], bound), exit_code
+    values = latest | asked | {"step": step, "new_steps": step - run["first_step"]}
+    for condition in run["stops"]:
+        name, bound = condition["name"], condition["bound"]
+        if name in values and condition["test"](values[name], bound):
+            return condition["reason"].format(values[name], bound), condition["exit_code"]
         # There is a "val_step" after the first evaluation, an "lr" after the first log point. A
         # known metric may be missing from some rows.
         missing = name not in values and name not in run["known_metrics"]
@@ -420,7 +422,7 @@ def check_stop_metrics(run, shapes):
 
     Hooks may add metrics to rows. With hooks, why_stop finds an unknown name at the first row.
     """
-    conditions = {name for name, *_ in run["stops"] if name not in config.STOP_MESSAGES}
+    conditions = {each["name"] for each in run["stops"]} - config.STOP_MESSAGES.keys()
     if run["hooks"] or not conditions:
         return
     ones = {name: np.ones(x.shape, np.float32) for name, x in shapes.items()

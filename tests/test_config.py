@@ -729,13 +729,13 @@ def test_a_task_without_heads_has_no_rules_of_heads():
 def test_conditions_of_a_stop_are_in_the_order_in_which_they_hold():
     """Updates of this start, updates in all, the file, the time, then metrics, failures last.
 
-    Break: config.py: key=lambda each: ([*STOP_MESSAGES, each[0]].index(each[0]), each[4])) =>
-    key=lambda each: each[4])
+    Break: config.py: sorted(conditions, key=_stop_order) =>
+    sorted(conditions, key=lambda each: each["exit_code"])
     """
     given = ("loss>9", "2h", "val_loss/a-*.txt<1.5", "500", "+100")
     found = config.parse_stops(Config(stop=given, out_dir="here"))
-    assert [(name, bound, code) for name, _, bound, _, code in found] == [
-        ("updates", 100, 0), ("step", 500, 0), ("file", "here", 0), ("second", 7200, 0),
+    assert [(each["name"], each["bound"], each["exit_code"]) for each in found] == [
+        ("new_steps", 100, 0), ("step", 500, 0), ("file", "here", 0), ("second", 7200, 0),
         ("val_loss/a-*.txt", 1.5, 0), ("loss", 9, 1)]
-    assert [test(1, bound) for name, test, bound, *_ in found if name != "file"] == [
+    assert [each["test"](1, each["bound"]) for each in found if each["name"] != "file"] == [
         False, False, False, True, False]

@@ -445,7 +445,7 @@ def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
     names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)}
     assert {"loss", "ppl", "val_loss", "val_bits_per_byte", "lr", "grad_norm"} <= names
     for name in names - {"step"}:
-        train.check_stop_metrics(run | {"stops": [(name,)]}, shapes)
+        train.check_stop_metrics(run | {"stops": [{"name": name}]}, shapes)
 
 
 def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
@@ -3912,11 +3912,11 @@ def test_patterns_choose_the_groups():
     ("", {"step": 20}, "all 20 steps are done", 0),
     ("9", {"step": 9}, "step 9 is reached", 0),
     ("9", {"step": 8}, None, None),
-    ("+3", {"step": 7}, "3 updates since the start are done", 0),
+    ("+3", {"step": 7}, "3 steps since the start are done", 0),
     ("+3", {"step": 6}, None, None),
     ("1h30m", {"second": 5400.0}, "the time of 5400 s is over", 0),
     ("1h30m", {"second": 5399.0}, None, None),
-    ("", {"file": True}, "runs{x}/stop is there", 0),
+    ("", {"file": True}, "runs{x}/stop exists", 0),
     ("val_loss<2.5", {"val_loss": 2.4375}, "val_loss 2.438 is below 2.5", 0),
     ("val_loss<2.5", {"val_loss": 2.5}, None, None),
     ("val_acc>0.5", {"val_acc": 0.625}, "val_acc 0.625 is above 0.5", 0),
@@ -3927,9 +3927,9 @@ def test_patterns_choose_the_groups():
     ("", {"finite": False}, "a loss or gradient is not finite near step 4; the last good state is "
                             "saved", 1),
     # Of several the first in this order.
-    ("9 +5 1s", {"step": 9, "second": 1.0, "file": True}, "5 updates since the start are done", 0),
+    ("9 +5 1s", {"step": 9, "second": 1.0, "file": True}, "5 steps since the start are done", 0),
     ("9 1s", {"step": 9, "second": 1.0, "file": True}, "step 9 is reached", 0),
-    ("1s loss<9", {"second": 1.0, "file": True, "loss": 1.0}, "runs{x}/stop is there", 0),
+    ("1s loss<9", {"second": 1.0, "file": True, "loss": 1.0}, "runs{x}/stop exists", 0),
     ("loss<9 loss>0.5 1s", {"second": 1.0, "loss": 1.0}, "the time of 1 s is over", 0),
     ("loss>0.5 loss<9", {"step": 20, "loss": 1.0, "wish": "x"}, "loss 1 is below 9", 0),
     ("loss>0.5", {"step": 20, "loss": 1.0, "wish": "x"}, "loss 1 is above 0.5", 1),
@@ -3937,7 +3937,7 @@ def test_patterns_choose_the_groups():
 def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     """Of a run of 20 updates that began at step 4.
 
-    Break: config.py: operator.lt, bound => operator.le, bound
+    Break: config.py: "test": operator.lt, => "test": operator.le,
     """
     cfg = config.Config(steps=20, out_dir="runs{x}", stop=tuple(stop.split()))
     config.validate(cfg, 1)
@@ -3975,7 +3975,7 @@ def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
             (out / "stop").touch()
 
     summary = train.main(dataclasses.replace(cfg, stop=()), [kill])
-    assert (summary["step"], summary["reason"]) == (6, f"{out}/stop is there")
+    assert (summary["step"], summary["reason"]) == (6, f"{out}/stop exists")
     assert not (out / "stop").exists() and ckpt.steps(out / "ckpt") == [4, 6]
     first = rows(out, "log")[-1]["loss"]
     summary = train.main(dataclasses.replace(cfg, stop=(f"loss<{first + 9}",), log_every=1))
@@ -4032,7 +4032,7 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
             threading.Timer(1, Path(cfg.out_dir, "stop").touch).start()
 
     summary = train.main(cfg, [kill])
-    assert summary["reason"] == f"{cfg.out_dir}/stop is there" and seen.count("out_of_data") == 1
+    assert summary["reason"] == f"{cfg.out_dir}/stop exists" and seen.count("out_of_data") == 1
     assert [row["step"] for row in rows(cfg.out_dir, "out_of_data")] == [summary["step"]]
     assert seen.count("window") == len(rows(cfg.out_dir, "window")) > 0
     assert capsys.readouterr().out.count(f"step {summary['step']:>6}  waiting for data\n") == 1
