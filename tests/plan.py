@@ -153,7 +153,7 @@ def gpus(name, hosts, per_host):
 
 
 def measure(run):
-    """train.estimate of `run` ("memory", "flop", "fits"; "fault" where it cannot be compiled), and
+    """train.estimate of `run` ("memory", "flop", "fits"; "error" where it cannot be compiled), and
     "collectives" {(kind, axes): [count, bytes a device sends]} from the most bytes to the least,
     "sent_bytes", "memory_traffic_bytes", "host_bytes", and the roofline where rates are known.
     """

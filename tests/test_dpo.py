@@ -239,7 +239,7 @@ def test_what_is_trained_on_is_not_held_out(tiny, tmp_path):
     """
     pairs = str(write_pairs(tmp_path / "pairs.jsonl", [("a", "b", "c"), ("d", "e", "f")]))
     with pytest.raises(ValueError, match="is in both data and val_data"):
-        dpo.open_pairs(tiny(data=(pairs,), val_data=(pairs,)), ("train", "val"))
+        dpo.open_pairs(("train", "val"), tiny(data=(pairs,), val_data=(pairs,)))
 
 
 @pytest.mark.slow

@@ -237,8 +237,9 @@ def batch_names(cfg):
 def randomness(cfg):
     """The keys of the initialization and of a sample, and where the first batch's rows begin."""
     run = train.setup_run(cfg)
-    *_, first_state = train.initial_state(run, None, None, {})
-    key = first_state({"init": jax.random.key_data, "state": {"params": {}}})
+    start = train.choose_start(run, None, None, None, {})
+    programs = {"init": jax.random.key_data, "state": {"params": {}}}
+    key = train.load_start(run, start, programs, None, None)
     first = data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
     preview = {"sample": lambda params, key, cfg: jax.random.key_data(key)}
     sample = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": preview}, None, 3)

@@ -273,4 +273,4 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
     assert train.setup_run(prepared, distill.TASK)["cfg"] == prepared
     other = prepared.teacher_shape.replace('"tokenizer": "bytes"', '"tokenizer": "other.json"')
     with pytest.raises(ValueError, match="tokenizer is 'other.json' there, 'bytes' here"):
-        distill.resolve(dataclasses.replace(prepared, teacher_shape=other), "cpu")
+        distill.resolve("cpu", dataclasses.replace(prepared, teacher_shape=other))

@@ -112,7 +112,7 @@ def score(cfg, pairs, then):
     params = ckpt.load_parameters(sources, like["params"])
     params = from_params(jax.random.key(cfg.seed), params=params)["params"]
     program, unknown = lower["eval_step"]().compile(), np.zeros((n, 2), np.float32)
-    batch_at = train.make_batch_at(run | {"train": None}, {"batch": lambda i, rows: build_batch(
+    batch_at = train.make_batch_at(run, {"batch": lambda i, rows: build_batch(
         pairs, unknown, cfg.seq_len, (i * B + rows) % n)})
     found = [np.asarray(program(params, batch_at(i))["all"][0]) for i in range(-(-n // B))]
     return np.concatenate(found)[:n]

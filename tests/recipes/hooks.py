@@ -12,7 +12,7 @@ import optax
 
 
 def stop_early(patience):
-    """A hook that ends a run whose held-out loss has not fallen in so many evaluations; a resumed
+    """A hook that ends a run whose validation loss has not fallen in so many evaluations; a resumed
     run counts those before it.
     """
     losses = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep of any fields with Ray Tune, in which ASHA stops trials whose held-out loss is behind.
+"""A sweep of any fields with Ray Tune, in which ASHA stops trials whose validation loss is behind.
 
 pip install 'ray[tune]' && python tests/recipes/tune.py --sweep lr=1e-4:1e-2 d_model=64,128
 
@@ -97,7 +97,7 @@ def run(cfg):
         """Print a row; Tune asks whether to stop the trial."""
         if not row.get("done"):  # which comes twice
             print(f"trial {row['config']['trial']:>3}  step {row['step']:>6}  "
-                  f"held-out loss {row['val_loss']:.4f}", flush=True)
+                  f"validation loss {row['val_loss']:.4f}", flush=True)
         return False
 
     asha = ASHAScheduler("step", max_t=cfg.steps, grace_period=cfg.grace_steps,
@@ -129,7 +129,7 @@ def outcome(i, values, trial, result):
 
 def show(rows):
     names, best = list(rows[0]["values"]), rows[0]
-    table = [["trial", "step", "held-out loss", "", *names]] + [
+    table = [["trial", "step", "validation loss", "", *names]] + [
         [str(row["trial"]), str(row["step"]), f"{row['val_loss']:.4f}", row["state"],
          *(str(row["values"][name]) for name in names)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table)]
