@@ -201,7 +201,7 @@ def test_flags():
 
 
 def test_help_has_groups(capsys):
-    """--help lists all fields, each with a text, under the groups of Config. The new fields of a fork
+    """--help lists all fields, each with a text, under the groups of Config. New fields of a fork
     are under the name of its class.
 
     Break: config.py: groups[field] = group => groups[field] = ""
