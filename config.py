@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every knob on one screen, and what derives from it.
+"""All settings of a run: one dataclass, its command line, and the rules between its fields.
 
-Owns the one class of the project, its text forms (command line, JSON, named presets) and the rules
-between its fields. Refuses a config that cannot run, naming every fault at once.
+Owns `Config`, the one class of the project, its text forms (command line, JSON, named presets) and
+its validation. Rejects a config that cannot run, with all errors in one message.
 Invariant: `from_json(to_json(cfg)) == cfg`, and a `Config` is hashable: a static jit argument.
 """
 import contextlib
 import dataclasses
 import difflib
+import inspect
+import io
 import json
 import operator
 import re
@@ -17,7 +19,7 @@ from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-# A number's type carries its bound: (test, what a value must be, in words).
+# Types of numbers. Each carries its bound: (test, rule in words).
 PosInt = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
 NonNegInt = Annotated[int, (lambda x: x >= 0, "at least 0")]
 NonNegFloat = Annotated[float, (lambda x: x >= 0, "at least 0")]
@@ -26,181 +28,518 @@ FractionBelow1 = Annotated[float, (lambda x: 0 <= x < 1, "in [0, 1)")]
 Fraction = Annotated[float, (lambda x: 0 <= x <= 1, "in [0, 1]")]
 PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
 LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
-TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for none")]
+TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = Annotated[int | str, (
     lambda x: parses(parse_intervals, x),
-    "0, or updates, epochs, windows, a time, as in 250, 1epoch, 1window, 10m, 250,1h")]
+    "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
-Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for what is left")]
+Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
+# The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
-    mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"  # data: prepare it
-    config: str = ""  # JSON file or preset name whose values become the defaults of all other flags
+
+    # train: train, or resume a run; eval: evaluate the newest checkpoint; sample: print samples
+    # from it; plan: print memory and FLOPs without allocating; data: tokenize the data;
+    # export: write the newest checkpoint as Hugging Face weights
+    mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"
+    config: str = ""  # JSON file or preset name; its values are the defaults of all other flags
     out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
-    ckpt_dir: str = ""  # checkpoints: a folder, s3://bucket/path or gs://...; empty: in out_dir
-    seed: Seed = 0  # random seed of initialization, data order and sampling
-    resume: Literal["auto", "must", "never", "overwrite"] = "auto"  # go on in out_dir, or delete it
-    allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's
-    init_from: tuple[str, ...] = ()  # runs, Hugging Face folders, 'DIR load=w* strict=no', ...
-    export: str = ""  # folder to fill with the newest parameters as Hugging Face weights
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
-    export_lora: Literal["merged", "apart"] = "merged"  # into the weights, or as a PEFT adapter
-    hooks: tuple[str, ...] = ()  # functions to call on events, as my_hooks.py:in_bits
-    cache_dir: str = "~/.cache/sixfile"  # folder that keeps compiled programs; empty: none
+    # folder of checkpoints, also s3://bucket/path or gs://bucket/path; empty: out_dir/ckpt
+    ckpt_dir: str = ""
+    seed: Seed = 0  # random seed for initialization, data order and sampling
+    # auto: resume if out_dir has a run; must: fail if it has none; never: fail if it has one;
+    # overwrite: delete that run first
+    resume: Literal["auto", "must", "never", "overwrite"] = "auto"
+    allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
+    # sources of initial parameters: folders of runs or of Hugging Face weights; the last one wins.
+    # Options follow within one pair of quotes: 'DIR load=w* exclude=*norm strict=no dynamic=yes'
+    init_from: tuple[str, ...] = ()
+    export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
+    # merged: export weights with LoRA merged in; apart: export the LoRA factors as a PEFT adapter
+    export_lora: Literal["merged", "apart"] = "merged"
+    hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
+    # folder of compiled programs and tokenized data; empty: keep no compiled programs
+    cache_dir: str = "~/.cache/sixfile"
+
     # ---- data
-    data: tuple[str, ...] = ()  # files, globs or folders of datasets; none: Python's sources
-    mix: tuple[str, ...] = ()  # instead of data: files=weight, as in web.bin=0.7 code.bin=0.3
-    val_data: tuple[str, ...] = ()  # files or globs held out; none: the last val_frac of data
-    val_frac: FractionBelow1 = 0.1  # share of data held out when val_data is empty
-    data_dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin token files that have no header
-    eod_id: TokenId = -1  # token between documents in token files, to pack them; -1: unknown
+
+    # training files: paths, globs, or folders of Hugging Face datasets; empty: the source files of
+    # Python's standard library
+    data: tuple[str, ...] = ()
+    mix: tuple[str, ...] = ()  # mixture to use instead of data, as web.bin=0.7 code.bin=0.3
+    val_data: tuple[str, ...] = ()  # validation files or globs; empty: the last val_frac of data
+    val_frac: FractionBelow1 = 0.1  # fraction of data for validation, when val_data is empty
+    data_dtype: Literal["uint16", "uint32"] = "uint16"  # dtype of .bin token files without a header
+    # id of the token between documents in token files, which document_mask needs; -1: unknown
+    eod_id: TokenId = -1
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
-    token_cache: str = ""  # folder of tokenized text; empty: data in cache_dir
-    # stream: documents end to end, cut; else whole ones, packed or one a row
+    token_cache: str = ""  # folder of tokenized data; empty: the folder data in cache_dir
+    # stream: join all documents and cut every seq_len tokens; best_fit: pack documents into
+    # sequences without splitting them; none: one document per sequence, padded
     packing: Literal["stream", "best_fit", "none"] = "stream"
-    document_mask: bool = False  # attention and positions stay within a document of the stream
-    # what to do with a whole document longer than a sequence
+    # attention and positions within each document of a stream, as with best_fit and none
+    document_mask: bool = False
+    # part to keep of a document longer than a sequence, unless packing is stream; drop: skip the
+    # document; error: raise an error
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
-    padding_side: Literal["right", "left"] = "right"  # side of the padding of whole documents
-    order: Literal["shuffled", "windows"] = "shuffled"  # windows: file after file, also new ones
+    # side on which sequences are padded, unless packing is stream
+    padding_side: Literal["right", "left"] = "right"
+    # shuffled: all examples, shuffled anew each epoch; windows: one file (a window) after the
+    # other, shuffled within each, including files that appear during the run
+    order: Literal["shuffled", "windows"] = "shuffled"
     windows_per_epoch: NonNegInt = 0  # files per epoch with order windows; 0: all
-    window_repeats: PosInt = 1  # times that each file is read before the next, with order windows
-    wait_s: NonNegFloat = 0.0  # seconds to wait for a new file after the last, with order windows
-    overfit_batch: bool = False  # train on batch 0 alone, to see that the model can learn it
+    window_repeats: PosInt = 1  # passes over each file before the next one, with order windows
+    # seconds to wait for a new file before the next epoch begins, with order windows
+    wait_s: NonNegFloat = 0.0
+    overfit_batch: bool = False  # train on batch 0 alone, to check that the model can learn it
+
     # ---- length and batch
-    steps: PosInt = 600  # optimizer updates in all: the horizon of the schedule
-    epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it sets steps
-    stop: tuple[str, ...] = ()  # end early: 500 (updates), +100 (of this start), 2h30m, val_loss<3
-    batch_size: PosInt = 16  # sequences per update, all devices
-    grad_accum_steps: PosInt = 1  # microbatches per update, for gradient accumulation
+
+    steps: PosInt = 600  # optimizer steps in total, and the horizon of the schedule
+    epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it determines steps
+    # conditions that end the run early: 500 (steps in all), +100 (more steps), 2h30m (since the
+    # start), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
+    stop: tuple[str, ...] = ()
+    batch_size: PosInt = 16  # sequences per step, over all devices
+    grad_accum_steps: PosInt = 1  # microbatches per step, for gradient accumulation
     seq_len: PosInt = 128  # tokens per sequence
+
     # ---- model
+
     d_model: PosInt = 128  # width of the residual stream
-    n_layers: PosInt = 4  # blocks of attention and MLP
+    n_layers: PosInt = 4  # layers, each of attention and MLP
     n_heads: PosInt = 4  # query heads
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
     head_dim: NonNegInt = 0  # width of a head; 0: d_model / n_heads
     d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
-    vocab_size: NonNegInt = 0  # token ids; 0: as many as the tokenizer has
+    vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
     rope_theta: PosFloat = 10000.0  # base of the rotary frequencies
-    rope_factor: PosFloat = 1.0  # Llama-3 scaling of long wavelengths; 1: none
-    rope_original_len: PosInt = 8192  # tokens per sequence before the scaling
-    norm_eps: PosFloat = 1e-6  # added to the mean square in RMSNorm
+    rope_factor: PosFloat = 1.0  # scaling of long rotary wavelengths, as in Llama 3; 1: no scaling
+    rope_original_len: PosInt = 8192  # tokens per sequence before rope_factor
+    norm_eps: PosFloat = 1e-6  # constant added to the mean square in RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
-    qkv_bias: bool = False  # bias on queries, keys and values
+    qkv_bias: bool = False  # biases of the query, key and value projections
     tie_embeddings: bool = True  # one matrix for embedding and logits
-    sliding_window: NonNegInt = 0  # tokens that a query attends to, with its own; 0: all before it
+    # tokens that each query attends to, the last of them its own; 0: all
+    sliding_window: NonNegInt = 0
     n_experts: NonNegInt = 0  # experts per layer; 0: a dense MLP
-    experts_per_token: PosInt = 2  # top-k of the router
-    capacity_factor: NonNegFloat = 2.0  # expert capacity, in even shares; 0: drop nothing
-    lora_rank: NonNegInt = 0  # rank of LoRA updates; 0: none
-    lora_alpha: PosFloat = 16.0  # LoRA updates are scaled by alpha / rank
-    lora_targets: tuple[str, ...] = ("layers.w*",)  # patterns of weights that get LoRA updates
-    # factor on widths and head counts; head width, depth and vocabulary stay
+    experts_per_token: PosInt = 2  # experts that the router selects for each token (top-k)
+    # expert capacity as a multiple of an even split of the tokens, beyond which tokens are dropped;
+    # 0: unlimited
+    capacity_factor: NonNegFloat = 2.0
+    lora_rank: NonNegInt = 0  # rank of the LoRA factors; 0: no LoRA
+    lora_alpha: PosFloat = 16.0  # LoRA factors are scaled by lora_alpha / lora_rank
+    lora_targets: tuple[str, ...] = ("layers.w*",)  # glob patterns of weights with LoRA factors
+    # multiplier of d_model, d_ff, n_heads and n_kv_heads; head width, layers and vocabulary stay
     width_mult: PosFloat = 1.0
+
     # ---- numerics
 
-    # of activations; mixed: float32 with bfloat16 matmul operands
+    # compute dtype. auto: the fastest that the device supports; mixed: float32, with bfloat16
+    # operands of matmuls; float16: with loss scaling
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters
-    attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"  # kernel; auto: the device's own
-    # activations to recompute in backward
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the stored parameters
+    # attention kernel. auto: the fastest available; xla: any device; cudnn: NVIDIA GPUs;
+    # pallas: TPUs
+    attention: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
+    # activations to recompute in the backward pass. none: none; full: all within a layer; dots: all
+    # but the matmuls with weights; named: all but queries, keys, values and attention output;
+    # offload: as full, with the inputs of layers in host memory
     remat: Literal["none", "full", "dots", "named", "offload"] = "none"
-    logit_tiles: NonNegInt = 0  # sequence tiles for logits and loss; 0: as many as keep them small
-    mlp_tiles: PosInt = 1  # sequence tiles for the MLP
-    deterministic: bool = False  # bitwise reproducible on NVIDIA GPUs too; may cost some speed
+    # sequence tiles in which logits and loss are computed, to save memory; 0: the fewest that keep
+    # the logits of a tile small, about 256 MiB per device
+    logit_tiles: NonNegInt = 0
+    mlp_tiles: PosInt = 1  # sequence tiles in which the MLP is computed, to save memory
+    deterministic: bool = False  # bit-reproducible on NVIDIA GPUs too; may be slower
+
     # ---- optimizer
-    optimizer: str = "muon"  # adamw, adafactor, lion, muon, rmsprop, sgd
-    lr: LearningRate = -1.0  # peak learning rate; -1: the default of each optimizer
-    schedule: str = "linear"  # constant, linear, cosine, polynomial, inverse_sqrt, wsd
-    warmup_steps: NonNegFloat = 0.05  # updates of linear warm-up; below 1, a share of steps
-    min_lr_frac: Fraction = 0.0  # share of lr that the schedule falls towards
-    decay_frac: PosFraction = 0.2  # share of steps in which the wsd schedule decays
+
+    # adamw, adafactor, lion, muon (for the matrices of layers; adamw for the rest), rmsprop, sgd
+    optimizer: str = "muon"
+    lr: LearningRate = -1.0  # peak learning rate; -1: the default of the optimizer
+    # learning rate after warm-up: constant, linear, cosine, polynomial, inverse_sqrt, or wsd, which
+    # is constant and then decays linearly
+    schedule: str = "linear"
+    warmup_steps: NonNegFloat = 0.05  # steps of linear warm-up; below 1: a fraction of steps
+    min_lr_frac: Fraction = 0.0  # fraction of lr that the schedule decays to
+    decay_frac: PosFraction = 0.2  # fraction of steps in which the wsd schedule decays
     poly_power: NonNegFloat = 2.0  # exponent of the polynomial schedule
-    weight_decay: NonNegFloat = 0.1  # per update, times lr; matrices only
+    weight_decay: NonNegFloat = 0.1  # decoupled weight decay, times lr at each step; matrices only
     b1: FractionBelow1 = 0.9  # decay of the first moment; momentum of Lion, Muon and SGD
-    b2: FractionBelow1 = 0.98  # decay of the second moment of Adam and RMSprop; of Lion's momentum
-    eps: PosFloat = 1e-8  # added to the denominator of Adam and RMSprop
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of first moments; second: float32
-    offload_optimizer: bool = False  # moments in the host's memory between updates
-    freeze: tuple[str, ...] = ()  # patterns of parameters not to train; a later !pattern trains
-    lr_mult: tuple[str, ...] = ()  # factors on lr for some parameters: 'embed=0.3' 'layers.w*=2'
-    decay_mult: tuple[str, ...] = ()  # factors on weight_decay for some: 'embed=0'
-    optimizers: tuple[str, ...] = ()  # another optimizer for some: 'embed=sgd'
-    clip_norm: NonNegFloat = 1.0  # largest global gradient norm; 0: no clipping
+    b2: FractionBelow1 = 0.98  # decay of the second moment of Adam and RMSprop, of Lion's momentum
+    eps: PosFloat = 1e-8  # constant added to the denominator of Adam and RMSprop
+    # dtype of first moments; second moments are float32
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    offload_optimizer: bool = False  # keep the moments in host memory between steps
+    # glob patterns of parameters that are not trained; a later !pattern trains its matches again
+    freeze: tuple[str, ...] = ()
+    # multipliers of lr by parameter, as 'embed=0.3' 'layers.w*=2'; the last match wins
+    lr_mult: tuple[str, ...] = ()
+    # multipliers of weight_decay by parameter, as 'embed=0'; the last match wins
+    decay_mult: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()  # optimizers by parameter, as 'embed=sgd'; the last match wins
+    clip_norm: NonNegFloat = 1.0  # maximum global norm of the gradients; 0: no clipping
     label_smoothing: FractionBelow1 = 0.0  # probability moved from the label to all other tokens
-    z_loss: NonNegFloat = 0.0  # weight of the squared log-partition
-    router_balance: NonNegFloat = 0.01  # weight of the router's load-balance loss
+    z_loss: NonNegFloat = 0.0  # weight of the z-loss, the squared log-partition of the logits
+    router_balance: NonNegFloat = 0.01  # weight of the router's load-balancing loss
     router_z: NonNegFloat = 0.001  # weight of the router's z-loss
-    # what the loss is averaged over; constant: loss_divisor
+    # denominator of the summed loss. tokens: labels; positions: all positions, padding included;
+    # sequences: mean over sequences of their means; constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
-    loss_divisor: NonNegFloat = 0.0  # divisor of a batch's summed loss, with loss_norm constant
-    # after a non-finite loss or gradient, which makes no update
+    loss_divisor: NonNegFloat = 0.0  # denominator for a batch, with loss_norm constant
+    # after a non-finite loss or gradient, which changes no parameter. skip: take the next batch;
+    # stop: save the last good state and exit with code 1; raise: end with a traceback
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
+
     # ---- mesh
-    dp: Axis = 1  # devices that split the batch and the moments (ZeRO-2); -1: all that are left
-    fsdp: Axis = -1  # devices that split the batch, the moments and the parameters (ZeRO-3)
-    ep: Axis = 1  # devices that split the experts; also splits the batch
-    tp: Axis = 1  # devices that split heads, MLP width and vocabulary
-    sp: Axis = 1  # devices that split the sequence (Ulysses)
-    slices: PosInt = 1  # TPU slices or hosts joined by a slow network, which split dp, else fsdp
-    coordinator: str = ""  # host:port of process 0; auto: Slurm, Open MPI, Kubernetes; empty: none
-    n_processes: PosInt = 1  # processes of this run, with coordinator host:port
-    process_id: NonNegInt = 0  # number of this process, with coordinator host:port
-    peer_timeout_s: NonNegFloat = 1800.0  # seconds without progress until all end; 0: never
-    # ---- what to do how often: every so many updates, epochs, windows or by time; 0: never
-    track: tuple[str, ...] = ()  # wandb, tensorboard: trackers of metrics, beside metrics.jsonl
-    log_every: NonNegInt = 10  # updates between lines of metrics.jsonl
-    eval_every: Interval = 250  # between evaluations; there is always one at the end
-    eval_batches: NonNegInt = 40  # batches per evaluation; 0: all held-out data
-    save_every: Interval = 250  # between checkpoints; one by time is deleted after the next
-    max_to_keep: NonNegInt = 2  # newest checkpoints kept on disk; 0: all
-    keep_period: NonNegInt = 0  # checkpoints of steps that this divides are kept for ever; 0: none
-    save_exclude: tuple[str, ...] = ()  # patterns of parameters not to save
-    weights_every: Interval = 0  # between checkpoints of the parameters alone, in ckpt/weights
-    export_every: Interval = 0  # between exports; there is always one at the end
-    reload_every: Interval = 0  # between loads of the newest parameters of dynamic sources
-    sample_every: Interval = 500  # between printed samples; there is always one at the end
-    watch: tuple[str, ...] = ()  # patterns of parameters to log histograms and gradient norms of
-    profile: str = ""  # updates first:last whose time and memory to trace into out_dir/profile
+
+    # devices along dp, which splits the batch and the moments (ZeRO-2); -1: all remaining devices
+    dp: Axis = 1
+    # devices along fsdp, which splits the batch, the moments and the parameters (ZeRO-3); -1: all
+    # remaining devices
+    fsdp: Axis = -1
+    ep: Axis = 1  # devices along ep, which splits the experts and the batch
+    tp: Axis = 1  # devices along tp, which splits heads, MLP width and vocabulary
+    sp: Axis = 1  # devices along sp, which splits the sequence (Ulysses)
+    # TPU slices or groups of hosts joined by a slow network; they split dp, or fsdp where dp is 1
+    slices: PosInt = 1
+    # address of process 0 as host:port; auto: found by Slurm, Open MPI or Kubernetes; empty: the
+    # run has one process
+    coordinator: str = ""
+    n_processes: PosInt = 1  # number of processes of the run, with coordinator host:port
+    process_id: NonNegInt = 0  # index of this process, with coordinator host:port
+    # seconds without progress in any process after which all of them exit; 0: never
+    peer_timeout_s: NonNegFloat = 1800.0
+
+    # ---- intervals
+
+    track: tuple[str, ...] = ()  # metric trackers besides metrics.jsonl: wandb, tensorboard
+    log_every: NonNegInt = 10  # steps between rows of metrics.jsonl; 0: no rows
+    # interval between evaluations: 250 (steps), 1epoch, 1window, 10m, or several as 250,1h; 0: only
+    # at the end
+    eval_every: Interval = 250
+    eval_batches: NonNegInt = 40  # batches per evaluation; 0: all validation data
+    # interval between checkpoints, as 250, 1epoch or 250,10m; one saved by time is deleted after
+    # the next; 0: only at the end
+    save_every: Interval = 250
+    max_to_keep: NonNegInt = 2  # newest checkpoints to keep; 0: all
+    keep_period: NonNegInt = 0  # checkpoints at multiples of this step are never deleted; 0: none
+    save_exclude: tuple[str, ...] = ()  # glob patterns of parameters that checkpoints exclude
+    # interval between checkpoints of the parameters alone, in ckpt/weights, as 250 or 1epoch; 0:
+    # never
+    weights_every: Interval = 0
+    export_every: Interval = 0  # interval between exports, as 250 or 1epoch; 0: only at the end
+    # interval between reloads of init_from sources with dynamic=yes, as 250 or 10m; 0: never
+    reload_every: Interval = 0
+    # interval between printed samples, as 500 or 1epoch; 0: only at the end
+    sample_every: Interval = 500
+    # glob patterns of parameters whose histograms and gradient norms are logged
+    watch: tuple[str, ...] = ()
+    profile: str = ""  # steps first:last to trace into out_dir/profile, as 20:22; empty: none
+
     # ---- sampling
+
     prompt: str = ""  # text that a sample continues; empty: the start of a document
-    n_samples: PosInt = 1  # samples per preview
+    n_samples: PosInt = 1  # number of samples
     sample_tokens: NonNegInt = 200  # new tokens per sample; 0: no samples
-    temperature: NonNegFloat = 0.8  # of sampling; 0: greedy
-    top_k: NonNegInt = 0  # sample among the k likeliest tokens; 0: all
-    top_p: PosFraction = 1.0  # sample among the likeliest tokens that hold this probability
+    temperature: NonNegFloat = 0.8  # sampling temperature; 0: greedy
+    top_k: NonNegInt = 0  # sample among the k most likely tokens; 0: all
+    # sample among the most likely tokens whose probabilities sum to this (nucleus sampling)
+    top_p: PosFraction = 1.0
 
 
-MESH = ("dp", "fsdp", "ep", "tp", "sp")
+MESH = ("dp", "fsdp", "ep", "tp", "sp")  # axes of the mesh, outermost first
+EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # events with a field NAME_every
+
+
+# ---- command line
+
+def parse(argv, kind=Config):
+    """Parse a command line into a config. Unknown flags and malformed values exit with code 2.
+
+    kind: a dataclass that extends Config; its fields become flags too. Modes eval, sample and
+    export take the config.json of out_dir as the defaults of all other flags.
+    """
+    import tyro
+
+    raise_if_errors(earlier_flag_errors(argv, kind), "command line")
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def human_number(info):
+        metavars = {int: "N", float: "X"}
+        if info.type not in metavars:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar=metavars[info.type],
+            instance_from_str=lambda args: parse_number(args[0], info.type),
+            is_instance=lambda x: isinstance(x, (int, info.type)),
+            str_from_instance=lambda x: [str(x)])
+
+    argv = [_expand_home(arg) for arg in argv]
+    cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
+                  description="Train, evaluate, sample, plan, prepare data or export.")
+
+    # The first pass finds the file or preset whose values are the defaults of the second.
+    flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
+    defaults_file = flags.config
+    saved = Path(flags.out_dir, "config.json")
+    if not defaults_file and flags.mode in ("eval", "sample", "export") and saved.is_file():
+        defaults_file = str(saved)
+    defaults = kind()
+    if defaults_file:
+        defaults = load(defaults_file, kind)
+
+    printed = io.StringIO()  # nothing but the text of --help
+    try:
+        with contextlib.redirect_stdout(printed):
+            return cli(default=defaults)
+    except SystemExit:
+        print(add_group_headings(printed.getvalue(), kind), end="")
+        raise
+
+
+def _expand_home(arg):
+    # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
+    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
+
+
+# Fields of a process, not of the run: config.json holds their defaults.
+LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
+                 "process_id")
+
+
+def repeatable(cfg):
+    """The config as config.json holds it: without what belongs to this launch of the run.
+
+    Resets LAUNCH_FIELDS to their defaults, and steps if they were derived from epochs.
+    """
+    default = type(cfg)()
+    reset = {name: getattr(default, name) for name in LAUNCH_FIELDS}
+    if cfg.epochs:
+        reset["steps"] = default.steps
+    return dataclasses.replace(cfg, **reset)
+
+
+def to_json(cfg):
+    return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
+
+
+# ---- validation
+
+def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
+    """Raise one ValueError with all errors: name, value, rule, nearest legal value.
+
+    n_devices: None skips the mesh. choices: {field: its legal values}, which other files define;
+    for a field with entries PATTERN=VALUE, those of VALUE.
+    task_errors({axis: size} or None, cfg): errors of what is trained, as text_errors finds them.
+    """
+    field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
+    if not field_errors:
+        field_errors = _bound_errors(cfg)
+    errors = field_errors + _choice_errors(cfg, {"allow_change": vars(cfg)} | dict(choices))
+    if field_errors:  # the rules below compute with numbers
+        raise_if_errors(errors)
+    errors += _unused_errors(cfg)
+    errors += _rule_errors(cfg)
+    sizes = None
+    if n_devices:
+        sizes, mesh_errors = mesh_sizes(cfg, n_devices)
+        errors += mesh_errors
+    errors += task_errors(sizes, cfg)
+    raise_if_errors(errors)
+
+
+def _type_errors(values, hints):
+    """Errors of values that are not of the type of their field. hints: {field: type}."""
+    errors = []
+    for name, hint in hints.items():
+        if name in values and not _is_of_type(values[name], hint):
+            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
+    return errors
+
+
+def _is_of_type(value, hint):
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        item_type = get_args(hint)[0]
+        return isinstance(value, tuple) and all(isinstance(item, item_type) for item in value)
+    if isinstance(value, bool) != (hint is bool):  # in Python a bool is an int
+        return False
+    if hint is float:
+        return isinstance(value, int | float) and isfinite(value)
+    return isinstance(value, hint)
+
+
+def _describe_type(hint):
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return f"a list, in Python a tuple, of {get_args(hint)[0].__name__}"
+    if hint is float:
+        return "a finite float"
+    return f"of type {getattr(hint, '__name__', hint)}"
+
+
+def _bound_errors(cfg):
+    """Errors of numbers outside the bound that their type carries."""
+    hints = get_type_hints(type(cfg), include_extras=True)
+    bounds = {}
+    for name, hint in hints.items():
+        if get_origin(hint) is Annotated:
+            bounds[name] = hint.__metadata__[0]
+    return value_errors(vars(cfg), bounds)
+
+
+def _choice_errors(cfg, choices):
+    errors = []
+    for name, known in choices.items():
+        given = getattr(cfg, name)
+        if not isinstance(given, tuple):
+            given = (given,)
+        for text in given:
+            chosen = str(text).rpartition("=")[2]
+            if chosen not in known:
+                errors.append(f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})")
+    return errors
+
+
+def mesh_sizes(cfg, n_devices):
+    """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
+    sizes = {axis: getattr(cfg, axis) for axis in MESH}
+    known = prod(n for n in sizes.values() if n > 0)
+    inferred = [axis for axis, n in sizes.items() if n == -1]
+    if inferred:
+        sizes[inferred[0]] = n_devices // known
+    if prod(sizes.values()) != n_devices:
+        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
+        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
+    outer = "fsdp"  # the axis that crosses the slow network between slices
+    if sizes["dp"] > 1:
+        outer = "dp"
+    n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
+    errors += multiple_errors(
+        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
+    return sizes, errors
+
+
+def multiple_errors(name, value, rule, divisor):
+    """An error if value is not a multiple of the divisor, with the nearest legal values."""
+    if value % divisor == 0:
+        return []
+    below = max(value // divisor * divisor, divisor)
+    above = -(-value // divisor) * divisor
+    nearest = f"{below} or {above}"
+    if below == above:
+        nearest = f"{above}"
+    return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
+
+
+def divisor_errors(name, value, rule, total):
+    """An error if value does not divide the total, with the nearest legal value."""
+    if total % value == 0:
+        return []
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - value))
+    return [f"{name} {value}: must divide {rule} = {total}; nearest: {nearest}"]
+
+
+# ---- errors
+
+def raise_if_errors(errors, where="config"):
+    """Raise one ValueError with all errors that are not empty, if there are any."""
+    errors = [error for error in errors if error]
+    if len(errors) == 1:
+        raise ValueError(f"{where}: {errors[0]}")
+    if errors:
+        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
+
+
+def field_error(cfg, name, rule):
+    return f"{name} {getattr(cfg, name)!r}: {rule}"
+
+
+def key_errors(where, given, known, required=()):
+    """Errors of the keys of a dict: unknown keys, and required ones that are missing."""
+    errors = [f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
+              for key in given if key not in known]
+    errors += [f"{where}no {key!r}" for key in required if key not in given]
+    return errors
+
+
+def value_errors(given, rules):
+    """Errors of the values of a dict. rules: {key: (test, rule in words)}."""
+    errors = []
+    for key, (test, rule) in rules.items():
+        if key in given and not test(given[key]):
+            errors.append(f"{key} {given[key]!r:.80}: must be {rule}")
+    return errors
+
+
+def did_you_mean(name, known):
+    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
+    if close:
+        return f"nearest: {close[0]}"
+    return f"legal: {', '.join(known)}"
+
+
+def parses(read, *args):
+    """Whether read(*args) raises no ValueError."""
+    try:
+        read(*args)
+    except ValueError:
+        return False
+    return True
+
 
 # ---- optional
 
-EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # what NAME_every is of
+# ---- groups of --help
 
-# Fields of this process, not of the run: config.json holds their defaults.
-LAUNCH_FIELDS = "mode config resume allow_change coordinator n_processes process_id".split()
-# A checkpoint fits no config that differs in one of these ...
-STATE_FIELDS = ("d_model n_layers n_heads n_kv_heads head_dim d_ff vocab_size qk_norm qkv_bias "
-         "tie_embeddings n_experts lora_rank lora_targets freeze param_dtype optimizer "
-         "optimizers").split()
-# ... a run may resume with any of these changed; any other field must be named in allow_change.
-RESUMABLE_FIELDS = (*MESH, *LAUNCH_FIELDS, *"out_dir ckpt_dir cache_dir token_cache wait_s stop "
-        "track peer_timeout_s steps epochs grad_accum_steps width_mult attention remat "
-        "logit_tiles mlp_tiles deterministic "
-        "offload_optimizer slices log_every eval_every eval_batches save_every "
-        "max_to_keep keep_period save_exclude "
-        "weights_every export export_every export_dtype export_lora sample_every watch "
-        "profile prompt n_samples sample_tokens temperature top_k top_p".split())
-# With equal shapes, parameters are still of another model when one of these differs.
-ARCH_FIELDS = ("n_heads n_kv_heads head_dim rope_theta rope_factor rope_original_len norm_eps "
-           "qk_norm qkv_bias tie_embeddings sliding_window n_experts experts_per_token").split()
+def add_group_headings(help_text, kind):
+    """The text of --help with a heading above the first flag of each group of fields."""
+    groups = field_groups(kind)
+    group = ""
+    lines = []
+    for line in help_text.splitlines():
+        flag = re.match(r"\W{0,2}--(\w+)", line)
+        if flag and groups.get(flag[1], group) != group:
+            group = groups[flag[1]]
+            lines += ["", f" {group}", " " + "-" * len(group)]
+        lines.append(line.rstrip())
+    return "".join(line + "\n" for line in lines)
 
 
-# Earlier names of fields. They are refused with the present name.
+def field_groups(kind):
+    """{field: group} by the `# ---- group` comments in the source of a dataclass and its bases.
+
+    A class without such comments is a group of its own name.
+    """
+    groups = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        group = cls.__name__
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # typed into an interpreter
+            continue
+        for heading, field in re.findall(r"^ *(?:# ---- (.+)|(\w+):)", source, re.MULTILINE):
+            if heading:
+                group = heading
+            elif field not in groups:
+                groups[field] = group
+    return groups
+
+
+# ---- earlier names
+
+# Earlier names of fields. They are rejected with the current name.
 RENAMED = {
     "micro_batches": "grad_accum_steps",
     "fill": "packing",
@@ -218,45 +557,26 @@ RENAMED = {
 }
 
 
-def parse(argv, kind=Config):
-    """The config of a command line. Unknown flags and malformed values end the process with code 2.
-
-    kind: a dataclass that extends Config; its fields become flags too. Modes eval, sample and
-    export take the config.json of out_dir as the defaults of all other flags.
-    """
-    import tyro
-
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def human_number(info):
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar="N" if info.type is int else "X",
-            instance_from_str=lambda args: parse_number(args[0], info.type),
-            is_instance=lambda x: isinstance(x, (int, info.type)),
-            str_from_instance=lambda x: [str(x)]) if info.type in (int, float) else None
-
-    # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
-    argv = [re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg) for arg in argv]
+def earlier_flag_errors(argv, kind):
+    """Errors of flags that have an earlier name of a field; a fork may have such a field."""
     errors = []
     for arg in argv:
         flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
-        name = flag and flag[1].replace("-", "_")
-        if name in RENAMED and name not in get_type_hints(kind):
-            errors.append(f"--{name} is now --{RENAMED[name]}")
-    raise_if_errors(errors, "command line")
-    cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
-                  description="Train, evaluate, sample, plan, prepare data or export.")
-    asked, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
-    chosen = asked.config
-    if not chosen and asked.mode in ("eval", "sample", "export"):
-        saved = Path(asked.out_dir, "config.json")
-        chosen = str(saved) if saved.is_file() else ""
-    return cli(default=load(chosen, kind) if chosen else kind())
+        if flag:
+            name = flag[1].replace("-", "_")
+            if _is_earlier_name(name, kind):
+                errors.append(f"--{name} is now --{RENAMED[name]}")
+    return errors
 
+
+def _is_earlier_name(name, kind):
+    return name in RENAMED and name not in get_type_hints(kind)
+
+
+# ---- config files
 
 def load(name, kind=Config):
-    """The config of a preset name or of a JSON file. Raises ValueError when it is neither."""
+    """The config of a preset or a JSON file. Raises ValueError when the name is neither."""
     if name in PRESETS:
         return kind(config=name, **PRESETS[name])
     if not Path(name).is_file():
@@ -264,78 +584,113 @@ def load(name, kind=Config):
                          f"({did_you_mean(name, PRESETS)})")
     cfg = from_json(Path(name).read_bytes(), name, kind)
     if cfg.config:
-        raise_if_errors(
-            [field_error(cfg, "config", "a file can name no other; leave it out")], name)
+        raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
+                                                    "delete this field")], name)
     return dataclasses.replace(cfg, config=name)
 
 
-def to_json(cfg):
-    return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
-
-
 def from_json(text, where="JSON", kind=Config):
-    """Raises ValueError that names every unknown key and every value of a wrong type."""
+    """The config of a JSON object. Raises ValueError with all unknown keys and wrong types."""
     try:
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
-    except (ValueError, AttributeError) as e:
-        raise ValueError(f"{where}: no JSON object of fields: {e}") from None
+        values = json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{where}: not a JSON object of fields: {e}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: not a JSON object of fields: {type(values).__name__}")
     types = get_type_hints(kind)
-    rules = {k: _type_rule(t) for k, t in types.items()}
-    renamed = [f"{name!r} is now {RENAMED[name]!r}" for name in given
-               if name in RENAMED and name not in types]
-    known = {name: value for name, value in given.items()
-             if name in types or name not in RENAMED}
-    raise_if_errors(renamed + key_errors("", known, rules) + value_errors(known, rules), where)
-    return kind(**{k: float(v) if types[k] is float else v for k, v in given.items()})
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+
+    earlier = [name for name in values if _is_earlier_name(name, kind)]
+    errors = [f"{name!r} is now {RENAMED[name]!r}" for name in earlier]
+    others = {name: value for name, value in values.items() if name not in earlier}
+    errors += key_errors("", others, types)
+    errors += _type_errors(others, types)
+    raise_if_errors(errors, where)
+
+    for name, value in values.items():
+        if types[name] is float:
+            values[name] = float(value)
+    return kind(**values)
 
 
-def repeatable(cfg):
-    """cfg as config.json keeps it: without START, and without the steps that epochs gave."""
-    reset = [*LAUNCH_FIELDS, *(["steps"] if cfg.epochs else [])]
-    return dataclasses.replace(cfg, **{name: getattr(type(cfg)(), name) for name in reset})
-
+# ---- numbers
 
 UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12,
          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "%": Decimal("0.01"),
          "s": 1, "m": 60, "h": 3600, "d": 86400}
+TIME_UNITS = {"s", "m", "h", "d"}
 
 
 def parse_number(text, kind=float):
-    """A number as people write it: 2^20, 1.25M, 1Ki, 50%, 2h30m, 1d. Durations come out in seconds.
+    """A number as people write it: 2^20, 1.25M, 1Ki, 50%, 2h30m, 1d. Durations are in seconds.
 
-    Raises ValueError when it is none, or has a fraction where `kind` is int.
+    Raises ValueError when the text is not a number, or has a fraction where `kind` is int.
     """
     text = text.strip()
-    digits = re.sub("^[+-]", "", text)
-    parts = re.findall(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)([A-Za-z%]*)", digits)
-    complete = parts and "".join(a + b for a, b in parts) == digits
-    units = {unit for _, unit in parts}
-    if power := re.fullmatch(r"(\d+)\^(\d{1,3})", text):
-        value = Decimal(power[1]) ** int(power[2])
-    elif complete and units <= set(UNITS if len(parts) == 1 else "smhd"):
-        value = sum(Decimal(a) * UNITS[u] for a, u in parts) * (-1 if text[0] == "-" else 1)
+    power = re.fullmatch(r"(\d+)\^(\d{1,3})", text)
+    if power:
+        base, exponent = power.groups()
+        value = Decimal(base) ** int(exponent)
+        units = set()
     else:
-        raise ValueError(f"{text!r} is not a number; write 300, 2^20, 1.25M, 1Ki, 50% or 2h30m")
-    if kind is int and (value != int(value) or units & {*"smhd"}):
-        raise ValueError(f"{text!r} is {value}, but must be a whole number and no time")
+        value, units = _sum_of_parts(text)
+    if kind is int and (value != int(value) or units & TIME_UNITS):
+        raise ValueError(f"{text!r} is {value}, but must be a whole number and not a time")
     return kind(value)
 
 
+def _sum_of_parts(text):
+    """(value, units) of a number with a unit, or of the parts of a duration like 2h30m."""
+    digits = re.sub("^[+-]", "", text)
+    # Each part is a number, which may have an exponent, and a unit, which may be empty.
+    parts = re.findall(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)([A-Za-z%]*)", digits)
+    units = {unit for _, unit in parts}
+    legal_units = UNITS.keys()
+    if len(parts) > 1:
+        legal_units = TIME_UNITS
+    is_complete = "".join(number + unit for number, unit in parts) == digits
+    if not parts or not is_complete or not units <= legal_units:
+        raise ValueError(f"{text!r} is not a number; write 300, 2^20, 1.25M, 1Ki, 50% or 2h30m")
+    value = sum(Decimal(number) * UNITS[unit] for number, unit in parts)
+    if text.startswith("-"):
+        value = -value
+    return value, units
+
+
+# ---- intervals
+
 def parse_interval(text):
-    """(unit, how many) of 250, 10m, 2epochs, a window: unit is step, second, epoch or window."""
-    count = re.sub("(epoch|window)s?$", "", text)
-    unit = text[len(count):].rstrip("s") or ("second" if text[-1:] in [*"smhd"] else "step")
-    kind = float if unit in ("second", "epoch") else int
-    return unit, parse_number(count or (text and "1"), kind)
+    """(unit, amount) of 250, 10m, 2epochs or window. unit: step, second, epoch or window."""
+    named = re.fullmatch("(.*?)(epoch|window)s?", text)
+    if named:
+        count, unit = named.groups()
+        if not count:
+            count = "1"
+    else:
+        count = text
+        unit = "step"
+        if text[-1:] in TIME_UNITS:
+            unit = "second"
+    kind = int
+    if unit in ("second", "epoch"):
+        kind = float
+    return unit, parse_number(count, kind)
 
 
 def parse_intervals(value):
-    """{unit: how many} of a Period, without those of 0. Raises ValueError when it is malformed."""
-    found = [parse_interval(part) for part in str(value).replace(" ", "").split(",")]
-    if len(dict(found)) < len(found) or min(n for _, n in found) < 0:
-        raise ValueError(f"period {value!r}: names a unit twice, or is negative")
-    return {unit: n for unit, n in found if n}
+    """{unit: amount} of an Interval, without amounts of 0. Raises ValueError when malformed."""
+    intervals = {}
+    for part in str(value).replace(" ", "").split(","):
+        unit, amount = parse_interval(part)
+        if unit in intervals or amount < 0:
+            raise ValueError(f"interval {value!r}: has a unit twice, or a negative amount")
+        intervals[unit] = amount
+    return {unit: amount for unit, amount in intervals.items() if amount}
 
+
+# ---- stop conditions
 
 # What a condition of cfg.stop can count besides a metric, and the reason to log: {0} is the value,
 # {1} the bound. Conditions are tested in this order, then those on metrics.
@@ -391,302 +746,380 @@ def _stop_order(condition):
     return len(names), condition["exit_code"]
 
 
+# ---- profiles
+
 def profile_span(cfg):
-    """(first, last) update of cfg.profile, counted from 1; (0, 0) when it is empty. Raises
-    ValueError when it is malformed, or begins after the last step.
+    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
+
+    Raises ValueError when it is malformed, or begins after the last step.
     """
-    first, last = map(int, (cfg.profile or "0:0").split(":"))
-    if cfg.profile and not 0 < first <= (last if cfg.epochs else min(last, cfg.steps)):
-        raise ValueError(f"profile {cfg.profile!r}: traces no update")
+    if not cfg.profile:
+        return 0, 0
+    first, last = map(int, cfg.profile.split(":"))
+    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
+    if not 0 < first <= last or not begins_in_run:
+        raise ValueError(f"profile {cfg.profile!r}: traces no step")
     return first, last
 
 
-def parses(read, *args):
-    """Whether read(*args) raises no ValueError."""
-    with contextlib.suppress(ValueError):
-        read(*args)
+# ---- rules between fields
+
+def _rule_errors(cfg):
+    return [field_error(cfg, row["field"], row["rule"]) for row in RULES if row["broken"](cfg)]
+
+
+def _is_bad_stop(cfg):
+    if not parses(parse_stops, cfg):
         return True
-    return False
+    if cfg.log_every:
+        return False
+    # Without log rows the only metrics are those of evaluations.
+    names = {condition["name"] for condition in parse_stops(cfg)} - STOP_MESSAGES.keys()
+    return not all(name.startswith("val_") for name in names)
 
 
-def raise_if_errors(faults, where="config"):
-    """Raise one ValueError of all faults that are not empty, if there are any."""
-    if faults := list(filter(None, faults)):
-        raise ValueError(f"{where}: " + ("\n  " if len(faults) > 1 else "") + "\n  ".join(faults))
+def _are_name_numbers(texts):
+    return all(re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", text) for text in texts)
 
 
-def key_errors(where, given, known, required=()):
-    """Faults, in words, of the keys of a dict: one that is not known, a required one missing."""
-    return [*(f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
-              for key in given if key not in known),
-            *(f"{where}no {key!r}" for key in required if key not in given)]
+def _repeats_a_name(texts):
+    names = [text.rpartition("=")[0] for text in texts]
+    return len(set(names)) < len(names)
 
 
-def value_errors(given, rules):
-    """Faults, in words, of the values of a dict. rules: {key: (test, what it must be)}."""
-    return [f"{key} {given[key]!r:.80}: must be {words}"
-            for key, (holds, words) in rules.items() if key in given and not holds(given[key])]
+def _has_interval_in_windows(cfg):
+    return any("window" in str(getattr(cfg, f"{event}_every")) for event in EVENTS)
 
 
-def field_error(cfg, name, words):
-    return f"{name} {getattr(cfg, name)!r}: {words}"
-
-
-def did_you_mean(name, known):
-    """'nearest: x', the known name most like `name`, or all of them when none is."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
-    return f"nearest: {close[0]}" if close else f"legal: {', '.join(known)}"
-
-
-def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
-    """Raise one ValueError with every fault: name, value, rule, nearest legal value.
-
-    n_devices: None leaves the mesh aside. choices: {field: legal values} of what other files offer;
-    of a field with PATTERN=VALUE, of the values.
-    task_errors({axis: size}, cfg): faults of what is trained, empty ones among them: text_faults.
-    """
-    of_fields, names, faults = _field_errors(cfg), vars(cfg), []
-    for name, known in ({"allow_change": names} | dict(choices)).items():
-        given = names[name] if isinstance(names[name], tuple) else (names[name],)
-        faults += [f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})" for text in given
-                   if (chosen := str(text).rpartition("=")[2]) not in known]
-    raise_if_errors(of_fields and of_fields + faults)  # the rules below divide by numbers
-    faults += _unused_errors(cfg)
-    faults += [field_error(cfg, name, words) for name, wrong, words in RULES if wrong(cfg)]
-    sizes, mesh_faults = mesh_sizes(cfg, n_devices) if n_devices else (None, [])
-    raise_if_errors(faults + mesh_faults + task_errors(sizes, cfg))
-
-
-def check_resumable(old, new, old_mesh=(), mesh=()):
-    """Raise ValueError when a run under config dict `old` cannot go on as config `new`, listing
-    each difference. A field that `old` lacks is taken to have had its default.
-    """
-    before, now = (json.loads(to_json(cfg)) for cfg in (type(new)(), new))
-    before |= old | dict(mesh) | dict(old_mesh)
-    now |= dict(mesh)
-    # Expert capacity is counted over each sp device's part of a sequence: sp changes what is lost.
-    bound = {"sp"} if new.n_experts and new.capacity_factor else set()
-    faults = []
-    for name in now:
-        on_purpose = name in new.allow_change and name not in STATE_FIELDS
-        allowed = name in {*RESUMABLE_FIELDS} - bound or on_purpose
-        if before[name] != now[name] and not allowed:
-            how = ("another shape: use another --out_dir" if name in STATE_FIELDS else
-                   f"on purpose: --allow_change {name}")
-            faults.append(f"{name} was {before[name]!r}, is {now[name]!r} ({how})")
-    raise_if_errors(faults, f"{new.out_dir} holds a run of another config (to go on with that one: "
-                      f"--config {new.out_dir}/config.json)")
-
-
-def _type_rule(kind):
-    """(test of a value of a field of this type, what it must be, in words)."""
-    within = get_args(kind)
-    if get_origin(kind) is Literal:
-        return lambda x: x in within, f"one of {', '.join(within)}"
-    if get_origin(kind) is tuple:
-        return (lambda x: isinstance(x, tuple) and all(isinstance(v, within[0]) for v in x),
-                f"a list, in Python a tuple, of {within[0].__name__}")
-    if kind is float:
-        return lambda x: (isinstance(x, int | float) and not isinstance(x, bool)
-                          and isfinite(x)), "a finite float"
-    return (lambda x: isinstance(x, kind) and isinstance(x, bool) == (kind is bool),
-            f"of type {getattr(kind, '__name__', kind)}")
-
-
-def _field_errors(cfg):
-    """Faults of single fields: of a wrong type, or else out of bounds."""
-    types = {k: _type_rule(hint) for k, hint in get_type_hints(type(cfg)).items()}
-    hints = get_type_hints(type(cfg), include_extras=True)
-    bounds = {k: hint.__metadata__[0] for k, hint in hints.items() if get_origin(hint) is Annotated}
-    return value_errors(vars(cfg), types) or value_errors(vars(cfg), bounds)
-
-
-# (field, whether it is wrong, what to say of it)
+# field; whether a config breaks the rule; the rule
 RULES = (
-    ("process_id", lambda c: c.process_id >= c.n_processes, "must be below n_processes"),
-    ("profile", lambda c: not parses(profile_span, c),
-     "must be first:last, counted from 1, as in 20:22, and begin within steps"),
-    ("stop", lambda c: not parses(parse_stops, c) or (not c.log_every and any(
-        each["name"] not in STOP_MESSAGES and each["name"][:4] != "val_"
-        for each in parse_stops(c))),
-     "must be 500 (updates in all), +100 (of this start), 2h30m, val_loss<3 or loss>9, which "
-     "needs log_every above 0"),
-    *((name, lambda c, name=name: not all(
-        re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", each) for each in getattr(c, name)),
-       "must be NAME=NUMBER, as in embed=0.3") for name in ("mix", "lr_mult", "decay_mult")),
-    ("loss_divisor", lambda c: c.loss_norm == "constant" and not c.loss_divisor,
-     "must be above 0 with loss_norm constant"),
-    ("data", lambda c: c.mix and c.data, "must be empty with mix, which names its own"),
-    ("mix", lambda c: len({each.rpartition("=")[0] for each in c.mix}) < len(c.mix),
-     "names the same files twice; add up their weights"),
-    ("mix", lambda c: c.mix and c.order == "windows", "has no order windows; set --data instead"),
-    ("order", lambda c: c.order == "windows" and c.val_frac and not c.val_data,
-     "held-out data must be named: set --val_data, or --val_frac 0 for none"),
-    ("order", lambda c: c.order != "windows" and any(
-        "window" in str(getattr(c, f"{event}_every")) for event in EVENTS),
-     "must be windows for a period in windows, as of save_every or eval_every"),
-    ("out_dir", lambda c: not c.out_dir or "://" in c.out_dir,
-     "must be a folder on this machine; checkpoints go elsewhere by --ckpt_dir"),
-    ("export", lambda c: c.mode == "export" and not c.export, "name a folder to write to"),
-    # Expert capacity is counted over a whole sequence.
-    ("mlp_tiles", lambda c: c.n_experts and c.mlp_tiles > 1, "must be 1 with n_experts"),
-    ("experts_per_token", lambda c: 0 < c.n_experts < c.experts_per_token, "at most n_experts"),
+    {"field": "process_id",
+     "broken": lambda c: c.process_id >= c.n_processes,
+     "rule": "must be below n_processes"},
+    {"field": "profile",
+     "broken": lambda c: not parses(profile_span, c),
+     "rule": "must be first:last, counted from 1, as in 20:22, and begin within steps"},
+    {"field": "stop",
+     "broken": _is_bad_stop,
+     "rule": "must be 500 (steps in all), +100 (more steps), 2h30m, val_loss<3 or loss>9; a "
+             "metric of training needs log_every above 0"},
+    {"field": "mix",
+     "broken": lambda c: not _are_name_numbers(c.mix),
+     "rule": "must be NAME=NUMBER, as in web.bin=0.3"},
+    {"field": "lr_mult",
+     "broken": lambda c: not _are_name_numbers(c.lr_mult),
+     "rule": "must be NAME=NUMBER, as in embed=0.3"},
+    {"field": "decay_mult",
+     "broken": lambda c: not _are_name_numbers(c.decay_mult),
+     "rule": "must be NAME=NUMBER, as in embed=0.3"},
+    {"field": "loss_divisor",
+     "broken": lambda c: c.loss_norm == "constant" and not c.loss_divisor,
+     "rule": "must be above 0 with loss_norm constant"},
+    {"field": "data",
+     "broken": lambda c: c.mix and c.data,
+     "rule": "must be empty with mix, which names the files"},
+    {"field": "mix",
+     "broken": lambda c: _repeats_a_name(c.mix),
+     "rule": "names the same files twice; add up their weights"},
+    {"field": "mix",
+     "broken": lambda c: c.mix and c.order == "windows",
+     "rule": "cannot be used with order windows; set --data instead"},
+    {"field": "order",
+     "broken": lambda c: c.order == "windows" and c.val_frac and not c.val_data,
+     "rule": "needs --val_data, or --val_frac 0 for no validation"},
+    {"field": "order",
+     "broken": lambda c: c.order != "windows" and _has_interval_in_windows(c),
+     "rule": "must be windows for an interval in windows, as in save_every or eval_every"},
+    {"field": "out_dir",
+     "broken": lambda c: not c.out_dir or "://" in c.out_dir,
+     "rule": "must be a folder on this machine; for a bucket set --ckpt_dir"},
+    {"field": "export",
+     "broken": lambda c: c.mode == "export" and not c.export,
+     "rule": "must name a folder in mode export"},
+    # Expert capacity is counted over all tokens of a sequence.
+    {"field": "mlp_tiles",
+     "broken": lambda c: c.n_experts and c.mlp_tiles > 1,
+     "rule": "must be 1 with n_experts"},
+    {"field": "experts_per_token",
+     "broken": lambda c: 0 < c.n_experts < c.experts_per_token,
+     "rule": "must be at most n_experts"},
 )
 
-# (field, values of it with which others have no effect, those others)
-UNUSED_WHEN = (
-    ("n_experts", lambda n: n == 0, "experts_per_token capacity_factor router_balance router_z"),
-    ("coordinator", lambda x: x in ("", "auto"), "n_processes process_id"),
-    ("lora_rank", lambda n: n == 0, "lora_alpha lora_targets export_lora"),
-    ("epochs", lambda n: n > 0, "steps"),
-    ("export", lambda x: not x, "export_every export_dtype export_lora"),
-    ("init_from", lambda x: "dynamic=yes" not in str(x), "reload_every"),
-    ("packing", lambda x: x == "stream", "truncation padding_side"),
-    ("packing", lambda x: x != "stream", "document_mask"),
-    ("document_mask", lambda x: not x, "eod_id"),
-    ("order", lambda x: x != "windows", "windows_per_epoch window_repeats wait_s"),
-    ("log_every", lambda n: n == 0, "watch"),
-    ("temperature", lambda x: x == 0, "top_k top_p"),
-    ("rope_factor", lambda x: x == 1, "rope_original_len"),
-    ("loss_norm", lambda x: x != "constant", "loss_divisor"),
-    ("schedule", lambda x: x == "constant", "min_lr_frac"),
-    ("schedule", lambda x: x != "wsd", "decay_frac"),
-    ("schedule", lambda x: x != "polynomial", "poly_power"),
-    ("optimizer", lambda x: x in ("adafactor", "rmsprop"), "b1 moment_dtype"),
-    ("optimizer", lambda x: x in ("adafactor", "sgd"), "b2"),
-    ("optimizer", lambda x: x in ("adafactor", "sgd", "lion"), "eps"),
-)
 
+# ---- fields without an effect
 
 def _unused_errors(cfg):
-    """Faults of options that are set, by a flag rather than by cfg.config, and have no effect."""
-    default = load(cfg.config, type(cfg)) if cfg.config else type(cfg)()
-    return [field_error(cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it "
-                                   f"at {getattr(default, name)}, or change {field}")
-            for field, idles, names in UNUSED_WHEN if idles(getattr(cfg, field))
-            and not (field == "optimizer" and cfg.optimizers)
-            for name in names.split() if getattr(cfg, name) != getattr(default, name)]
+    """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect."""
+    default = type(cfg)()
+    if cfg.config:
+        default = load(cfg.config, type(cfg))
+    errors = []
+    for row in UNUSED_WHEN:
+        field = row["field"]
+        value = getattr(cfg, field)
+        if not row["when"](value):
+            continue
+        if field == "optimizer" and cfg.optimizers:  # another optimizer may use them
+            continue
+        for name in row["unused"]:
+            unset = getattr(default, name)
+            if getattr(cfg, name) != unset:
+                errors.append(field_error(cfg, name, f"has no effect with {field} {value!r}; "
+                                                     f"leave it at {unset}, or change {field}"))
+    return errors
 
 
-def mesh_sizes(cfg, n_devices):
-    """({axis: size} with -1 worked out, or None; faults of the mesh and of what it splits)."""
-    sizes = {a: getattr(cfg, a) for a in MESH}
-    left = [a for a, n in sizes.items() if n == -1]
-    sizes |= dict.fromkeys(left[:1], n_devices // prod(n for n in sizes.values() if n > 0))
-    if prod(sizes.values()) != n_devices:
-        mesh = " ".join(f"{a}={getattr(cfg, a)}" for a in MESH)
-        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
-    outer = "dp" if sizes["dp"] > 1 else "fsdp"
-    rows = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    return sizes, [divisor_error("slices", cfg.slices, outer, sizes[outer]), multiple_error(
-        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", rows)]
+# field; the values of it with which other fields have no effect; these fields
+UNUSED_WHEN = (
+    {"field": "n_experts", "when": lambda n: n == 0,
+     "unused": ("experts_per_token", "capacity_factor", "router_balance", "router_z")},
+    {"field": "coordinator", "when": lambda x: x in ("", "auto"),
+     "unused": ("n_processes", "process_id")},
+    {"field": "lora_rank", "when": lambda n: n == 0,
+     "unused": ("lora_alpha", "lora_targets", "export_lora")},
+    {"field": "epochs", "when": lambda n: n > 0,
+     "unused": ("steps",)},
+    {"field": "export", "when": lambda x: x == "",
+     "unused": ("export_every", "export_dtype", "export_lora")},
+    {"field": "init_from", "when": lambda x: "dynamic=yes" not in str(x),
+     "unused": ("reload_every",)},
+    {"field": "packing", "when": lambda x: x == "stream",
+     "unused": ("truncation", "padding_side")},
+    {"field": "packing", "when": lambda x: x != "stream",
+     "unused": ("document_mask",)},
+    {"field": "document_mask", "when": lambda x: not x,
+     "unused": ("eod_id",)},
+    {"field": "order", "when": lambda x: x != "windows",
+     "unused": ("windows_per_epoch", "window_repeats", "wait_s")},
+    {"field": "log_every", "when": lambda n: n == 0,
+     "unused": ("watch",)},
+    {"field": "temperature", "when": lambda x: x == 0,
+     "unused": ("top_k", "top_p")},
+    {"field": "rope_factor", "when": lambda x: x == 1,
+     "unused": ("rope_original_len",)},
+    {"field": "loss_norm", "when": lambda x: x != "constant",
+     "unused": ("loss_divisor",)},
+    {"field": "schedule", "when": lambda x: x == "constant",
+     "unused": ("min_lr_frac",)},
+    {"field": "schedule", "when": lambda x: x != "wsd",
+     "unused": ("decay_frac",)},
+    {"field": "schedule", "when": lambda x: x != "polynomial",
+     "unused": ("poly_power",)},
+    {"field": "optimizer", "when": lambda x: x in ("adafactor", "rmsprop"),
+     "unused": ("b1", "moment_dtype")},
+    {"field": "optimizer", "when": lambda x: x in ("adafactor", "sgd"),
+     "unused": ("b2",)},
+    {"field": "optimizer", "when": lambda x: x in ("adafactor", "sgd", "lion"),
+     "unused": ("eps",)},
+)
 
 
-def multiple_error(name, value, rule, of):
-    """The fault that `value` is no multiple of `of`, with the nearest legal values, or None."""
-    if value % of:
-        legal = " or ".join(map(str, sorted({max(value // of * of, of), -(-value // of) * of})))
-        return f"{name} {value}: must be a multiple of {rule} = {of}; nearest: {legal}"
-
-
-def divisor_error(name, value, rule, whole):
-    """The fault that `value` does not divide `whole`, with the nearest legal value, or None."""
-    if whole % value:
-        closest = min((n for n in range(1, whole + 1) if whole % n == 0),
-                      key=lambda n: abs(n - value))
-        return f"{name} {value}: must divide {rule} = {whole}; nearest: {closest}"
-
+# ---- the transformer
 
 def text_errors(sizes, cfg):
-    """Faults between the fields that shape the transformer, on a mesh of these sizes or None."""
+    """Errors between the fields that shape the transformer.
+
+    sizes: {axis: size} of the mesh, or None to skip it.
+    """
+    errors = []
+    if not cfg.head_dim:
+        errors += multiple_errors("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
+    if cfg.n_kv_heads:
+        errors += multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
+    if cfg.head_dim % 2:
+        errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
     legal = max(round(unit * cfg.width_mult), 1) / unit
-    faults = [
-        not cfg.head_dim and multiple_error("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads),
-        cfg.n_kv_heads and multiple_error("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads),
-        cfg.head_dim % 2 and field_error(cfg, "head_dim", "must be even, for rotary positions"),
-        abs(legal - cfg.width_mult) > 1e-9 * legal and field_error(
+    if abs(legal - cfg.width_mult) > 1e-9 * legal:
+        errors.append(field_error(
             cfg, "width_mult",
-            f"d_model, d_ff and head counts would not stay whole; nearest: {legal}")]
+            f"d_model, d_ff and head counts would not be whole numbers; nearest: {legal}"))
     if not sizes:
-        return faults
-    part, n_heads = max(cfg.seq_len // sizes["sp"], 1), round(cfg.n_heads * cfg.width_mult)
-    return [
-        *faults,
-        divisor_error("ep", sizes["ep"], "n_experts", cfg.n_experts or 1),
-        divisor_error("logit_tiles", cfg.logit_tiles or 1, "seq_len / sp", part),
-        divisor_error("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", part),
-        multiple_error("seq_len", cfg.seq_len, "sp", sizes["sp"]),
-        multiple_error("n_heads", n_heads, "tp x sp", sizes["tp"] * sizes["sp"])]
+        return errors
+    tp, sp, ep = sizes["tp"], sizes["sp"], sizes["ep"]
+    len_per_device = max(cfg.seq_len // sp, 1)
+    errors += divisor_errors("ep", ep, "n_experts", max(cfg.n_experts, 1))
+    errors += divisor_errors("logit_tiles", max(cfg.logit_tiles, 1), "seq_len / sp", len_per_device)
+    errors += divisor_errors("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", len_per_device)
+    errors += multiple_errors("seq_len", cfg.seq_len, "sp", sp)
+    errors += multiple_errors("n_heads", round(cfg.n_heads * cfg.width_mult), "tp x sp", tp * sp)
+    return errors
 
 
 def derive_text(cfg):
-    """The same run with every 0-for-default and `width_mult` worked out. Call after `validate`."""
-    head_dim = cfg.head_dim or cfg.d_model // cfg.n_heads
-    sizes = dict(d_model=cfg.d_model, d_ff=cfg.d_ff, n_heads=cfg.n_heads,
-                 n_kv_heads=cfg.n_kv_heads or cfg.n_heads)
-    sizes = {k: round(v * cfg.width_mult) for k, v in sizes.items()}
-    sizes["d_ff"] = sizes["d_ff"] or -(-8 * sizes["d_model"] // 3 // 32) * 32
-    freeze, all_but_lora = cfg.freeze, ("*", "!*.lora_?")
+    """The config with each size that is 0 for its default, and width_mult, resolved.
+
+    Call it after `validate`. Derived again, a config does not change.
+    """
+    n_kv_heads = cfg.n_kv_heads
+    if n_kv_heads == 0:
+        n_kv_heads = cfg.n_heads
+    head_dim = cfg.head_dim
+    if head_dim == 0:
+        head_dim = cfg.d_model // cfg.n_heads
+    d_model = round(cfg.d_model * cfg.width_mult)
+    d_ff = round(cfg.d_ff * cfg.width_mult)
+    if d_ff == 0:
+        d_ff = -(-8 * d_model // 3 // 32) * 32  # rounded up
+    freeze = cfg.freeze
+    all_but_lora = ("*", "!*.lora_?")
     if cfg.lora_rank and freeze[:2] != all_but_lora:
         freeze = all_but_lora + freeze
-    return dataclasses.replace(cfg, **sizes, head_dim=head_dim, freeze=freeze, width_mult=1.0)
+    return dataclasses.replace(
+        cfg, d_model=d_model, d_ff=d_ff, head_dim=head_dim, freeze=freeze, width_mult=1.0,
+        n_heads=round(cfg.n_heads * cfg.width_mult),
+        n_kv_heads=round(n_kv_heads * cfg.width_mult))
 
 
-# What presets share.
-_LONG = dict(optimizer="adamw", schedule="cosine", warmup_steps=2000.0, b2=0.95, min_lr_frac=0.1,
-             remat="full", steps=100000)
-_LLAMA = _LONG | dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0, norm_eps=1e-5,
-                      qk_norm=False, tie_embeddings=False)
-_QWEN = _LONG | dict(vocab_size=151936, seq_len=4096, head_dim=128, rope_theta=1000000.0)
-_SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "batch_size", "lr")
+# ---- presets
 
-PRESETS = {name: shared | dict(zip(_SIZES, sizes)) | own for name, shared, sizes, own in (
-    ("debug", {}, (128, 4, 4, 0, 512, 8, -1.0), dict(seq_len=128, steps=100)),
-    ("gpt2-124m", _LONG, (768, 12, 12, 0, 2048, 480, 6e-4), dict(vocab_size=50304, seq_len=1024,
-        grad_accum_steps=8, remat="none", steps=10000, warmup_steps=500.0)),
-    ("llama-8b", _LLAMA, (4096, 32, 32, 8, 14336, 512, 3e-4), {}),
-    ("llama-70b", _LLAMA, (8192, 80, 64, 8, 28672, 1024, 1.5e-4), {}),
-    ("llama-405b", _LLAMA, (16384, 126, 128, 8, 53248, 2048, 8e-5), dict(
-        warmup_steps=8000.0, min_lr_frac=0.01)),
-    ("qwen3-0.6b", _QWEN, (1024, 28, 16, 8, 3072, 256, 6e-4), {}),
-    ("qwen3-8b", _QWEN, (4096, 36, 32, 8, 12288, 512, 3e-4), dict(tie_embeddings=False)),
-    ("qwen3-30b-a3b", _QWEN, (2048, 48, 32, 4, 768, 1024, 3e-4), dict(
-        tie_embeddings=False, n_experts=128, experts_per_token=8)),
-    ("mixtral-8x7b", _LLAMA, (4096, 32, 32, 8, 14336, 1024, 3e-4), dict(
-        n_experts=8, experts_per_token=2, vocab_size=32000, seq_len=4096, rope_theta=1000000.0)),
-)}
+# Fields that presets of long runs share, and those of two families of models.
+_LONG_RUN = {
+    "optimizer": "adamw", "b2": 0.95,
+    "schedule": "cosine", "warmup_steps": 2000.0, "min_lr_frac": 0.1,
+    "remat": "full", "steps": 100000,
+}
+_LLAMA = _LONG_RUN | {
+    "vocab_size": 128256, "seq_len": 8192,
+    "rope_theta": 500000.0, "norm_eps": 1e-5, "qk_norm": False, "tie_embeddings": False,
+}
+_QWEN = _LONG_RUN | {
+    "vocab_size": 151936, "seq_len": 4096,
+    "head_dim": 128, "rope_theta": 1000000.0,
+}
+
+PRESETS = {
+    "debug": {
+        "d_model": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 0, "d_ff": 512,
+        "batch_size": 8, "seq_len": 128, "lr": -1.0, "steps": 100,
+    },
+    "gpt2-124m": _LONG_RUN | {
+        "d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 0, "d_ff": 2048,
+        "vocab_size": 50304, "seq_len": 1024,
+        "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
+        "remat": "none", "steps": 10000, "warmup_steps": 500.0,
+    },
+    "llama-8b": _LLAMA | {
+        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+        "batch_size": 512, "lr": 3e-4,
+    },
+    "llama-70b": _LLAMA | {
+        "d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672,
+        "batch_size": 1024, "lr": 1.5e-4,
+    },
+    "llama-405b": _LLAMA | {
+        "d_model": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "d_ff": 53248,
+        "batch_size": 2048, "lr": 8e-5, "warmup_steps": 8000.0, "min_lr_frac": 0.01,
+    },
+    "qwen3-0.6b": _QWEN | {
+        "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
+        "batch_size": 256, "lr": 6e-4,
+    },
+    "qwen3-8b": _QWEN | {
+        "d_model": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "d_ff": 12288,
+        "tie_embeddings": False, "batch_size": 512, "lr": 3e-4,
+    },
+    "qwen3-30b-a3b": _QWEN | {
+        "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,
+        "n_experts": 128, "experts_per_token": 8,
+        "tie_embeddings": False, "batch_size": 1024, "lr": 3e-4,
+    },
+    "mixtral-8x7b": _LLAMA | {
+        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+        "n_experts": 8, "experts_per_token": 2,
+        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
+        "batch_size": 1024, "lr": 3e-4,
+    },
+}
 
 
 # ---- differences between configs
 
-def architecture_mismatch(saved, current):
-    """Faults, in words: each field in which a saved config describes another model of the same
-    parameters than the current one. Both are dicts of fields. Fields in allow_change may differ.
+# A checkpoint does not fit a config in which one of these differs.
+STATE_FIELDS = (
+    "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim",
+    "d_ff", "vocab_size", "qk_norm", "qkv_bias", "tie_embeddings", "n_experts",
+    "lora_rank", "lora_targets", "freeze", "param_dtype", "optimizer", "optimizers",
+)
+# A run may resume with any of these changed. Every other field must be named in allow_change.
+RESUMABLE_FIELDS = (
+    "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change",
+    "export", "export_dtype", "export_lora", "cache_dir",
+    "token_cache", "wait_s", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
+    "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
+    "dp", "fsdp", "ep", "tp", "sp", "slices",
+    "coordinator", "n_processes", "process_id", "peer_timeout_s",
+    "track", "log_every", "eval_every", "eval_batches",
+    "save_every", "max_to_keep", "keep_period", "save_exclude",
+    "weights_every", "export_every", "sample_every", "watch", "profile",
+    "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
+)
+# Parameters of equal shapes still belong to another model when one of these differs.
+ARCH_FIELDS = (
+    "n_heads", "n_kv_heads", "head_dim", "rope_theta", "rope_factor", "rope_original_len",
+    "norm_eps", "qk_norm", "qkv_bias", "tie_embeddings", "sliding_window",
+    "n_experts", "experts_per_token",
+)
+
+
+def check_resumable(old, new, old_mesh=(), mesh=()):
+    """Raise ValueError with each difference that keeps a run from resuming.
+
+    old: the run's config as a dict; a field that it lacks had its default. new: a config.
+    old_mesh, mesh: {axis: size} of the run and of this process.
     """
-    names = [*ARCH_FIELDS]
+    defaults = json.loads(to_json(type(new)()))
+    before = defaults | old
+    before.update(mesh)  # stands if the run's mesh was not saved
+    before.update(old_mesh)
+    after = json.loads(to_json(new))
+    after.update(mesh)
+
+    resumable = set(RESUMABLE_FIELDS)
+    if new.n_experts and new.capacity_factor:
+        # Expert capacity is counted over each sp device's part of a sequence, so sp changes which
+        # tokens are dropped.
+        resumable.remove("sp")
+    errors = []
+    for name in after:
+        if before[name] == after[name] or name in resumable:
+            continue
+        difference = f"{name} was {before[name]!r}, is {after[name]!r}"
+        if name in STATE_FIELDS:
+            errors.append(f"{difference} (another shape: use another --out_dir)")
+        elif name not in new.allow_change:
+            errors.append(f"{difference} (on purpose: --allow_change {name})")
+    raise_if_errors(errors, f"{new.out_dir} holds a run with another config (to resume that run: "
+                            f"--config {new.out_dir}/config.json)")
+
+
+def architecture_mismatch(saved, current):
+    """Errors: the fields in which a saved config describes another model of the same parameters.
+
+    saved, current: dicts of fields. Fields in allow_change may differ.
+    """
+    names = list(ARCH_FIELDS)
     if saved.get("lora_rank"):
         names.append("lora_alpha")
-    faults = []
+    errors = []
     for name in names:
-        was = saved.get(name, current[name])
-        if was != current[name] and name not in current["allow_change"]:
-            faults.append(f"{name} is {was!r} there, {current[name]!r} here (on purpose: "
-                          f"--allow_change {name})")
-    return faults
+        value = saved.get(name, current[name])
+        if value != current[name] and name not in current["allow_change"]:
+            errors.append(f"{name} is {value!r} in the saved config, {current[name]!r} in this one "
+                          f"(on purpose: --allow_change {name})")
+    return errors
 
 
 def changes_since(saved, current):
-    """Each difference, in words, between the software and machine of a checkpoint and those of this
-    process. With any difference, a resumed run need not be bit-identical.
+    """Differences between the software and machine of a checkpoint and of this process, as texts.
 
-    Both are {"versions": {name: text}, "machine": {name: value}}. A name that was not saved is no
-    difference.
+    After any difference, a resumed run need not be bit-identical. Both arguments are
+    {"versions": {name: text}, "machine": {name: value}}; names that were not saved are skipped.
     """
     changes = []
-    for part in ("versions", "machine"):
-        before = saved.get(part, {})
-        for name, value in current[part].items():
+    for kind in ("versions", "machine"):
+        before = saved.get(kind, {})
+        for name, value in current[kind].items():
             if name in before and before[name] != value:
                 changes.append(f"{name} was {before[name] or 'empty'}, is {value or 'empty'}")
     return changes

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.py: what is written comes back, what cannot run is refused in words that help."""
+"""config.py: the text forms of a config, its validation, presets and differences."""
+import contextlib
 import dataclasses
 import json
 import re
@@ -21,26 +22,34 @@ validate = partial(config.validate, choices=CHOICES, task_errors=config.text_err
 
 
 def other(value, kind):
-    """A value of the same kind that is not the default, and awkward to write down."""
+    """A value of the same type that differs from the default and is awkward to write as text."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)[-1]
     if kind == int | str:
         return '1epoch,2h30m, 7'
-    return {bool: lambda: not value, int: lambda: value + 7, float: lambda: value / 3 + 1e-17,
-            str: lambda: value + ' "é\n'}.get(kind, lambda: ("a b", "*.bin"))()
+    if kind is bool:
+        return not value
+    if kind is int:
+        return value + 7
+    if kind is float:
+        return value / 3 + 1e-17
+    if kind is str:
+        return value + ' "é\n'
+    return ("a b", "*.bin")
 
 
-def fault(cfg, n_devices=8):
+def error_of(cfg, n_devices=8):
+    """The message with which `validate` rejects the config."""
     with pytest.raises(ValueError) as e:
         validate(cfg, n_devices)
     return str(e.value)
 
 
 def test_json_round_trip():
-    """A config with every field off its default comes back equal, of the same types, and from the
-    same text.
+    """A config in which no field has its default survives to_json and from_json: equal, with the
+    same types and the same text.
 
-    Break: config.py: tuple(v) if isinstance(v, list) else v => v
+    Break: config.py: values[name] = tuple(value) => values[name] = value
     """
     kinds = typing.get_type_hints(Config)
     cfg = Config(**{f.name: other(f.default, kinds[f.name]) for f in dataclasses.fields(Config)})
@@ -52,10 +61,9 @@ def test_json_round_trip():
 
 
 def test_json_int_for_a_float():
-    """Whoever writes 1 for a float gets 1.0, so that the text written next says the same as that
-    of 1.0.
+    """An integer in a float field becomes a float, so that 1 and 1.0 give the same text later.
 
-    Break: config.py: float(v) if types[k] is float else v => v
+    Break: config.py: values[name] = float(value) => values[name] = value
     """
     assert type(config.from_json('{"lr": 1}').lr) is float
 
@@ -74,14 +82,14 @@ def test_json_int_for_a_float():
     ('{"data": "a.txt"}', ["data 'a.txt': must be a list, in Python a tuple, of str"]),
     ('{"data": [1]}', ["data (1,): must be a list, in Python a tuple, of str"]),
     ('{"prompt": ["a"]}', ["prompt ('a',): must be of type str"]),
-    ("[1]", ["no JSON object of fields", "list"]),
-    ("{", ["no JSON object of fields"]),
+    ("[1]", ["not a JSON object of fields: list"]),
+    ("{", ["not a JSON object of fields: Expecting"]),
 ])
-def test_json_faults(text, words):
-    """JSON of unknown keys, wrong types or no sense is one ValueError that names them all, and the
-    nearest.
+def test_json_errors(text, words):
+    """Malformed JSON, unknown keys and wrong types raise one ValueError that names them all, with
+    the nearest legal name.
 
-    Break: config.py: isinstance(x, bool) == (kind is bool) => True
+    Break: config.py: if isinstance(value, bool) != (hint is bool): => if False:
     """
     with pytest.raises(ValueError) as e:
         config.from_json(text, "mine.json")
@@ -90,21 +98,22 @@ def test_json_faults(text, words):
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_file_from_an_editor_on_windows(encoding, tmp_path):
-    """It is read; one that is not Unicode is refused, and one that names another file or preset.
+    """A file in UTF-8 with a byte order mark or in UTF-16 is read. A file that is not Unicode is
+    rejected, and so is a file that names another file or preset.
 
     Break: config.py: from_json(Path(name).read_bytes(), => from_json(Path(name).read_text(),
     """
     (tmp_path / "c.json").write_text('{"prompt": "é"}', encoding)
     assert config.load(str(tmp_path / "c.json")).prompt == "é"
-    for text, words in (('{"prompt": "é"}', "c.json: no JSON object of fields: 'utf-8' codec"),
-                        ('{"config": "debug"}', "c.json: config 'debug': a file can name no")):
+    for text, words in (('{"prompt": "é"}', "c.json: not a JSON object of fields: 'utf-8' codec"),
+                        ('{"config": "debug"}', "c.json: config 'debug': a config file cannot")):
         (tmp_path / "c.json").write_text(text, "latin-1")
         with pytest.raises(ValueError, match=words):
             config.load(str(tmp_path / "c.json"))
 
 
 def test_load_unknown_preset():
-    """A name that is neither a file nor a preset is refused with the nearest preset.
+    """A name that is neither a file nor a preset is rejected with the nearest preset.
 
     Break: config.py: ({did_you_mean(name, PRESETS)}) => (sorry)
     """
@@ -123,15 +132,15 @@ def test_load_unknown_preset():
     (["--mode", "trian"], ["trian", "train"]),
 ])
 def test_unknown_flag(argv, words, capsys):
-    """A flag or value that does not exist ends the process with code 2 and shows the nearest that
-    does.
+    """An unknown flag or a malformed value exits with code 2 and shows the nearest legal one.
 
     Break: config.py: use_underscores=True => use_underscores=False
     """
     with pytest.raises(SystemExit) as e:
         config.parse(argv)
-    said = "".join(capsys.readouterr())
-    assert e.value.code == 2 and all(word in said for word in words), said
+    printed = "".join(capsys.readouterr())
+    assert e.value.code == 2
+    assert all(word in printed for word in words), printed
 
 
 @pytest.mark.parametrize("text, value", [
@@ -140,8 +149,7 @@ def test_unknown_flag(argv, words, capsys):
     ("+3", 3), (" 7 ", 7), ("2.0", 2), ("400%", 4), ("9007199254740993", 2**53 + 1),
 ])
 def test_whole_numbers(text, value):
-    """Numbers as people write them are exact whole numbers where one is wanted, and the same as
-    floats.
+    """Numbers as people write them are exact as integers and equal as floats.
 
     Break: config.py: "Ki": 2**10 => "Ki": 10**3
     """
@@ -155,14 +163,14 @@ def test_whole_numbers(text, value):
     ("2h30m", 9000.0), ("1d", 86400.0), ("1m30s", 90.0),
 ])
 def test_fractions(text, value):
-    """A fraction is exactly the float that Python reads, and is refused where a whole number is
-    wanted, as is a time.
+    """A fraction is exactly the float that Python reads. As an integer, fractions and times are
+    rejected.
 
-    Break: config.py: Decimal(a) * UNITS[u] =>
-    Decimal(float(a)) * UNITS[u] * Decimal("1.0000001")
+    Break: config.py: Decimal(number) * UNITS[unit] =>
+    Decimal(number) * UNITS[unit] * Decimal("1.0000001")
     """
     assert config.parse_number(text) == value
-    with pytest.raises(ValueError, match="must be a whole number"):
+    with pytest.raises(ValueError, match="must be a whole number and not a time"):
         config.parse_number(text, int)
 
 
@@ -171,16 +179,16 @@ def test_fractions(text, value):
     "1,000", "nan", "inf", "+-3", "--3",
 ])
 def test_no_number(text):
-    """What is no number is refused with examples of what is.
+    """A text that is not a number is rejected with examples of numbers.
 
-    Break: config.py: if len(parts) == 1 else "smhd") => )
+    Break: config.py: legal_units = TIME_UNITS => pass
     """
     with pytest.raises(ValueError, match="is not a number; write 300"):
         config.parse_number(text)
 
 
 def test_flags():
-    """Flags take human numbers, switches and lists.
+    """Flags take numbers as people write them, switches and lists.
 
     Break: config.py: instance_from_str=lambda args: parse_number(args[0], info.type) =>
     instance_from_str=lambda args: info.type(args[0])
@@ -192,22 +200,48 @@ def test_flags():
     assert config.parse([]) == Config()
 
 
+def test_help_has_groups(capsys):
+    """--help lists all fields, each with a text, under the groups of Config. New fields of a fork
+    are under the name of its class.
+
+    Break: config.py: groups[field] = group => groups[field] = ""
+    """
+    @dataclass(frozen=True, kw_only=True)
+    class Fork(Config):
+        steps: config.PosInt = 7  # number of steps
+        d_hidden: config.PosInt = 3  # width of the hidden layer
+
+    with pytest.raises(SystemExit) as e:
+        config.parse(["--help"], Fork)
+    assert e.value.code == 0
+    text = capsys.readouterr().out
+    headings = re.findall(r"^ (.+)\n -+$", text, re.MULTILINE)
+    assert headings == ["options", "run", "data", "length and batch", "model", "numerics",
+                        "optimizer", "mesh", "intervals", "sampling", "Fork"]
+    flags = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    assert flags == [field.name for field in dataclasses.fields(Fork)]
+    assert text.index(" optimizer\n") < text.index("--lr X") < text.index(" mesh\n")
+    assert text.index(" Fork\n") < text.index("--d_hidden N")
+    for flag in re.split(r"^  (?=--)", text, flags=re.MULTILINE)[1:]:
+        words = flag.partition("(default:")[0].split()
+        assert len(words) >= 4, flag
+
+
 @pytest.mark.parametrize("argv", [
     "--config gpt2-124m --steps 7", "--config=gpt2-124m --steps=7", "--steps 7 --config gpt2-124m",
     "--config debug --config gpt2-124m --steps 7",
 ])
 def test_config_flag_preset(argv):
-    """--config sets the defaults of all flags, wherever it stands; a flag beside it has the last
-    word.
+    """--config sets the defaults of all flags, wherever it stands. The other flags override them.
 
-    Break: config.py: chosen = asked.config => chosen = argv[1]
+    Break: config.py: defaults_file = flags.config => defaults_file = argv[1]
     """
     wanted = config.PRESETS["gpt2-124m"] | dict(steps=7, config="gpt2-124m")
     assert config.parse(argv.split()) == Config(**wanted)
 
 
-def test_an_earlier_name_is_refused_with_the_present_one(tmp_path):
-    """Every earlier flag, also with hyphens or as --no_, and every earlier key of a JSON file.
+def test_an_earlier_name_is_rejected_with_the_current_one(tmp_path):
+    """This holds for every earlier flag, also with hyphens or as --no_, and for JSON keys.
 
     Break: config.py: "keep": "max_to_keep", => "keep_": "max_to_keep",
     """
@@ -226,7 +260,7 @@ def test_an_earlier_name_is_refused_with_the_present_one(tmp_path):
 
 
 def test_config_flag_file(tmp_path):
-    """--config reads what to_json wrote, and a file of a few keys; flags override both.
+    """--config reads a file that to_json wrote, and a file with a few keys. Flags override both.
 
     Break: config.py: cfg = from_json(Path(name).read_bytes(), name, kind) => cfg = kind()
     """
@@ -240,8 +274,8 @@ def test_config_flag_file(tmp_path):
 
 
 def test_a_home_after_an_equals_sign(tmp_path, monkeypatch):
-    """`--out_dir=~/run` is in the home folder, as `--out_dir ~/run` is by the shell's doing; a `~`
-    elsewhere stays.
+    """`--out_dir=~/run` is in the home folder, as `--out_dir ~/run` is after the shell has expanded
+    it. A `~` elsewhere stays.
 
     Break: config.py: lambda m: m[1] + str(Path.home()), arg) => lambda m: m[0], arg)
     """
@@ -251,11 +285,10 @@ def test_a_home_after_an_equals_sign(tmp_path, monkeypatch):
     assert (cfg.prompt, cfg.tokenizer) == ("~a", "a=~/b")
 
 
-def test_all_faults_at_once():
-    """One error lists every fault, of fields by themselves and of fields together, with what is
-    legal instead.
+def test_all_errors_at_once():
+    """One message lists every error, of single fields and between fields, with the legal values.
 
-    Break: config.py: cfg.n_kv_heads and multiple_error( => False and multiple_error(
+    Break: config.py: if cfg.n_kv_heads: => if False:
     """
     bad = dict(d_model=100, n_heads=8, n_kv_heads=3, optimizer="adamv", allow_change=("stepz",))
     both = ["d_model 100: must be a multiple of", "96 or 112",
@@ -266,12 +299,12 @@ def test_all_faults_at_once():
     batch = ["batch_size 10: must be a multiple of grad_accum_steps x dp x fsdp x ep = 16; "
              "nearest: 16"]
     for change, words in ((dict(dp=3), mesh), (dict(batch_size=10, grad_accum_steps=2), batch)):
-        said = fault(Config(**bad | change))
-        assert [w for w in both + words if w not in said] == [], said
+        error = error_of(Config(**bad | change))
+        assert [w for w in both + words if w not in error] == [], error
 
 
-# (change of the defaults, what its refusal says), for 8 devices
-REFUSED = [
+# (change of the defaults, part of the error), for 8 devices
+REJECTED = [
     (dict(dp=3, fsdp=1), "mesh dp=3 fsdp=1 ep=1 tp=1 sp=1: must multiply to 8 devices"),
     (dict(dp=-1, fsdp=-1), "one may be -1"),
     (dict(tp=0), "tp 0: must be at least 1, or -1"),
@@ -280,7 +313,7 @@ REFUSED = [
      "seq_len 127: must be a multiple of sp = 2; nearest: 126 or 128"),
     (dict(ep=2), "ep 2: must divide n_experts = 1; nearest: 1"),
     (dict(ep=4, n_experts=6), "ep 4: must divide n_experts = 6; nearest: 3"),
-    (dict(n_experts=2, experts_per_token=3), "experts_per_token 3: at most n_experts"),
+    (dict(n_experts=2, experts_per_token=3), "experts_per_token 3: must be at most n_experts"),
     (dict(n_experts=2, mlp_tiles=2), "mlp_tiles 2: must be 1 with n_experts"),
     (dict(mlp_tiles=3), "mlp_tiles 3: must divide seq_len / sp = 128; nearest: 2"),
     (dict(slices=3), "slices 3: must divide fsdp = 8; nearest: 2"),
@@ -297,7 +330,7 @@ REFUSED = [
     (dict(width_mult=0.0), "width_mult 0.0: must be above 0"),
     (dict(seed=2**63), "seed 9223372036854775808: must be below 2^63"),
     (dict(head_dim=31), "head_dim 31: must be even"),
-    (dict(stop=("9", "loss<3"), log_every=0), "loss>9, which needs log_every above 0"),
+    (dict(stop=("9", "loss<3"), log_every=0), "loss>9; a metric of training needs log_every"),
     (dict(lr_mult=("embed=fast",)), "lr_mult ('embed=fast',): must be NAME=NUMBER"),
     (dict(mix=("a.txt=1", "a.txt=2")), "names the same files twice; add up their weights"),
     (dict(n_processes=2), "n_processes 2: has no effect with coordinator ''"),
@@ -307,47 +340,47 @@ REFUSED = [
     (dict(steps=1.5), "steps 1.5: must be of type int"),
     (dict(out_dir="s3://bucket/run"), "out_dir 's3://bucket/run': must be a folder on this mac"),
     (dict(profile="1"), "profile '1': must be first:last, counted from 1, as in 20:22"),
-    (dict(stop=("soon",)), "stop ('soon',): must be 500 (updates in all), +100 (of this start)"),
-    (dict(mix=("a.txt",)), "mix ('a.txt',): must be NAME=NUMBER, as in embed=0.3"),
+    (dict(stop=("soon",)), "stop ('soon',): must be 500 (steps in all), +100 (more steps)"),
+    (dict(mix=("a.txt",)), "mix ('a.txt',): must be NAME=NUMBER, as in web.bin=0.3"),
     (dict(decay_mult=("embed=-1",)), "decay_mult ('embed=-1',): must be NAME=NUMBER"),
     (dict(data=("a.txt",), mix=("b.txt=1",)),
-     "data ('a.txt',): must be empty with mix, which names its own"),
+     "data ('a.txt',): must be empty with mix, which names the files"),
     (dict(mix=("a.txt=1",), order="windows", val_frac=0.0),
-     "mix ('a.txt=1',): has no order windows; set --data instead"),
-    (dict(order="windows"), "order 'windows': held-out data must be named: set --val_data, or"),
-    (dict(save_every="1window"), "order 'shuffled': must be windows for a period in windows"),
+     "mix ('a.txt=1',): cannot be used with order windows; set --data"),
+    (dict(order="windows"), "order 'windows': needs --val_data, or --val_frac 0 for no"),
+    (dict(save_every="1window"), "order 'shuffled': must be windows for an interval in windows"),
     (dict(reload_every="250,2windows", init_from=("a dynamic=yes",)),
-     "order 'shuffled': must be windows for a period in windows, as of save_every"),
-    (dict(mode="export"), "export '': name a folder to write to"),
+     "order 'shuffled': must be windows for an interval in windows, as in save_every"),
+    (dict(mode="export"), "export '': must name a folder in mode export"),
 ]
 
 
-@pytest.mark.parametrize("change, words", REFUSED)
-def test_each_fault(change, words):
-    """A value out of bounds is refused by name, with its rule; the config without it is fine on 8
+@pytest.mark.parametrize("change, words", REJECTED)
+def test_each_error(change, words):
+    """A value out of bounds is rejected by name, with its rule. The default config is legal on 8
     devices.
 
     Break: config.py: b1: FractionBelow1 = 0.9 => b1: float = 0.9
     """
     validate(Config(), 8)
-    assert words in fault(Config(**change))
+    assert words in error_of(Config(**change))
 
 
-def test_every_rule_refuses_something():
-    """Each entry of RULES refuses a config of REFUSED, with its own sentence.
+def test_every_rule_rejects_something():
+    """Each row of RULES rejects a config of REJECTED, with its own text.
 
-    Break: config.py: "must be 1 with n_experts"), => "must be 1 with n_experts"),
-    ("seed", lambda c: c.seed == 7, "must not be 7"),
+    Break: config.py: "rule": "must be 1 with n_experts"}, => "rule": "must be 1 with n_experts"},
+    {"field": "seed", "broken": lambda c: c.seed == 7, "rule": "must not be 7"},
     """
-    def refuses(name, wrong, words):
-        for change, expected in REFUSED:
+    def rejects(row):
+        for change, expected in REJECTED:
             cfg = Config(**change)
-            if expected in config.field_error(cfg, name, words) and wrong(cfg):
+            error = config.field_error(cfg, row["field"], row["rule"])
+            if expected in error and row["broken"](cfg):
                 return True
         return False
 
-    assert [f"{name}: {words}" for name, wrong, words in config.RULES
-            if not refuses(name, wrong, words)] == []
+    assert [f"{row['field']}: {row['rule']}" for row in config.RULES if not rejects(row)] == []
 
 
 @pytest.mark.parametrize("change", [
@@ -357,7 +390,7 @@ def test_every_rule_refuses_something():
     dict(save_every="0"), dict(batch_size=8), dict(log_every=0), dict(mix=("a.txt=1", "b=.5")),
     dict(lr_mult=("embed=0", "a=b=2")), dict(decay_mult=("layers.w*=1.5e-3",))])
 def test_edges_are_legal(change):
-    """The value at a bound that belongs to it.
+    """The value at a closed bound is legal.
 
     Break: config.py: lambda x: x >= 0 or x == -1, => lambda x: x > 0 or x == -1,
     """
@@ -370,10 +403,10 @@ def test_edges_are_legal(change):
                                                                              "second": 3600}),
     ("0", {}), ("0,1window", {"window": 1}), ("90s", {"second": 90}), ("", None), ("1,2", None),
     ("-5", None), ("0.5window", None), ("2weeks", None), ("1epochss", None)])
-def test_periods(text, wanted):
-    """What every field that ends in _every says: counts and times, each unit once.
+def test_intervals(text, wanted):
+    """An interval holds counts and times, each unit once.
 
-    Break: config.py: (text and "1") => (text and "2")
+    Break: config.py: count = "1" => count = "2"
     """
     if wanted is None:
         with pytest.raises(ValueError):
@@ -382,11 +415,11 @@ def test_periods(text, wanted):
         assert config.parse_intervals(text) == wanted
 
 
-def test_what_would_do_nothing_is_refused():
-    """Options without an effect under the current settings, each by name.
-    What a preset or a config file brings along is not held against a flag.
+def test_a_field_without_an_effect_is_rejected():
+    """Each is named, with the field that makes it unused. A value that comes from a preset or a
+    config file is accepted.
 
-    Break: config.py: default = load(cfg.config, type(cfg)) if cfg.config else => default =
+    Break: config.py: default = load(cfg.config, type(cfg)) => pass
     """
     for change, words in (
             (dict(router_z=0.1, lora_alpha=8.0),
@@ -404,15 +437,14 @@ def test_what_would_do_nothing_is_refused():
             (dict(reload_every=5), ("reload_every 5: has no effect with init_from ()",)),
             (dict(eod_id=7), ("eod_id 7: has no effect with document_mask False",)),
             (dict(loss_divisor=3.0), ("loss_divisor 3.0: has no effect",))):
-        said = fault(Config(**change))
-        assert all(w in said for w in words), said
+        error = error_of(Config(**change))
+        assert all(w in error for w in words), error
     validate(Config(router_z=0.1, n_experts=4, lora_alpha=8.0, lora_rank=2), 8)
     validate(config.parse("--config gpt2-124m --epochs 2 --schedule constant".split()), 1)
 
 
-# (a field, its value, other fields that then have no effect, a value of the field with which they
-# have one)
-IDLE = [
+# (field, a value of it, other fields that are unused with that value, a value that uses them)
+UNUSED = [
     ("n_experts", 0, dict(experts_per_token=1, capacity_factor=1.0, router_balance=0.1,
                           router_z=0.1), 4),
     ("coordinator", "", dict(n_processes=2, process_id=1), "host:1"),
@@ -441,31 +473,32 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("field, value, others, other_value", IDLE)
-def test_each_option_without_an_effect(field, value, others, other_value):
-    """Each of the others is refused by name with one value of a field, and with another value not
-    because of that field.
+@pytest.mark.parametrize("field, value, others, other_value", UNUSED)
+def test_each_unused_field(field, value, others, other_value):
+    """The other fields are rejected by name with one value of the field, and accepted with another.
 
-    Break: config.py: ("order", lambda x: x != "windows", => ("order", lambda x: False,
+    Break: config.py: "order", "when": lambda x: x != "windows" => "order", "when": lambda x: False
     """
-    def refused(value):
+    def rejected(value):
         words = f"has no effect with {field} {value!r}; leave it at "
-        idle = config._unused_errors(Config(**{field: value} | others))
-        return [each.split()[0] for each in idle if words in each]
+        errors = config._unused_errors(Config(**{field: value} | others))
+        return [error.split()[0] for error in errors if words in error]
 
-    assert refused(value) == [*others] and refused(other_value) == []
-    assert f"{[*others][-1]} {[*others.values()][-1]!r}: has no effect with {field} {value!r}" in (
-        fault(Config(**{field: value} | others)))
+    assert rejected(value) == list(others)
+    assert rejected(other_value) == []
+    name = list(others)[-1]
+    error = error_of(Config(**{field: value} | others))
+    assert f"{name} {others[name]!r}: has no effect with {field} {value!r}" in error
 
 
-def test_every_option_without_an_effect_is_in_the_table():
-    """Each pair of fields in config.UNUSED_WHEN is here; another optimizer for some parameters
-    may use what the first does not.
+def test_every_unused_field_is_tested():
+    """Each pair of fields in UNUSED_WHEN is in UNUSED. With `optimizers` set, another optimizer may
+    use the field.
 
-    Break: config.py: and not (field == "optimizer" and cfg.optimizers) => and True
+    Break: config.py: if field == "optimizer" and cfg.optimizers: => if False:
     """
-    pairs = {(field, name) for field, _, names in config.UNUSED_WHEN for name in names.split()}
-    assert pairs == {(field, name) for field, _, others, _ in IDLE for name in others}
+    pairs = {(row["field"], name) for row in config.UNUSED_WHEN for name in row["unused"]}
+    assert pairs == {(field, name) for field, _, others, _ in UNUSED for name in others}
     assert config._unused_errors(Config(optimizer="sgd", b2=0.5, optimizers=("embed=adamw",))) == []
 
 
@@ -476,22 +509,23 @@ def test_every_option_without_an_effect_is_in_the_table():
     dict(width_mult=0.3), dict(width_mult=0.6, d_model=96, n_heads=6, n_kv_heads=2),
 ])
 def test_nearest_is_legal(change):
-    """Whatever an error calls the nearest legal values, each of them is legal.
+    """Each value that an error names as nearest is legal.
 
-    Break: config.py: -(-value // of) * of} => value + 1}
+    Break: config.py: above = -(-value // divisor) * divisor => above = value + 1
     """
-    said = fault(Config(**change))
-    name, kind = said.removeprefix("config: ").split()[0], typing.get_type_hints(Config)
-    for value in re.search(r"nearest: ([\d.]+)(?: or ([\d.]+))?", said).groups():
+    error = error_of(Config(**change))
+    name, kind = error.removeprefix("config: ").split()[0], typing.get_type_hints(Config)
+    for value in re.search(r"nearest: ([\d.]+)(?: or ([\d.]+))?", error).groups():
         if value is not None:
             validate(Config(**change | {name: kind[name](value)}), 8)
 
 
-def test_scale():
-    """scale multiplies widths and head counts; head width, depth and vocabulary stay. Derived
-    again, nothing changes.
+def test_width_mult():
+    """width_mult multiplies widths and head counts; head width, depth and vocabulary stay. Derived
+    again, a config does not change.
 
-    Break: config.py: n_kv_heads=cfg.n_kv_heads or cfg.n_heads) => n_kv_heads=0)
+    Break: config.py: n_kv_heads=round(n_kv_heads * cfg.width_mult)) =>
+    n_kv_heads=round(cfg.n_kv_heads * cfg.width_mult))
     """
     cfg = Config(d_model=256, d_ff=512, n_heads=8, n_kv_heads=4, n_layers=3, vocab_size=100,
                  width_mult=2.5)
@@ -504,24 +538,24 @@ def test_scale():
     assert tuned.freeze == ("*", "!*.lora_?", "!embed")
     assert config.derive_text(tuned) == tuned
     assert config.derive_text(Config(d_model=256, n_heads=8, width_mult=0.5)).n_kv_heads == 4
-    for d_model in range(64, 4097, 64):  # d_ff by itself: 8/3 of it, up to a multiple of 32
+    for d_model in range(64, 4097, 64):  # the default of d_ff: 8/3 d_model, rounded up to 32
         d_ff = config.derive_text(Config(d_model=d_model)).d_ff
         assert d_ff % 32 == 0 and 0 <= d_ff - 8 * d_model / 3 < 32
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.125, 0.25, 1e-12])
-def test_scale_that_splits_a_head(scale):
-    """A scale that would leave a part of a head, or none, is an error.
+@pytest.mark.parametrize("width_mult", [0.3, 1.125, 0.25, 1e-12])
+def test_width_mult_that_splits_a_head(width_mult):
+    """A multiplier that would leave a fraction of a head, or no head, is an error.
 
     Break: config.py: > 1e-9 => > 1e9
     """
-    cfg = Config(d_model=256, n_heads=4, n_kv_heads=2, width_mult=scale)
-    assert f"width_mult {scale}: " in fault(cfg, 1)
+    cfg = Config(d_model=256, n_heads=4, n_kv_heads=2, width_mult=width_mult)
+    assert f"width_mult {width_mult}: " in error_of(cfg, 1)
 
 
 @pytest.mark.parametrize("name", config.PRESETS)
 def test_presets(name):
-    """Every preset can run on one device, and has the parameters that its name promises.
+    """Every preset is legal on one device and has the number of parameters that its name promises.
 
     Break: config.py: 28672 => 28000
     """
@@ -546,10 +580,10 @@ def test_presets(name):
     ("gpt2-124m", 1e4, 1e-6, 50304, True, True, 1024),
 ])
 def test_presets_are_as_published(name, theta, eps, vocab, tied, qk_norm, length):
-    """Rotary base, epsilon of the norms, vocabulary, tied or not, norms of heads, and a length; of
-    Llama, Mixtral and Qwen3 as their config.json on the hub has them, of GPT-2 our own choices.
+    """Rotary base, norm epsilon, vocabulary, tied embeddings, head norms and sequence length. Those
+    of Llama, Mixtral and Qwen3 equal their published config.json; those of gpt2-124m are choices.
 
-    Break: config.py: rope_theta=500000.0 => rope_theta=10000.0
+    Break: config.py: "rope_theta": 500000.0 => "rope_theta": 10000.0
     """
     cfg = config.load(name)
     assert (cfg.rope_theta, cfg.norm_eps, cfg.vocab_size) == (theta, eps, vocab)
@@ -557,10 +591,10 @@ def test_presets_are_as_published(name, theta, eps, vocab, tied, qk_norm, length
 
 
 def test_defaults_and_presets_change_on_purpose():
-    """A number pinned over every default and preset: a slip of the finger in one of them is a run
-    that nobody meant. Changed on purpose, the new number goes here.
+    """A checksum of all defaults and presets finds a value that was changed by accident. After a
+    change on purpose, write the new checksum here.
 
-    Break: config.py: vocab_size=50304 => vocab_size=50034
+    Break: config.py: "vocab_size": 50304 => "vocab_size": 50034
     """
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}
     text = json.dumps([defaults, config.PRESETS], sort_keys=True)
@@ -569,7 +603,7 @@ def test_defaults_and_presets_change_on_purpose():
 
 @pytest.mark.parametrize("power, letter", [*enumerate("KMGT", 1)])
 def test_units(power, letter):
-    """Thousands, powers of 1024, and B for a billion; a day in hours, minutes and seconds.
+    """Powers of 1000 and 1024, B for a billion, and a day in hours, minutes and seconds.
 
     Break: config.py: "Gi": 2**30 => "Gi": 2**31
     """
@@ -581,11 +615,10 @@ def test_units(power, letter):
 
 
 def test_resuming_under_another_config():
-    """Each difference that matters is listed with both values; allow_change lets a change of course
-    through, never of shape. A field that the old config lacks had its default.
+    """Each difference that matters is listed with both values. allow_change permits a change of the
+    training, never of a shape. A field that the old config lacks had its default.
 
-    Break: config.py: on_purpose = name in new.allow_change and name not in STATE_FIELDS
-    => on_purpose = False
+    Break: config.py: elif name not in new.allow_change: => else:
     """
     old = json.loads(config.to_json(Config(data=("a",))))
     new = Config(data=("b",), d_model=256, lr=0.5)
@@ -607,10 +640,10 @@ def test_resuming_under_another_config():
 
 
 def test_resuming_over_another_sp_changes_what_experts_drop():
-    """Expert capacity is counted over each device's part of a sequence, so a resume under another
-    sp is refused where tokens can be dropped, and only there.
+    """Expert capacity is counted over each device's part of a sequence. So a resume with another sp
+    is rejected if tokens can be dropped, and only then.
 
-    Break: config.py: bound = {"sp"} if => bound = set() if
+    Break: config.py: resumable.remove("sp") => pass
     """
     experts = Config(n_experts=4)
     old = dataclasses.asdict(experts) | {"lora_targets": ["layers.w*"]}
@@ -620,59 +653,58 @@ def test_resuming_over_another_sp_changes_what_experts_drop():
     config.check_resumable(old, experts, {"sp": 2}, {"sp": 2})
     config.check_resumable(
         old, dataclasses.replace(experts, allow_change=("sp",)), {"sp": 1}, {"sp": 2})
-    all_room = dataclasses.replace(experts, capacity_factor=0.0)
-    config.check_resumable(old | {"capacity_factor": 0.0}, all_room, {"sp": 1}, {"sp": 2})
+    unlimited = dataclasses.replace(experts, capacity_factor=0.0)
+    config.check_resumable(old | {"capacity_factor": 0.0}, unlimited, {"sp": 1}, {"sp": 2})
 
 
-def test_a_resume_may_change_what_is_free_and_nothing_else():
-    """More steps, another mesh, other microbatches or a later save are no change of a run. Every
-    other field is one, also a fork's own that nobody put into a list.
+def test_a_resume_may_change_the_resumable_fields_and_no_others():
+    """A new field of a fork, which is in no list, may not change.
 
-    Break: config.py: allowed = name in {*RESUMABLE_FIELDS} - bound or =>
-    allowed = name not in STATE_FIELDS or
+    Break: config.py: or name in resumable: => or name not in STATE_FIELDS:
     """
     @dataclass(frozen=True, kw_only=True)
     class Fork(Config):
-        d_hidden: config.PosInt = 3  # a fork's own
+        d_hidden: config.PosInt = 3
 
-    kinds, refused = typing.get_type_hints(Fork), []
+    kinds = typing.get_type_hints(Fork)
+    old = json.loads(config.to_json(Fork()))
+    resumable = set()
     for field in dataclasses.fields(Fork):
         new = Fork(**{field.name: other(field.default, kinds[field.name])})
-        try:
-            config.check_resumable(json.loads(config.to_json(Fork())), new)
-        except ValueError:
-            refused.append(field.name)
-    free = [f.name for f in dataclasses.fields(Fork) if f.name not in refused]
-    assert "d_hidden" in refused and set(free) == set(config.RESUMABLE_FIELDS) == set(
-        "dp fsdp ep tp sp mode config out_dir ckpt_dir resume allow_change cache_dir "
-        "token_cache wait_s stop track steps epochs grad_accum_steps width_mult attention remat "
-        "logit_tiles mlp_tiles peer_timeout_s deterministic "
-        "offload_optimizer slices coordinator n_processes process_id log_every eval_every "
-        "eval_batches "
-        "save_every max_to_keep keep_period save_exclude weights_every export export_every "
-        "export_dtype export_lora sample_every watch profile prompt n_samples sample_tokens "
-        "temperature top_k top_p"
-        .split())
+        with contextlib.suppress(ValueError):
+            config.check_resumable(old, new)
+            resumable.add(field.name)
+    expected = """
+        mode config out_dir ckpt_dir resume allow_change export export_dtype export_lora cache_dir
+        token_cache wait_s stop steps epochs grad_accum_steps width_mult
+        attention remat logit_tiles mlp_tiles deterministic offload_optimizer
+        dp fsdp ep tp sp slices coordinator n_processes process_id peer_timeout_s
+        track log_every eval_every eval_batches save_every max_to_keep keep_period save_exclude
+        weights_every export_every sample_every watch profile
+        prompt n_samples sample_tokens temperature top_k top_p
+    """
+    assert resumable == set(config.RESUMABLE_FIELDS) == set(expected.split())
 
 
 def test_lists_of_fields_name_fields():
-    """What names fields in words names real ones, and no field is in two lists of fates.
+    """The lists of fields hold names of fields. No field is both resumable and part of the state.
 
-    Break: config.py: vocab_size qk_norm => vocab_sise qk_norm
+    Break: config.py: "vocab_size", "qk_norm" => "vocab_sise", "qk_norm"
     """
     names = {f.name for f in dataclasses.fields(Config)}
     listed = [*config.STATE_FIELDS, *config.RESUMABLE_FIELDS]
     assert {*listed, *config.ARCH_FIELDS, *config.LAUNCH_FIELDS} <= names
     assert len(set(listed)) == len(listed)
-    assert {name for *_, fields in config.UNUSED_WHEN for name in fields.split()} <= names
-    assert {field for field, *_ in config.RULES} <= names
+    assert {name for row in config.UNUSED_WHEN for name in row["unused"]} <= names
+    assert {row["field"] for row in [*config.RULES, *config.UNUSED_WHEN]} <= names
 
 
-def test_what_says_how_to_start_is_not_kept():
-    """A config file repeats the run, not the way this process was started: nothing is overwritten,
-    resumed or planned because a file said so. Of an epochs run, epochs are kept and not the steps.
+def test_launch_fields_are_not_saved():
+    """A config file repeats the run, not its launch: a file never overwrites, resumes or plans. If
+    epochs determined the steps, the file has epochs and not the steps.
 
-    Break: config.py: LAUNCH_FIELDS = "mode config resume => START = "mode config
+    Break: config.py: LAUNCH_FIELDS = ("mode", "config", "resume", =>
+    LAUNCH_FIELDS = ("mode", "config",
     """
     cfg = Config(mode="plan", resume="overwrite", allow_change=("lr",), lr=0.5, steps=77,
                  coordinator="a:1", n_processes=2, process_id=1, epochs=2.0, init_from="a")
@@ -681,14 +713,14 @@ def test_what_says_how_to_start_is_not_kept():
 
 
 def test_a_fork_extends_config():
-    """Fields of a fork's own are flags with help, are kept as JSON, and are checked by their bound.
+    """New fields of a fork are flags, are saved as JSON, and are checked against their bounds.
 
     Break: config.py: types = get_type_hints(kind) => types = get_type_hints(Config)
     """
     @dataclass(frozen=True, kw_only=True)
     class Fork(Config):
         d_hidden: config.PosInt = 3  # width of the hidden layer
-        steps: config.PosInt = 7  # a default of its own
+        steps: config.PosInt = 7  # another default
         sizes: tuple[int, ...] = (1, 2)
 
     cfg = config.parse(["--d_hidden", "1Ki", "--lr", "1", "--sizes", "3", "4"], Fork)
@@ -702,10 +734,10 @@ def test_a_fork_extends_config():
         config.validate(Fork(sizes=(1.5,)), 1)
 
 
-def test_eval_and_sample_take_the_run_s_own_config_as_defaults(tmp_path):
-    """A flag given is a flag meant, also one that equals the default of Config.
+def test_eval_and_sample_take_the_config_of_the_run_as_defaults(tmp_path):
+    """A flag overrides it, also if its value is the default of Config.
 
-    Break: config.py: in ("eval", "sample", "export"): => in ("eval",):
+    Break: config.py: in ("eval", "sample", "export") and => in ("eval",) and
     """
     (tmp_path / "config.json").write_text(config.to_json(Config(temperature=0.3, n_layers=2)))
     flags = ["--mode", "sample", "--out_dir", str(tmp_path)]
@@ -717,17 +749,18 @@ def test_eval_and_sample_take_the_run_s_own_config_as_defaults(tmp_path):
 
 
 def test_a_task_without_heads_has_no_rules_of_heads():
-    """The transformer's rules are the task's: without them any width and head count will do.
+    """The rules of the transformer belong to its task. Without them any width and head count is
+    legal.
 
-    Break: config.py: faults + task_errors(sizes, cfg) => faults + text_errors(sizes, cfg)
+    Break: config.py: errors += task_errors(sizes, cfg) => errors += text_errors(sizes, cfg)
     """
     odd = Config(d_model=7, n_heads=3, head_dim=5)
-    assert "head_dim 5: must be even" in fault(odd)
+    assert "head_dim 5: must be even" in error_of(odd)
     config.validate(odd, 8, CHOICES)
 
 
-def test_conditions_of_a_stop_are_in_the_order_in_which_they_hold():
-    """Updates of this start, updates in all, the file, the time, then metrics, failures last.
+def test_stop_conditions_are_sorted():
+    """New steps, steps in all, the stop file, time, then metrics, with failures last.
 
     Break: config.py: sorted(conditions, key=_stop_order) =>
     sorted(conditions, key=lambda each: each["exit_code"])

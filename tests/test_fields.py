@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of the config has its effect: FIELDS gives for each a change of its value, what to
-look at, and what is seen there before and after.
+"""Every field of the config has an effect.
+
+FIELDS holds for each field a change of its value, a function that observes the effect, and the
+observations before and after the change.
 """
 import contextlib
 import dataclasses
@@ -32,12 +34,12 @@ TINY = dict(
     data=("a.txt",), out_dir="first", cache_dir="programs", steps=4, batch_size=8, seq_len=16,
     d_model=16, n_layers=1, n_heads=2, dtype="float32", optimizer="adamw", schedule="constant",
     warmup_steps=0.0)
-# Rows with this base share two runs, one of it and one with all their changes at once, and look at
-# what those leave on disk.
+# Rows with this base share two runs, one with the base and one with all their changes, and observe
+# the files of these runs.
 RUN = dict(
     data=("numbers.txt",), log_every=1, eval_every=2, eval_batches=2, save_every=2, sample_every=0,
     sample_tokens=0, temperature=0.0)
-FINISHED = RUN | dict(mode="train")  # the first of the two, once more
+FINISHED = RUN | dict(mode="train")  # the first of the two runs, launched again
 LINES = dict(data=("lines.jsonl",), val_frac=0.0)
 WHOLE = LINES | dict(packing="none")
 WINDOWS = dict(data=("[ab].txt",), val_frac=0.0, order="windows", batch_size=128)
@@ -54,9 +56,9 @@ ON_DP = [(1, 16), (1, 4, 16, 64), (1, 4, 2, 64)]  # batch, weight and moment of 
 GPU = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
 
 
-def row(change, see, before, after, base=()):
-    """see(cfg) is `before` with TINY and base, `after` with the change too."""
-    return dict(change=change, see=see, before=before, after=after, base=dict(base))
+def row(change, observe, before, after, base=()):
+    """observe(cfg) is `before` with TINY and base, and `after` with the change as well."""
+    return dict(change=change, observe=observe, before=before, after=after, base=dict(base))
 
 
 # ---- what is compiled
@@ -86,8 +88,9 @@ def count(text, program):
 
 
 def n_arguments(cfg):
-    """How many arrays the loss reads."""
-    return lowered(cfg, "eval_step").partition("@main(")[2].partition("->")[0].count("%arg")
+    """Number of arrays that the loss reads."""
+    signature = lowered(cfg, "eval_step").partition("@main(")[2].partition("->")[0]
+    return signature.count("%arg")
 
 
 def shape(name):
@@ -106,15 +109,16 @@ def batch_shape(cfg):
     return train.setup_run(cfg)["batch"]["tokens"].shape
 
 
-def parts(cfg):
-    """What one device has of a batch, of an expert weight, and of that weight's moment."""
+def shard_shapes(cfg):
+    """Shapes on one device of a batch, of an expert weight, and of that weight's moment."""
     state = states(cfg)
     arrays = [train.setup_run(cfg)["batch"]["tokens"],
-              *(tree["layers.w_gate"] for tree in (state["params"], state["opt"][0].mu))]
+              state["params"]["layers.w_gate"],
+              state["opt"][0].mu["layers.w_gate"]]
     return [x.sharding.shard_shape(x.shape) for x in arrays]
 
 
-# ---- what an update does, to one weight of 1 whose gradient is 2
+# ---- the effect of a step on one weight of 1 whose gradient is 2
 
 def slope(params, batch, cfg):
     total, n = params["w"][0] * batch["x"].sum(), jnp.float32(batch["x"].size)
@@ -137,33 +141,35 @@ SLOPE = {
 
 
 @cache
-def updates(cfg):
-    """(changes of the weight, metrics) of four updates."""
+def four_steps(cfg):
+    """(changes of the weight, metrics) of four steps."""
     run = train.setup_run(cfg, SLOPE, jax.devices()[:1])
     programs = step.compile_steps(*train.step_args(run))
-    state, weights, seen = programs["init"](jax.random.key(0)), [1.0], []
+    state = programs["init"](jax.random.key(0))
+    weights = [1.0]
+    all_metrics = []
     batch_at = train.make_batch_at(run, open_slope(cfg, ())["train"])
     for i in range(4):
         state, metrics = programs["train_step"](state, batch_at(i))
         weights.append(float(state["params"]["w"][0]))
-        seen.append(jax.device_get(metrics))
-    return np.diff(weights).round(6).tolist(), seen
+        all_metrics.append(jax.device_get(metrics))
+    return np.diff(weights).round(6).tolist(), all_metrics
 
 
 def first_moves(cfg):
-    return updates(cfg)[0][:2]
+    return four_steps(cfg)[0][:2]
 
 
-def rates(cfg):
-    return [round(float(m["lr"]), 6) for m in updates(cfg)[1]]
+def lrs(cfg):
+    return [round(float(m["lr"]), 6) for m in four_steps(cfg)[1]]
 
 
 def watched(cfg):
-    return sorted(updates(cfg)[1][0].get("watch", {}))
+    return sorted(four_steps(cfg)[1][0].get("watch", {}))
 
 
 def splits_rows(cfg):
-    """Whether an update goes through its 16 rows in two parts."""
+    """Whether a step processes its 16 rows in two microbatches."""
     run = train.setup_run(cfg, SLOPE)
     text = step.lower_steps(*train.step_args(run))[1]["train_step"]().as_text()
     return "tensor<2x8xf32>" in text and "stablehlo.while" in text
@@ -176,24 +182,25 @@ def reason_with_nan(cfg):
 # ---- data and sampling
 
 def sequences(cfg):
-    """How many there are to train on and to evaluate on."""
+    """Numbers of training and validation sequences."""
     cfg = train.setup_run(cfg)["cfg"]
-    return [part and part["n"] for part in data.open_text(("train", "val"), cfg).values()]
+    sources = data.open_text(("train", "val"), cfg)
+    return [source and source["n"] for source in sources.values()]
 
 
-def letters(part):
-    def see(cfg):
-        source = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])[part]
+def letters(split):
+    def observe(cfg):
+        source = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])[split]
         tokens = source["batch"](0, np.arange(4))["tokens"]
         return sorted(map(chr, np.unique(tokens)))
-    return see
+    return observe
 
 
 def first_batch(cfg):
     return data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(cfg.batch_size))
 
 
-def share_of_b(cfg):
+def fraction_of_b(cfg):
     return float((first_batch(cfg)["tokens"].max(axis=1) == ord("b")).mean())
 
 
@@ -206,7 +213,7 @@ def outcome_of_opening(cfg):
 
 
 def n_segments(cfg):
-    """The most documents in a row of the first batch; 0 where they are not kept apart."""
+    """Largest number of documents in a row of the first batch; 0 without a document mask."""
     return outcome_of_opening(cfg) or int(first_batch(cfg).get("segments", np.zeros(1)).max())
 
 
@@ -216,7 +223,7 @@ def padded_sides(cfg):
 
 
 def n_windows(cfg):
-    """How many different files the first 4 batches are from."""
+    """Number of different files in the first 4 batches."""
     train = in_windows(cfg)
     for i in range(4):
         train["batch"](i, np.arange(cfg.batch_size))
@@ -235,7 +242,7 @@ def batch_names(cfg):
 
 
 def randomness(cfg):
-    """The keys of the initialization and of a sample, and where the first batch's rows begin."""
+    """The keys of the initialization and of a sample, and the first tokens of the first batch."""
     run = train.setup_run(cfg)
     start = train.choose_start(run, None, None, None, {})
     programs = {"init": jax.random.key_data, "state": {"params": {}}}
@@ -247,31 +254,34 @@ def randomness(cfg):
 
 
 def drawn(cfg):
-    """The tokens that 256 draws give, of probabilities 50, 30, 15 and 5 %."""
+    """The tokens in 256 samples from probabilities of 50, 30, 15 and 5 %."""
     logits_BV = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (256, 1))
     return np.unique(model._sample(logits_BV, jax.random.key(0), cfg)).tolist()
 
 
-# ---- what is refused, and what a run leaves
+# ---- errors, and the files of a run
 
-def refused(words):
-    def see(cfg):
+def rejected(words):
+    """Whether the config is rejected with these words."""
+    def observe(cfg):
         try:
             train.setup_run(cfg)
         except ValueError as e:
             return words in str(e)
         return False
-    return see
+    return observe
 
 
 def outcome(words=""):
-    """Why main() ends; these words when it refuses with them."""
-    def see(cfg):
+    """The reason for which main() ends, or these words if its error has them."""
+    def observe(cfg):
         try:
             return train.main(cfg)["reason"]
         except ValueError as e:
-            return words if words in str(e) else str(e)
-    return see
+            if words in str(e):
+                return words
+            return str(e)
+    return observe
 
 
 def logged(event, key="step"):
@@ -297,16 +307,17 @@ def saved_embed(cfg):
 
 
 def exported_dtype(cfg):
-    path = Path(cfg.export, "model.safetensors")
     if not cfg.export:
         return ""
+    path = Path(cfg.export, "model.safetensors")
     with safetensors.safe_open(path, framework="np") as file:
         return file.get_slice("model.norm.weight").get_dtype()
 
 
 def n_batches(cfg):
-    """How many different ones the run trained on."""
-    return len(set(map(str, json.loads(Path(cfg.out_dir, "batches.json").read_text()))))
+    """Number of different batches that the run trained on."""
+    batches = json.loads(Path(cfg.out_dir, "batches.json").read_text())
+    return len({str(batch) for batch in batches})
 
 
 def traces(cfg):
@@ -322,17 +333,18 @@ FORKS.set_forkserver_preload(["train"])
 
 
 def _process(cfg, path):
-    with contextlib.suppress(ValueError):  # there is nothing to evaluate
+    with contextlib.suppress(ValueError):  # no checkpoint to evaluate
         train.main(cfg)
-    joined = "joined" if jax.distributed.is_initialized() else "alone"
-    path.write_text(f"{joined}, {jax.process_index()} of {jax.process_count()}")
-    if joined == "joined":  # waits for the other: a multiprocessing child runs no atexit
+    joined = jax.distributed.is_initialized()
+    how = "joined" if joined else "alone"
+    path.write_text(f"{how}, {jax.process_index()} of {jax.process_count()}")
+    if joined:  # waits for the other process: a multiprocessing child runs no atexit functions
         jax.distributed.shutdown()
 
 
 @cache
-def places(cfg):
-    """What as many real processes as cfg says find about themselves."""
+def outcomes(cfg):
+    """The result of `_process` in each of cfg.n_processes real processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -349,8 +361,8 @@ def places(cfg):
     return [path.read_text() for path in paths]
 
 
-def place(cfg):
-    return places(dataclasses.replace(cfg, process_id=0))[cfg.process_id]
+def joined_as(cfg):
+    return outcomes(dataclasses.replace(cfg, process_id=0))[cfg.process_id]
 
 
 FIELDS = {
@@ -375,7 +387,7 @@ FIELDS = {
     "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
                   and bool(cfg.export), False, True, RUN),
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
-    "export_lora": row(dict(export_lora="apart"), refused("and none of experts"), False, True,
+    "export_lora": row(dict(export_lora="apart"), rejected("and none of experts"), False, True,
                        EXPERTS | dict(lora_rank=2, export="apart")),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
@@ -386,7 +398,7 @@ FIELDS = {
     "val_frac": row(dict(val_frac=0.5), sequences, [113, 13], [63, 63]),
     "data_dtype": row(dict(data_dtype="uint32"), sequences, [63, None], [32, None],
                       dict(data=("ids.bin",), val_frac=0.0, vocab_size=2**18)),
-    "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), share_of_b, 0.0, 0.75),
+    "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), fraction_of_b, 0.0, 0.75),
     "eod_id": row(dict(eod_id=3), n_segments, "need the id", 5, dict(
         data=("ids.bin",), document_mask=True, val_frac=0.0)),
     "token_cache": row(dict(token_cache="mine"), lambda cfg: bool(
@@ -406,7 +418,7 @@ FIELDS = {
                   ["labels", "positions", "segments", "tokens"]),
     "overfit_batch": row(dict(overfit_batch=True), n_batches, 4, 1, RUN),
 
-    "steps": row(dict(steps=8), rates, [0.5, 0.375, 0.25, 0.125], [0.5, 0.4375, 0.375, 0.3125],
+    "steps": row(dict(steps=8), lrs, [0.5, 0.375, 0.25, 0.125], [0.5, 0.4375, 0.375, 0.3125],
                  LINEAR),
     "epochs": row(dict(epochs=0.75, steps=600), last("end", "step"), 4, 8, RUN),
     "stop": row(dict(stop=("+1",)), lambda cfg: train.main(cfg)["step"], 3, 1,
@@ -448,7 +460,7 @@ FIELDS = {
     "dtype": row(dict(dtype="bfloat16"), loss_has("xbf16>"), False, True),
     "param_dtype": row(dict(param_dtype="bfloat16"), lambda cfg: str(
         states(cfg)["params"]["embed"].dtype), "float32", "bfloat16"),
-    "attention": row(dict(attention="pallas"), refused("attention pallas: needs a TPU"), False,
+    "attention": row(dict(attention="pallas"), rejected("attention pallas: needs a TPU"), False,
                      True),
     "remat": row(dict(remat="full"), count("stablehlo.dot_general", "train_step"), 36, 36 + 6 + 4),
     "deterministic": row(dict(deterministic=True), lambda cfg: len(step.compiler_options(
@@ -458,13 +470,13 @@ FIELDS = {
 
     "optimizer": row(dict(optimizer="lion"), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
     "lr": row(dict(lr=0.25), first_moves, [-1, -1], [-0.5, -0.5], PLAIN),
-    "schedule": row(dict(schedule="linear"), rates, [0.5] * 4, [0.5, 0.375, 0.25, 0.125], PLAIN),
-    "warmup_steps": row(dict(warmup_steps=2.0), rates, [0.5] * 4, [0.25, 0.5, 0.5, 0.5], PLAIN),
-    "min_lr_frac": row(dict(min_lr_frac=0.5), rates, [0.5, 0.375, 0.25, 0.125],
+    "schedule": row(dict(schedule="linear"), lrs, [0.5] * 4, [0.5, 0.375, 0.25, 0.125], PLAIN),
+    "warmup_steps": row(dict(warmup_steps=2.0), lrs, [0.5] * 4, [0.25, 0.5, 0.5, 0.5], PLAIN),
+    "min_lr_frac": row(dict(min_lr_frac=0.5), lrs, [0.5, 0.375, 0.25, 0.125],
                        [0.5, 0.4375, 0.375, 0.3125], LINEAR),
-    "decay_frac": row(dict(decay_frac=1.0), rates, [0.5, 0.5, 0.5, 0.25],
+    "decay_frac": row(dict(decay_frac=1.0), lrs, [0.5, 0.5, 0.5, 0.25],
                       [0.5, 0.375, 0.25, 0.125], PLAIN | dict(schedule="wsd", decay_frac=0.5)),
-    "poly_power": row(dict(poly_power=1.0), rates, [0.5, 0.28125, 0.125, 0.03125],
+    "poly_power": row(dict(poly_power=1.0), lrs, [0.5, 0.28125, 0.125, 0.03125],
                       [0.5, 0.375, 0.25, 0.125], PLAIN | dict(schedule="polynomial")),
     "weight_decay": row(dict(weight_decay=0.25), first_moves, [-1, -1], [-1.125, -0.984375], PLAIN),
     "b1": row(dict(b1=0.5), first_moves, [-1, -1], [-1, -1.5], PLAIN),
@@ -490,16 +502,16 @@ FIELDS = {
     "on_nonfinite": row(dict(on_nonfinite="skip"), reason_with_nan, "a loss or", "all 4 ste",
                dict(out_dir="not_finite", resume="overwrite")),
 
-    "dp": row(dict(dp=2), parts, [(1, 16), (1, 4, 2, 64), (1, 4, 2, 64)],
+    "dp": row(dict(dp=2), shard_shapes, [(1, 16), (1, 4, 2, 64), (1, 4, 2, 64)],
               [(1, 16), (1, 4, 4, 64), (1, 4, 2, 64)], EXPERTS),
-    "fsdp": row(dict(fsdp=2), parts, ON_DP, [(1, 16), (1, 4, 8, 64), (1, 4, 2, 64)], DP),
-    "ep": row(dict(ep=2), parts, ON_DP, [(1, 16), (1, 2, 16, 64), (1, 2, 4, 64)], DP),
-    "tp": row(dict(tp=2), parts, ON_DP, [(2, 16), (1, 4, 16, 32), (1, 4, 4, 32)], DP),
-    "sp": row(dict(sp=2), parts, ON_DP, [(2, 8), (1, 4, 8, 64), (1, 4, 2, 64)], DP),
-    "slices": row(dict(slices=3), refused("slices 3: must divide fsdp = 8"), False, True),
-    "coordinator": row(JOINED, place, "alone, 0 of 1", "joined, 0 of 1"),
-    "n_processes": row(dict(n_processes=2), place, "joined, 0 of 1", "joined, 0 of 2", JOINED),
-    "process_id": row(dict(process_id=1), place, "joined, 0 of 2", "joined, 1 of 2",
+    "fsdp": row(dict(fsdp=2), shard_shapes, ON_DP, [(1, 16), (1, 4, 8, 64), (1, 4, 2, 64)], DP),
+    "ep": row(dict(ep=2), shard_shapes, ON_DP, [(1, 16), (1, 2, 16, 64), (1, 2, 4, 64)], DP),
+    "tp": row(dict(tp=2), shard_shapes, ON_DP, [(2, 16), (1, 4, 16, 32), (1, 4, 4, 32)], DP),
+    "sp": row(dict(sp=2), shard_shapes, ON_DP, [(2, 8), (1, 4, 8, 64), (1, 4, 2, 64)], DP),
+    "slices": row(dict(slices=3), rejected("slices 3: must divide fsdp = 8"), False, True),
+    "coordinator": row(JOINED, joined_as, "alone, 0 of 1", "joined, 0 of 1"),
+    "n_processes": row(dict(n_processes=2), joined_as, "joined, 0 of 1", "joined, 0 of 2", JOINED),
+    "process_id": row(dict(process_id=1), joined_as, "joined, 0 of 2", "joined, 1 of 2",
                       JOINED | dict(n_processes=2)),
 
     "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(step.dead_peer_reason(
@@ -538,18 +550,20 @@ FIELDS = {
 
 def configs(field):
     """The configs before and after the change."""
-    base, change = FIELDS[field]["base"], FIELDS[field]["change"]
+    base = FIELDS[field]["base"]
+    change = dict(FIELDS[field]["change"])
     if base == RUN:
-        changes = [r["change"] for r in FIELDS.values() if r["base"] == RUN]
-        change = {name: value for each in changes for name, value in each.items()}
+        for r in FIELDS.values():
+            if r["base"] == RUN:
+                change.update(r["change"])
     return [config.Config(**TINY | base), config.Config(**TINY | base | change)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The working folder, with the files that FIELDS names."""
-    back, folder = Path.cwd(), tmp_path_factory.mktemp("fields")
-    os.chdir(folder)
+    """Work in a folder with the files that FIELDS names."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("fields"))
     for letter in "ab":
         Path(f"{letter}.txt").write_text(2000 * letter)
     Path("numbers.txt").write_text(" ".join(map(str, range(400))))
@@ -563,12 +577,12 @@ def folder(tmp_path_factory):
     Path("marks.py").write_text("def mark(event, row):\n"
                                 "    return row | {'mark': 1} if event == 'log' else None\n")
     yield
-    os.chdir(back)
+    os.chdir(before)
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """The two runs of the rows whose base is RUN."""
+    """Do the two runs of the rows whose base is RUN."""
     for cfg in configs("out_dir"):
         batches = []
 
@@ -591,7 +605,7 @@ def test_every_field_has_a_row():
 @pytest.mark.parametrize("field", [
     pytest.param(name, marks=[pytest.mark.slow] * (name == "mode")) for name in FIELDS])
 def test_each_field_has_its_effect(field, folder, request):
-    """A changed value shows in the program, the update, the data, the mesh, a run or an error.
+    """A changed value shows in the program, the step, the data, the mesh, a run or an error.
 
     Break: step.py: optax.scale_by_rms(cfg.b2, cfg.eps, => optax.scale_by_rms(cfg.b2, 1e-8,
     """
@@ -600,4 +614,5 @@ def test_each_field_has_its_effect(field, folder, request):
     if r["base"].items() >= RUN.items():
         request.getfixturevalue("runs")
     old, new = configs(field)
-    assert [r["see"](old), r["see"](new)] == [r["before"], r["after"]]
+    assert r["observe"](old) == r["before"]
+    assert r["observe"](new) == r["after"]

@@ -621,7 +621,7 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
     """Also one that equals the default of Config, here over a run that was trained otherwise; and
     only eval_step is compiled.
 
-    Break: config.py: chosen = str(saved) if saved.is_file() else "" => chosen = ""
+    Break: config.py: defaults_file = str(saved) => defaults_file = ""
     """
     train.main(tiny(seed=3, eval_batches=1))
     flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
@@ -771,7 +771,7 @@ def test_modes_without_training_refuse_another_model(tiny):
     """
     train.main(tiny(steps=1, eval_every=0))
     for mode in ("eval", "sample", "export"):
-        with pytest.raises(ValueError, match=r"ckpt: rope_theta is 10000.0 there, 10.0 here"):
+        with pytest.raises(ValueError, match=r"ckpt: rope_theta is 10000.0 in the saved config"):
             train.main(tiny(mode=mode, rope_theta=10.0, export=tiny().out_dir + "_hf"))
     train.main(tiny(mode="eval", rope_theta=10.0, allow_change=("rope_theta",)))
 
@@ -925,7 +925,7 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
                             if event == "load" else None])
     assert same({f"params/{k}": v for k, v in began[0].items()}, {k: new[k] for k in params})
     for change, words in ((dict(lora_rank=0), "has LoRA updates; set its --lora_rank"),
-                          (dict(lora_alpha=8.0), "lora_alpha is 16.0 there, 8.0 here")):
+                          (dict(lora_alpha=8.0), "lora_alpha is 16.0 in the saved config, 8.0 ")):
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(more, **change, out_dir=str(tmp_path / "none")))
 
@@ -1851,13 +1851,13 @@ def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
 
 
 @pytest.mark.parametrize("before, after, words", [
-    ({}, dict(n_heads=8, n_kv_heads=2, head_dim=4, qk_norm=False), ["n_heads is 4 there, 8 here",
-     "head_dim is 8 there, 4 here", "layers.q_norm there is no parameter", "qk_norm is True"]),
+    ({}, dict(n_heads=8, n_kv_heads=2, head_dim=4, qk_norm=False), ["n_heads is 4 in the saved",
+     "head_dim is 8 in the saved", "layers.q_norm there is no parameter", "qk_norm is True"]),
     pytest.param(dict(tie_embeddings=False, qkv_bias=True), {}, [
         "unembed there is no parameter", "tie_embeddings is False", "layers.bq there is no"],
                  marks=pytest.mark.slow),
     pytest.param(dict(rope_theta=5e5, norm_eps=1e-5), {}, [
-        "rope_theta is 500000.0 there, 10000.0 here", "norm_eps is 1e-05 there"],
+        "rope_theta is 500000.0 in the saved config, 10000.0", "norm_eps is 1e-05 in"],
                  marks=pytest.mark.slow),
 ])
 def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, words):
@@ -3962,8 +3962,8 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 @pytest.mark.parametrize("text", ["soon", "loss=3", "+", "loss<", "-5x", "", "3 h 2", "5%", "0",
                                   "-5", "+0", "0s", "step<5", "file>0"])
 def test_a_malformed_stop_is_refused(text):
-    """Break: config.py: not parses(parse_stops, c) or => False or"""
-    with pytest.raises(ValueError, match="must be 500 .updates in all., .100 .of this start., 2h"):
+    """Break: config.py: if not parses(parse_stops, cfg): => if False:"""
+    with pytest.raises(ValueError, match="must be 500 .steps in all., .100 .more steps., 2h30m"):
         config.validate(config.Config(stop=(text,)), 1)
 
 
