@@ -720,8 +720,9 @@ def attention_rate(T, dense_len):
     model.DENSE_LEN, T = dense_len, int(T)
     rng, cfg = np.random.default_rng(0), config.Config()
     qkv = [jnp.asarray(rng.normal(size=(8192 // T, 4, T, 64)), jnp.float32) for _ in range(3)]
-    grad = jax.jit(jax.grad(lambda *qkv: (model.ATTENTION["xla"](*qkv, None, cfg) ** 2).sum(),
-                            (0, 1, 2)))
+    attn_inputs = {"segments": None, "window": 0}
+    grad = jax.jit(jax.grad(
+        lambda *qkv: (model.ATTENTION["xla"](*qkv, attn_inputs, cfg) ** 2).sum(), (0, 1, 2)))
     return rate(lambda: jax.block_until_ready(grad(*qkv)), 8192)
 
 

@@ -130,8 +130,8 @@ def test_log_probs_over_a_mesh():
     """Over dp, fsdp, tp and sp, in tiles, log-probabilities and a gradient of their squares are
     those of one device, to 1e-5 of the largest.
 
-    Break: model.py: return jnp.moveaxis(log_probs, 0, 2).reshape(labels_BT.shape) =>
-    return jnp.moveaxis(log_probs, 0, 1).reshape(labels_BT.shape)
+    Break: model.py: return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest) =>
+    return jnp.moveaxis(tiles, 0, 1).reshape(B, n * t, *rest)
     """
     cfg = dataclasses.replace(SMALL, vocab_size=48)
     params = model.init(jax.random.key(0), cfg)

@@ -512,7 +512,7 @@ def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward)
 def test_packed_rows_are_cudnn_s_too(tiny):
     """Documents apart are a mask of its attention, and no scores of all queries exist.
 
-    Break: model.py: whole_rows or T <= MASK_LEN => whole_rows
+    Break: model.py: one_document or T <= MASK_LEN => one_document
     """
     text = gpu_text(tiny, document_mask=True, eod_id=10)
     assert text.count('"__cudnn$fmhaScaleBiasSoftmax"') == 2

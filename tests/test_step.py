@@ -515,7 +515,8 @@ def test_every_mesh_gives_the_same_gradients(sizes):
     1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums); of a
     model with experts where ep is not 1.
 
-    Break: model.py: x.reshape(B, T, parts, -1, H) => x.reshape(B, T, -1, parts, H).swapaxes(2, 3)
+    Break: model.py: q = q_BTNH.reshape(B, T, n_parts, -1, H) =>
+    q = q_BTNH.reshape(B, T, -1, n_parts, H).swapaxes(2, 3)
     """
     cfg = SPARSE if sizes[2] > 1 else SMALL
     grads, sums = loss_and_grads(dataclasses.replace(cfg, **dict(zip(step.AXES, sizes))))
@@ -546,7 +547,8 @@ def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
     """2 kv heads for 8 query heads, spread over tp 2 x sp 4: the metrics of one device, to 1e-5
     relative.
 
-    Break: model.py: jnp.repeat(x, copies, axis=2) => jnp.tile(x, (1, 1, copies, 1))
+    Break: model.py: k = jnp.repeat(k_BTKH, n_copies, axis=2) =>
+    k = jnp.tile(k_BTKH, (1, 1, n_copies, 1))
     """
     cfg = dataclasses.replace(SMALL, n_kv_heads=2)
     wanted = lm_run(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])[2]

@@ -593,7 +593,7 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
     """With the run's config.json as defaults, the same text for the same seed; the training data
     need not be there.
 
-    Break: model.py: return [cfg.prompt + tokenizer => return [tokenizer
+    Break: model.py: texts.append(cfg.prompt + tokenizer => texts.append(tokenizer
     """
     train.main(tiny())
     (tmp_path / "text.txt").unlink()
@@ -906,7 +906,7 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
     checkpoint's arrays only low-rank ones differ. A run from that one starts where it ended, and is
     refused if it would lose them.
 
-    Break: model.py: y += cfg.lora_alpha => y -= 0 * cfg.lora_alpha
+    Break: model.py: y += _lora_product( => y -= 0 * _lora_product(
     """
     base = tiny(steps=16)
     before = train.main(base)
@@ -1779,7 +1779,7 @@ def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
 def test_a_weight_of_ones_own_has_no_place_in_hugging_face_s_format(tiny, monkeypatch):
     """It is named before anything is trained.
 
-    Break: model.py: if base not in names: => if False:
+    Break: model.py: if base not in hf_names: => if False:
     """
     table = model.param_table
     monkeypatch.setattr(model, "param_table", lambda cfg: table(cfg) | {"layers.w_own": dict(
@@ -3480,7 +3480,7 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
     """With whole documents in rows, a log row has the share of padding, and the model's FLOPs are
     those of the keys that queries see, by a count of our own.
 
-    Break: model.py: if keys is None else keys => if True else keys
+    Break: model.py: if keys is None: => if True:
     """
     texts = ["a" * n for n in (3, 9, 5, 15, 7, 11, 2, 14) * 4]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
