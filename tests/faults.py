@@ -155,10 +155,10 @@ def count_damages(n_damages, seed, root):
             words = "harmless" if value == step else f"WRONG: {value} at {step}"
         except ValueError as e:
             words = "an error" if str(path) in str(e) else f"WRONG: no name in {e}"
-        faults = ckpt.verify(path, tell=lambda _: None)
+        faults = ckpt.verify(path, log=lambda _: None)
         if bool(faults) != (words == "an error") and step in ckpt.steps(path):
             words = f"WRONG: {words}, and verify says {faults}"
-        newest = value_of(ckpt.restore_newest(path, tree_of(0), tell=lambda _: None)[1])
+        newest = value_of(ckpt.restore_newest(path, tree_of(0), log=lambda _: None)[1])
         if newest != (2 if step == 3 and words == "an error" else 3):
             words = f"WRONG: {newest} came back as the newest"
         counts[f"{'a chunk' if 'c' in file.parts else file.name} {kind}: {words}"] += 1
@@ -273,7 +273,7 @@ def count_run_kills(n_kills, seed, root):
         counts["runs that ended"] += 1
         equal = (tests.losses(cfg.out_dir) == tests.losses(straight.out_dir)
                  and tests.same(tests.arrays(cfg.out_dir), tests.arrays(straight.out_dir)))
-        damaged = ckpt.verify(f"{cfg.out_dir}/ckpt", tell=lambda _: None)
+        damaged = ckpt.verify(f"{cfg.out_dir}/ckpt", log=lambda _: None)
         counts[f"WRONG: {cfg.out_dir} is not equal"] += not equal
         counts[f"WRONG: {damaged}"] += bool(damaged)
         if killed == n_kills:
