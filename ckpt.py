@@ -170,7 +170,8 @@ def wait(future):
 def _copy_shards(arrays, layouts):
     """Return copies of what this process writes: dicts of "name", "index" and "data"."""
     is_main = jax.process_index() == 0
-    shards, small = [], []
+    shards = []
+    small = []
     for name, x in arrays.items():
         if "offset" in layouts[name]:
             if is_main:
@@ -275,8 +276,8 @@ def _check_space(root, n_bytes):
 
 def _commit(root, store, meta, temporary):
     """Make the written arrays a checkpoint, by one atomic write of meta.json."""
-    # TensorStore has synced each file and its folder. Sync the folders above them, up to those
-    # that a run makes.
+    # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
+    # the root, and two more, which a run may have made.
     if _is_local(root):
         path = Path(root, _step_name(meta["step"])).resolve()
         folders = [folder for folder, _, _ in os.walk(path)]
@@ -289,8 +290,8 @@ def _commit(root, store, meta, temporary):
     if len(text) > META_BYTES:
         raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
 
-    # The mark of a temporary checkpoint exists only while meta.json does: after a kill between two
-    # of these writes there is one checkpoint too many, never one too few.
+    # A kill between two of these writes may leave a temporary checkpoint without its mark, which is
+    # then kept. It never leaves a mark on a checkpoint that must be kept.
     if not temporary:
         store.write("temporary", None).result()
     store.write("meta.json", text).result()
@@ -317,9 +318,10 @@ def _abort(root, store, meta, error, pending, log):
     for write in pending:
         write.exception()
     with contextlib.suppress(ValueError, OSError):
-        is_committed = save_id.encode() in _read(store, "meta.json")
-        if jax.process_index() == 0 and not is_committed:
-            _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
+        if jax.process_index() == 0:
+            is_committed = save_id.encode() in _read(store, "meta.json")
+            if not is_committed:
+                _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
         if jax.process_count() > 1:
             _announce_failure(store, save_id, error)
 
