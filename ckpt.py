@@ -23,7 +23,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import islice, product
+from itertools import islice
 from math import isfinite, prod
 from pathlib import Path
 
@@ -33,131 +33,500 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 FILE_BYTES = 2**24  # largest file of an array; many in flight keep all cores and the disk busy
-CHUNK_BYTES = 2**20  # largest part of a file that has a checksum and is read by itself
-SMALL_BYTES = 2**16  # arrays up to this size that are not split share one array of bytes
-SMALL = ".small"  # its name
-READERS = 32  # arrays that are read at a time
-RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
-META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has some 2**21
+CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can be read alone
+SMALL_BYTES = 2**16  # unsplit arrays up to this size share one array of bytes
+SMALL = ".small"  # name of that array
+READERS = 32  # number of arrays that are read at a time
+META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has about 2**21
 
 
-def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=False, tell=print):
-    """Start to write `tree` as checkpoint `step`, replacing one of that step; return a Future of
-    its path. root: a folder, gs://bucket/path, s3://bucket/path or, for another server than
-    Amazon's, s3://bucket/path?endpoint=http://host:port.
+# ---- arrays and their layout
 
-    Returns when the arrays may be overwritten or donated; a thread does the rest. Every process
-    must call it, on a shared root: each writes the shards that it owns, process 0 commits, and all
-    Futures resolve after that. Then older ones are deleted: see `prune`. temporary: the next
-    checkpoint replaces this one.
+def flatten(tree):
+    """Return ({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and
+    names that cannot be saved.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = {}
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in arrays:
+            raise ValueError(f"two arrays of the tree have one name, {name}: rename a key")
+        if not _is_path(name) or name == SMALL:
+            raise ValueError(f"{name!r}: no array can be saved under that name")
+        if not hasattr(x, "dtype"):
+            x = np.asarray(x)
+        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
+                             "a random key save jax.random.key_data")
+        arrays[name] = x
+    return arrays, treedef
 
-    meta: more to write, under other names than "step", "folder" and "arrays". Raises TypeError when
-    it has one of these, ValueError for what cannot be saved. Other errors are in the Future: see
-    `wait`.
+
+def _is_path(name):
+    """Return whether the name of an array leads to a place below its folder."""
+    keys = name.split("/")
+    return "." not in keys and ".." not in keys
+
+
+def _plan_layout(arrays):
+    """Return {name: layout}, how each array is stored; equal on every process.
+
+    Small arrays lie behind one another in SMALL, an array of bytes, each at an "offset". A larger
+    array is stored in files of shape "file", which consist of chunks of shape "chunk".
+    """
+    layouts = {}
+    n_small_bytes = 0
+    for name, x in arrays.items():
+        layout = {"shape": list(x.shape), "dtype": str(x.dtype)}
+        layouts[name] = layout
+        is_split = isinstance(x, jax.Array) and not x.is_fully_replicated
+        if x.nbytes <= SMALL_BYTES and not is_split:
+            layout["offset"] = n_small_bytes
+            n_small_bytes += x.nbytes
+            continue
+        # A file lies within one shard, so that one process writes it.
+        shard_shape = x.shape
+        if isinstance(x, jax.Array):
+            shard_shape = x.sharding.shard_shape(x.shape)
+        layout["file"] = _chunk_shape(shard_shape, FILE_BYTES // x.dtype.itemsize)
+        layout["chunk"] = _chunk_shape(layout["file"], CHUNK_BYTES // x.dtype.itemsize)
+    if n_small_bytes:
+        file = [min(n_small_bytes, FILE_BYTES)]
+        layouts[SMALL] = {"shape": [n_small_bytes], "dtype": "uint8", "file": file}
+    return layouts
+
+
+def _chunk_shape(shape, n_elements):
+    """Halve the longest even dim until at most n_elements are left; a dim of 0 becomes 1."""
+    part = [max(size, 1) for size in shape]
+    while prod(part) > n_elements:
+        even_dims = [dim for dim, size in enumerate(part) if size % 2 == 0]
+        if not even_dims:
+            break
+        longest = max(even_dims, key=lambda dim: part[dim])
+        part[longest] //= 2
+    return part
+
+
+def _file_slices(shape, file):
+    """Yield for each file of an array a tuple of slices: the part of the array in that file."""
+    if not shape:
+        yield ()
+        return
+    for start in range(0, shape[0], file[0]):
+        stop = min(start + file[0], shape[0])
+        for others in _file_slices(shape[1:], file[1:]):
+            yield (slice(start, stop), *others)
+
+
+# ---- save
+
+def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=False, log=print):
+    """Start to write `tree` as checkpoint `step`; return a Future of its path.
+
+    Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
+    the same step is replaced. Every process must call it, on a shared root: each writes the shards
+    that it owns, process 0 commits, and all Futures resolve after that. Then older checkpoints are
+    deleted: see `prune`.
+
+    root: a folder, gs://bucket/path, s3://bucket/path or, for another server than Amazon's,
+    s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step",
+    "folder" and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets
+    a message for whatever cannot be deleted.
+
+    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. The Future
+    has all other errors: see `wait`.
     """
     arrays, _ = flatten(tree)
+
+    # Start all copies to the host, then take one after the other. An array in host memory needs
+    # none, and a copy would prevent its donation.
     for x in arrays.values():
-        if isinstance(x, jax.Array) and not _in_host_memory(x):  # there it would prevent donation
+        if isinstance(x, jax.Array) and not _in_host_memory(x):
             x.copy_to_host_async()
-    layouts, shards = _plan_layout(arrays)
-    data = broadcast_from_main(lambda: os.urandom(4).hex())
-    body = dict(step=int(_name(step)), folder=data, arrays=layouts, **dict(meta))
-    body = json.loads(json.dumps(body, default=lambda x: np.asarray(x).tolist()))  # as it is read
-    return ThreadPoolExecutor(1, "ckpt").submit(
-        _write, root, body, shards, temporary, tell, (max_to_keep, keep_period))
+    layouts = _plan_layout(arrays)
+    shards = _copy_shards(arrays, layouts)
+
+    # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
+    save_id = broadcast_from_main(lambda: os.urandom(4).hex())
+    step = int(_step_name(step))
+    meta = dict(step=step, folder=save_id, arrays=layouts, **dict(meta))
+    # Make it what a reader will get: keys are texts, and NumPy's numbers are Python's.
+    meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
+
+    thread = ThreadPoolExecutor(1, "ckpt")
+    return thread.submit(
+        _write, root, meta, shards, temporary, max_to_keep, keep_period, log)
 
 
-def _write(root, body, shards, temporary, tell, keep):
-    """Write the shards of this process; process 0 commits, the others wait until it has."""
-    data, rank, peers = body["folder"], jax.process_index(), range(1, jax.process_count())
-    path, store, under_way = join_path(root, _name(body["step"])), None, []
+def wait(future):
+    """Block until a save is committed; raise the ValueError of a failed one. None: no save."""
+    if future is None:
+        return None
+    return future.result()
+
+
+def _copy_shards(arrays, layouts):
+    """Return copies of what this process writes: dicts of "name", "index" and "data"."""
+    is_main = jax.process_index() == 0
+    shards = []
+    small = []
+    for name, x in arrays.items():
+        if "offset" in layouts[name]:
+            if is_main:
+                small.append(np.asarray(x).tobytes())
+        elif isinstance(x, jax.Array):
+            # Several devices may have copies of a shard: the first one is written.
+            for shard in x.addressable_shards:
+                if shard.replica_id == 0:
+                    data = _snapshot(shard.data)
+                    shards.append({"name": name, "index": shard.index, "data": data})
+        elif is_main:
+            shards.append({"name": name, "index": (), "data": _snapshot(x)})
+    if SMALL in layouts and is_main:
+        packed = np.frombuffer(b"".join(small), np.uint8)
+        shards.append({"name": SMALL, "index": (), "data": packed})
+    return shards
+
+
+def _snapshot(x):
+    """Copy an array, so that x may be overwritten or donated."""
+    if not isinstance(x, jax.Array):
+        return np.array(x)
+    if _in_host_memory(x):
+        # NumPy would return a view. JAX copies, in the background.
+        return jax.device_put(x, x.sharding, may_alias=False)
+    return np.asarray(x)
+
+
+def _in_host_memory(x):
+    platform = next(iter(x.devices())).platform
+    return platform == "cpu" or x.sharding.memory_kind != "device"
+
+
+def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
+    """Write the shards of this process and commit; return the path of the checkpoint.
+
+    Raises ValueError when anything fails; what this save has written is then deleted.
+    """
+    rank = jax.process_index()
+    save_id = meta["folder"]
+    step_name = _step_name(meta["step"])
+    path = join_path(root, step_name)
+    store = None
+    pending = []
     try:
-        _check_space(root, sum(x.nbytes for _, _, x in shards))
-        store = _open(root, _name(body["step"]))
-        # In a bucket that is not there TensorStore would try for ever to create an array.
-        store.write(f"{data}.{rank}", b"begun").result()
-        arrays = {name: ts.open(_zarr_spec(root, body, name), create=True, open=True)
-                  for name, _, _ in shards}
-        under_way += arrays.values()
-        for name, index, x in shards:
-            x, target = np.asarray(x), arrays[name].result()[index].translate_to[0]
+        if _is_local(root):
+            Path(root).mkdir(parents=True, exist_ok=True)
+            _check_space(root, sum(shard["data"].nbytes for shard in shards))
+        store = _open(root, step_name)
+        # TensorStore would try forever to create an array in a bucket that does not exist. This
+        # write fails there.
+        store.write(f"{save_id}.{rank}", b"begun").result()
+
+        # (1) Create all arrays, start all writes, then wait for them.
+        arrays = {}
+        for shard in shards:
+            name = shard["name"]
+            if name not in arrays:
+                arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
+                pending.append(arrays[name])
+        for shard in shards:
+            name = shard["name"]
+            data = np.asarray(shard["data"])
+            target = arrays[name].result()[shard["index"]].translate_to[0]
             # One write of several files would end at its first error and still write the others.
-            under_way += [target[part].write(x[part], can_reference_source_data_indefinitely=True)
-                          for part in _file_slices(x.shape, body["arrays"][name]["file"])]
-        for each in under_way:
-            each.result()
-        if rank:
-            store.write(f"{data}.{rank}", b"written").result()
-            _wait_for_peers(
-                store, data, lambda: [] if data.encode() in _read(store, "meta.json") else [0])
+            for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
+                pending.append(
+                    target[part].write(data[part], can_reference_source_data_indefinitely=True))
+        for write in pending:
+            write.result()
+
+        # (2) Process 0 waits for the shards of all processes, (3) then it commits.
+        if rank == 0:
+            _wait_for_shards(store, save_id)
+            _commit(root, store, meta, temporary)
         else:
-            _wait_for_peers(store, data, lambda: [
-                r for r in peers if _read(store, f"{data}.{r}") != b"written"])
-            _commit(root, store, body, temporary)
-    except (ValueError, OSError) as e:  # TensorStore's are ValueErrors
-        fault = _message(e)
+            _wait_for_commit(store, save_id)
+    except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
+        error = _message(e)
         if store:
-            _abort(root, store, body, fault, under_way, tell)
-        raise ValueError(f"{path} could not be written, older ones are whole: {fault}") from e
+            _abort(root, store, meta, error, pending, log)
+        raise ValueError(
+            f"{path} could not be written, older checkpoints are intact: {error}") from e
+
+    # The checkpoint exists. A failure from here on is logged, since nothing is lost.
     if rank == 0:
         try:
-            clean(root, tell, body["step"])
-            prune(root, *keep, tell, up_to=body["step"])
+            clean(root, log, meta["step"])
+            prune(root, max_to_keep, keep_period, log, up_to=meta["step"])
         except (ValueError, OSError) as e:
-            tell(f"{path} is written; deleting what it replaces failed: {_message(e)}")
+            log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
     return path
 
 
-def _commit(root, store, body, temporary):
-    """Make what was written the checkpoint, by one atomic write."""
-    if _is_local(root):  # TensorStore syncs the folder of a file, not those above it
-        path = Path(root, _name(body["step"])).resolve()
-        for above in (*[above for above, _, _ in os.walk(path)], *path.parents[:3]):
-            _sync(above)  # also those that a run makes
-    crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    text = json.dumps({"crc32": crc32, "body": body}, indent=1).encode()
+def _check_space(root, n_bytes):
+    """Raise OSError when the disk of a folder has less than n_bytes free."""
+    free = shutil.disk_usage(root).free
+    if free < n_bytes:
+        raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
+                      "are free: delete something, or keep fewer checkpoints")
+
+
+def _commit(root, store, meta, temporary):
+    """Make the written arrays a checkpoint, by one atomic write of meta.json."""
+    # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
+    # the root, and two more, which a run may have made.
+    if _is_local(root):
+        path = Path(root, _step_name(meta["step"])).resolve()
+        folders = [folder for folder, _, _ in os.walk(path)]
+        folders += path.parents[:3]
+        for folder in folders:
+            _sync(folder)
+
+    content = {"crc32": _checksum(meta), "body": meta}
+    text = json.dumps(content, indent=1).encode()
     if len(text) > META_BYTES:
         raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
-    if not temporary:  # a kill in between leaves a checkpoint too many, none too few
+
+    # A kill between two of these writes may leave a temporary checkpoint without its mark, which is
+    # then kept. It never leaves a mark on a checkpoint that must be kept.
+    if not temporary:
         store.write("temporary", None).result()
     store.write("meta.json", text).result()
     if temporary:
         store.write("temporary", b"yes").result()
 
 
-def wait(future):
-    """Block until a save is committed; raise the ValueError of one that failed. None: no save."""
-    return future.result() if future is not None else None
+def _checksum(meta):
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
+
+def _sync(path):
+    with contextlib.suppress(PermissionError):  # a folder above may belong to another user
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _abort(root, store, meta, error, pending, log):
+    """Delete what a failed save has written, and end the wait of the other processes."""
+    save_id = meta["folder"]
+    step_name = _step_name(meta["step"])
+    # Wait for all writes: a file that is written after the deletion would stay forever.
+    for write in pending:
+        write.exception()
+    with contextlib.suppress(ValueError, OSError):
+        if jax.process_index() == 0:
+            is_committed = save_id.encode() in _read(store, "meta.json")
+            if not is_committed:
+                _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
+        if jax.process_count() > 1:
+            _announce_failure(store, save_id, error)
+
+
+# ---- restore
 
 def steps(root):
-    """List the steps of the complete checkpoints, ascending."""
-    return sorted(step for step, names in _contents(root).items() if "meta.json" in names)
+    """Return the steps of the complete checkpoints, ascending."""
+    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
 
-
-def restore(root, step, like, meta=None):
-    """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
-    ShapeDtypeStructs; NumPy arrays where there is no sharding). meta: of `read_meta`, if at hand.
-
-    Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
-    arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
-    data is damaged or missing.
-    """
-    meta = meta or read_meta(root, step)
-    (wanted, treedef), stored = flatten(like), meta["arrays"]
-    _check_fit(wanted, stored, join_path(root, _name(step)))
-    with ThreadPoolExecutor(READERS) as pool:
-        small = pool.submit(_load, root, meta, SMALL, np.empty(0, np.uint8))
-        leaves = pool.map(partial(_load, root, meta, small=small), wanted, wanted.values())
-        return jax.tree.unflatten(treedef, leaves)
-
-
-# ---- optional
 
 def latest(root):
     """Return the step of the newest complete checkpoint, or None."""
     return max(steps(root), default=None)
 
+
+def read_meta(root, step):
+    """Return the meta given to `save`, with "step", "folder" and "arrays".
+
+    Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
+    a folder may have been made to do harm.
+    """
+    try:
+        store = _open(root, _step_name(step))
+        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
+            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
+        content = json.loads(_read(store, "meta.json"))
+        meta = content["body"]
+        if _checksum(meta) != content["crc32"]:
+            raise ValueError("its checksum does not match")
+        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
+            raise ValueError("no save of this step writes it")
+        for name, layout in meta["arrays"].items():
+            if not _is_valid_layout(name, layout):
+                raise ValueError(f"no save writes such an entry: {name!r}: {layout}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        path = join_path(root, _step_name(step), "meta.json")
+        raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
+    return meta
+
+
+def _is_valid_layout(name, layout):
+    """Return whether `save` writes such an entry of "arrays". Values of other types may raise."""
+    shape, dtype = layout["shape"], layout["dtype"]
+    if not _is_path(name):
+        return False
+    if not isinstance(dtype, str) or np.dtype(dtype).itemsize == 0:
+        return False
+    if not all(_is_count(n) for n in shape):
+        return False
+    if "offset" in layout:
+        return _is_count(layout["offset"])
+    file = layout["file"]
+    chunk = layout.get("chunk", file)
+    return _is_part(file, shape) and _is_part(chunk, file)
+
+
+def _is_count(n):
+    return type(n) is int and n >= 0  # isinstance would accept True
+
+
+def _is_part(part, shape):
+    """Return whether each dim of a part is at least 1 and not longer than that of the shape."""
+    if len(part) != len(shape):
+        return False
+    for n, limit in zip(part, shape):
+        if not _is_count(n) or not 1 <= n <= max(limit, 1):
+            return False
+    return True
+
+
+def newest_meta(root):
+    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
+    is no checkpoint. Process 0 reads it for all.
+
+    Raises ValueError when there are checkpoints but no meta.json can be read.
+    """
+    def find():
+        saved_steps = steps(root)
+        for step in reversed(saved_steps):
+            with contextlib.suppress(ValueError):
+                return step, read_meta(root, step)
+        if saved_steps:
+            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
+        return None, {}
+
+    return broadcast_from_main(find)
+
+
+def restore_newest(root, like, log=print):
+    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+
+    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
+    when no checkpoint can be read, KeyError and TypeError as `restore` does.
+    """
+    saved_steps = broadcast_from_main(lambda: steps(root))
+    for step in reversed(saved_steps):
+        error = ""
+        try:
+            meta = broadcast_from_main(partial(read_meta, root, step))
+            tree = restore(root, step, like, meta)
+        except ValueError as e:
+            error = str(e)
+        if jax.process_count() > 1:
+            error = _agree_on_error(error, step)
+        if not error:
+            return step, tree
+        log(f"skipping a corrupted checkpoint: {error}")
+    raise ValueError(f"{root}: no checkpoint can be read")
+
+
+def restore(root, step, like, meta=None):
+    """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
+    ShapeDtypeStructs; NumPy arrays where there is no sharding). meta: from `read_meta`, if already
+    read.
+
+    Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
+    arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
+    data is corrupted or missing.
+    """
+    if meta is None:
+        meta = read_meta(root, step)
+    wanted, treedef = flatten(like)
+    _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
+    with ThreadPoolExecutor(READERS) as pool:
+        # SMALL is read once, first, for all arrays in it.
+        small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
+        load = partial(_load, root, meta, small)
+        leaves = pool.map(load, wanted, wanted.values())
+        return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_fit(wanted, layouts, path):
+    """Raise KeyError or TypeError when a checkpoint lacks wanted arrays or has other shapes."""
+    missing = [name for name in wanted if name not in layouts]
+    if missing:
+        raise KeyError(f"checkpoint {path} has no {', '.join(missing)}")
+    errors = []
+    for name, x in wanted.items():
+        shape, dtype = layouts[name]["shape"], layouts[name]["dtype"]
+        was_float = jax.numpy.issubdtype(dtype, np.inexact)
+        is_float = jax.numpy.issubdtype(x.dtype, np.inexact)
+        # An integer may become a float. A float would lose its fraction.
+        if shape != list(x.shape) or (was_float and not is_float):
+            errors.append(f"{name} is {dtype}{shape} in the checkpoint, {x.dtype}{list(x.shape)} "
+                          "in this model")
+    if errors:
+        raise TypeError(f"checkpoint {path} has other shapes or dtypes: {'; '.join(errors)}")
+
+
+def _load(root, meta, small, name, like):
+    """Read the parts of an array that this process needs. small: Future of the array SMALL."""
+    layout = meta["arrays"][name]
+    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
+    try:
+        if "offset" in layout:
+            n_bytes = prod(shape) * dtype.itemsize
+            packed = np.zeros(0, np.uint8)
+            if n_bytes > 0:  # without any bytes there is no SMALL
+                packed = small.result()[layout["offset"]:][:n_bytes]
+            stored = packed.view(dtype).reshape(shape)
+        else:
+            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+        read = partial(_read_part, stored, dtype, like.dtype)
+        return _assemble(shape, getattr(like, "sharding", None), read)
+    except ValueError as e:
+        path = join_path(root, _step_name(meta["step"]))
+        raise ValueError(f"checkpoint {path}: array {name} is corrupted: {_message(e)}") from None
+
+
+def _read_part(stored, stored_dtype, dtype, *ranges):
+    """Read a range of each dim of a TensorStore or NumPy array, and convert it to dtype."""
+    part = stored[tuple(slice(r.start, r.stop) for r in ranges)]
+    if isinstance(part, ts.TensorStore):
+        memory = _aligned_empty(part.shape, stored_dtype)
+        ts.array(memory).write(part).result()
+        part = memory
+    return np.asarray(part, dtype)
+
+
+def _assemble(shape, sharding, read):
+    """Build an array from its parts: read(range of each dim, ...) is called once for each part that
+    this process needs. Without a sharding it is a NumPy array.
+    """
+    if sharding is None:
+        return read(*map(range, shape))
+    read_once = cache(read)  # several devices may hold the same part
+
+    def read_shard(index):
+        ranges = [range(n)[part] for n, part in zip(shape, index)]  # unlike slices, hashable
+        return read_once(*ranges)
+
+    return jax.make_array_from_callback(tuple(shape), sharding, read_shard)
+
+
+def _aligned_empty(shape, dtype):
+    """Return new memory, aligned to 64 bytes: JAX uses it on a CPU as it is, and copies any other.
+    """
+    n_bytes = prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(n_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start:start + n_bytes].view(dtype).reshape(shape)
+
+
+# ---- processes, paths and files
 
 def broadcast_from_main(decide):
     """Return what decide() returns on process 0 (JSON), in every process; its ValueError is raised
@@ -165,163 +534,112 @@ def broadcast_from_main(decide):
     """
     if jax.process_count() == 1:
         return decide()
-    value = fault = None
-    if jax.process_index() == 0:
-        try:
-            value = decide()
-        except ValueError as e:
-            fault = str(e)
-    text = np.frombuffer(json.dumps([value, fault]).encode(), np.uint8)
-    n = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, n))
-    value, fault = json.loads(np.asarray(text, np.uint8).tobytes())
-    if fault is not None:
-        raise ValueError(fault)
-    return value
+    return _broadcast(decide)
 
 
-# What is where.
-
-def _name(step):
-    if not isinstance(step, (int, np.integer)) or step < 0:
-        raise ValueError(f"step {step!r}: must be a whole number, at least 0")
-    return f"{step:09d}"
+def join_path(root, *names):
+    """Return the path of a folder or file in a root."""
+    if not _is_local(root):
+        return _join_url(root, *names)
+    return "/".join([str(root).rstrip("/"), *names])
 
 
 def _is_local(root):
     return "://" not in str(root)
 
 
-def join_path(root, *names):
-    """A folder or file within a root, in a store whose endpoint stays last."""
-    path, mark, endpoint = str(root).partition("?endpoint=")
-    return "/".join([path.rstrip("/"), *names]) + mark + endpoint
-
-
-def _kvstore(root, *names):
-    """TensorStore's spec of a folder. Raises ValueError for an unknown kind, and when a link leads
-    somewhere else.
-    """
-    if _is_local(root):
-        path = Path(root).resolve().joinpath(*names)  # TensorStore refuses ".."
-        if path.resolve() != path:
-            raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
-        return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
-    url, _, endpoint = str(root).partition("?endpoint=")
-    kind, _, rest = url.partition("://")
-    bucket, *folders = rest.rstrip("/").split("/")
-    drivers = {"gs": {"driver": "gcs", "gcs_request_retries": RETRIES},
-               "s3": {"driver": "s3", "s3_request_retries": RETRIES}
-               | ({"endpoint": endpoint} if endpoint else {})}
-    if kind not in drivers:
-        raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
-    return drivers[kind] | {"bucket": bucket, "path": "/".join([*folders, *names, ""])}
-
-
-def _open(root, *names):
-    return ts.KvStore.open(_kvstore(root, *names)).result()
-
-
-def _zarr_spec(root, meta, name):
-    """Describe an array; opening one whose zarr.json says something else is an error."""
-    layout = meta["arrays"][name]
-    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    if "chunk" in layout:
-        codecs = [{"name": "sharding_indexed", "configuration": {
-            "chunk_shape": layout["chunk"], "codecs": codecs, "index_codecs": codecs}}]
-    metadata = {
-        "shape": layout["shape"], "data_type": layout["dtype"], "codecs": codecs,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout["file"]}}}
-    return {"driver": "zarr3", "metadata": metadata,
-            "kvstore": _kvstore(root, _name(meta["step"]), meta["folder"], *name.split("/")),
-            "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
-
-
-def _read(store, key):
-    """The bytes of a key; none when there is no such key."""
-    return store.read(key).result().value
-
-
-def _delete(root, tell, *keys):
-    """Delete keys of root and what is below them, in this order, until one cannot be deleted: that
-    is told, as it must not end a run.
-    """
-    for key in keys:
-        path = Path(root, key)
-        try:
-            if not _is_local(root):
-                store, end = _open(root), f"{key}0"  # "0" comes after "/"
-                store.delete_range(ts.KvStore.KeyRange(f"{key}/", end)).result()
-                store.write(key, None).result()
-            elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        except (ValueError, OSError) as e:
-            tell(f"{join_path(root, key)} is left over: {_message(e)}")
-            return
+def _step_name(step):
+    """Return the name of a step's folder."""
+    if not isinstance(step, (int, np.integer)) or step < 0:
+        raise ValueError(f"step {step!r}: must be a whole number, at least 0")
+    return f"{step:09d}"
 
 
 KNOWN_NAMES = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
 
 
-def _contents(root):
-    """{step: names directly in its folder}, without folders of another program."""
-    found, keys = {}, []
+def _step_folders(root):
+    """Return {step: names in its folder}, without the folders of other programs."""
     try:
-        if not _is_local(root):
-            listed = _open(root).list().result()
-            keys = [key.decode(errors="replace").split("/")[:2] for key in listed]
-        elif os.path.lexists(root):
-            for entry in os.scandir(root):
-                if entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # another process deleted it
-                        keys += [(entry.name, name) for name in ["", *os.listdir(entry.path)]]
+        folders = _list_folders(root) if _is_local(root) else _list_bucket(root)
     except (ValueError, OSError) as e:
         raise ValueError(f"{root} cannot be listed: {_message(e)}") from None
-    for folder, *names in keys:
-        if re.fullmatch("[0-9]{9,}", folder) and folder == _name(int(folder)):
-            found.setdefault(int(folder), set()).update(filter(None, names))
-    return {step: names for step, names in found.items()
-            if "meta.json" in names or all(map(KNOWN_NAMES.fullmatch, names))}
+    found = {}
+    for folder, names in folders.items():
+        is_step = re.fullmatch("[0-9]{9,}", folder) and folder == _step_name(int(folder))
+        is_known = "meta.json" in names or all(map(KNOWN_NAMES.fullmatch, names))
+        if is_step and is_known:
+            found[int(folder)] = names
+    return found
 
 
-def read_meta(root, step):
-    """Return the meta given to `save`, with "step", "folder" and "arrays". Raises ValueError when
-    it is missing, damaged, or describes what no save writes.
+def _list_folders(root):
+    """Return {folder: names in it} of a root on this machine."""
+    folders = {}
+    if os.path.lexists(root):
+        for entry in os.scandir(root):
+            if entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                    folders[entry.name] = set(os.listdir(entry.path))
+    return folders
+
+
+def _open(root, *names):
+    """Open a folder of a root as a TensorStore key-value store."""
+    return ts.KvStore.open(_kvstore(root, *names)).result()
+
+
+def _read(store, key):
+    """Return the bytes of a key; b"" when there is no such key."""
+    return store.read(key).result().value
+
+
+def _kvstore(root, *names):
+    """Return TensorStore's spec of a folder. Raises ValueError when a link leads elsewhere."""
+    if not _is_local(root):
+        return _bucket_kvstore(root, *names)
+    path = Path(root).resolve().joinpath(*names)  # TensorStore refuses ".."
+    if path.resolve() != path:
+        raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
+    return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
+
+
+def _zarr_spec(root, meta, name):
+    """Return TensorStore's spec of an array. To open an array whose zarr.json differs is an error.
     """
-    try:
-        store = _open(root, _name(step))
-        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
-            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
-        stored = json.loads(_read(store, "meta.json"))
-        body = stored["body"]
-        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != stored["crc32"]:
-            raise ValueError("its checksum does not match")
-        if body["step"] != step or not re.fullmatch("[0-9a-f]{8}", body["folder"]):
-            raise ValueError("it is not that of a save of this step")
-        if bad := [name for name, layout in body["arrays"].items() if not _is_ours(name, layout)]:
-            raise ValueError(f"no save writes such an entry: {bad[0]!r}: {body['arrays'][bad[0]]}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{join_path(root, _name(step), 'meta.json')}: missing or damaged: "
-                         f"{_message(e)}") from None
-    return body
+    layout = meta["arrays"][name]
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    if "chunk" in layout:
+        sharding = {"chunk_shape": layout["chunk"], "codecs": codecs, "index_codecs": codecs}
+        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": layout["file"]}}
+    return {
+        "driver": "zarr3",
+        "metadata": {
+            "shape": layout["shape"], "data_type": layout["dtype"], "codecs": codecs,
+            "chunk_grid": grid},
+        "kvstore": _kvstore(root, _step_name(meta["step"]), meta["folder"], *name.split("/")),
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
 
 
-def _is_ours(name, layout):
-    """Whether `save` writes such an entry of "arrays"; errors are a no, too."""
-    shape, offset, dtype = layout["shape"], layout.get("offset", 0), layout["dtype"]
-    parts = () if "offset" in layout else (layout["file"], layout.get("chunk", layout["file"]))
-    return (_is_path(name) and isinstance(dtype, str) and np.dtype(dtype).itemsize
-            and all(type(n) is int and n >= 0 for n in (*shape, offset))
-            and all(type(n) is int and 0 < n <= max(most, 1)
-                    for whole, part in zip((shape, *parts), parts)
-                    for most, n in zip(whole, part, strict=True)))
-
-
-def _is_path(name):
-    """Whether the name of an array stays below its folder."""
-    return not {".", ".."} & set(name.split("/"))
+def _delete(root, log, *names):
+    """Delete files and folders of root, in this order, until one cannot be deleted. That is logged,
+    since it must not end a run.
+    """
+    for name in names:
+        path = Path(root, name)
+        try:
+            if not _is_local(root):
+                _delete_keys(root, name)
+            elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except (ValueError, OSError) as e:
+            log(f"{join_path(root, name)} could not be deleted: {_message(e)}")
+            return
 
 
 def _message(error):
@@ -329,378 +647,343 @@ def _message(error):
     return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
 
 
-def _check_space(root, n_bytes):
-    """Raise OSError when a local disk has not this much space left."""
-    if _is_local(root):
-        Path(root).mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(root).free
-        if free < n_bytes:
-            raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
-                          "are free: delete something, or keep fewer checkpoints")
+def read_json(path):
+    """Return the object in a JSON file, or {} when there is no such file. Raises ValueError for a
+    file that cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: cannot be read: {e}") from None
 
 
-def _sync(path):
-    with contextlib.suppress(PermissionError):  # a folder above, that is somebody else's
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def replace_file(path, text):
+    """Write a file so that a crash leaves the old text or the new one."""
+    partial_path = path.with_suffix(".tmp")
+    partial_path.write_text(text)
+    partial_path.replace(path)
 
+
+# ---- optional
+
+def _matching(names, patterns):
+    """Return the set of names that match at least one glob pattern."""
+    found = set()
+    for pattern in patterns:
+        found.update(fnmatch.filter(names, pattern))
+    return found
+
+
+# ---- several processes
 
 PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
 
 
-def _abort(root, store, body, fault, under_way, tell):
-    """Delete what a failed save has written, and end the wait of the other processes."""
-    data, rank = body["folder"], jax.process_index()
-    for each in under_way:  # what they write later nobody would delete
-        each.exception()
-    with contextlib.suppress(ValueError, OSError):
-        if rank == 0 and data.encode() not in _read(store, "meta.json"):
-            _delete(root, tell, *(f"{_name(body['step'])}/{name}" for name in (data, f"{data}.0")))
-        if jax.process_count() > 1:
-            store.write(f"{data}.failed", f"process {rank}: {fault}".encode()).result()
+def _broadcast(decide):
+    """Do the work of `broadcast_from_main` for several processes."""
+    value = error = None
+    if jax.process_index() == 0:
+        try:
+            value = decide()
+        except ValueError as e:
+            error = str(e)
+    # The other processes need the length first.
+    text = np.frombuffer(json.dumps([value, error]).encode(), np.uint8)
+    n_bytes = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    text = multihost_utils.broadcast_one_to_all(np.resize(text, n_bytes))
+    value, error = json.loads(np.asarray(text, np.uint8).tobytes())
+    if error is not None:
+        raise ValueError(error)
+    return value
 
 
-def _wait_for_peers(store, data, late):
-    """Poll until late() lists no process. Raises OSError when one has failed or takes too long."""
-    patience_s = PEER_TIMEOUT_S * (2 if jax.process_index() else 1)  # process 0 knows who is late
-    deadline = time.monotonic() + patience_s
-    while ranks := late():
-        if fault := _read(store, f"{data}.failed"):
-            raise OSError(fault.decode())
+def _wait_for_shards(store, save_id):
+    """Wait, on process 0, until every other process has written its shards."""
+    def unfinished():
+        others = range(1, jax.process_count())
+        return [rank for rank in others if _read(store, f"{save_id}.{rank}") != b"written"]
+
+    _wait_for_peers(store, save_id, unfinished, PEER_TIMEOUT_S)
+
+
+def _wait_for_commit(store, save_id):
+    """Report that this process has written its shards; wait until process 0 has committed."""
+    store.write(f"{save_id}.{jax.process_index()}", b"written").result()
+
+    def unfinished():
+        is_committed = save_id.encode() in _read(store, "meta.json")
+        return [] if is_committed else [0]
+
+    # Longer than process 0 waits, since its error names the process that is unfinished.
+    _wait_for_peers(store, save_id, unfinished, 2 * PEER_TIMEOUT_S)
+
+
+def _wait_for_peers(store, save_id, unfinished, timeout_s):
+    """Poll until unfinished() lists no process. Raises OSError when one has failed or takes too
+    long.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ranks = unfinished()
+        if not ranks:
+            return
+        error = _read(store, f"{save_id}.failed")
+        if error:
+            raise OSError(error.decode())
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {patience_s} s: ended, or "
-                               "without this folder?")
+            raise TimeoutError(f"processes {ranks} are not done after {timeout_s} s: have they "
+                               "exited, or do they not share this folder?")
         time.sleep(0.05)
 
 
-# Arrays and their parts.
-
-def flatten(tree):
-    """Return ({path of keys joined by "/": array}, treedef)."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    arrays = {}
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in arrays:
-            raise ValueError(f"two arrays of the tree have one name, {name}: rename a key")
-        x = arrays[name] = x if hasattr(x, "dtype") else np.asarray(x)
-        if not _is_path(name) or name == SMALL:
-            raise ValueError(f"{name!r}: no array can be saved under that name")
-        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            raise ValueError(f"{name!r}: arrays of {x.dtype} cannot be saved, only of numbers; of "
-                             "a random key save jax.random.key_data")
-    return arrays, treedef
+def _announce_failure(store, save_id, error):
+    """Make the other processes of a save raise this error."""
+    text = f"process {jax.process_index()}: {error}"
+    store.write(f"{save_id}.failed", text.encode()).result()
 
 
-def _in_host_memory(x):
-    return x.sharding.memory_kind != "device" or next(iter(x.devices())).platform == "cpu"
+def _agree_on_error(error, step):
+    """Return this process's error, or a message when only another process has one, or ""."""
+    any_error = multihost_utils.process_allgather(bool(error)).any()
+    if any_error and not error:
+        return f"another process could not read checkpoint {step}"
+    return error
 
 
-def _snapshot(x):
-    """A copy of an array, so that x may be overwritten or donated; of a jax.Array in host memory,
-    where NumPy's would be a view, one that JAX makes in the background.
+# ---- buckets
+
+RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
+
+
+def _bucket_kvstore(root, *names):
+    """Return TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
+    url, _, endpoint = str(root).partition("?endpoint=")
+    kind, _, rest = url.partition("://")
+    bucket, *folders = rest.rstrip("/").split("/")
+    path = "/".join([*folders, *names, ""])
+    if kind == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
+    if kind == "s3":
+        spec = {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES}
+        if endpoint:
+            spec["endpoint"] = endpoint
+        return spec
+    raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
+
+
+def _join_url(root, *names):
+    """Return the URL of a folder or file in a bucket; the endpoint stays last."""
+    url, mark, endpoint = str(root).partition("?endpoint=")
+    return "/".join([url.rstrip("/"), *names]) + mark + endpoint
+
+
+def _list_bucket(root):
+    """Return {folder: names in it} of a root in a bucket."""
+    folders = {}
+    for key in _open(root).list().result():
+        folder, *rest = key.decode(errors="replace").split("/")
+        names = folders.setdefault(folder, set())
+        if rest and rest[0]:
+            names.add(rest[0])
+    return folders
+
+
+def _delete_keys(root, name):
+    """Delete a key of a bucket and all keys below it."""
+    store = _open(root)
+    keys_below = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" comes after "/"
+    store.delete_range(keys_below).result()
+    store.write(name, None).result()
+
+
+# ---- retention and clean-up
+
+def prune(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
+    """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all), those
+    whose step keep_period divides, and the newest one. A temporary checkpoint is kept only while it
+    is the newest. `log` gets a message for each that cannot be deleted.
     """
-    if not isinstance(x, jax.Array):
-        return np.array(x)
-    return jax.device_put(x, x.sharding, may_alias=False) if _in_host_memory(x) else np.asarray(x)
+    saved = {}
+    for step, names in sorted(_step_folders(root).items()):
+        if "meta.json" in names and step <= up_to:
+            saved[step] = names
+    lasting = [step for step, names in saved.items() if "temporary" not in names]
+    permanent = [step for step in lasting if keep_period and step % keep_period == 0]
+    kept = set(lasting[-max_to_keep:])  # [-0:] is all of them
+    kept.update(permanent)
+    kept.add(max(saved, default=None))
+    for step in saved.keys() - kept:
+        _delete_step(root, step, log)
 
 
-def _plan_layout(arrays):
-    """Return ({name: how it is stored}, [(name, index, copy)] of what this process writes). Small
-    arrays are stored from an offset of the array of bytes SMALL, others in files of chunks, each
-    part by one process.
-    """
-    main, layouts, shards, small, end = jax.process_index() == 0, {}, [], [], 0
-    for name, x in arrays.items():
-        layouts[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
-        whole = not isinstance(x, jax.Array) or x.is_fully_replicated
-        if whole and x.nbytes <= SMALL_BYTES:
-            layouts[name]["offset"] = end
-            end += x.nbytes
-            small += [np.asarray(x).tobytes()] if main else []
-            continue
-        shape, owned = x.shape, [((), x)] if main else []
-        if isinstance(x, jax.Array):
-            shape = x.sharding.shard_shape(shape)
-            owned = [(s.index, s.data) for s in x.addressable_shards if s.replica_id == 0]
-        file = _chunk_shape(shape, FILE_BYTES // x.dtype.itemsize)
-        chunk = _chunk_shape(file, CHUNK_BYTES // x.dtype.itemsize)
-        layouts[name] |= {"file": file, "chunk": chunk}
-        shards += [(name, index, _snapshot(part)) for index, part in owned]
-    if end:
-        layouts[SMALL] = {"shape": [end], "dtype": "uint8", "file": [min(end, FILE_BYTES)]}
-        shards += [(SMALL, (), np.frombuffer(b"".join(small), np.uint8))] if main else []
-    return layouts, shards
-
-
-def _chunk_shape(shape, n):
-    """Halve the longest even dim until there are at most n elements; no dim is 0."""
-    part = [max(size, 1) for size in shape]
-    while prod(part) > n and (even := [i for i, size in enumerate(part) if size % 2 == 0]):
-        part[max(even, key=lambda i: part[i])] //= 2
-    return part
-
-
-def _file_slices(shape, file):
-    """Yield the index of each file's part of an array."""
-    if not shape:
-        yield ()
-        return
-    for start in range(0, shape[0], file[0]):
-        part = slice(start, min(start + file[0], shape[0]))
-        yield from ((part, *others) for others in _file_slices(shape[1:], file[1:]))
-
-
-def _check_fit(wanted, stored, path):
-    """Raise KeyError or TypeError when a checkpoint is not of these names, shapes and kinds."""
-    if missing := [name for name in wanted if name not in stored]:
-        raise KeyError(f"checkpoint {path} has no {', '.join(missing)}")
-    other = []
-    for name, x in wanted.items():
-        shape, dtype = stored[name]["shape"], stored[name]["dtype"]
-        was_float, is_float = (jax.numpy.issubdtype(d, np.inexact) for d in (dtype, x.dtype))
-        if shape != list(x.shape) or was_float > is_float:
-            other.append(f"{name} is {dtype}{shape} there, {x.dtype}{list(x.shape)} here")
-    if other:
-        raise TypeError(f"checkpoint {path} has other shapes or kinds: {'; '.join(other)}")
-
-
-def _load(root, meta, name, like, small=None):
-    """Read what this process needs of an array. small: the Future of SMALL."""
-    layout = meta["arrays"][name]
-    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
-
-    def read(*ranges):
-        part = array[tuple(slice(r.start, r.stop) for r in ranges)]
-        if isinstance(part, ts.TensorStore):
-            memory = _aligned(part.shape, dtype)
-            ts.array(memory).write(part).result()
-            part = memory
-        return np.asarray(part, like.dtype)
-
-    try:
-        if "offset" in layout:
-            n_bytes = prod(shape) * dtype.itemsize
-            packed = small.result()[layout["offset"]:][:n_bytes] if n_bytes else np.zeros(0, "u1")
-            array = packed.view(dtype).reshape(shape)
-        else:
-            array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
-        return _assemble(shape, getattr(like, "sharding", None), read)
-    except ValueError as e:
-        path = join_path(root, _name(meta["step"]))
-        raise ValueError(f"checkpoint {path}: array {name} is damaged: {_message(e)}") from None
-
-
-def _assemble(shape, sharding, read):
-    """The array of which read(range of each dim, ...) gives the parts that this process needs, each
-    once; a NumPy array where there is no sharding.
-    """
-    read = cache(read)  # several devices may hold the same part
-    if sharding is None:
-        return read(*map(range, shape))
-    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: read(
-        *(range(n)[part] for n, part in zip(shape, index))))
-
-
-def _aligned(shape, dtype):
-    """New memory that JAX takes on a CPU as it is; of any other it makes a copy."""
-    n_bytes = prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(n_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start:start + n_bytes].view(dtype).reshape(shape)
-
-
-# Retention and clean-up.
-
-def prune(root, max_to_keep, keep_period=0, tell=print, up_to=float("inf")):
-    """Of the checkpoints up to a step, delete all but the `max_to_keep` newest (0: keep all), those
-    of steps that keep_period divides and the newest of all; temporary ones, once there is a newer
-    one. `tell` gets a sentence for each that cannot be deleted.
-    """
-    whole = {step: names for step, names in sorted(_contents(root).items())
-             if "meta.json" in names and step <= up_to}
-    lasting = [step for step, names in whole.items() if "temporary" not in names]
-    for_ever = [step for step in lasting if keep_period and step % keep_period == 0]
-    for step in whole.keys() - {*lasting[-max_to_keep:], *for_ever, max(whole, default=None)}:
-        _delete_step(root, step, tell)
-
-
-def delete_all(root, tell=print):
+def delete_all(root, log=print):
     """Delete every checkpoint of root."""
-    for step in _contents(root):
-        _delete_step(root, step, tell)
+    for step in _step_folders(root):
+        _delete_step(root, step, log)
 
 
-def _delete_step(root, step, tell):
-    _delete(root, tell, f"{_name(step)}/meta.json", _name(step))  # half a checkpoint is none
+def _delete_step(root, step, log):
+    # Without meta.json the rest is no checkpoint; with it the rest must be complete.
+    _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step))
 
 
-def clean(root, tell=print, only=None):
+def clean(root, log=print, only=None):
     """Delete what interrupted saves and deletions left, in the folders of all steps or of one. Call
-    it only while no save of these is under way.
+    it only while none of these steps is being saved.
     """
-    for step, names in _contents(root).items():
+    for step, names in _step_folders(root).items():
         if only not in (None, step):
             continue
         if "meta.json" not in names:
-            _delete_step(root, step, tell)
+            _delete_step(root, step, log)
             continue
-        with contextlib.suppress(ValueError):  # a damaged meta.json does not say what is garbage
-            for name in names - {"meta.json", "temporary", read_meta(root, step)["folder"]}:
-                _delete(root, tell, f"{_name(step)}/{name}")
-
-
-def newest_meta(root):
-    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint. Process 0 looks and tells the others.
-
-    Raises ValueError when there are checkpoints but no meta.json can be read.
-    """
-    def look():
-        for step in (there := steps(root))[::-1]:
-            with contextlib.suppress(ValueError):
-                return step, read_meta(root, step)
-        if there:
-            raise ValueError(f"{root}: no checkpoint there can be read; try python ckpt.py verify")
-        return None, {}
-
-    return broadcast_from_main(look)
-
-
-def restore_newest(root, like, tell=print):
-    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
-    Process 0 says which are there. `tell` gets a sentence for each damaged one.
-
-    Raises ValueError when there is none, KeyError and TypeError as `restore` does.
-    """
-    for step in reversed(broadcast_from_main(lambda: steps(root))):
         try:
-            meta = broadcast_from_main(partial(read_meta, root, step))
-            tree, fault = restore(root, step, like, meta), ""
-        except ValueError as e:
-            fault = str(e)
-        if jax.process_count() > 1 and multihost_utils.process_allgather(bool(fault)).any():
-            fault = fault or f"another process could not read checkpoint {step}"
-        if not fault:
-            return step, tree
-        tell(f"passing over a damaged checkpoint: {fault}")
-    raise ValueError(f"{root}: no checkpoint there can be read")
+            meta = read_meta(root, step)
+        except ValueError:  # a corrupted meta.json does not say which folder it names
+            continue
+        for name in names - {"meta.json", "temporary", meta["folder"]}:
+            _delete(root, log, f"{_step_name(step)}/{name}")
 
 
 # ---- locks of buckets
 
 LOCK = ".lock"  # the object, beside the checkpoints
-HEARTBEAT_S, STALE_S = 10, 60  # between heartbeats; how long without one until a lock may be taken
+HEARTBEAT_S = 10  # between heartbeats
+STALE_S = 60  # how long a lock goes without a heartbeat before another run may take it
 ANSWER_S = 10  # how long a heartbeat waits for the server
 
 
 @contextlib.contextmanager
-def lock_bucket(root, owner, about, tell=print):
+def lock_bucket(root, owner, about, log=print):
     """Keep other runs from writing to a bucket. The lock is an object in the bucket with an owner
     and a heartbeat. Yield check(), which raises ValueError once another run has taken the lock.
 
     owner: a text that no other living run has. A lock of the same owner is taken at once, since its
     process must have ended. A lock of another owner is taken once its heartbeat has not changed for
-    STALE_S, by the reader's clock; `tell` gets a message before that wait. about: describes the
+    STALE_S, by the reader's clock; `log` gets a message before that wait. about: describes the
     holder. A thread renews the lock. A failed heartbeat is logged and tried again.
 
     Raises ValueError when another run is alive, or the bucket cannot be written to.
     """
-    store, ended, lost = _open(root), threading.Event(), []
-    beaten = [time.monotonic()]  # when the heartbeat was last written
+    lock = {
+        "root": root,
+        "path": join_path(root, LOCK),
+        "store": _open(root),
+        "owner": owner,
+        "about": about,
+        "log": log,
+        "ended": threading.Event(),  # set when the run ends
+        "renewed_at": time.monotonic(),
+        "lost": "",  # the error message, once another run has the lock
+    }
     try:
-        alive = _take_lock(store, root, owner, about, tell)
+        live_holder = _take_lock(lock)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{join_path(root, LOCK)} cannot be written: {_message(e)}") from None
-    if alive:
-        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {alive}; choose "
-                         "another")
-    thread = threading.Thread(
-        target=_renew_lock, args=(store, root, owner, about, tell, ended, lost, beaten),
-        daemon=True)
+        raise ValueError(f"{lock['path']} cannot be written: {_message(e)}") from None
+    if live_holder:
+        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {live_holder}; "
+                         "choose another")
+    thread = threading.Thread(target=_renew_lock, args=(lock,), daemon=True)
     thread.start()
-
-    def check():
-        # A process that was stopped for longer may have lost the lock and not know it yet.
-        if not lost and time.monotonic() - beaten[-1] > STALE_S:
-            with contextlib.suppress(ValueError, OSError):  # a server that is away: the save fails
-                _note_if_lost(_read_lock(store, ANSWER_S)[0], root, owner, tell, lost)
-        if lost:
-            raise ValueError(lost[0])
-
     try:
-        yield check
+        yield partial(_check_lock, lock)
     finally:
-        ended.set()
-        thread.join(3 * ANSWER_S)  # it may wait for a server that is away
-        try:
-            holder, generation = _read_lock(store, ANSWER_S)
-            if owner == holder.get("owner"):
-                _write_lock(store, None, generation, ANSWER_S)
-        except (ValueError, OSError) as e:
-            tell(f"{join_path(root, LOCK)} is left over: {_message(e) or 'no answer'}")
+        lock["ended"].set()
+        thread.join(3 * ANSWER_S)  # the server may not answer the thread
+        _release_lock(lock)
 
 
-def _take_lock(store, root, owner, about, tell):
-    """Write the lock; None, or who holds it when that run is alive, which takes up to STALE_S."""
-    seen, since = None, None
+def _take_lock(lock):
+    """Write the lock; return None, or who holds it when that run is alive. Takes up to STALE_S."""
+    first_seen = None
+    seen_at = None
     while True:
-        holder, generation = _read_lock(store)
-        # Written below, or left by a process that has ended.
-        if holder.get("owner") == owner:
+        holder, generation = _read_lock(lock["store"])
+        # This run wrote it below, or a process of this run that has ended.
+        has_lock = holder.get("owner") == lock["owner"]
+        if has_lock:
             return None
-        stale = seen == holder and time.monotonic() - since > STALE_S
-        if not holder or stale:
-            _write_lock(store, {"owner": owner, "about": about, "beat": 0}, generation)
-            continue  # to see whether it is there
-        if seen is None:
-            seen, since = holder, time.monotonic()
-            tell(f"{join_path(root, LOCK)} is held by {holder.get('about')}: waiting up to "
-                 f"{STALE_S:g} s to see whether it is alive")
-        if seen != holder:
+        is_stale = holder == first_seen and time.monotonic() - seen_at > STALE_S
+        if not holder or is_stale:
+            _write_lock(lock["store"], _lock_content(lock, 0), generation)
+            continue  # to read who has it: another run may have written first
+        if first_seen is None:
+            first_seen = holder
+            seen_at = time.monotonic()
+            lock["log"](f"{lock['path']} is held by {holder.get('about')}: waiting up to "
+                        f"{STALE_S:g} s to see whether it is alive")
+        if holder != first_seen:
             return holder.get("about")
         time.sleep(HEARTBEAT_S / 10)
 
 
-def _note_if_lost(holder, root, owner, tell, lost):
-    """Add a sentence to `lost` when the lock is not this run's: another run has it, or had it and
-    deleted it at its end.
-    """
-    if holder.get("owner") == owner or lost:
-        return
-    lost.append(f"ckpt_dir {str(root)!r}: another run has taken it over, "
-                f"{holder.get('about', 'and ended since')}, as this one gave no heartbeat for "
-                f"{STALE_S:g} s: nothing more is saved there")
-    tell(lost[0])
-
-
-def _renew_lock(store, root, owner, about, tell, ended, lost, beaten):
-    """Count up the lock's heartbeat, until `ended` is set or the lock is another run's: `lost` then
-    gets a sentence. beaten: gets the time of each heartbeat.
-    """
-    lock, beat, away = join_path(root, LOCK), 0, False
-    while not ended.is_set():
+def _renew_lock(lock):
+    """Write a heartbeat every HEARTBEAT_S, until the run has ended or lost the lock."""
+    beat = 0
+    unreachable = False
+    while not lock["ended"].is_set():
         try:
-            holder, generation = _read_lock(store, ANSWER_S)
-            _note_if_lost(holder, root, owner, tell, lost)
-            if lost:
+            holder, generation = _read_lock(lock["store"], ANSWER_S)
+            _note_if_lost(lock, holder)
+            if lock["lost"]:
                 return
             beat += 1
-            new = {"owner": owner, "about": about, "beat": beat}
-            _write_lock(store, new, generation, ANSWER_S)
-            beaten[:] = [time.monotonic()]
-            away = False
+            _write_lock(lock["store"], _lock_content(lock, beat), generation, ANSWER_S)
+            lock["renewed_at"] = time.monotonic()
+            unreachable = False
         except (ValueError, OSError) as e:
-            if not away:  # once, however long it lasts
-                tell(f"{lock} cannot be renewed: {_message(e) or 'no answer'}; it is tried again "
-                     f"every {HEARTBEAT_S:g} s")
-            away = True
-        ended.wait(HEARTBEAT_S)
+            if not unreachable:  # log it once, however long it lasts
+                lock["log"](f"{lock['path']} cannot be renewed: {_lock_error(e)}; retrying "
+                            f"every {HEARTBEAT_S:g} s")
+            unreachable = True
+        lock["ended"].wait(HEARTBEAT_S)
+
+
+def _check_lock(lock):
+    """Raise ValueError when another run has taken the lock."""
+    # A process that was stopped may have lost the lock before its thread runs again: read it here.
+    silent_s = time.monotonic() - lock["renewed_at"]
+    if not lock["lost"] and silent_s > STALE_S:
+        with contextlib.suppress(ValueError, OSError):  # without a server the save will fail
+            holder, _ = _read_lock(lock["store"], ANSWER_S)
+            _note_if_lost(lock, holder)
+    if lock["lost"]:
+        raise ValueError(lock["lost"])
+
+
+def _note_if_lost(lock, holder):
+    """Set lock["lost"] when another run has the lock, or had it and deleted it at its end."""
+    if holder.get("owner") == lock["owner"] or lock["lost"]:
+        return
+    lock["lost"] = (
+        f"ckpt_dir {str(lock['root'])!r}: another run has taken it over, "
+        f"{holder.get('about', 'and has ended since')}, because this run wrote no heartbeat for "
+        f"{STALE_S:g} s; this run saves nothing more there")
+    lock["log"](lock["lost"])
+
+
+def _release_lock(lock):
+    """Delete the lock, unless another run has it."""
+    try:
+        holder, generation = _read_lock(lock["store"], ANSWER_S)
+        if holder.get("owner") == lock["owner"]:
+            _write_lock(lock["store"], None, generation, ANSWER_S)
+    except (ValueError, OSError) as e:
+        lock["log"](f"{lock['path']} could not be deleted: {_lock_error(e)}")
+
+
+def _lock_error(error):
+    return _message(error) or "no answer"  # a timeout has no message
+
+
+def _lock_content(lock, beat):
+    return {"owner": lock["owner"], "about": lock["about"], "beat": beat}
 
 
 def _read_lock(store, timeout_s=None):
-    """({"owner", "about", "beat"}, generation of the object); {} where there is no lock."""
+    """Return ({"owner", "about", "beat"}, generation of the object); {} when there is no lock."""
     found = store.read(LOCK).result(timeout=timeout_s)
     if found.state != "value":
         return {}, found.stamp.generation
@@ -708,14 +991,14 @@ def _read_lock(store, timeout_s=None):
         holder = json.loads(found.value)
     except ValueError:
         holder = None
-    if not isinstance(holder, dict):  # not written by this program: as if it were of another run
+    if not isinstance(holder, dict):  # another program wrote it: treat it as another run
         holder = {"owner": None, "about": repr(found.value[:80])}
     return holder, found.stamp.generation
 
 
 def _write_lock(store, holder, generation, timeout_s=None):
-    """Write the lock, or delete it for None, unless it has changed since it was read; who has it is
-    then seen when it is read next. A server that refuses conditions gets a plain write.
+    """Write the lock, or delete it for None, unless it has changed since it was read. The next read
+    shows who has it. A server that refuses conditions gets a plain write.
     """
     value = None if holder is None else json.dumps(holder).encode()
     try:
@@ -749,14 +1032,15 @@ def newest_run_meta(root, needed_for=""):
     """Return (step, meta) of the newest checkpoint, as `newest_meta` does.
 
     needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
-    when a needed checkpoint is missing, or when the checkpoint is not one of a run.
+    when a needed checkpoint is missing, or when the checkpoint was not saved by a run.
     """
     saved, meta = newest_meta(root)
     if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {root} holds no checkpoint; is it of a run's --out_dir?")
+        raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
+                         "that has saved one")
     if meta and "config" not in meta:
-        raise ValueError(f"{root}: checkpoint {saved} is not of a run; to start from its "
-                         "parameters: --init_from")
+        raise ValueError(f"{root}: checkpoint {saved} was not saved by a run; to start from its "
+                         "parameters, use --init_from")
     return saved, meta
 
 
@@ -768,18 +1052,25 @@ def find_start(out_dir, root, resume, given=False):
     """
     if resume == "overwrite":
         return None, {}
-    # The checkpoints of the run that is in out_dir may be in another folder.
-    before = broadcast_from_main(lambda: root_of(out_dir))
-    elsewhere = os.path.realpath(join_path(before)) != os.path.realpath(join_path(root))
-    if elsewhere and newest_meta(before)[1]:
-        raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {before}; "
+
+    # The run that is in out_dir may have its checkpoints in another folder.
+    recorded_root = broadcast_from_main(lambda: root_of(out_dir))
+    is_elsewhere = os.path.realpath(join_path(recorded_root)) != os.path.realpath(join_path(root))
+    if is_elsewhere and newest_meta(recorded_root)[1]:
+        raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {recorded_root}; "
                          "set --ckpt_dir to that, or choose another --out_dir")
-    saved, meta = newest_run_meta(root, "resume must" if resume == "must" else "")
+
+    needed_for = "resume must" if resume == "must" else ""
+    saved, meta = newest_run_meta(root, needed_for)
     if meta and (given or resume == "never"):
-        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, with "
-                         "which this start would not go on; choose another --out_dir, or delete "
-                         "it with --resume overwrite")
+        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
+                         "launch would not resume; choose another --out_dir, or delete the run "
+                         "with --resume overwrite")
     return saved, meta
+
+
+# What a file system without locks answers.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
@@ -792,6 +1083,7 @@ def lock_folders(out_dir, root, log=print):
     if jax.process_index():
         yield lambda: None
         return
+
     # One lock where both are the same folder.
     folders = {}
     for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
@@ -803,22 +1095,22 @@ def lock_folders(out_dir, root, log=print):
         pass
 
     with contextlib.ExitStack() as locks:
-        for folder, where in folders.items():
+        for folder, field in folders.items():
             try:
                 os.makedirs(folder, exist_ok=True)
-                lock = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
-                # The system releases it when the process ends, however that is.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
+                # The system releases the lock when the process ends, in whatever way.
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _is_local(root):
-                    owner = owner_of(lock, owner)
+                    owner = _lock_owner(lock_file, owner)
             except BlockingIOError:
-                raise ValueError(f"{where}: another run is writing to it; choose another") from None
+                raise ValueError(f"{field}: another run is writing to it; choose another") from None
             except OSError as e:
-                if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise ValueError(f"{where}: cannot be written: {e.strerror}; choose another"
-                                     ) from None
-                log(f"{where}: its file system has no locks ({e.strerror}); no other run may "
-                    "write to it")
+                if e.errno not in NO_LOCKS:
+                    raise ValueError(
+                        f"{field}: cannot be written: {e.strerror}; choose another") from None
+                log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
+                    "other run writes to it")
         if not _is_local(root):
             about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
                      f"{os.path.realpath(out_dir)}")
@@ -828,19 +1120,19 @@ def lock_folders(out_dir, root, log=print):
         yield check
 
 
-def owner_of(lock, new):
+def _lock_owner(lock_file, new):
     """Return the text in out_dir/.lock, at first `new`, with the number of the file.
 
     A copy of the folder has another file number. A process that has locked this file and finds a
     bucket locked under this text knows that the process of that lock has ended.
     """
-    lock.seek(0)
-    text = lock.read()
+    lock_file.seek(0)
+    text = lock_file.read()
     if not text:
         text = new
-        lock.write(text)
-        lock.flush()
-    return f"{text}.{os.fstat(lock.fileno()).st_ino}"
+        lock_file.write(text)
+        lock_file.flush()
+    return f"{text}.{os.fstat(lock_file.fileno()).st_ino}"
 
 
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
@@ -855,41 +1147,36 @@ def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
     replace_file(Path(out_dir, "config.json"), config_text)
 
 
-def replace_file(path, text):
-    """Write a file so that a crash leaves the old text or the new one."""
-    new = path.with_suffix(".tmp")
-    new.write_text(text)
-    new.replace(path)
-
-
 def open_log(out_dir, step):
-    """Open metrics.jsonl for rows of a run that starts at `step`: rows of later steps, and "stop"
-    and "end" rows, are deleted first.
+    """Open metrics.jsonl for the rows of a run that starts at `step`. Rows of later steps, and
+    "stop" and "end" rows, are deleted first.
     """
-    path, kept = Path(out_dir, "metrics.jsonl"), []
+    lines = []
     for row in read_log(out_dir):
         if row["step"] <= step and row["event"] not in ("stop", "end"):
-            kept.append(json_line(row) + "\n")
-    replace_file(path, "".join(kept))
+            lines.append(json_line(row) + "\n")
+    path = Path(out_dir, "metrics.jsonl")
+    replace_file(path, "".join(lines))
     return open(path, "a", buffering=1)
 
 
 def read_log(out_dir):
     """Return the rows of metrics.jsonl, without a torn line and without rows that have no step."""
-    path, rows = Path(out_dir, "metrics.jsonl"), []
+    path = Path(out_dir, "metrics.jsonl")
     if not path.exists():
-        return rows
+        return []
+    rows = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:  # "error" has none
+            if isinstance(row, dict) and "step" in row:  # an "error" row has none
                 rows.append(row)
     return rows
 
 
 def json_line(row):
-    """Return a row as JSON on one line: NumPy's numbers and arrays as numbers and lists, numbers
-    that are not finite as null, since JSON has none, and values that JSON does not know as text.
+    """Return a row as JSON on one line. NumPy's numbers and arrays become numbers and lists.
+    Numbers that are not finite become null, since JSON has none. Other values become text.
     """
     def plain(x):
         if hasattr(x, "tolist"):
@@ -905,19 +1192,7 @@ def json_line(row):
     return json.dumps(plain(row), default=str)
 
 
-def read_json(path):
-    """Return the object in a JSON file, or {} where there is no such file. Raises ValueError for a
-    file that cannot be read.
-    """
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read: {e}") from None
-
-
-# ---- sources
+# ---- sources of weights
 
 def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, wanted=None,
                  log=print):
@@ -929,39 +1204,51 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     should give. wanted: names to load; None: all. Raises ValueError for an expected parameter that
     no source has, though one of them should be loaded completely.
     """
-    sources, saved = [], set()
+    sources = []
+    saved_names = set()
     for text in texts:
         source = open_source(parse_source(text), open_weights, find_mismatches, log)
         sources.append(source)
-        saved.update(source["names"])
-    expected = expected_names(saved)
+        saved_names.update(source["names"])
     chosen = choose_sources(sources, shapes)
+
     # Parameters may be missing when patterns exclude some, or when no source is strict.
-    complete = any(source["strict"] and source["load"] == ["*"] and not source["exclude"]
-                   for source in sources)
-    missing = [f"{name} is not there" for name in shapes if name in expected and name not in chosen]
-    _raise_if_errors(missing if complete else [], f"init_from {', '.join(texts)}")
+    expected = expected_names(saved_names)
+    missing = [name for name in shapes if name in expected and name not in chosen]
+    if any(_is_complete(source) for source in sources):
+        errors = [f"no source has {name}" for name in missing]
+        _raise_if_errors(errors, f"init_from {', '.join(texts)}")
+
+    # Each source loads the parameters for which it was chosen.
     for source in sources:
         source["take"] = {}
     for name in shapes:
-        if name in chosen and name in (wanted or shapes):
+        if name in chosen and (wanted is None or name in wanted):
             index, saved_name = chosen[name]
             sources[index]["take"][saved_name] = name
     return sources
+
+
+def _is_complete(source):
+    """Return whether every parameter of the model should be in a source."""
+    return source["strict"] and source["load"] == ["*"] and not source["exclude"]
 
 
 def open_source(source, open_weights, find_mismatches, log=print):
     """Return a source of `parse_source` with "names": {saved name: shape}, and "read": {saved name:
     like} -> {saved name: array}.
 
-    open_weights: path -> these two, of weights in another format, or None where there are none.
-    find_mismatches: meta of a checkpoint -> errors, one for each difference to the model; a source
-    that is not strict may differ. Raises ValueError when the source holds no parameters.
+    open_weights: path -> these two, of weights in another format, or None when the path has no such
+    weights. find_mismatches: meta of a checkpoint -> errors, one for each difference from the
+    model; a source that is not strict may differ. Raises ValueError when the source holds no
+    parameters.
     """
     path = source["path"]
     weights = open_weights(path)
     if weights:
         return source | weights
+
+    # A run's out_dir, or a folder of checkpoints.
     for root in broadcast_from_main(lambda: (root_of(path), path)):
         step, meta = newest_meta(root)
         if meta:
@@ -976,11 +1263,117 @@ def open_source(source, open_weights, find_mismatches, log=print):
             names[name.removeprefix("params/")] = layout["shape"]
 
     def read(like):
-        return restore_newest(root, {"params": like}, log)[1]["params"]
+        _, tree = restore_newest(root, {"params": like}, log)
+        return tree["params"]
 
-    return source | {"names": names, "read": read,
-                     "summary": f"{path} at step {step} of run {meta.get('run_id')}",
-                     "faults": find_mismatches(meta) if source["strict"] else []}
+    mismatches = find_mismatches(meta) if source["strict"] else []
+    summary = f"{path} at step {step} of run {meta.get('run_id')}"
+    return source | {"names": names, "read": read, "summary": summary, "mismatches": mismatches}
+
+
+SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
+
+
+def parse_source(text):
+    """Return {"path", "load", "exclude", "rename", "strict", "dynamic"} of a text such as
+    'DIR load=embed,layers.* exclude=*norm rename=old.:new. strict=no dynamic=yes'.
+
+    load and exclude: patterns of the model's names. rename: prefixes, saved:local. dynamic: loaded
+    again during the run. Raises ValueError for a malformed text and an unknown option.
+    """
+    path, *options = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
+    values = dict(SOURCE_OPTIONS)
+    for option in options:
+        name, value = option.split("=", 1)
+        values[name] = value
+    load = _split(values["load"])
+    exclude = _split(values["exclude"])
+    renames = _split(values["rename"])
+    rules = [
+        path != "" and not re.match(r"\w+=", path),  # the path comes first
+        values.keys() == SOURCE_OPTIONS.keys(),  # no unknown option
+        values["strict"] in ("yes", "no"),
+        values["dynamic"] in ("yes", "no"),
+        load != [],
+        all(":" in rename for rename in renames),
+    ]
+    if not all(rules):
+        raise ValueError(f"init_from {text!r}: must be DIR, or within one pair of quotes 'DIR "
+                         "load=PATTERNS exclude=PATTERNS rename=SAVED:LOCAL strict=yes|no "
+                         "dynamic=yes|no', each option only if needed")
+    return {
+        "path": path,
+        "load": load,
+        "exclude": exclude,
+        "rename": dict(rename.split(":", 1) for rename in renames),
+        "strict": values["strict"] == "yes",
+        "dynamic": values["dynamic"] == "yes",
+    }
+
+
+def _split(text):
+    return [item for item in text.split(",") if item]
+
+
+def choose_sources(sources, shapes):
+    """Return {name: (index of the source, saved name)}; of several sources the last wins.
+
+    sources: of `parse_source`, with "names": {saved name: shape}, or shape None for one that fits,
+    and perhaps "mismatches", errors to raise together with those found here. shapes: {name: shape}
+    of the model's parameters.
+
+    Raises ValueError that lists all errors: patterns that match nothing, and, for a strict source,
+    unknown names and other shapes. A source that is not strict skips these.
+    """
+    chosen = {}
+    errors = []
+    for i, source in enumerate(sources):
+        wrong = list(source.get("mismatches", []))
+
+        # Patterns select among the names as this model has them.
+        names = {}
+        for saved_name in source["names"]:
+            names[_rename(saved_name, source["rename"])] = saved_name
+        selected = _matching(names, source["load"]) - _matching(names, source["exclude"])
+        for pattern in source["load"] + source["exclude"]:
+            if not _matching(names, [pattern]):
+                wrong.append(f"{pattern!r} matches nothing in the checkpoint")
+
+        # Take what fits.
+        for name, saved_name in names.items():
+            if name not in selected:
+                continue
+            error = _misfit(name, source["names"][saved_name], shapes)
+            if not error:
+                chosen[name] = i, saved_name
+            elif source["strict"]:
+                wrong.append(error)
+
+        for error in wrong:
+            errors.append(f"{source['path']}: {error}")
+    if errors:
+        raise ValueError("init_from does not fit this model (to use a run's shape: --config "
+                         "DIR/config.json; to load only what fits: strict=no)\n  "
+                         + "\n  ".join(errors))
+    return chosen
+
+
+def _rename(name, rename):
+    """Replace the first prefix of {saved prefix: local prefix} that a saved name has."""
+    for saved_prefix, local_prefix in rename.items():
+        if name.startswith(saved_prefix):
+            return local_prefix + name[len(saved_prefix):]
+    return name
+
+
+def _misfit(name, saved_shape, shapes):
+    """Return why a saved parameter does not fit the model, or ""."""
+    if name not in shapes:
+        return f"{name} is not a parameter of this model"
+    if saved_shape is None or tuple(saved_shape) == tuple(shapes[name]):
+        return ""
+    return (f"{name} is {tuple(saved_shape)} in the checkpoint, {tuple(shapes[name])} in this "
+            "model")
 
 
 def log_sources(sources, missing, names, log=print):
@@ -988,26 +1381,31 @@ def log_sources(sources, missing, names, log=print):
 
     names: of all parameters. sources: of `open_sources`.
     """
-    taken, rest = [], set(missing)
+    initialized = set(missing)
     for source in sources:
-        taken.append((source["path"], [*source["take"].values()]))
-        rest.difference_update(source["take"].values())
-    taken.append(("a fresh initialization", [name for name in names if name in rest]))
-    for path, some in taken:
+        taken = list(source["take"].values())
+        initialized.difference_update(taken)
+        _log_origin(taken, names, source["path"], log)
+    fresh = [name for name in names if name in initialized]
+    _log_origin(fresh, names, "a fresh initialization", log)
+
+
+def _log_origin(some, names, origin, log):
+    """Log that some of all names come from an origin, and which."""
+    if some:
         which = f": {', '.join(some)}" if len(some) < len(names) else ""
-        if some:
-            log(f"{len(some)} of {len(names)} parameters from {path}{which}")
+        log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
 
 
 def load_parameters(sources, like):
-    """Return {name: array} of all that is taken from each source. like: {name: shape with
+    """Return {name: array} of the parameters that `open_sources` chose. like: {name: shape with
     sharding}.
     """
     loaded = {}
     for source in sources:
-        arrays = source["read"]({saved: like[name] for saved, name in source["take"].items()})
-        for saved, x in arrays.items():
-            loaded[source["take"][saved]] = x
+        saved_like = {saved_name: like[name] for saved_name, name in source["take"].items()}
+        for saved_name, x in source["read"](saved_like).items():
+            loaded[source["take"][saved_name]] = x
     return loaded
 
 
@@ -1018,11 +1416,12 @@ def restore_run(out_dir, root, like, excluded, first, log=print):
     wanted, treedef = flatten(like)
     saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
     try:
-        step, own = restore_newest(root, saved, log)
+        step, restored = restore_newest(root, saved, log)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
-    whole = flatten(first)[0] | own
-    return step, jax.tree.unflatten(treedef, [whole[path] for path in wanted])
+    arrays = flatten(first)[0] | restored
+    leaves = [arrays[path] for path in wanted]
+    return step, jax.tree.unflatten(treedef, leaves)
 
 
 def load_saved(out_dir, root, meta, sources, texts, like, log=print):
@@ -1032,114 +1431,66 @@ def load_saved(out_dir, root, meta, sources, texts, like, log=print):
 
     meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
     """
-    others = load_parameters(sources, like)
+    loaded = load_parameters(sources, like)
     if meta:
-        step, saved = restore_run(
-            out_dir, root, {"params": like}, others, {"params": others}, log)
-        return step, saved["params"]
-    _raise_if_errors([f"{name} is in none of them" for name in like if name not in others],
-                     f"init_from {' '.join(texts)}")
-    return 0, others
+        step, tree = restore_run(out_dir, root, {"params": like}, loaded, {"params": loaded}, log)
+        return step, tree["params"]
+    errors = [f"no source has {name}" for name in like if name not in loaded]
+    _raise_if_errors(errors, f"init_from {' '.join(texts)}")
+    return 0, loaded
 
 
 def _raise_if_errors(errors, where):
     """Raise one ValueError of all errors, if there are any."""
+    if len(errors) == 1:
+        raise ValueError(f"{where}: {errors[0]}")
     if errors:
-        first = "\n  " if len(errors) > 1 else ""
-        raise ValueError(f"{where}: {first}" + "\n  ".join(errors))
-
-
-def parse_source(text):
-    """{"path", "load", "exclude", "rename", "strict", "dynamic"} of a text like
-    'DIR load=embed,layers.* exclude=*norm rename=old.:new. strict=no dynamic=yes'.
-
-    load and exclude: patterns of names here; rename: beginnings of names, there:here; dynamic:
-    loaded again while a run goes on. Raises ValueError for an option that there is not.
-    """
-    path, *words = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
-    default = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
-    source = default | dict(word.split("=", 1) for word in words)
-    lists = {name: [*filter(None, source[name].split(","))] for name in default}
-    answers = {source["strict"], source["dynamic"]}
-    if (source.keys() != default.keys() or not answers <= {"yes", "no"} or not lists["load"]
-            or re.match(r"\w+=|$", path) or not all(":" in pair for pair in lists["rename"])):
-        raise ValueError(f"init_from {text!r}: must be DIR, or within one pair of quotes 'DIR "
-                         "load=PATTERNS exclude=PATTERNS rename=THERE:HERE strict=yes|no "
-                         "dynamic=yes|no', each of them if wanted")
-    return {"path": path, "load": lists["load"], "exclude": lists["exclude"],
-            "rename": dict(pair.split(":", 1) for pair in lists["rename"]),
-            "strict": source["strict"] == "yes", "dynamic": source["dynamic"] == "yes"}
-
-
-def _matching(names, patterns):
-    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
-
-
-def choose_sources(sources, shapes):
-    """{name here: (index of the source, name there)}; of several sources the last wins.
-
-    sources: of parse_source, with "names": {name there: shape}, or shape None where it is as here,
-    and perhaps "faults", to be raised with those found here.
-    shapes: {name here: shape}. Raises ValueError that lists all faults: a pattern that matches
-    nothing; of a strict source also names that are not here, and other shapes. From others those
-    are left out.
-    """
-    def here(name, rename):
-        old = next((old for old in rename if name.startswith(old)), "")
-        return rename.get(old, "") + name[len(old):]
-
-    chosen, faults = {}, []
-    for i, source in enumerate(sources):
-        names = {here(there, source["rename"]): there for there in source["names"]}
-        taken = _matching(names, source["load"]) - _matching(names, source["exclude"])
-        wrong = [*source.get("faults", ())]
-        wrong += [f"{pattern!r} matches nothing there" for pattern in
-                  source["load"] + source["exclude"] if not _matching(names, [pattern])]
-        for name, there in names.items():
-            shape, wanted = source["names"][there], shapes.get(name)
-            if name not in taken:
-                continue
-            if wanted is not None and (shape is None or tuple(shape) == tuple(wanted)):
-                chosen[name] = i, there
-            elif source["strict"]:
-                wrong.append(f"{name} there is no parameter of this model" if wanted is None else
-                             f"{name} is {tuple(shape)} there, {tuple(wanted)} here")
-        faults += [f"{source['path']}: {fault}" for fault in wrong]
-    if faults:
-        raise ValueError("init_from does not fit (for a run's own shape: --config DIR/config.json; "
-                         "to take only what fits: strict=no)\n  " + "\n  ".join(faults))
-    return chosen
+        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
 
 
 # ---- verify
 
 VERIFY_BYTES = 2**30  # largest file that verify reads
-MOST_FAULTS = 100  # of an array that verify looks for
+MAX_ERRORS = 100  # of an array that verify looks for
 
 
-def verify(root, tell=print):
-    """Read every chunk of every checkpoint in root and in root/weights, where a run keeps those of
-    its parameters alone; return the faults in words, at most MOST_FAULTS of each array. `tell` gets
-    a line for each checkpoint. Memory is bounded, whatever the folder claims.
+def verify(root, log=print):
+    """Read every chunk of every checkpoint in root, and in root/weights, where a run keeps those of
+    its parameters alone; return the errors, at most MAX_ERRORS of each array. `log` gets a line for
+    each checkpoint. Memory is bounded, whatever the folder claims.
     """
-    there = [(each, step) for each in (root, join_path(root, "weights")) for step in steps(each)]
-    faults = []
-    for each, step in there:
-        found = []
-        try:
-            meta = read_meta(each, step)
-            for name in [name for name, layout in meta["arrays"].items() if "file" in layout]:
-                found += islice(_faults_in(each, meta, name), MOST_FAULTS)
-        except ValueError as e:
-            found.append(str(e))
-        tell(f"{join_path(each, _name(step))}: {len(found) or 'no'} faults")
-        faults += found
-    return faults if there else [f"{root} holds no checkpoint; name their folder, as out/ckpt"]
+    found = []
+    for folder in (root, join_path(root, "weights")):
+        found += [(folder, step) for step in steps(folder)]
+    if not found:
+        return [f"{root} holds no checkpoint; name the folder of checkpoints, such as out/ckpt"]
+    errors = []
+    for folder, step in found:
+        errors += _verify_step(folder, step, log)
+    return errors
 
 
-def _faults_in(root, meta, name):
-    """Yield the faults of a stored array, which is read file by file."""
-    layout, path = meta["arrays"][name], join_path(root, _name(meta["step"]), name)
+def _verify_step(root, step, log):
+    """Read a checkpoint; log how many arrays and errors it has; return the errors."""
+    errors = []
+    n_arrays = 0
+    try:
+        meta = read_meta(root, step)
+        for name, layout in meta["arrays"].items():
+            if "file" in layout:
+                errors += islice(_array_errors(root, meta, name), MAX_ERRORS)
+            if name != SMALL:
+                n_arrays += 1
+    except ValueError as e:
+        errors.append(str(e))
+    log(f"{join_path(root, _step_name(step))}: read {n_arrays} arrays, found {len(errors)} errors")
+    return errors
+
+
+def _array_errors(root, meta, name):
+    """Yield the errors of a stored array, which is read file by file."""
+    layout = meta["arrays"][name]
+    path = join_path(root, _step_name(meta["step"]), name)
     file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
     try:
         if file_bytes > VERIFY_BYTES:
@@ -1148,9 +1499,14 @@ def _faults_in(root, meta, name):
     except ValueError as e:
         yield f"{path}: {_message(e)}"
         return
+
+    # Read several files at a time, as many as memory allows.
     files = _file_slices(layout["shape"], layout["file"])
     n_at_once = min(16, VERIFY_BYTES // file_bytes)
-    while reads := [array[part].read() for part in islice(files, n_at_once)]:
+    while True:
+        reads = [array[part].read() for part in islice(files, n_at_once)]
+        if not reads:
+            return
         for read in reads:
             try:
                 read.result()
@@ -1179,63 +1535,109 @@ def read_safetensors(folder, wanted, like, unused=()):
 
     wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
     tensor. unused: patterns of tensors that need not be wanted. Each process reads only what its
-    devices hold; beyond the result it needs memory for some slices of SLICE_BYTES, and on devices
-    with memory of their own for the parts of one layer.
+    devices hold. Beyond the result it needs memory for some slices of SLICE_BYTES, and, on devices
+    with their own memory, for the parts of one layer.
 
     Raises ValueError that lists all tensors that are missing, unknown or of another shape.
     """
-    tensors, shapes, faults = _open_tensors(Path(folder)), {}, []
+    tensors = _open_tensors(Path(folder))
+    errors = _tensor_errors(tensors, _tensor_shapes(wanted, like), unused)
+    if errors:
+        raise ValueError(f"{folder}:\n  " + "\n  ".join(errors))
+    arrays = {}
     for name, (pieces, transposed) in wanted.items():
-        shape = list(like[name].shape[len(next(iter(pieces))):])
-        shapes |= dict.fromkeys(pieces.values(), shape[::-1] if transposed else shape)
-    for tensor, shape in shapes.items():
-        if tensor not in tensors:
-            faults.append(f"{tensor} is missing")
-        elif tensors[tensor].get_shape() != shape:
-            faults.append(f"{tensor} is {tensors[tensor].get_shape()} there, {shape} here")
-        elif (kind := tensors[tensor].get_dtype()) not in TENSOR_DTYPES:
-            faults.append(f"{tensor} is of dtype {kind}, not a float of 16 bits or more")
-    faults += [f"{tensor} has no place in this model" for tensor in sorted(
-        tensors.keys() - shapes - _matching(tensors, unused))]
-    if faults:
-        raise ValueError("\n  ".join([f"{folder}:", *faults]))
-    return {name: _place_tensors(like[name], tensors, *wanted[name]) for name in wanted}
+        arrays[name] = _place_tensors(like[name], tensors, pieces, transposed)
+    return arrays
 
 
 def _open_tensors(folder):
-    """{name: slice of safetensors} of all files of a folder, their headers checked."""
-    safetensors, tensors, whole = import_safetensors(), {}, folder / "model.safetensors"
-    paths = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors"))
+    """Return {tensor's name: slice of safetensors} of all files of a folder; headers are checked.
+    """
+    safetensors = import_safetensors()
+    paths = [folder / "model.safetensors"]
+    if not paths[0].exists():
+        paths = sorted(folder.glob("model*.safetensors"))
     if not paths:
         raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
+    tensors = {}
     for path in paths:
         try:
             file = safetensors.safe_open(path, framework="np")
-            more = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, safetensors.SafetensorError) as e:
             raise ValueError(f"{path}: cannot be read: {e}") from None
-        if twice := sorted(tensors.keys() & more):
-            raise ValueError(f"{path}: holds {', '.join(twice)}, which another file there holds")
-        tensors |= more
+        duplicates = sorted(tensors.keys() & found)
+        if duplicates:
+            raise ValueError(f"{path}: holds {', '.join(duplicates)}, which another file of the "
+                             "folder holds too")
+        tensors.update(found)
     return tensors
+
+
+def _tensor_shapes(wanted, like):
+    """Return {tensor's name: shape that it must have}."""
+    shapes = {}
+    for name, (pieces, transposed) in wanted.items():
+        for index, tensor in pieces.items():
+            shape = list(like[name].shape[len(index):])
+            shapes[tensor] = shape[::-1] if transposed else shape
+    return shapes
+
+
+def _tensor_errors(tensors, shapes, unused):
+    """Return the errors of a folder's tensors that must have these shapes."""
+    errors = []
+    for name, shape in shapes.items():
+        if name not in tensors:
+            errors.append(f"{name} is missing")
+            continue
+        saved_shape = tensors[name].get_shape()
+        saved_dtype = tensors[name].get_dtype()
+        if saved_shape != shape:
+            errors.append(f"{name} is {saved_shape} in the checkpoint, {shape} in this model")
+        elif saved_dtype not in TENSOR_DTYPES:
+            errors.append(f"{name} has dtype {saved_dtype}, not a float of 16 bits or more")
+    for name in sorted(tensors.keys() - shapes.keys() - _matching(tensors, unused)):
+        errors.append(f"{name} is not a tensor of this model")
+    return errors
 
 
 def _place_tensors(like, tensors, pieces, transposed):
     """Return the array that `pieces` of `tensors` make up, placed as `like`."""
-    shape, sharding = like.shape, getattr(like, "sharding", None)
-    if (sharding is None or () in pieces or sharding.shard_shape(shape)[0] < shape[0]
-            or next(iter(sharding.addressable_devices)).platform in HOST_PLATFORMS):
-        read = partial(_read_block, {}, like.dtype, tensors, pieces, transposed)
-        return _assemble(shape, sharding, read)
-    # Layer by layer, in the same host memory, and as stored: the device converts.
-    stored = {TENSOR_DTYPES[tensors[tensor].get_dtype()] for tensor in pieces.values()}
-    stack, memory = jax.numpy.zeros(shape, like.dtype, device=sharding), {}
-    for i in range(shape[0]):
-        layer = {(0, *index[1:]): tensor for index, tensor in pieces.items() if index[0] == i}
-        read = partial(
-            _read_block, memory, jax.numpy.result_type(*stored), tensors, layer, transposed)
-        part = _assemble((1, *shape[1:]), sharding, read)
-        stack = _put_layer(stack, part, i).block_until_ready()
+    sharding = getattr(like, "sharding", None)
+    if _needs_layers(like, sharding, pieces):
+        return _stack_layers(like, tensors, pieces, transposed)
+    read = partial(_read_block, tensors, pieces, transposed, like.dtype, {})
+    return _assemble(like.shape, sharding, read)
+
+
+def _needs_layers(like, sharding, pieces):
+    """Return whether to read an array layer by layer, so that the host never holds all layers:
+    when it is stacked, not split between layers, and for devices with their own memory.
+    """
+    if sharding is None or () in pieces:
+        return False
+    platform = next(iter(sharding.addressable_devices)).platform
+    is_split_by_layer = sharding.shard_shape(like.shape)[0] < like.shape[0]
+    return platform not in HOST_PLATFORMS and not is_split_by_layer
+
+
+def _stack_layers(like, tensors, pieces, transposed):
+    """Read an array layer by layer, into the same host memory, and as stored: devices convert."""
+    stored_dtypes = {TENSOR_DTYPES[tensors[name].get_dtype()] for name in pieces.values()}
+    dtype = jax.numpy.result_type(*stored_dtypes)
+    stack = jax.numpy.zeros(like.shape, like.dtype, device=like.sharding)
+    memory = {}
+    for layer in range(like.shape[0]):
+        # The pieces of this layer, as those of an array with one layer.
+        layer_pieces = {}
+        for index, name in pieces.items():
+            if index[0] == layer:
+                layer_pieces[(0, *index[1:])] = name
+        read = partial(_read_block, tensors, layer_pieces, transposed, dtype, memory)
+        part = _assemble((1, *like.shape[1:]), like.sharding, read)
+        # The next layer overwrites the host memory, so this one must have left it.
+        stack = _put_layer(stack, part, layer).block_until_ready()
     return stack
 
 
@@ -1244,46 +1646,67 @@ def _put_layer(stack, part, layer):
     return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
 
 
-def _read_block(memory, dtype, tensors, pieces, transposed, *ranges):
-    """Read a part of an array, slice by slice and by several cores. memory: {ranges: array} of
-    parts whose memory is to be used again.
+def _read_block(tensors, pieces, transposed, dtype, memory, *ranges):
+    """Read a range of each dim of an array: slice by slice, by several threads. memory: {ranges:
+    array} of blocks whose memory is used again.
     """
-    lengths, n_stacked = [len(r) for r in ranges], len(next(iter(pieces)))
-    block = memory.setdefault(ranges, _aligned(lengths, dtype))
-    rows, *others = ranges[n_stacked:][:: -1 if transposed else 1]
-    n_rows = max(SLICE_BYTES // (4 * prod(map(len, others))), 1)
+    # The leading dims select tensors, the others are those of a tensor: in its file transposed.
+    n_stacked = len(next(iter(pieces)))
+    stacked, dims = ranges[:n_stacked], ranges[n_stacked:]
+    if transposed:
+        dims = dims[::-1]
+    rows, columns = dims[0], dims[1:]
 
-    def read(job):
-        at, first = job
-        tensor = tensors[pieces[tuple(r[i] for r, i in zip(ranges, at))]]
-        target = block[at].T if transposed else block[at]
-        target[first : first + n_rows] = tensor[tuple(
-            slice(r.start, r.stop) for r in (rows[first : first + n_rows], *others))]
+    lengths = [len(r) for r in ranges]
+    if ranges not in memory:
+        memory[ranges] = _aligned_empty(lengths, dtype)
+    block = memory[ranges]
+    n_columns = prod(len(r) for r in columns)
+    n_rows = max(SLICE_BYTES // (4 * n_columns), 1)
+
+    def read_rows(position, start):
+        index = tuple(r[i] for r, i in zip(stacked, position))
+        tensor = tensors[pieces[index]]
+        some_rows = rows[start:start + n_rows]
+        slices = tuple(slice(r.start, r.stop) for r in (some_rows, *columns))
+        target = block[position]
+        if transposed:
+            target = target.T
+        target[start:start + n_rows] = tensor[slices]
 
     with ThreadPoolExecutor(min(os.cpu_count(), 8)) as pool:
-        list(pool.map(read, product(np.ndindex(*lengths[:n_stacked]),
-                                    range(0, len(rows), n_rows))))
+        reads = []
+        for position in np.ndindex(*lengths[:n_stacked]):
+            for start in range(0, len(rows), n_rows):
+                reads.append(pool.submit(read_rows, position, start))
+        for read in reads:
+            read.result()
     return block
 
 
 def each_tensor(arrays, pieces, dtype):
-    """Yield (tensor's name, NumPy array in dtype), one at a time: `wanted` of read_safetensors the
-    other way round. Every process must take all of them.
+    """Yield (tensor's name, NumPy array in dtype), one at a time. pieces: `wanted` of
+    `read_safetensors`. Every process must take all of them.
     """
     take = partial(take_tensor, dtype=dtype)
     for name, (tensors, transposed) in pieces.items():
+        # Gather each tensor on every device.
         mesh = getattr(getattr(arrays[name], "sharding", None), "mesh", None)
-        whole = mesh and jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        take_whole = jax.jit(take, static_argnums=2, out_shardings=whole)
+        replicated = None
+        if mesh:
+            replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        take_replicated = jax.jit(take, static_argnums=2, out_shardings=replicated)
         for index, tensor in tensors.items():
-            yield tensor, np.asarray(take_whole(arrays[name], index, transposed))
+            yield tensor, np.asarray(take_replicated(arrays[name], index, transposed))
 
 
 def take_tensor(x, index, transposed, dtype):
-    """The tensor of each_tensor that is x[index]."""
+    """Return x[index], transposed or not, in dtype: one tensor of `each_tensor`."""
     for i in index:
         x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return (x.T if transposed else x).astype(dtype)
+    if transposed:
+        x = x.T
+    return x.astype(dtype)
 
 
 def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
@@ -1291,26 +1714,51 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
     several files of at most shard_bytes and an index. One file at a time is in memory. Every
     process must call it, process 0 writes.
     """
-    safetensors, folder, sizes = import_safetensors(), Path(folder), []
-    for i, shard in enumerate(_shards(tensors, shard_bytes)):
-        sizes.append({name: x.nbytes for name, x in shard.items()})
+    safetensors = import_safetensors()
+    folder = Path(folder)
+
+    # Write the files under preliminary names: the final ones contain the number of files.
+    sizes = []
+    for i, file_tensors in enumerate(_group_tensors(tensors, shard_bytes)):
+        sizes.append({name: x.nbytes for name, x in file_tensors.items()})
         if jax.process_index() == 0:
             try:
-                safetensors.numpy.save_file(shard, folder / f"{stem}.{i}", {"format": "pt"})
+                path = folder / f"{stem}.{i}"
+                safetensors.numpy.save_file(file_tensors, path, {"format": "pt"})
             except safetensors.SafetensorError as e:
                 raise OSError(str(e)) from None
     if jax.process_index():
         return
-    index = {"metadata": {"total_size": sum(sum(x.values()) for x in sizes)}, "weight_map": {}}
-    for i, shard in enumerate(sizes):
-        name = f"{stem}-{i + 1:05d}-of-{len(sizes):05d}" if len(sizes) > 1 else stem
-        os.rename(folder / f"{stem}.{i}", folder / f"{name}.safetensors")
-        index["weight_map"] |= dict.fromkeys(shard, f"{name}.safetensors")
+
+    # Rename the files and write the index.
+    total_size = 0
+    weight_map = {}
+    for i, file_sizes in enumerate(sizes):
+        name = f"{stem}.safetensors"
+        if len(sizes) > 1:
+            name = f"{stem}-{i + 1:05d}-of-{len(sizes):05d}.safetensors"
+        os.rename(folder / f"{stem}.{i}", folder / name)
+        total_size += sum(file_sizes.values())
+        weight_map.update(dict.fromkeys(file_sizes, name))
     if len(sizes) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         text = json.dumps(index, indent=1, sort_keys=True)
         (folder / f"{stem}.safetensors.index.json").write_text(text)
-    for path in (*folder.glob(f"{stem}*"), folder):
+    for path in folder.glob(f"{stem}*"):
         _sync(path)
+    _sync(folder)
+
+
+def _group_tensors(tensors, file_bytes):
+    """Group (name, array) into dicts of at most file_bytes, each emptied when the next begins."""
+    group = {}
+    for name, x in tensors:
+        n_bytes = sum(other.nbytes for other in group.values())
+        if group and n_bytes + x.nbytes > file_bytes:
+            yield group
+            group.clear()
+        group[name] = np.ascontiguousarray(x)
+    yield group
 
 
 def read_hf_config(folder):
@@ -1321,13 +1769,15 @@ def read_hf_config(folder):
     return found if "model_type" in found else {}
 
 
+# ---- exports
+
 EXPORT_MARK = "sixfile.json"  # file in an export that says which run wrote it
 
 
 def check_export(folder, run):
-    """Raise ValueError when a folder has files and no export of this run wrote them.
+    """Raise ValueError when a folder has files that no export of this run wrote.
 
-    run: a dict that tells the run from others.
+    run: a dict that distinguishes the run from others.
     """
     out = Path(folder)
     is_used = out.is_file() or any(out.glob("*"))
@@ -1337,16 +1787,17 @@ def check_export(folder, run):
 
 
 def write_export(folder, run, tensors, stem, add_files):
-    """Write a folder as `write_safetensors` does, beside its place, then rename it; a folder that
-    is there is replaced. Every process must call it.
+    """Write a folder as `write_safetensors` does, under another name, then rename it; an existing
+    folder is replaced. Every process must call it.
 
     run: of `check_export`. tensors: an iterator of (name, array). add_files: function of the new
     folder that writes the other files; process 0 calls it. Raises ValueError in every process when
     the disk refuses.
     """
-    is_main, errors = jax.process_index() == 0, []
+    is_main = jax.process_index() == 0
     out = Path(folder)
     new = Path(f"{out}.partial")
+    error = None
     try:
         if is_main:
             shutil.rmtree(new, ignore_errors=True)
@@ -1358,28 +1809,23 @@ def write_export(folder, run, tensors, stem, add_files):
             shutil.rmtree(out, ignore_errors=True)
             new.rename(out)
     except OSError as e:
+        error = str(e)
         for _ in tensors:  # the other processes wait for this one at each tensor
             pass
-        errors.append(str(e))
         shutil.rmtree(new, ignore_errors=True)
-    broadcast_from_main(lambda: _raise_if_errors(errors, f"export {folder}: could not be written"))
 
+    def report():
+        if error is not None:
+            raise ValueError(f"export {folder}: could not be written: {error}")
 
-def _shards(tensors, shard_bytes):
-    """Group (name, array) into dicts of at most shard_bytes, each emptied when the next begins."""
-    shard = {}
-    for name, x in tensors:
-        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > shard_bytes:
-            yield shard
-            shard.clear()
-        shard[name] = np.ascontiguousarray(x)
-    yield shard
+    broadcast_from_main(report)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "verify":
-        sys.exit("usage: python ckpt.py verify DIR, a folder of checkpoints, as out/ckpt")
+        sys.exit("usage: python ckpt.py verify DIR, a folder of checkpoints, such as out/ckpt")
     try:
-        sys.exit("\n".join(verify(sys.argv[2])) or None)
+        errors = verify(sys.argv[2])
     except ValueError as e:
         sys.exit(f"error: {e}")
+    sys.exit("\n".join(errors) or None)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill processes that save, replace, prune and restore, and damage files; count what comes back.
+"""Kill processes that save, replace, prune and restore, and corrupt files; count what comes back.
 
     python tests/faults.py [--kills 500] [--damage 1000] [--run_kills 0] [--calls 0] [--seed 0]
 
-Every number of a saved tree is its n, so a mixture or a wrong number shows. Ends with 1 when there
-was one, or when less came back than must. One kill in 25 is of one of four processes. This process
-imports JAX and forks, but never starts it, so a fork is safe and quick. --run_kills is of whole
-runs of two processes, which must end equal to the bit to one that nothing disturbed. --calls is how
-often one compiled update is called from one state, with 1, 2, 4 and 8 threads: the digest of what
-it returns must always be the same. It is counted with XLA's default options as well.
+Every number of a saved tree is its n, so a mixture or a wrong number shows. The exit code is 1
+after one, or when less came back than must. One kill in 25 hits one of four processes. This process
+imports JAX and forks, but never starts it, so a fork is safe and quick. --run_kills kills training
+runs of two processes, which must end bit-identical to an undisturbed run. --calls calls one
+compiled step that often from one state, with 1, 2, 4 and 8 threads: the digest of its result must
+always be the same. XLA's default options are counted as well.
 """
 import argparse
 import json
@@ -35,13 +35,13 @@ import config
 
 
 def tree_of(n):
-    """Packed arrays, a 0-d one, an empty one and one of four files of two chunks."""
+    """Return packed arrays, a 0-d one, an empty one and one of four files of two chunks."""
     return {"a": np.full(100, n, np.float32), "b": {"step": np.int32(n), "none": np.zeros((0, 2))},
             "big": np.full((8, 2**13), n, np.float32)}
 
 
 def value_of(tree):
-    """The number that fills a tree, or None where there are several."""
+    """Return the number that fills a tree, or None when it has several."""
     values = {float(x) for leaf in jax.tree.leaves(tree) for x in np.unique(np.asarray(leaf))}
     return values.pop() if len(values) == 1 else None
 
@@ -49,7 +49,7 @@ def value_of(tree):
 # ---- kills
 
 def fork(call, *args):
-    """Run call(*args, out) in a process of its own; (its id, the other end of out)."""
+    """Run call(*args, out) in a new process; return (its id, the other end of out)."""
     end, out = os.pipe()
     if pid := os.fork():
         os.close(out)
@@ -63,14 +63,14 @@ def fork(call, *args):
 
 
 def lines_of(pid, end):
-    """What a process wrote and nobody read, by line, when it is gone."""
+    """Wait until a process has ended; return the lines that it wrote and nobody has read."""
     os.waitpid(pid, 0)
     with end:
         return [json.loads(line) for line in end]
 
 
-def save_for_ever(root, n, tree, out):
-    """Save every step twice, some as temporary, and restore each; tell of each that is done."""
+def save_forever(root, n, tree, out):
+    """Save every step twice, some as temporary, and restore each; write the number of each."""
     ckpt.clean(root)
     while True:
         os.write(out, f"{n}\n".encode())
@@ -80,43 +80,48 @@ def save_for_ever(root, n, tree, out):
 
 
 def save_as_one_of_four(root, n, port, rank, out):
-    for words in (1, 2):  # the begin of a run and the end of a peer have many
-        os.dup2(os.open(os.devnull, os.O_WRONLY), words)
+    for stream in (1, 2):  # JAX prints a lot when a run begins and when a peer ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     jax.distributed.initialize(f"127.0.0.1:{port}", 4, rank)
     rows = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.P("x"))
     ckpt.broadcast_from_main(lambda: None)  # so that all have begun
-    save_for_ever(root, n, lambda n: tree_of(n) | {"big": jax.make_array_from_callback(
+    save_forever(root, n, lambda n: tree_of(n) | {"big": jax.make_array_from_callback(
         (8, 2**13), rows, lambda index: tree_of(n)["big"][index])}, out)
 
 
-def look(root, out):
-    """Tell the value of the newest checkpoint, and what `clean` leaves though nothing names it."""
+def inspect(root, out):
+    """Write the value of the newest checkpoint, and what `clean` leaves though no file names it.
+    """
     value = value_of(ckpt.restore_newest(root, tree_of(0))[1])
     ckpt.clean(root)
     named = {f"{step:09d}/{name}" for step in ckpt.steps(root) for name in (
         "meta.json", "temporary", ckpt.read_meta(root, step)["folder"])}
-    there = {str(p.relative_to(root)) for p in Path(root).glob("*/*")}
+    found = {str(p.relative_to(root)) for p in Path(root).glob("*/*")}
     empty = {p.name for p in Path(root).iterdir() if not any(p.iterdir())}
-    os.write(out, json.dumps([value, sorted(there - named | empty)]).encode())
+    os.write(out, json.dumps([value, sorted(found - named | empty)]).encode())
 
 
 def kill(root, n, rng, n_processes):
-    """Kill a run that saves n + 1 and on, at a random moment: (what came back, its value)."""
+    """Kill a run that saves n + 1, n + 2, ... at a random moment; return (what came back, value).
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     runs = [fork(save_as_one_of_four, root, n, port, rank) if n_processes > 1 else
-            fork(save_for_ever, root, n, tree_of) for rank in range(n_processes)]
-    told = [int(runs[0][1].readline())]
+            fork(save_forever, root, n, tree_of) for rank in range(n_processes)]
+    begun = [int(runs[0][1].readline())]
     time.sleep(rng.uniform(0, 0.3))
     os.kill(rng.choice(runs)[0], signal.SIGKILL)
     time.sleep(0.5 * (n_processes - 1))  # the others see it
     for pid, _ in runs:
         os.kill(pid, signal.SIGKILL)
-    told += [x for run in runs for x in lines_of(*run) if n_processes == 1 or type(x) is int]
-    ((value, left),) = lines_of(*fork(look, root))
-    words = {max(told): "the last that was done", max(told) + 1: "the one being written"}
-    return f"WRONG: left are {left}" if left else words.get(value, f"WRONG: {value}, {told}"), value
+    begun += [x for run in runs for x in lines_of(*run) if n_processes == 1 or type(x) is int]
+    ((value, left),) = lines_of(*fork(inspect, root))
+    words = {max(begun): "the last that was done", max(begun) + 1: "the one being written"}
+    found = words.get(value, f"WRONG: {value}, {begun}")
+    if left:
+        found = f"WRONG: left are {left}"
+    return found, value
 
 
 def count_kills(n_kills, n_processes, seed, root):
@@ -128,37 +133,41 @@ def count_kills(n_kills, n_processes, seed, root):
     return counts
 
 
-# ---- damage
+# ---- corruption
 
-def damage(path, kind, rng):
-    whole = bytearray(path.read_bytes())
+def corrupt(path, kind, rng):
+    content = bytearray(path.read_bytes())
     if kind == "bit flipped":
-        whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-    path.write_bytes(whole[: rng.randrange(len(whole))] if kind == "truncated" else whole)
-    path.unlink() if kind == "deleted" else None
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    if kind == "truncated":
+        content = content[: rng.randrange(len(content))]
+    path.write_bytes(content)
+    if kind == "deleted":
+        path.unlink()
 
 
-def count_damages(n_damages, seed, root):
-    """Each to one file of three checkpoints, of which the newest is temporary."""
-    rng, counts, whole, path = random.Random(seed), Counter(), Path(root, "whole"), Path(root, "d")
+def count_corruptions(n_corruptions, seed, root):
+    """Corrupt one file at a time of three checkpoints, of which the newest is temporary."""
+    rng, counts = random.Random(seed), Counter()
+    intact, path = Path(root, "intact"), Path(root, "corrupted")
     for n in (1, 2, 3):
-        ckpt.wait(ckpt.save(whole, n, tree_of(n), temporary=n == 3))
-    files = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file())
-    for i in range(n_damages):
+        ckpt.wait(ckpt.save(intact, n, tree_of(n), temporary=n == 3))
+    files = sorted(p.relative_to(intact) for p in intact.rglob("*") if p.is_file())
+    for i in range(n_corruptions):
         shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(whole, path)
+        shutil.copytree(intact, path)
         file, kind = files[i % len(files)], rng.choice(["bit flipped", "truncated", "deleted"])
         step = int(file.parts[0])
-        damage(path / file, kind, rng)
+        corrupt(path / file, kind, rng)
         try:
             value = value_of(ckpt.restore(path, step, tree_of(0)))
             words = "harmless" if value == step else f"WRONG: {value} at {step}"
         except ValueError as e:
             words = "an error" if str(path) in str(e) else f"WRONG: no name in {e}"
-        faults = ckpt.verify(path, tell=lambda _: None)
-        if bool(faults) != (words == "an error") and step in ckpt.steps(path):
-            words = f"WRONG: {words}, and verify says {faults}"
-        newest = value_of(ckpt.restore_newest(path, tree_of(0), tell=lambda _: None)[1])
+        errors = ckpt.verify(path, log=lambda _: None)
+        if bool(errors) != (words == "an error") and step in ckpt.steps(path):
+            words = f"WRONG: {words}, and verify returns {errors}"
+        newest = value_of(ckpt.restore_newest(path, tree_of(0), log=lambda _: None)[1])
         if newest != (2 if step == 3 and words == "an error" else 3):
             words = f"WRONG: {newest} came back as the newest"
         counts[f"{'a chunk' if 'c' in file.parts else file.name} {kind}: {words}"] += 1
@@ -171,7 +180,7 @@ END_S, JAX_END_S = 60, 20  # for a process to end once the other is dead; before
 
 
 def make_run(root, name, steps=400):
-    """A config of a run of two processes that saves every few updates."""
+    """A config of a run of two processes that saves every few steps."""
     text = Path(root, "text.txt")
     text.write_text("".join(f"{i} bottles of beer on the wall. " for i in range(400)))
     return config.Config(
@@ -182,7 +191,7 @@ def make_run(root, name, steps=400):
 
 
 def phase(out, pids, log_before):
-    """What a run is in, as its files show. log_before: inode of its log when it was started."""
+    """Return what a run is doing, by its files. log_before: inode of its log before its launch."""
     log, folders = out / "metrics.jsonl", sorted(out.glob("ckpt/0*"))
     if not log.exists() or log.stat().st_ino == log_before:
         signs = [path.read_text() for path in out.glob(".alive/*")]
@@ -193,7 +202,7 @@ def phase(out, pids, log_before):
 
 
 def wait_in(ready, runs, timeout_s=120):
-    """Wait until ready(), at most until a process of the run has ended."""
+    """Wait until ready(), or until a process of the run has ended."""
     deadline = time.monotonic() + timeout_s
     while not ready() and all(run.is_alive() for run, _ in runs):
         time.sleep(0.0005)
@@ -201,7 +210,8 @@ def wait_in(ready, runs, timeout_s=120):
 
 
 def how_ended(run, log, limit_s):
-    """A process that is left alone: its exit code and who ended it, in words, and after how long.
+    """Wait for a process that was not killed; return its exit code and who ended it, as text, and
+    the seconds until then.
     """
     began = time.monotonic()
     run.join(limit_s)
@@ -214,8 +224,8 @@ def how_ended(run, log, limit_s):
 
 
 def kill_run(several, cfg, rng, seconds):
-    """Start a run, kill one or both of its processes at a random moment: what happened, or None
-    when it had reached its end.
+    """Start a run and kill one or both of its processes at a random moment; return what happened,
+    or None when the run had reached its end.
     """
     out, log, root = Path(cfg.out_dir), Path(cfg.out_dir, "metrics.jsonl"), f"{cfg.out_dir}/ckpt"
     log_before, saved = log.exists() and log.stat().st_ino, ckpt.latest(root)
@@ -253,7 +263,7 @@ def kill_run(several, cfg, rng, seconds):
 
 
 def count_run_kills(n_kills, seed, root):
-    """Of one run after another, each killed until it reaches its end."""
+    """Start one run after another, and kill each until it reaches its end."""
     import conftest  # noqa: F401 fake devices, before JAX starts
     import test_train as tests
     rng, counts, killed = random.Random(seed), Counter(), 0
@@ -273,9 +283,9 @@ def count_run_kills(n_kills, seed, root):
         counts["runs that ended"] += 1
         equal = (tests.losses(cfg.out_dir) == tests.losses(straight.out_dir)
                  and tests.same(tests.arrays(cfg.out_dir), tests.arrays(straight.out_dir)))
-        damaged = ckpt.verify(f"{cfg.out_dir}/ckpt", tell=lambda _: None)
+        errors = ckpt.verify(f"{cfg.out_dir}/ckpt", log=lambda _: None)
         counts[f"WRONG: {cfg.out_dir} is not equal"] += not equal
-        counts[f"WRONG: {damaged}"] += bool(damaged)
+        counts[f"WRONG: {errors}"] += bool(errors)
         if killed == n_kills:
             break
     for what, found in seconds.items():
@@ -285,16 +295,16 @@ def count_run_kills(n_kills, seed, root):
     return +counts
 
 
-# ---- one update, many times
+# ---- one step, many times
 
-def call_often(n_calls, n_threads, dtype, our_options, out):
-    """Call one compiled update n_calls times from one state, in a process with n_threads threads
-    for programs of the CPU; write [number of threads that XLA has, {digest: how often}].
+def call_often(n_calls, n_threads, dtype, with_options, out):
+    """Call one compiled step n_calls times from one state, in a process with n_threads threads for
+    programs of the CPU; write [number of threads that XLA has, {digest: how often}].
     """
     os.environ["NPROC"] = str(n_threads)  # XLA asks this before it counts the cores
     import model
     import step as steplib
-    if not our_options:
+    if not with_options:
         steplib.compiler_options = lambda cfg, device: {}
     cfg = config.derive_text(config.Config(
         d_model=64, n_layers=1, n_heads=4, vocab_size=128, seq_len=64, batch_size=8, dtype=dtype,
@@ -321,13 +331,13 @@ def count_calls(n_calls):
     counts = Counter()
     for dtype in ("float32", "mixed"):
         for n_threads in (1, 2, 4, 8):
-            for our_options in (True, False):
-                found = lines_of(*fork(call_often, n_calls, n_threads, dtype, our_options))
+            for with_options in (True, False):
+                found = lines_of(*fork(call_often, n_calls, n_threads, dtype, with_options))
                 assert isinstance(found[0], list), found
                 n_found, digests = found[0]
-                wrong = "WRONG: " if our_options and len(digests) > 1 else ""
+                wrong = "WRONG: " if with_options and len(digests) > 1 else ""
                 words = (f"{wrong}calls, {dtype}, {n_found} threads, "
-                         f"{'our' if our_options else 'default'} options: each digest "
+                         f"{'set' if with_options else 'default'} options: each digest "
                          f"{sorted(digests.values(), reverse=True)} times")
                 print(words, flush=True)
                 counts[words] += n_calls
@@ -345,7 +355,7 @@ def main():
         counts = count_kills(args.kills, 1, args.seed, f"{root}/one")
         counts += count_kills(args.kills // 25, 4, args.seed, f"{root}/four")
         counts += count_calls(args.calls) if args.calls else Counter()
-        counts += count_damages(args.damage, args.seed, root)
+        counts += count_corruptions(args.damage, args.seed, root)
         if args.run_kills:  # last, as nothing may fork once this process read a checkpoint
             counts += count_run_kills(args.run_kills, args.seed, root)
     for words, n in sorted(counts.items()):

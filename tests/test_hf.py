@@ -409,7 +409,7 @@ def test_tensors_become_stacked_arrays(dtype, n_files, tmp_path):
     """NumPy arrays where there is no sharding, in the wanted dtype, from one file or several, in
     slices of any size.
 
-    Break: ckpt.py: target = block[at].T if transposed else block[at] => target = block[0, 0].T
+    Break: ckpt.py: target = block[position] => target = block[0, 0]
     """
     tensors, wanted, like = stack(dtype)
     folder = stored(tmp_path / "hf", two_files(tensors) if n_files > 1 else
@@ -458,7 +458,7 @@ def test_shards_hold_their_part(host, spec, sizes, slice_bytes, tmp_path, monkey
 def test_faults_of_tensors_are_told_all_at_once(tmp_path):
     """Missing, of another shape, of integers, and unknown; those of `unused` may be there.
 
-    Break: ckpt.py: faults.append(f"{tensor} is missing") => pass
+    Break: ckpt.py: errors.append(f"{name} is missing") => pass
     """
     tensors, wanted, like = stack()
     del tensors["0.1.w"], tensors["1.2.w"]
@@ -468,8 +468,9 @@ def test_faults_of_tensors_are_told_all_at_once(tmp_path):
     with pytest.raises(ValueError) as fault:
         ckpt.read_safetensors(folder, wanted, like, ("*.inv_freq",))
     assert str(fault.value).split("\n  ") == [
-        f"{folder}:", "0.1.w is missing", "1.1.w is [7, 5] there, [5, 7] here", "1.2.w is missing",
-        "e is of dtype I8, not a float of 16 bits or more", "strange has no place in this model"]
+        f"{folder}:", "0.1.w is missing",
+        "1.1.w is [7, 5] in the checkpoint, [5, 7] in this model", "1.2.w is missing",
+        "e has dtype I8, not a float of 16 bits or more", "strange is not a tensor of this model"]
 
 
 def lie(folder, change):
@@ -508,7 +509,7 @@ def test_a_file_that_lies_is_named(name, tmp_path):
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     """As files that an older export left; none of both is taken.
 
-    Break: ckpt.py: if twice := sorted(tensors.keys() & more): => if twice := []:
+    Break: ckpt.py: if duplicates: => if False:
     """
     tensors, wanted, like = stack()
     folder = stored(tmp_path / "hf", two_files(tensors))
@@ -532,7 +533,7 @@ def test_files_are_split_as_theirs(tmp_path):
     """Files of at most shard_bytes, each tensor in one, and an index that transformers reads;
     arrays that are views are written in their own order; nothing else is left in the folder.
 
-    Break: ckpt.py: shard[name] = np.ascontiguousarray(x) => shard[name] = x
+    Break: ckpt.py: group[name] = np.ascontiguousarray(x) => group[name] = x
     """
     tensors, wanted, like = stack()
     tensors["e"] = np.ascontiguousarray(tensors["e"].T).T
@@ -638,7 +639,7 @@ ckpt.write_safetensors(root / "out", ckpt.each_tensor(got, wanted, "float32"), s
 def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path):
     """The array over all devices of both, and the same tensors written again.
 
-    Break: ckpt.py: *(range(n)[part] for n, part in zip(shape, index)))) => *map(range, shape)))
+    Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
     """
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     rng = np.random.default_rng(0)

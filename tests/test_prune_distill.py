@@ -261,7 +261,7 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
         ckpt.wait(ckpt.save(tmp_path / f"no_{lost}/ckpt", 1, {"params": params}, meta))
     fine = student(of_teacher)
     for changes, words in (
-            (dict(teacher=str(tmp_path / "none")), "none/ckpt holds no checkpoint; is it of a run"),
+            (dict(teacher=str(tmp_path / "none")), "none/ckpt holds no checkpoint; name the --out"),
             (dict(vocab_size=300), "vocab_size is 256 there, 300 here"),
             (dict(teacher=str(tmp_path / "no_final_norm")), "its checkpoint has no final_norm"),
             (dict(teacher=str(tmp_path / "no_embed")), "is no language model: it has no embed"),
