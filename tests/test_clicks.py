@@ -141,7 +141,7 @@ def train_clicks(cfg, kill_step):
 def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
     """Tables split by rows; parameters, moments and evaluations are those of a run never killed.
 
-    Break: data.py: _shuffled(places + at => _shuffled(places + os.getpid() + at
+    Break: data.py: _shuffled(window_of * sizes + => _shuffled(os.getpid() + window_of * sizes +
     """
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
     summary = train.main(cfg, task=clicks.TASK)
