@@ -90,7 +90,7 @@ def _feistel(cells, n_rows, n_columns, keys):
 
 
 BLOCK = 4096  # examples that are permuted in one call and cached; a call for each batch is slower
-EVAL_SEED = "held out"  # names the order of evaluation batches
+EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
 
 
 def examples_at(step, batch_size, n, seed=0, rows=None):
@@ -117,15 +117,18 @@ def eval_examples_at(index, batch_size, n, rows=None):
 
 
 def _draws(step, batch_size, rows):
-    """Number the rows of all batches laid end to end: the numbers of `rows` of batch `step`."""
+    """Return the draws of `rows` (default: all) of batch `step`.
+
+    Draw k is row k % batch_size of batch k // batch_size: the k-th row of all batches end to end.
+    """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return step * batch_size + rows.astype(np.int64)
 
 
 def _shuffled(draws, n, seed):
-    """Choose the example (int64 in [0, n)) of each draw from epochs that are laid end to end.
+    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
 
-    n may be an array with a size for each draw.
+    n may be an array with a number of examples for each draw.
     """
     epochs, ranks = np.divmod(draws, n)
     blocks, offsets = np.divmod(ranks, BLOCK)
@@ -159,11 +162,13 @@ SEQ_FORMAT = {
 def make_dataset(shards, seq_format=SEQ_FORMAT):
     """Cut shards into sequences.
 
-    Returns {"shards", "seq_format", "n": number of sequences, "cum_counts": [shards], number of
-    sequences up to the end of each shard, "lengths": [shards], tokens of each}.
-    With packing "stream" a sequence is seq_len tokens in a row, and each token but a shard's first
-    is a label in exactly one sequence: a shard's last sequence overlaps the one before, and ignores
-    the labels that both have. With other packing, documents are kept together, see `pack`.
+    Returns {"shards", "seq_format",
+        "n": number of sequences,
+        "cum_counts": [shards], number of sequences up to the end of each shard,
+        "lengths": [shards], number of tokens in each}.
+    With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
+    first is a label in exactly one sequence: a shard's last sequence overlaps the one before, and
+    ignores the labels that both have. With other packing, documents stay together: see `pack`.
     """
     seq_format = SEQ_FORMAT | seq_format
     T = seq_format["seq_len"]
@@ -219,14 +224,14 @@ def _read_sequences(dataset, examples):
 
 
 def _stream_batch(dataset, shard_of, offsets):
-    """Build a batch of seq_len tokens in a row; a shard's last sequence is moved back to fit."""
+    """Build a batch of seq_len successive tokens; a shard's last sequence is moved back to fit."""
     seq_format = dataset["seq_format"]
     T = seq_format["seq_len"]
     shards = [dataset["shards"][i] for i in shard_of.tolist()]
     starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
 
-    # A row of T + 1 ids holds the tokens and, one further, the labels. Their dtype is int64 until
-    # they are checked: a wrong id may not fit into int32.
+    # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
+    # checked: a wrong id may not fit into int32.
     ids = np.empty((len(shards), T + 1), np.int64)
     for row, shard, start in zip(ids, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
@@ -295,6 +300,7 @@ def to_device(batch, shardings, rows, batch_size):
     """
     arrays = {}
     for name, x in batch.items():
+        # JAX calls _device_part for the devices of this process only: it needs no other rows.
         shape = (batch_size, *x.shape[1:])
         arrays[name] = jax.make_array_from_callback(
             shape, shardings[name], partial(_device_part, x, rows, batch_size))
@@ -360,10 +366,14 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: Non
 def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": source or None}.
 
-    A source is {"n": number of sequences, "batch": (step, rows) -> batch, "fingerprint",
-    "summary": text, "bytes_per_token"}. The "val" of a mixture has "parts", {name: source};
-    the "train" of windows has more keys, see in_windows. "train" is None if `parts` does not have
-    it, unless its files are needed for "val".
+    A source is {
+        "n": number of sequences,
+        "batch": (step, rows) -> batch,
+        "fingerprint": a text that differs when the tokens do,
+        "summary": a text to print,
+        "bytes_per_token": number, or None if it is unknown}.
+    The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys, see
+    in_windows. "train" is None if `parts` does not have it and "val" does not need its files.
     cfg: any object with the fields under "data" in config.py, and batch_size seq_len vocab_size
     seed cache_dir out_dir.
     """
@@ -411,8 +421,8 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
 N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
 
 
-def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16", folder=".prepared",
-                 eod_id=-1, may_be_empty=False):
+def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
+                 folder=".token_cache", eod_id=-1, may_be_empty=False):
     """Open documents and token files given as files, globs and folders of Hugging Face datasets; by
     default Python's standard library.
 
@@ -586,68 +596,69 @@ def _read_shard(folder, tokenizer):
 
 
 def _write_shard(paths, tokenizer, folder):
-    """Tokenize documents into the files of a shard, and write index.json after them.
-
-    Documents lie end to end. Between two texts is an eos id that belongs to both. If the tokenizer
-    has a bos id, each text lies between its own bos and eos. Chats are as their template writes
-    them.
-    """
-    bos, eos, dtype = tokenizer["bos"], tokenizer["eos"], tokenizer["dtype"]
-    n_empty = 0
-    is_first = True  # the next piece begins a document
-    after_chat = False
+    """Tokenize documents into the files of a shard, and write index.json after them."""
     with (open(folder / "tokens", "wb") as tokens, open(folder / "ignored", "wb") as ignored,
           open(folder / "documents", "wb") as documents):
-        append = partial(_append_ids, tokens, ignored, dtype)
-        for piece in _encode_files(paths, tokenizer):
-            is_chat = piece["is_chat"]
-            if is_first and piece["is_last"] and not len(piece["ids"]):
-                n_empty += 1
-                continue
-
-            # Begin a document. An id before a text belongs to it; after a chat it is not a label.
-            if is_first:
-                n = append(_ids_before(bos, eos, is_chat), after_chat)
-                documents.write(np.int64(n if is_chat else n - 1))
-            n = append(piece["ids"], piece["ignored"])
-            # End a document. The id after a text belongs to it.
-            if piece["is_last"]:
-                documents.write(np.int64(n if is_chat else n + 1))
-                if bos is not None and not is_chat:
-                    append([eos], False)
-                after_chat = is_chat
-            is_first = piece["is_last"]
-
-        if bos is None:
-            append([eos], after_chat)
-        if ignored.tell():
-            ignored.truncate(tokens.tell() // dtype.itemsize)
-        n_documents = documents.tell() // 16
-        if not n_documents:  # one without tokens, since an empty file cannot be mapped
-            append([eos], False)
-            documents.write(np.int64((0, 0)))
-
-    # index.json comes last: a shard with it is complete.
+        pieces = _encode_files(paths, tokenizer)
+        counts = _write_documents(pieces, tokenizer, tokens, ignored, documents)
     sizes = {}
     for path in folder.iterdir():
-        if path.stat().st_size:
+        if path.stat().st_size:  # an empty file cannot be mapped
             sizes[path.name] = path.stat().st_size
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-    counts = {}
-    if n_documents:
-        counts["documents"] = n_documents
-    if n_empty:
-        counts["empty documents skipped"] = n_empty
+    # A shard with this file is complete.
     (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
 
 
-def _ids_before(bos, eos, is_chat):
-    """Return the ids between a document and the one before, whose own ids end there."""
+def _write_documents(pieces, tokenizer, tokens, ignored, documents):
+    """Write documents end to end into three files; return the counts of documents.
+
+    Between two texts is an eos id that belongs to both. If the tokenizer has a bos id, each text
+    lies between its own bos and eos. Chats are as their template writes them.
+    """
+    bos = tokenizer["bos"]
+    eos = tokenizer["eos"]
+    append = partial(_append_ids, tokens, ignored, tokenizer["dtype"])
+    counts = {"documents": 0, "empty documents skipped": 0}
+    is_first = True  # the next piece begins a document
+    after_chat = False
+    for piece in pieces:
+        is_chat = piece["is_chat"]
+        if is_first and piece["is_last"] and not len(piece["ids"]):
+            counts["empty documents skipped"] += 1
+            continue
+
+        # Begin a document. The id before a text belongs to it; after a chat it is not a label.
+        if is_first:
+            n = append(_ids_before(bos, eos, is_chat), after_chat)
+            documents.write(np.int64(n if is_chat else n - 1))
+        n = append(piece["ids"], piece["ignored"])
+        # End a document. The id after a text belongs to it.
+        if piece["is_last"]:
+            documents.write(np.int64(n if is_chat else n + 1))
+            if bos is not None and not is_chat:
+                n = append([eos], False)
+            counts["documents"] += 1
+            after_chat = is_chat
+        is_first = piece["is_last"]
+
     if bos is None:
-        return [eos]
+        n = append([eos], after_chat)
+    if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
+        n = append([eos], False)
+        documents.write(np.int64((0, 0)))
+    if ignored.tell():
+        ignored.truncate(n)  # as long as the tokens: zeros to the end
+    return counts
+
+
+def _ids_before(bos, eos, is_chat):
+    """Return the ids to write before a document."""
+    if bos is None:
+        return [eos]  # it also ends the document before
     if is_chat:
-        return []
+        return []  # the template writes all
     return [bos]
 
 
@@ -669,7 +680,10 @@ def _encode_files(paths, tokenizer):
     The last piece of a document has is_last. Rows are encoded 512 at a time: a tokenizer's library
     uses all cores for a list.
     """
-    total = sum(p.stat().st_size for path in paths for p in (path, *path.glob("*")))
+    total = 0
+    for path in paths:
+        files = (path, *path.glob("*"))  # a folder by datasets has files
+        total += sum(file.stat().st_size for file in files)
     rows = chain.from_iterable(rows_in(path, tokenizer["piece"]) for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
               leave=False) as bar:
@@ -865,7 +879,8 @@ def describe(dataset):
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
             for name, n in shard.get("counts", {}).items():
-                facts.append(f"{n:,} {name}")
+                if n:
+                    facts.append(f"{n:,} {name}")
     return ", ".join(facts)
 
 
@@ -1522,7 +1537,8 @@ def _readers():
     """List the functions that decide which tokens a file and a tokenizer give."""
     return (rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _json_rows, _parse_json,
             _table_rows, _arrow_batches, _texts, _join_prompt, _check_messages, _encode_chat,
-            _answer_span, _render_chat, _encode_files, _write_shard, _ids_before, _append_ids)
+            _answer_span, _render_chat, _encode_files, _write_shard, _write_documents, _ids_before,
+            _append_ids)
 
 
 def _cache_key(paths, tokenizer):

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import fcntl
 import gzip
+import inspect
 import io
 import json
 import os
@@ -781,6 +782,28 @@ def test_text_is_prepared_again_by_another_reader(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "rows_in", rows_in)
     shard = tokenized(path, folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0A TEXT THAT IS LONG ENOUGH\0"
+
+
+def test_the_cache_key_covers_all_readers():
+    """Each function of data.py that tokenizing calls is in the list of readers, but for those that
+    only raise errors or import a package; the list has no other function.
+
+    Break: data.py: _table_rows, _arrow_batches, => _table_rows,
+    """
+    def names_in(code):
+        nested = [names_in(x) for x in code.co_consts if hasattr(x, "co_names")]
+        return set(code.co_names).union(*nested)
+
+    found, queue = set(), [data._write_shard]
+    while queue:
+        function = queue.pop()
+        if function not in found:
+            found.add(function)
+            for name in names_in(inspect.unwrap(function).__code__):
+                called = vars(data).get(name)
+                if inspect.isfunction(called) and called.__module__ == "data":
+                    queue.append(called)
+    assert found - {data.as_value_error, data.require} == set(data._readers())
 
 
 def test_text_is_prepared_once(tmp_path):
