@@ -64,7 +64,7 @@ def header(count, magic=20240520, version=1):
 # ---- order
 
 def test_permute_is_a_bijection():
-    """The permutation of n things has each of them once, for every small n and some large.
+    """A permutation of n numbers has each of them once, for every small n and some large.
 
     Break: data.py: out[outside] = _feistel(out[outside], n_rows, n_columns, keys) =>
     out[outside] = out[outside] % n
@@ -74,7 +74,7 @@ def test_permute_is_a_bijection():
 
 
 def test_permute_order():
-    """Another seed or epoch is another order, and none is close to that of the file.
+    """Another seed or epoch is another order. No order is close to that of the file.
 
     Break: data.py: seed_bits = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20) =>
     seed_bits = np.uint64(7)
@@ -84,7 +84,7 @@ def test_permute_order():
     orders = [data.permute(np.arange(n), n, seed) for seed in seeds] + [np.arange(n)]
     for i, one in enumerate(orders):
         for two in orders[:i]:
-            assert (one == two).sum() < 12  # 1 place on average agrees by chance
+            assert (one == two).sum() < 12  # 1 position on average agrees by chance
     for one in orders[:-1]:
         assert abs(np.corrcoef(one, np.arange(n))[0, 1]) < 0.15
         assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.15
@@ -93,7 +93,7 @@ def test_permute_order():
 def shuffle_statistics(order, epoch_after, lags):
     """Figures of one order in which a poor shuffle differs from a random one: close neighbours,
     the largest serial correlation, distinct steps, ascents, and chi-squares over 8 x 8 cells of
-    (place, value), (value, next value) and (value, value an epoch later).
+    (position, value), (value, next value) and (value, value an epoch later).
     """
     n, steps = len(order), np.diff(order)
     pairs = (np.arange(n), order), (order[:-1], order[1:]), (order, epoch_after)
@@ -104,8 +104,8 @@ def shuffle_statistics(order, epoch_after, lags):
 
 
 def test_orders_are_pinned():
-    """Orders are these numbers: a run resumed with a later version goes on in the same order, and
-    data that was not changed keeps its fingerprint.
+    """Orders are these numbers, so a run resumed with a later version continues in the same order,
+    and unchanged data keeps its fingerprint.
 
     Break: data.py: np.uint64(0xBF58476D1CE4E5B9) => np.uint64(0xBF58476D1CE4E5BB)
     """
@@ -165,8 +165,8 @@ def test_permute_in_pieces():
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
 def test_every_label_once_an_epoch(seq_len):
-    """Over an epoch every token that has one before it in its shard is a label exactly once, by a
-    count of our own.
+    """Over an epoch every token that has one before it in its shard is a label exactly once, by an
+    independent count.
 
     Break: data.py: labels[row, : n_repeated[row]] = IGNORE => pass
     """
@@ -183,7 +183,7 @@ def test_every_label_once_an_epoch(seq_len):
 
 
 def test_order_does_not_depend_on_the_batch():
-    """Any batch over any border, of a block or of an epoch, has the sequences of permute's places.
+    """A batch across any border, of a block or of an epoch, has the sequences of permute.
 
     Break: data.py: blocks, offsets = np.divmod(ranks, BLOCK) =>
     blocks, offsets = 0 * ranks, ranks % BLOCK
@@ -198,8 +198,8 @@ def test_order_does_not_depend_on_the_batch():
 
 
 def test_last_batch_wraps():
-    """The batch that an epoch does not fill is filled from the next: laid end to end, batches are
-    whole epochs.
+    """The last batch of an epoch is filled from the next: laid end to end, batches are complete
+    epochs.
 
     Break: data.py: (seed, epoch))[offset] => (seed, 0))[offset]
     """
@@ -252,8 +252,8 @@ def test_rows_of_hosts(n_hosts, at):
 
 @pytest.mark.parametrize("n, batch_size", [(10, 4), (7, 7), (5, 12), (9000, 64)])
 def test_examples_come_once_an_epoch(n, batch_size):
-    """Laid end to end, the rows of batches are epochs of every example once, in new orders, also of
-    an epoch smaller than a batch; rows asked for alone are the same.
+    """Laid end to end, the rows of batches are epochs of every example once, in new orders, also if
+    an epoch is smaller than a batch. A selection of rows is the same.
 
     Break: data.py: epochs, ranks = np.divmod(draws, n) =>
     epochs, ranks = draws // n, 0 * draws
@@ -270,11 +270,11 @@ def test_examples_come_once_an_epoch(n, batch_size):
         np.testing.assert_array_equal(some, batches[step][rows])
 
 
-# ---- held out
+# ---- evaluation
 
 def test_evaluation_has_each_example_once():
-    """Those that the mask lets count are every example once, in a shuffled order that no batch size
-    changes; rows asked for alone are the same.
+    """The examples that count are every example once, in a shuffled order that no batch size
+    changes. A selection of rows is the same.
 
     Break: data.py: np.array(examples, np.int64), draws < n =>
     np.array(examples, np.int64), draws <= n
@@ -294,7 +294,7 @@ def test_evaluation_has_each_example_once():
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
 def test_eval_covers_each_token_once(batch_size):
-    """Evaluation counts every held-out label once at any batch size, and none past the end.
+    """Evaluation counts every validation label once at any batch size, and no label past the end.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
@@ -310,41 +310,41 @@ def test_eval_covers_each_token_once(batch_size):
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.9])
 def test_split(share):
-    """The last share of the tokens is held out: both sides laid end to end are the data, each piece
-    long enough to use.
+    """The last fraction of the tokens is validation data. Both sides laid end to end are the data,
+    and each part is long enough to use.
 
     Break: data.py: second[name] = shard[name][cut:] =>
     second[name] = shard[name][max(cut - 1, 0) :]
     """
     seq_len, lengths = 8, (400, 90, 300, 210)
     dataset = count_up(lengths, seq_len=seq_len)
-    train, held_out = data.split(dataset, share)
-    both = [s["tokens"] for s in train["shards"] + held_out["shards"]]
+    train, val = data.split(dataset, share)
+    both = [s["tokens"] for s in train["shards"] + val["shards"]]
     np.testing.assert_array_equal(np.concatenate(both), np.arange(1000))
-    assert abs(sum(held_out["lengths"]) - 1000 * share) <= seq_len
-    assert all(n > seq_len for side in (train, held_out) for n in side["lengths"])
+    assert abs(sum(val["lengths"]) - 1000 * share) <= seq_len
+    assert all(n > seq_len for side in (train, val) for n in side["lengths"])
     assert dataset["lengths"].tolist() == list(lengths)  # as it was
 
 
-@pytest.mark.parametrize("n_held_out, train, held_out", [
+@pytest.mark.parametrize("n_val, train, val", [
     (8, (100, 200), None), (9, (100, 191), (9,)), (191, (100, 9), (191,)), (192, (100,), (200,)),
     (208, (100,), (200,)), (209, (91,), (9, 200)), (291, (9,), (91, 200)), (292, None, (100, 200)),
 ])
-def test_split_leaves_no_short_part(n_held_out, train, held_out):
+def test_split_leaves_no_short_part(n_val, train, val):
     """A cut that would leave fewer than seq_len + 1 tokens of a shard moves to the shard's end.
 
     Break: data.py: elif n - cut <= seq_len: => elif n - cut < seq_len:
     """
-    if train is None or held_out is None:
+    if train is None or val is None:
         with pytest.raises(ValueError, match="leaves no"):
-            data.split(count_up((100, 200), seq_len=8), n_held_out / 300)
+            data.split(count_up((100, 200), seq_len=8), n_val / 300)
         return
-    sides = data.split(count_up((100, 200), seq_len=8), n_held_out / 300)
-    assert [tuple(side["lengths"].tolist()) for side in sides] == [train, held_out]
+    sides = data.split(count_up((100, 200), seq_len=8), n_val / 300)
+    assert [tuple(side["lengths"].tolist()) for side in sides] == [train, val]
 
 
 def test_split_too_far():
-    """A split that leaves a side without a sequence is refused with what to do.
+    """A split that leaves a side without a sequence is an error that names the flags to change.
 
     Break: data.py: if not side["n"]: => if False:
     """
@@ -385,8 +385,8 @@ def test_token_files(kind, tmp_path):
 
 
 def test_text_and_globs(tmp_path):
-    """Text files and the texts of .jsonl lines become one shard of documents, each between two
-    ends; globs are sorted.
+    """Text files and the texts of .jsonl lines become one shard of documents, each between two eos
+    ids. Globs are sorted.
 
     Break: data.py: and not len(piece["ids"]): => and len(piece["ids"]) > 4:
     """
@@ -395,16 +395,16 @@ def test_text_and_globs(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "d.jsonl").write_text('{"text": "vier\\n"}\n\n{"id": 7, "text": "fünf"}\n')
     patterns = [tmp_path / name for name in ("*.txt", "**/c.txt", "d.jsonl")]
-    dataset = data.open_dataset(patterns, BYTES, folder=tmp_path / "prepared")
+    dataset = data.open_dataset(patterns, BYTES, folder=tmp_path / "p")
     text = "\0één\0zwei\0three\0vier\n\0fünf\0".encode()
     assert [bytes(s["tokens"]) for s in dataset["shards"]] == [text]
     assert data.bytes_per_token(dataset, BYTES) == 1
     assert [s["name"] for s in dataset["shards"]] == [f"{tmp_path}/a.txt and 3 more"]
 
 
-def test_a_file_s_own_name_is_no_glob_and_counts_once(tmp_path):
-    """A file with brackets in its name is itself, and not the file that they would match; one that
-    two patterns match is read once.
+def test_an_existing_name_is_not_a_glob_and_counts_once(tmp_path):
+    """The name of an existing file with brackets is not a glob. A file that two patterns match is
+    read once.
 
     Break: data.py: paths[os.path.realpath(name)] = => paths[name] =
     """
@@ -417,7 +417,7 @@ def test_a_file_s_own_name_is_no_glob_and_counts_once(tmp_path):
 
 
 def test_token_files_and_text(tmp_path):
-    """Given both, each token file is a shard of its own beside that of all text.
+    """Token files and text make one dataset: a shard for each token file, and one for all text.
 
     Break: data.py: if "documents" not in shard or "ignored" in shard: => if "ignored" in shard:
     """
@@ -429,7 +429,7 @@ def test_token_files_and_text(tmp_path):
 
 
 def test_shortest_files(tmp_path):
-    """A shard of seq_len + 1 tokens is long enough: by default 2. A file whose start looks like a
+    """A shard of seq_len + 1 tokens is long enough: by default 2. A file whose start resembles a
     header but for one number is tokens.
 
     Break: data.py: np.where(lengths > T, => np.where(lengths > T + 1,
@@ -478,9 +478,9 @@ def npy(array):
     ("", None, "name the files of a folder as in 'folder/*.txt'"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
 ])
-def test_faults_name_the_file(name, content, words, tmp_path):
-    """A file that is missing, short, torn or of another kind is a ValueError that names it
-    and says what is wrong.
+def test_errors_name_the_file(name, content, words, tmp_path):
+    """A file that is missing, short, truncated or of another kind is a ValueError that names it and
+    the reason.
 
     Break: data.py: if size != wanted: => if False:
     """
@@ -494,7 +494,7 @@ def test_faults_name_the_file(name, content, words, tmp_path):
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
-    """An id that the model does not have is refused before training, with its file; one below
+    """An id outside the vocabulary is refused before training, with its file. The largest legal id
     passes.
 
     Break: data.py: rows.max() < vocab_size: => rows.max() <= vocab_size:
@@ -520,8 +520,8 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
 def test_ids_beyond_the_vocabulary_in_a_batch(at):
-    """A batch with an id that the model does not have is refused with the file that holds it,
-    whichever row it is in, also one that 32 bits cannot hold.
+    """A batch with an id outside the vocabulary is refused with the file of its row, whichever row
+    it is, also if the id does not fit into 32 bits.
 
     Break: data.py: T + 1), np.int64) => T + 1), np.int32)
     """
@@ -539,7 +539,7 @@ def test_ids_beyond_the_vocabulary_in_a_batch(at):
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_ids_beyond_the_vocabulary_in_whole_documents(packing, tmp_path, monkeypatch):
-    """They are refused, too, where they stand beyond those that are checked before training.
+    """Packed rows are checked too, beyond the tokens that are checked before training.
 
     Break: data.py: check_ids(np.maximum(batch["tokens"], batch["labels"]), =>
     check_ids(np.maximum(0, 0),
@@ -572,7 +572,7 @@ def test_standard_library(tmp_path):
 # ---- tokenizers
 
 def test_bytes_tokenizer():
-    """Any text is restored from its bytes; ids above 255, which a larger vocabulary may sample, are
+    """Any text is restored from its bytes. Ids above 255, which a larger vocabulary may sample, are
     shown as numbers.
 
     Break: data.py: text.encode(), np.uint8) => text.encode("utf-16"), np.uint8)
@@ -594,7 +594,7 @@ def small_bpe(path, *special):
     tok.train_from_iterator(["low lower lowest"] * 9, trainers.BpeTrainer(
         vocab_size=300, special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    # As many published tokenizers do, this one frames a text by itself unless told not to.
+    # As many published tokenizers do, this one adds special ids by default.
     tok.post_processor = processors.TemplateProcessing(
         single=f"{special[-1]} $A", special_tokens=[(special[-1], len(special) - 1)])
     tok.save(str(path))
@@ -602,7 +602,7 @@ def small_bpe(path, *special):
 
 
 def test_tokenizer_json(tmp_path):
-    """A tokenizer.json encodes as its own library does; text becomes documents between its
+    """A tokenizer.json encodes as Hugging Face's library does. Text becomes documents between its
     end-of-document ids.
 
     Break: data.py: append(_ids_before(bos, eos, is_chat), => append([],
@@ -625,9 +625,9 @@ def test_tokenizer_json(tmp_path):
     assert data.bytes_per_token(dataset, ours) == n_bytes / len(wanted)
 
 
-def test_a_tokenizer_s_last_truncation_and_padding_are_not_ours(tmp_path):
-    """Texts are whole and unpadded though tokenizer.json was saved after a call that cut and padded
-    them; of its folder only the tokenizer's own files tell it from others.
+def test_truncation_and_padding_of_a_tokenizer_are_off(tmp_path):
+    """Texts are neither truncated nor padded, even if tokenizer.json was saved after a call that
+    did both. In its folder only the tokenizer's files decide about its key.
 
     Break: data.py: tok.no_truncation() => pass
     """
@@ -647,9 +647,9 @@ def test_a_tokenizer_s_last_truncation_and_padding_are_not_ours(tmp_path):
     assert read()["key"] == ours["key"] != before["key"]
 
 
-def test_tokenizer_faults(tmp_path):
-    """A tokenizer is refused by name when it is not a file, not a tokenizer.json, has no
-    end-of-document token, or a tokenizer_config.json that is none.
+def test_tokenizer_errors(tmp_path):
+    """A tokenizer is refused by name if it is not a file, not a tokenizer.json, has no end-of-
+    document token, or an invalid tokenizer_config.json.
 
     Break: data.py: if not eos_ids: => if False:
     """
@@ -670,7 +670,7 @@ def test_tokenizer_faults(tmp_path):
 
 
 def test_a_vocabulary_with_gaps(tmp_path):
-    """The ids of a tokenizer end after the highest, however many tokens there are.
+    """The vocabulary ends after the highest id, however many tokens it has.
 
     Break: data.py: max(tok.get_vocab().values()) + 1 => tok.get_vocab_size()
     """
@@ -685,8 +685,8 @@ def test_a_vocabulary_with_gaps(tmp_path):
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
 def test_segments(at):
-    """Given the end id, rows have the count of documents begun so far and the places within each,
-    as a plain loop counts them; else neither.
+    """With document_mask, rows have the number of documents begun so far and the positions within
+    each, as a plain loop counts them; without it, neither.
 
     Break: data.py: np.where(begins, columns, 0) => np.where(begins, columns, 1)
     """
@@ -723,7 +723,7 @@ def test_fingerprint():
     assert len({data.fingerprint(data.make_dataset([shard(a) | mask])) for mask in masks}) == 3
 
 
-# ---- prepared text
+# ---- tokenized text
 
 def tokenized(path, *more, tokenizer=BYTES, folder, **seq_format):
     seq_format = {"seq_len": 8} | seq_format
@@ -735,14 +735,14 @@ def no_encoding(texts):
 
 
 @pytest.mark.parametrize("val_frac", [0.1, 0.0])
-def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
-    """With val_data nothing is taken from the data, whatever val_frac says; with neither nothing is
-    held out.
+def test_val_data_is_all_validation_data(val_frac, tmp_path):
+    """With val_data no training data is taken for validation, whatever val_frac is. With neither
+    there is no validation data.
 
     Break: data.py: if cfg.val_frac and not val: => if cfg.val_frac or not val:
     """
-    path, held_out = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
-    cfg = config.Config(data=(str(path),), val_data=(str(held_out),), val_frac=val_frac, seq_len=8,
+    path, val = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
+    cfg = config.Config(data=(str(path),), val_data=(str(val),), val_frac=val_frac, seq_len=8,
                         batch_size=10, token_cache=str(tmp_path / "p"))
     opened = data.open_text(("train", "val"), cfg)
     assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
@@ -753,8 +753,9 @@ def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_preparing_text_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
-    """From its second second on, with the part that is done; into a file or a pipe goes nothing.
+def test_tokenizing_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
+    """From the second second on a terminal shows a bar with the fraction that is done. A file or a
+    pipe shows nothing.
 
     Break: data.py: bar.update(sum(len(text) for text in texts)) => pass
     """
@@ -768,8 +769,8 @@ def test_preparing_text_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatc
     assert ("tokenizing: 100%|" in shown and "1.05M/1.05M" in shown) if terminal else shown == ""
 
 
-def test_text_is_prepared_again_by_another_reader(tmp_path, monkeypatch):
-    """Who edits what reads a format gets its tokens, not those of before.
+def test_text_is_tokenized_again_by_another_reader(tmp_path, monkeypatch):
+    """After a change of the code that reads a format, its files are tokenized again.
 
     Break: data.py: json.dumps([*code, => json.dumps([
     """
@@ -806,13 +807,13 @@ def test_the_cache_key_covers_all_readers():
     assert found - {data.as_value_error, data.require} == set(data._readers())
 
 
-def test_text_is_prepared_once(tmp_path):
-    """The same files are not tokenized again, not even when they were moved; changed ones are, and
-    so is data that is not whole. What is prepared can be read where nothing can be written.
+def test_text_is_tokenized_once(tmp_path):
+    """The same files are not tokenized again, even if they were moved. Changed files are, and so is
+    an incomplete shard. A shard can be read where nothing can be written.
 
     Break: data.py: if shard is None: => if True:
     """
-    path, folder = write(tmp_path / "a.txt", b"the first text"), tmp_path / "prepared"
+    path, folder = write(tmp_path / "a.txt", b"the first text"), tmp_path / "p"
     first = bytes(tokenized(path, folder=folder)["shards"][0]["tokens"])
     asleep = BYTES | {"encode_batch": no_encoding}
     path = path.rename(tmp_path / "b.txt")
@@ -835,8 +836,8 @@ def test_text_is_prepared_once(tmp_path):
 
 
 def test_a_file_in_both(tmp_path):
-    """A file that is trained on and held out too, or is in two parts of a mixture, is refused,
-    whatever it is called.
+    """A file that is both training and validation data, or in two datasets of a mixture, is
+    refused, by whatever path it is named.
 
     Break: data.py: {f"mix {name}": [name] for name in _mixture_weights(cfg)} =>
     {"mix": [*_mixture_weights(cfg)]}
@@ -853,8 +854,8 @@ def test_a_file_in_both(tmp_path):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
 
-def test_two_runs_prepare_the_same_data(tmp_path):
-    """Of three processes that open the same text at once one prepares it, and all read that.
+def test_two_processes_tokenize_the_same_text(tmp_path):
+    """Of three processes that open the same text at once one tokenizes it, and all read the result.
 
     Break: data.py: fcntl.flock(lock, fcntl.LOCK_EX) => pass
     """
@@ -879,9 +880,9 @@ print(os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens))
     assert one.split() and others == [one, one] and not any(run.returncode for run in runs)
 
 
-def test_two_runs_prepare_the_same_data_without_locks(tmp_path, monkeypatch):
-    """Both prepare it, in folders of their own, and the first to be ready is read by both. (No file
-    system here is without locks: the call to take one fails.)
+def test_two_processes_tokenize_the_same_text_without_locks(tmp_path, monkeypatch):
+    """Without locks two processes tokenize the text in separate folders, and both read the one that
+    was ready first. (All file systems here have locks: the call fails by a patch.)
 
     Break: data.py: temporary = folder.with_suffix(f".{time.time_ns()}") => pass
     """
@@ -901,7 +902,8 @@ def test_two_runs_prepare_the_same_data_without_locks(tmp_path, monkeypatch):
 
 
 def test_more_files_than_a_process_may_open(tmp_path):
-    """Where the limit can be raised: each token file that is mapped keeps one open.
+    """The limit of open files is raised where that is allowed: each mapped token file keeps one
+    open.
 
     Break: data.py: (max(limit, min(most, 2**16)), most) => (limit, most)
     """
@@ -917,8 +919,8 @@ print(data.open_dataset([{str(tmp_path / "*.npy")!r}], data.make_tokenizer("byte
 
 
 def test_a_disk_that_fills(tmp_path):
-    """When there is no room for prepared text the error says so and what to do, and nothing
-    half-made stays. The limit is the system's own, on the size of files.
+    """If there is no room for tokenized text the error names the folder and the flag, and no
+    partial folder stays. The limit is the system's, on the size of files.
 
     Break: data.py: choose another folder with --token_cache", OSError): =>
     choose another folder with --token_cache", ZeroDivisionError):
@@ -972,8 +974,8 @@ def rows_as(kind, path, rows):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder"])
 def test_rows_of_every_format(kind, tmp_path):
-    """Rows with a text, or with a prompt and a completion, read the same from every format; of a
-    completion alone are labels.
+    """Rows with a text, or with a prompt and a completion, read the same from every format. Labels
+    are the completions only.
 
     Break: data.py: np.repeat([1, 0], => np.repeat([0, 0],
     """
@@ -999,7 +1001,7 @@ def test_rows_of_every_format(kind, tmp_path):
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_rows_of_json_files(indent, tmp_path):
-    """A .json file holds a row a line, as datasets writes it, or one array of rows.
+    """A .json file has one row a line, as datasets writes it, or one array of rows.
 
     Break: data.py: if may_be_array and line => if False and line
     """
@@ -1012,8 +1014,8 @@ def test_rows_of_json_files(indent, tmp_path):
 
 @pytest.mark.parametrize("split", ["ByteLevel", "cl100k", "o200k", "Metaspace"])
 def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
-    """The ids of a long text do not depend on where it is cut into pieces; a tokenizer for which
-    they would gets texts whole.
+    """The ids of a long text do not depend on where it is cut into pieces. A tokenizer for which
+    they would encodes each text in one piece.
 
     Break: data.py: \\S\\n(?=[^\\W_])") => \\S\\n(?=.)")
     """
@@ -1048,8 +1050,8 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
 @pytest.mark.parametrize("text", [
     "one line;\r\n" * 999, "\t<row id='1'/>\n" * 999, "one line " * 999, "한국어.\n" * 999])
 def test_a_long_text_has_short_pieces(text):
-    """Lines that end as on Windows, indented ones, a single one, and one without blanks: none is
-    held, or encoded, whole.
+    """Lines that end as on Windows, indented lines, a single line and one without blanks: each is
+    cut into short pieces.
 
     Break: data.py: or word_end.match(text, n_searched) => or None
     """
@@ -1060,7 +1062,7 @@ def test_a_long_text_has_short_pieces(text):
 @pytest.mark.parametrize("name, content", [
     ("x.jsonl", b'{"text": "a"}\n'), ("x.json", b'[{"text": "a"}]'), ("x.txt", b"a")])
 def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
-    """Some editors on Windows write one at the start of a file.
+    """A byte order mark, which some editors on Windows write at the start of a file, is skipped.
 
     Break: data.py: encoding="utf-8-sig" => encoding="utf-8"
     """
@@ -1095,7 +1097,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     ("x.bin", np.arange(1, 99, dtype=np.uint32).tobytes(), "set --data_dtype uint32"),
 ])
 def test_what_is_not_text(name, content, words, tmp_path):
-    """A file of another kind is an error that names the file, the place and the rule, never text.
+    """A file of another kind is an error that names the file, the line and the rule.
 
     Break: data.py: if "\\0" in joined or ( => if (
     """
@@ -1107,8 +1109,8 @@ def test_what_is_not_text(name, content, words, tmp_path):
     assert str(path) in str(e.value) and words in str(e.value), str(e.value)
 
 
-def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
-    """Text in one frame or two is read; without its last bytes, or with others, it is an error.
+def test_a_truncated_or_corrupted_zst(tmp_path):
+    """Text in one frame or two is read. Truncated or corrupted, it is an error.
 
     Break: data.py: return require("pyarrow", path).input_stream(str(path), compression="zstd") =>
     return require("zstandard", path).open(path, "rb")
@@ -1126,7 +1128,8 @@ def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
 
 
 def test_no_sequence_with_a_label(tmp_path):
-    """Data of which truncation leaves nothing is refused: to train on, to evaluate, in a mixture.
+    """Data without any sequence after truncation is refused: for training, for validation, in a
+    mixture.
 
     Break: data.py: if not n and not may_be_empty: => if False:
     """
@@ -1141,9 +1144,9 @@ def test_no_sequence_with_a_label(tmp_path):
             data.open_text(("train", "val"), cfg)
 
 
-def test_sources_that_do_not_go_together(tmp_path):
-    """Packed token files without the id that begins a document, and whole documents of token files,
-    are refused; those of two types make one dataset.
+def test_token_files_that_cannot_be_used(tmp_path):
+    """Token files are refused with document_mask but without eod_id, and with packing. Token files
+    of two dtypes make one dataset.
 
     Break: data.py: if seq_format["document_mask"] and not is_id: => if False:
     """
@@ -1159,8 +1162,8 @@ def test_sources_that_do_not_go_together(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path):
-    """A file that was cut is a ValueError that names it, where reading its map would end the
-    process; one that was taken away is named too.
+    """A file that was truncated is a ValueError that names it, where reading its map would kill the
+    process. A deleted file is named too.
 
     Break: data.py: size != shard["file_size"]: => size < 0:
     """
@@ -1182,8 +1185,8 @@ for _ in range(2):
     assert "a.bin: was deleted during training: [Errno 2] No such file" in run.stdout
 
 
-def test_held_out_bytes(tmp_path):
-    """Bytes per token are those of the part itself, also where the cut is within a document.
+def test_bytes_per_token_of_a_split(tmp_path):
+    """Bytes per token are those of the part itself, also if the cut is within a document.
 
     Break: data.py: ids = shard["tokens"][first : first + 2**20] => ids = shard["tokens"][:9]
     """
@@ -1200,7 +1203,7 @@ def test_held_out_bytes(tmp_path):
     assert data.bytes_per_token(parts[0], tok) > 1.5 * data.bytes_per_token(parts[1], tok)
 
 
-# ---- whole documents in rows
+# ---- packing
 
 @pytest.fixture
 def documents(tmp_path):
@@ -1217,8 +1220,8 @@ def documents(tmp_path):
 
 
 def documents_in(batch):
-    """The documents of a batch, as the bytes of their tokens and labels; each is checked for its
-    positions and its place.
+    """The documents of a batch, as the bytes of their tokens and labels. Each must have positions
+    from 0, and lie in one piece.
     """
     found = []
     for tokens, labels, segments, positions in zip(*(
@@ -1236,8 +1239,8 @@ def documents_in(batch):
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end", "drop"])
 def test_each_document_once(packing, padding_side, truncation, documents):
-    """Rows of whole documents have each one once, with its end, cut or left out as asked, with
-    positions from 0 and padding on the side that was asked for.
+    """Packed rows have each document once, with its end, truncated or skipped as configured, with
+    positions from 0 and padding on the configured side.
 
     Break: data.py: column += n => column += n + 1
     """
@@ -1266,7 +1269,7 @@ def test_each_document_once(packing, padding_side, truncation, documents):
 
 
 def test_a_document_without_a_label_is_in_no_row(tmp_path):
-    """A prompt so long that nothing of its completion is kept takes no row; one token does.
+    """A prompt so long that truncation leaves no label takes no row. One label is enough.
 
     Break: data.py: n_ignored < lengths => n_ignored <= lengths
     """
@@ -1280,8 +1283,8 @@ def test_a_document_without_a_label_is_in_no_row(tmp_path):
         assert data.describe(dataset).startswith("2 of 4 documents in 2 sequences, 3 longer")
 
 
-def test_too_long_is_an_error(documents):
-    """Under the policy "error" a document longer than a row is refused by its number and length.
+def test_truncation_error(documents):
+    """With truncation "error" a document longer than a row is refused with its number and length.
 
     Break: data.py: if seq_format["truncation"] == "error" and => if False and
     """
@@ -1315,20 +1318,20 @@ def test_best_fit():
 
 
 def test_split_of_whole_documents(documents):
-    """Held out are whole documents, none of them in training.
+    """With packing, validation data is complete documents, and training has none of them.
 
     Break: data.py: documents[:n_first]} => documents[: n_first + 1]}
     """
     make, texts = documents
     parts = [data.eval_batch_at(part, 0, part["n"]) for part in data.split(make(seq_len=50), 0.3)]
-    train, held_out = ([tokens[1:].decode() for tokens, _ in documents_in(part)] for part in parts)
-    assert sorted(train + held_out) == sorted(texts)
-    assert abs(sum(map(len, held_out)) / sum(map(len, texts)) - 0.3) < 0.05
+    train, val = ([tokens[1:].decode() for tokens, _ in documents_in(part)] for part in parts)
+    assert sorted(train + val) == sorted(texts)
+    assert abs(sum(map(len, val)) / sum(map(len, texts)) - 0.3) < 0.05
 
 
 def test_begin_and_end_ids(tmp_path):
-    """With a tokenizer that has a begin id a document stands between its own two ids; packed, no
-    label crosses from one to the next.
+    """With a tokenizer that has a bos id each document stands between its own bos and eos. With
+    document_mask no label crosses from one document to the next.
 
     Break: data.py: labels[borders[borders > 0] - 1] = IGNORE => pass
     """
@@ -1355,7 +1358,7 @@ def test_begin_and_end_ids(tmp_path):
 
 ENDS = {"chatml": ("<|im_end|>", None), "llama": ("<|eot_id|>", "<|begin_of_text|>"),
         "mistral": ("</s>", "<s>")}
-# In the form of Qwen's, Llama 3's and Mistral's; `generation` tells transformers what is learnt.
+# In the form of Qwen's, Llama 3's and Mistral's; `generation` marks the labels for transformers.
 TEMPLATES = {
     "chatml": """{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}\
 {{ ' ' + t.name }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}\
@@ -1414,8 +1417,8 @@ CHATS = {
 
 @pytest.mark.parametrize("family", [*TEMPLATES])
 def test_chat_labels(family, tmp_path):
-    """Labels are what transformers marks as the assistant's in the template: its words and the id
-    that ends its turn, in each turn.
+    """Labels are the tokens that transformers marks as the assistant's in the template: each
+    message with the id that ends it.
 
     Break: data.py: render(i + 1).rstrip() => render(i + 1)
     """
@@ -1441,8 +1444,8 @@ def test_chat_labels(family, tmp_path):
 
 
 def test_a_token_across_the_border_of_an_answer_is_a_label(tmp_path):
-    """Where the prompt of the template ends in a space that the tokenizer takes into the answer's
-    first token.
+    """The prompt of this template ends in a space that the tokenizer takes into the answer's first
+    token, which is a label.
 
     Break: data.py: (ends > first) => (starts >= first)
     """
@@ -1459,9 +1462,9 @@ def test_a_token_across_the_border_of_an_answer_is_a_label(tmp_path):
     assert ours["decode"](answer) == " lower<|im_end|>"
 
 
-def test_chat_faults(tmp_path):
-    """A conversation that the template refuses, or an assistant's turn that it does not put after
-    the messages before, is an error with its line.
+def test_chat_errors(tmp_path):
+    """A conversation that the template refuses, or one that it renders differently when more
+    messages follow, is an error with its line.
 
     Break: data.py: if through is None or not text.startswith(before): => if through is None:
     """
@@ -1479,8 +1482,8 @@ def test_chat_faults(tmp_path):
 
 
 def test_texts_beside_chats(tmp_path):
-    """Between a chat and a text stands an end that is no label; in whole rows a chat is as its
-    template writes it and a text has its ends.
+    """Between a chat and a text is an eos that is not a label. Packed, a chat is as its template
+    writes it and a text has its eos ids.
 
     Break: data.py: after_chat = is_chat => pass
     """
@@ -1501,8 +1504,8 @@ def test_texts_beside_chats(tmp_path):
 
 
 def test_tiktoken(tmp_path, monkeypatch):
-    """An encoding of tiktoken is used under its name, here one of a plugin, since the published
-    ones are not on this machine.
+    """An encoding of tiktoken is used by its name, here one of a plugin, since the published ones
+    need a download.
 
     Break: data.py: "eos": encoding.eot_token => "eos": 0
     """
@@ -1529,8 +1532,8 @@ def test_tiktoken(tmp_path, monkeypatch):
 @pytest.mark.parametrize("weights, size", [
     (("0.7", "0.3"), 10), (("0.5", "0.25", "0.25"), 4), (("1", "2", "3", "0.5"), 13)])
 def test_a_mixture_is_exact(weights, size):
-    """Every batch has the exact number of sequences of each dataset, and within it no run of places
-    is more than 1 off; each dataset is read in epochs of its own.
+    """Every batch has the exact number of sequences of each dataset, and no prefix is more than 1
+    off. Each dataset is read in epochs of its own.
 
     Break: data.py: deadline = ceil((n + 1) / fraction) => deadline = i
     """
@@ -1557,7 +1560,7 @@ def test_a_mixture_is_exact(weights, size):
 
 
 def test_weights_of_a_mixture():
-    """Weights that are not above 0 or never repeat are refused.
+    """Weights that are not above 0, or that never repeat, are refused.
 
     Break: data.py: if min(weights) <= 0 or n_cycle > 10**4: => if n_cycle > 10**4:
     """
@@ -1596,9 +1599,9 @@ def letters(train, steps):
 
 
 def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
-    """Files are read in order of the numbers in their names, each to its end before the next, an
-    empty one left out, and again in the next epoch in another order. One without a whole sequence,
-    or without a text, is left out with a notice.
+    """Files are read in order of the numbers in their names, each to its end before the next, and
+    again in the next epoch in another order. An empty file is skipped. A file without a sequence,
+    or without a text, is skipped and logged.
 
     Break: data.py: int(word) if word.isdecimal() else word => word
     """
@@ -1629,7 +1632,7 @@ def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     (dict(window_repeats=2, windows_per_epoch=1), "aaaa aaaa aaaa"),
 ])
 def test_caps_and_repeats(fields, wanted, windows):
-    """An epoch reads so many windows, each so often, as asked.
+    """An epoch reads windows_per_epoch windows, each window_repeats times.
 
     Break: data.py: if seen and seen.count(seen[-1]) < cfg.window_repeats: => if False:
     """
@@ -1644,7 +1647,7 @@ def test_caps_and_repeats(fields, wanted, windows):
 
 def test_a_growing_folder(windows, tmp_path):
     """A file that appears while an earlier one is read comes next. Opened again, a run has the same
-    batches, although the folder has grown, also from what a checkpoint says alone; a file that was
+    batches although the folder has grown, also from the checkpoint's list alone. A file that has
     changed since is refused, also one with as many examples.
 
     Break: data.py: if begun: => if False:
@@ -1675,9 +1678,9 @@ def test_a_growing_folder(windows, tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_killed_run_goes_on_in_the_windows_that_it_had_begun(process, windows, monkeypatch):
-    """After its last save, too, though an earlier file has come since: its list of windows goes on
-    where the checkpoint's ends. One that begins otherwise is of another run.
+def test_a_killed_run_continues_in_the_windows_that_it_had_begun(process, windows, monkeypatch):
+    """A killed run continues in the windows begun after its last save, although an earlier file has
+    appeared since. A list of windows that does not begin as the checkpoint's is from another run.
 
     Break: data.py: if saved and begun[: len(saved)] == saved: => if False:
     """
@@ -1700,7 +1703,7 @@ def test_a_killed_run_goes_on_in_the_windows_that_it_had_begun(process, windows,
 
 
 def test_one_process_writes_the_list_of_windows(windows, tmp_path, monkeypatch):
-    """Process 1 takes those of a checkpoint, and leaves the file to process 0.
+    """Process 1 takes the windows of a checkpoint, and leaves the file to process 0.
 
     Break: data.py: if not jax.process_index(): => if True:
     """
@@ -1719,8 +1722,8 @@ def test_one_process_writes_the_list_of_windows(windows, tmp_path, monkeypatch):
 
 
 def test_waiting_for_a_window(windows, tmp_path, capsys):
-    """With wait_s there is no batch until a file appears, and then its own; nothing waits longer
-    than that.
+    """With wait_s there is no batch until a file appears, and then the batch is from that file.
+    After wait_s the wait ends.
 
     Break: data.py: if _must_wait(cfg, windows): => if False:
     """
@@ -1876,8 +1879,8 @@ def test_prefetch_closes():
     P("rows"), P("rows", "seq"), P(None, "seq"), P(("seq", "rows")), P(),
 ])
 def test_to_device(axes):
-    """The arrays on 8 devices, of rank 1 to 3 with a sharding of their own each, hold the host's
-    batch, each device its own part of it.
+    """The arrays on 8 devices, with rank 1 to 3 and a sharding each, equal the host's batch, and
+    each device has its part of it.
 
     Break: data.py: return x[(slice(start, stop), => return x[::-1][(slice(start, stop),
     """
@@ -1928,8 +1931,8 @@ for axes in (("rows",), (("seq", "rows"),), ()):
 
 @pytest.mark.slow
 def test_to_device_from_two_processes():
-    """Each of two processes names the rows that its devices hold, in order, and from these alone
-    builds its part of the arrays, where the second process holds the first rows.
+    """Each of two processes finds the rows that its devices hold, sorted, and from these alone
+    builds its part of the arrays, also if the second process holds the first rows.
 
     Break: data.py: for index in indices]) =>
     for index in indices][:1])
