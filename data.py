@@ -1000,12 +1000,12 @@ def mix(datasets, weights):
     fractions = [weight / total for weight in weights]
     n_cycle = lcm(*(fraction.denominator for fraction in fractions))
     if min(weights) <= 0 or n_cycle > 10**4:
-        raise ValueError(f"mix {' '.join(str(float(weight)) for weight in weights)}: weights must "
-                         "be above 0 and repeat within 10,000 sequences; round them, as in 0.7 "
-                         "and 0.3")
+        given = " ".join(str(float(weight)) for weight in weights)
+        raise ValueError(f"mix {given}: weights must be above 0 and repeat within 10,000 "
+                         "sequences; round them, as in 0.7 and 0.3")
 
-    # A cycle: at each position, of the datasets that are not ahead of their fraction, the one that
-    # would fall behind first.
+    # Lay out a cycle. Each position goes to one of the datasets that are not ahead of their
+    # fraction: the one that would fall behind first.
     counts = [0] * len(datasets)  # sequences of each dataset so far
     dataset_of = []  # the dataset at each position of the cycle
     rank_of = []  # how many sequences of the same dataset come before it in the cycle
@@ -1020,16 +1020,22 @@ def mix(datasets, weights):
         rank_of.append(counts[chosen])
         counts[chosen] += 1
 
-    # An epoch of the mixture ends when each dataset has been read at least once.
+    # The joined dataset has the shards of all. Its epoch ends when each has been read once.
+    shards = []
+    epoch_sizes = []
+    for dataset, fraction in zip(datasets, fractions):
+        shards += dataset["shards"]
+        epoch_sizes.append(ceil(dataset["n"] / fraction))
     sizes = np.array([dataset["n"] for dataset in datasets])
-    epoch_sizes = [ceil(dataset["n"] / fraction) for dataset, fraction in zip(datasets, fractions)]
-    shards = [shard for dataset in datasets for shard in dataset["shards"]]
     joined = make_dataset(shards, datasets[0]["seq_format"])
     joined["n"] = max(epoch_sizes)
     joined["mixture"] = {
-        "datasets": datasets, "dataset_of": np.array(dataset_of), "rank_of": np.array(rank_of),
-        "counts": np.array(counts), "sizes": sizes,
-        "first_examples": sizes.cumsum() - sizes,  # of each dataset, among all of the joined one
+        "datasets": datasets,
+        "dataset_of": np.array(dataset_of),
+        "rank_of": np.array(rank_of),
+        "counts": np.array(counts),  # sequences of each dataset in a cycle
+        "sizes": sizes,
+        "first_examples": sizes.cumsum() - sizes,  # of each dataset, in the joined one
     }
     return joined
 
@@ -1076,10 +1082,12 @@ def in_windows(cfg, size_of, read):
     Process 0 writes each window to out_dir/windows.jsonl before it is used. There the other
     processes, and the run when it resumes, find it.
 
-    Beside the keys of every source, returns "windows": step -> the windows begun before it;
-    "n_finished": step -> number of windows finished; "next_window": step at which a window ends ->
-    name of the next file, None if it is not there yet, "" if it was read before or no window ends
-    at this step; "restore": continues after the windows of a checkpoint.
+    Returns a source, see `open_text`, with these keys more:
+        "windows": step -> records of the windows begun until then,
+        "n_finished": step -> number of windows finished,
+        "next_window": step at which a window ends -> name of the next file; None if it is missing
+            yet, "" if it was read before or no window ends at this step,
+        "restore": continue after these windows, those of a checkpoint.
     """
     windows = {
         "order": [],  # records of the windows begun so far, as in windows.jsonl
@@ -1089,10 +1097,10 @@ def in_windows(cfg, size_of, read):
         "read": read,
         "wait_began": {},  # {number of windows begun: time at which none was found after them}
     }
-    first = list(islice(_unseen_windows(cfg, windows, epoch=0, seen=()),
-                        cfg.windows_per_epoch or None))
+    n_first = cfg.windows_per_epoch or None  # None: all
+    first = list(islice(_unseen_windows(cfg, windows, epoch=0, seen=()), n_first))
     if not first:
-        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file here has an example")
+        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file has an example")
     return {
         "n": sum(window["n"] for window in first) * cfg.window_repeats,
         "batch": partial(_window_batch, cfg, windows),
@@ -1114,7 +1122,8 @@ def _window_batch(cfg, windows, step, rows):
     draws = _draws(step, cfg.batch_size, rows)
     bounds = _window_bounds(order)
     window_of = np.searchsorted(bounds[1:], draws, side="right")
-    for i in np.unique(window_of).tolist():
+    indices = np.unique(window_of).tolist()
+    for i in indices:
         _check_window(order[i], windows["record_of"](order[i]["name"]))
 
     # Each window is an epoch of its own: its index in the order names the permutation.
@@ -1122,14 +1131,18 @@ def _window_batch(cfg, windows, step, rows):
     offsets = draws - bounds[window_of]
     examples = _shuffled(window_of * sizes + offsets, sizes, cfg.seed)
     batches = []
-    for i in np.unique(window_of).tolist():
+    for i in indices:
         batches.append(windows["read"](order[i]["name"], examples[window_of == i]))
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    joined = {}
+    for name in batches[0]:
+        joined[name] = np.concatenate([batch[name] for batch in batches])
+    return joined
 
 
 def _window_bounds(order):
     """Return [windows + 1]: the first draw of each window, and the one after the last window."""
-    return np.cumsum([0, *(window["n"] for window in order)])
+    sizes = [window["n"] for window in order]
+    return np.cumsum([0, *sizes])
 
 
 def _extend_windows(cfg, windows, draw):
@@ -1149,19 +1162,17 @@ def _extend_windows(cfg, windows, draw):
 
 
 def _next_window(cfg, windows):
-    """Choose the window after those begun; None: wait. Only process 0 chooses.
-
-    It is the same file again (window_repeats), the next unseen file, or, once none came for wait_s
-    or the epoch has its windows, the first file of the next epoch.
-    """
+    """Choose the window after those begun; None: wait. Only process 0 chooses."""
     if jax.process_index():
         return None
+    # The same file again.
     order = windows["order"]
     epoch = order[-1]["epoch"] if order else 0
     seen = [window["name"] for window in order if window["epoch"] == epoch]
     if seen and seen.count(seen[-1]) < cfg.window_repeats:
         return order[-1]
 
+    # The next unseen file, unless the epoch has all its windows.
     epoch_is_full = cfg.windows_per_epoch and len(set(seen)) >= cfg.windows_per_epoch
     if not epoch_is_full:
         window = next(_unseen_windows(cfg, windows, epoch, seen), None)
@@ -1169,11 +1180,12 @@ def _next_window(cfg, windows):
             return window
         if _must_wait(cfg, windows):
             return None
+    # The first file of the next epoch.
     return next(_unseen_windows(cfg, windows, epoch + 1, seen=()), None)
 
 
 def _must_wait(cfg, windows):
-    """Whether a new file may still come: for wait_s after none was found."""
+    """Return whether to wait for a new file: for wait_s after none was found."""
     now = time.monotonic()
     order = windows["order"]
     wait_began = windows["wait_began"]
@@ -1239,8 +1251,9 @@ def _next_file(cfg, windows, step):
     if not _extend_windows(cfg, windows, step * cfg.batch_size):
         return None
     n_begun = _n_finished(cfg, windows, step) + 1
-    *seen, name = [window["name"] for window in windows["order"][:n_begun]]
-    return "" if name in seen else name
+    names = [window["name"] for window in windows["order"][:n_begun]]
+    name = names.pop()
+    return "" if name in names else name
 
 
 def _read_jsonl(path):
@@ -1647,7 +1660,8 @@ def _answer_span(library, render, text, i, where):
         # The template may write eos after the last message only.
         last_id = library(through, add_special_tokens=False)["input_ids"][-1:]
         end_mark = library.decode(last_id)
-        through = through.removesuffix(library.eos_token or "").rstrip()
+        if library.eos_token:
+            through = through.removesuffix(library.eos_token).rstrip()
     if not text.startswith(through):
         # The template may drop the thinking in earlier messages: the answer ends at the next mark.
         answer, found_mark, _ = text[len(before) :].partition(end_mark)
@@ -1763,7 +1777,14 @@ def _hf_tokenizer(name):
         encodings = tok.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    files = _tokenizer_files(name) or [path]
+    # A tokenizer.json alone has no chat template.
+    files = _tokenizer_files(name)
+    chat = None
+    if len(files) > 1:
+        chat = cache(partial(_load_chat_tokenizer, name))
+    if not files:
+        files = [path]
+
     return {
         "encode_batch": encode_batch,
         "decode": partial(tok.decode, skip_special_tokens=False),
@@ -1771,7 +1792,7 @@ def _hf_tokenizer(name):
         "bos": bos,
         "eos": eos,
         "stops": stops,
-        "chat": cache(partial(_load_chat_tokenizer, name)) if len(files) > 1 else None,
+        "chat": chat,
         "key": [zlib.crc32(file.read_bytes()) for file in files],
     }
 

@@ -164,7 +164,7 @@ def test_a_day_that_comes_while_it_runs_is_evaluated_on_and_then_trained_on(plan
     """With one day there it waits, says so once, and goes on when the next one appears: first the
     evaluation, then its updates; one that has been trained on is not evaluated on.
 
-    Break: data.py: return "" if name in seen else name => return name
+    Break: data.py: return "" if name in names else name => return name
     """
     cfg = planted(1, 1024, wait_s=60.0, steps=10, epochs=0.0)
     events = []
