@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches as a function of the step.
 
-Owns token files and documents, tokenizers, preparation, packing, the order of training, and
-placement on devices. Refuses files that are malformed or hold ids beyond the vocabulary. Invariant:
-`batch_at(source, step, ...)` depends on its arguments alone; there is no iterator state. A source
-is what `make_source` makes of shards; a shard is a dict: "name", "tokens" (1-D integers, left on
-disk), and of text "documents", "masked", "counts" (see `tokenize_files`).
+Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
+malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
+its arguments alone; there is no iterator state. Optional, below the spine: mixtures, windows,
+document mask, packing, token files, token cache, prompts and chats, file formats, tokenizers.
 """
 import contextlib
 import fcntl
@@ -27,13 +26,24 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import chain, islice, repeat
-from math import ceil, exp, inf, isqrt, lcm, log
+from itertools import chain, islice
+from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
 import jax
 import numpy as np
 from tqdm import tqdm
+
+# How the training loop gets a batch:
+#
+#   source = open_text(("train", "val"), cfg)["train"]     once
+#   for batch, waited_s in prefetch(...):                  a thread makes two batches ahead:
+#       batch = source["batch"](step, rows)                NumPy: the rows of this process
+#       to_device(batch, shardings, rows, batch_size)      global arrays, sharded over the mesh
+#
+# A shard is an array of tokens, left on disk, with facts about it: see `tokenize_files`.
+# A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`.
+# A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
 
 IGNORE = -100  # label ignored by the loss
 
@@ -48,115 +58,239 @@ def hash64(x, key):
 
 
 def permute(index, n, seed):
-    """Map `index` (array in [0, n)) by the permutation of [0, n) that `seed` names, in O(1) memory.
+    """Map `index`, an array in [0, n), by the permutation of [0, n) that `seed` names.
 
-    A Feistel network over the smallest near-square grid of at least n cells; what lands beyond n
-    goes through again (cycle walking), which keeps it a permutation.
+    Takes O(1) memory: a Feistel network over the smallest near-square grid of at least n cells. A
+    result beyond n goes through the network again (cycle walking), so the map stays a permutation.
     """
-    rows = np.uint64(isqrt(int(n) - 1) + 1)
-    columns = np.uint64(-(-int(n) // int(rows)))
-    seeds = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
-    keys = hash64(np.arange(1, 7, dtype=np.uint64), seeds)
+    n_rows = np.uint64(isqrt(int(n) - 1) + 1)
+    n_columns = np.uint64(-(-int(n) // int(n_rows)))  # n / n_rows, rounded up
+    seed_bits = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
+    keys = hash64(np.arange(1, 7, dtype=np.uint64), seed_bits)
 
-    def network(x):
-        row, column = x // columns, x % columns
-        for even, odd in zip(keys[::2], keys[1::2]):
-            row = (row + hash64(column, even) % rows) % rows
-            column = (column + hash64(row, odd) % columns) % columns
-        return row * columns + column
-
-    out = network(np.asarray(index, np.uint64))
-    while (outside := out >= n).any():
-        out[outside] = network(out[outside])
+    out = _feistel(np.asarray(index, np.uint64), n_rows, n_columns, keys)
+    outside = out >= n
+    while outside.any():
+        out[outside] = _feistel(out[outside], n_rows, n_columns, keys)
+        outside = out >= n
     return out.astype(np.int64)
+
+
+def _feistel(cells, n_rows, n_columns, keys):
+    """Permute the cells of a grid in three rounds.
+
+    Each round shifts the row by a hash of the column, then the column by a hash of the row.
+    """
+    row = cells // n_columns
+    column = cells % n_columns
+    for row_key, column_key in zip(keys[::2], keys[1::2]):
+        row = (row + hash64(column, row_key) % n_rows) % n_rows
+        column = (column + hash64(row, column_key) % n_columns) % n_columns
+    return row * n_columns + column
+
+
+BLOCK = 4096  # examples that are permuted in one call and cached; a call for each batch is slower
+EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
 
 
 def examples_at(step, batch_size, n, seed=0, rows=None):
     """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
 
-    Each of the n examples comes once an epoch, in another order each epoch; the last batch of an
-    epoch is filled from the next.
+    Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
+    epoch is filled from the next epoch.
     """
-    return _shuffled(_places(step, batch_size, rows), n, seed)
+    return _shuffled(_draws(step, batch_size, rows), n, seed)
 
 
-def _places(step, batch_size, rows):
+def eval_examples_at(index, batch_size, n, rows=None):
+    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
+
+    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
+    batches are a fair sample. After the last example they repeat with a mask of False.
+    """
+    draws = _draws(index, batch_size, rows)
+    examples = []
+    for draw in (draws % n).tolist():
+        block, offset = divmod(draw, BLOCK)
+        examples.append(_permuted_block(block, n, EVAL_SEED)[offset])
+    return np.array(examples, np.int64), draws < n
+
+
+def _draws(step, batch_size, rows):
+    """Return the draws of `rows` (default: all) of batch `step`.
+
+    Draw k is row k % batch_size of batch k // batch_size: the k-th row of all batches end to end.
+    """
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return step * batch_size + rows.astype(np.int64)
 
 
+def _shuffled(draws, n, seed):
+    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
+
+    n may be an array with a number of examples for each draw.
+    """
+    epochs, ranks = np.divmod(draws, n)
+    blocks, offsets = np.divmod(ranks, BLOCK)
+    sizes = np.broadcast_to(n, draws.shape)
+    examples = []
+    for block, offset, size, epoch in zip(
+            blocks.tolist(), offsets.tolist(), sizes.tolist(), epochs.tolist()):
+        examples.append(_permuted_block(block, size, (seed, epoch))[offset])
+    return np.array(examples, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _permuted_block(block, n, seed):
+    first = block * BLOCK
+    return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
+
+
 # ---- batches
 
-SEQ_FORMAT = {"seq_len": 1, "vocab_size": 0, "packing": "stream", "document_mask": False,
-        "truncation": "keep_start", "padding_side": "right"}
+# How shards become sequences: fields of config.py, with the defaults of a caller without a Config.
+SEQ_FORMAT = {
+    "seq_len": 1,
+    "vocab_size": 0,  # 0: ids are not checked
+    "packing": "stream",
+    "document_mask": False,
+    "truncation": "keep_start",
+    "padding_side": "right",
+}
 
 
-def make_source(shards, form=()):
-    """Cut shards into sequences: {"shards", "form", "n": sequences, "ends": their running count by
-    shard, "lengths": tokens of each shard}.
+def make_dataset(shards, seq_format=SEQ_FORMAT):
+    """Cut shards into sequences.
 
-    form: of FORM, as the fields of these names in config.py; vocab_size 0: do not check ids. With
-    fill "stream" sequences are windows of seq_len tokens, and every token but a shard's first is a
-    label in exactly one: the last window of a shard overlaps the one before, with those labels
-    ignored. With any other, a sequence is what `pack` puts into it.
+    Returns {"shards", "seq_format",
+        "n": number of sequences,
+        "cum_counts": [shards], number of sequences up to the end of each shard,
+        "lengths": [shards], number of tokens in each}.
+    With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
+    first is a label in exactly one sequence: a shard's last sequence overlaps the one before, and
+    ignores the labels that both have. With other packing, documents stay together: see `pack`.
     """
-    form = SEQ_FORMAT | dict(form)
-    T, lengths = form["seq_len"], np.array([len(shard["tokens"]) for shard in shards])
-    if form["packing"] == "stream":
-        counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)
+    seq_format = SEQ_FORMAT | seq_format
+    T = seq_format["seq_len"]
+    lengths = np.array([len(shard["tokens"]) for shard in shards])
+    if seq_format["packing"] == "stream":
+        counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)  # rounded up
     else:
-        shards = [shard if "rows" in shard else _fill_rows(shard, form) for shard in shards]
-        counts = [len(shard["rows"][0]) - 1 for shard in shards]
-    return {"shards": shards, "form": form, "n": int(sum(counts)), "ends": np.cumsum(counts),
-            "lengths": lengths}
+        shards, counts = _pack_shards(shards, seq_format)
+    return {"shards": shards, "seq_format": seq_format, "n": int(sum(counts)),
+            "cum_counts": np.cumsum(counts), "lengths": lengths}
 
 
-def batch_at(source, step, batch_size, seed=0, rows=None):
-    """Build `rows` (default: all) of training batch `step`: int32 "tokens" and "labels"
-    [rows, seq_len]; where documents are kept apart also "segments" (0: padding) and "positions".
+def batch_at(dataset, step, batch_size, seed=0, rows=None):
+    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
 
+    "tokens" and "labels"; where documents do not attend to each other also "segments" (the number
+    of the document in its row, 0: padding) and "positions" (in the document).
     Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
     """
-    places = _places(step, batch_size, rows)
-    if "parts" in source:
-        return _mixed(source, places, seed)
-    return _sequences(source, _shuffled(places, source["n"], seed))
+    draws = _draws(step, batch_size, rows)
+    if "mixture" in dataset:
+        examples = _mixture_examples(dataset["mixture"], draws, seed)
+    else:
+        examples = _shuffled(draws, dataset["n"], seed)
+    return _read_sequences(dataset, examples)
 
 
-def _sequences(source, examples):
-    ends, whole = source["ends"], source["form"]["packing"] != "stream"
-    shard_of = np.searchsorted(ends, examples, side="right")
-    within = examples - np.where(shard_of, ends[shard_of - 1], 0)
-    for i in shard_of[:2]:  # not of every row: it takes as long as to copy one
-        _check_unchanged(source["shards"][i])
-    return (_whole_documents if whole else _windows)(source, shard_of.tolist(), within)
+def eval_batch_at(dataset, index, batch_size, rows=None):
+    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
+
+    After the last sequence, all labels are ignored.
+    """
+    examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
+    batch = _read_sequences(dataset, examples)
+    batch["labels"][~valid] = IGNORE
+    return batch
 
 
-def _windows(source, shard_of, within):
-    """Windows of seq_len tokens; a shard's last is moved back to fit."""
-    form, T = source["form"], source["form"]["seq_len"]
-    shards = [source["shards"][i] for i in shard_of]
-    starts = np.minimum(within * T, source["lengths"][shard_of] - 1 - T)
-    windows = np.empty((len(shards), T + 1), np.int64)
-    for row, shard, start in zip(windows, shards, starts.tolist()):
+def _read_sequences(dataset, examples):
+    """Build a batch of these sequences, int64 in [0, number of sequences)."""
+    # The shard of each sequence, and which of the shard's sequences it is.
+    cum_counts = dataset["cum_counts"]
+    shard_of = np.searchsorted(cum_counts, examples, side="right")
+    n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
+    offsets = examples - n_before
+
+    # Not the shard of every row: a check takes as long as copying a row.
+    for i in shard_of[:2]:
+        _check_unchanged(dataset["shards"][i])
+    if dataset["seq_format"]["packing"] == "stream":
+        return _stream_batch(dataset, shard_of, offsets)
+    return _packed_batch(dataset, shard_of, offsets)
+
+
+def _stream_batch(dataset, shard_of, offsets):
+    """Build a batch of seq_len successive tokens; a shard's last sequence is moved back to fit."""
+    seq_format = dataset["seq_format"]
+    T = seq_format["seq_len"]
+    shards = [dataset["shards"][i] for i in shard_of.tolist()]
+    starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
+
+    # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
+    # checked: a wrong id may not fit into int32.
+    ids = np.empty((len(shards), T + 1), np.int64)
+    for row, shard, start in zip(ids, shards, starts.tolist()):
         row[:] = shard["tokens"][start : start + T + 1]
-    check_ids(windows, form["vocab_size"], shards)
-    tokens, labels = (x.astype(np.int32) for x in (windows[:, :-1], windows[:, 1:]))
-    for row in np.flatnonzero(within * T - starts):  # the window before has these
-        labels[row, : within[row] * T - starts[row]] = IGNORE
+    check_ids(ids, seq_format["vocab_size"], shards)
+    tokens = ids[:, :-1].astype(np.int32)
+    labels = ids[:, 1:].astype(np.int32)
+
+    # A sequence that was moved back ignores the labels of the one before.
+    n_repeated = offsets * T - starts
+    for row in np.flatnonzero(n_repeated):
+        labels[row, : n_repeated[row]] = IGNORE
+    # Prompts are not labels.
     for row, shard, start in zip(labels, shards, starts.tolist()):
-        if "masked" in shard:
-            row[shard["masked"][start + 1 : start + T + 1] == 1] = IGNORE
+        if "ignored" in shard:
+            row[shard["ignored"][start + 1 : start + T + 1] == 1] = IGNORE
+
     batch = {"tokens": tokens, "labels": labels}
-    return batch | (_segments(batch, shards, starts.tolist()) if form["document_mask"] else {})
+    if seq_format["document_mask"]:
+        _add_document_mask(batch, shards, starts.tolist())
+    return batch
+
+
+def check_ids(rows, vocab_size, shards):
+    """Raise ValueError for an id outside [0, vocab_size), naming the shard of its row.
+
+    vocab_size 0: any id is legal.
+    """
+    if not vocab_size or not rows.size:
+        return
+    if rows.min() >= 0 and rows.max() < vocab_size:
+        return
+    is_bad = (rows < 0) | (rows >= vocab_size)
+    i = int(np.argmax(is_bad.any(axis=1)))
+    raise ValueError(
+        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}); set "
+        "--vocab_size, or use the tokenizer that wrote the file")
+
+
+def _check_unchanged(shard):
+    """Raise ValueError if the shard's file has another size now.
+
+    Reading a mapped file beyond its end would kill the process.
+    """
+    if "path" not in shard:
+        return
+    with as_value_error(f"{shard['name']}: was deleted during training", OSError):
+        size = os.stat(shard["path"]).st_size
+    if size != shard["file_size"]:
+        raise ValueError(f"{shard['path']}: had {shard['file_size']} bytes when it was opened and "
+                         f"has {size} now; data must not change while a run reads it")
 
 
 # ---- to the devices
 
 def local_rows(sharding, shape):
     """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
+    all_rows = np.arange(shape[0])
     indices = sharding.addressable_devices_indices_map(shape).values()
-    return np.unique(np.concatenate([np.arange(shape[0])[i[0]] for i in indices]))
+    return np.unique(np.concatenate([all_rows[index[0]] for index in indices]))
 
 
 def to_device(batch, shardings, rows, batch_size):
@@ -164,17 +298,22 @@ def to_device(batch, shardings, rows, batch_size):
 
     shardings: {name: sharding}. rows: what local_rows gives for them, a row of `batch` each.
     """
-    def place(x, sharding):
-        def part(index):  # a device's rows are consecutive, so they are in `rows` too
-            first, last, _ = index[0].indices(batch_size)
-            return x[(slice(*np.searchsorted(rows, (first, last))), *index[1:])]
+    arrays = {}
+    for name, x in batch.items():
+        # JAX calls _device_part for the devices of this process only: it needs no other rows.
+        shape = (batch_size, *x.shape[1:])
+        arrays[name] = jax.make_array_from_callback(
+            shape, shardings[name], partial(_device_part, x, rows, batch_size))
+    return arrays
 
-        return jax.make_array_from_callback((batch_size, *x.shape[1:]), sharding, part)
 
-    return {name: place(x, shardings[name]) for name, x in batch.items()}
+def _device_part(x, rows, batch_size, index):
+    """Return the part of a global array at `index`, which one device holds, from the local rows."""
+    first, last, _ = index[0].indices(batch_size)
+    # The rows of a device are consecutive, so they are consecutive in `rows` too.
+    start, stop = np.searchsorted(rows, (first, last))
+    return x[(slice(start, stop), *index[1:])]
 
-
-# ---- optional
 
 def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: None,
              on_missing=lambda i: None):
@@ -222,938 +361,1464 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: Non
         pool.shutdown(cancel_futures=True)
 
 
+# ---- the text of a run
+
 def open_text(parts, cfg):
-    """{"train", "val"}: None where nothing is held out or the part is not asked for, else {"n":
-    sequences, "batch": (index, rows) -> batch, "fingerprint", "bytes_per_token", "summary": text}.
-    The "val" of a mixture has "parts", {name: one like it}; "train" in windows has more, see
-    in_windows. cfg: any object with the fields under "data" in config.py, and batch_size seq_len
-    vocab_size seed cache_dir out_dir.
+    """Open the text of a config as {"train": source, "val": source or None}.
+
+    A source is {
+        "n": number of sequences,
+        "batch": (step, rows) -> batch,
+        "fingerprint": a text that differs when the tokens do,
+        "summary": a text to print,
+        "bytes_per_token": number, or None if it is unknown}.
+    The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys, see
+    in_windows. "train" is None if `parts` does not have it and "val" does not need its files.
+    cfg: any object with the fields under "data" in config.py, and batch_size seq_len vocab_size
+    seed cache_dir out_dir.
     """
     tokenizer = make_tokenizer(cfg.tokenizer)
-    form = {name: getattr(cfg, name) for name in SEQ_FORMAT}
-    form["vocab_size"] = form["vocab_size"] or tokenizer["vocab_size"]
-    homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-    folders = [cfg.token_cache] if cfg.token_cache else [os.path.join(h, "data") for h in homes]
-    for folder in folders:
-        with contextlib.suppress(OSError):  # a cache that cannot be written: keep_programs says so
-            os.makedirs(folder, exist_ok=True)
-            break
+    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
+    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
+    open_files = partial(
+        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
+        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id)
+    check_disjoint(_mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data})
 
-    def opened(*patterns, may_be_empty=False):
-        return open_source(
-            patterns, tokenizer, form, cfg.data_dtype, folder, cfg.eod_id, may_be_empty)
-
-    def part(source, at):
-        return {
-            "n": source["n"], "fingerprint": fingerprint(source), "summary": describe(source),
-            "batch": lambda index, rows: at(source, index, cfg.batch_size, rows=rows),
-            "bytes_per_token": bytes_per_token(source, tokenizer)}
-
-    mixed = dict(each.rsplit("=", 1) for each in cfg.mix)
-    parts_of_mix = {f"mix {name}": [name] for name in mixed}
-    check_disjoint(parts_of_mix | {"data": cfg.data, "val_data": cfg.val_data})
-    val = part(opened(*cfg.val_data), eval_batch_at) if cfg.val_data else None
+    # Validation data from files of its own.
+    val = None
+    if cfg.val_data:
+        val = _make_source(open_files(cfg.val_data), eval_batch_at, cfg, tokenizer)
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
+
+    # Optional kinds of training data.
     if cfg.order == "windows":
-        source_of = cache(partial(opened, may_be_empty=True))
-        return {"val": val, "train": in_windows(
-            cfg, lambda name: source_of(name)["n"],
-            lambda name, examples: _sequences(source_of(name), examples))}
-    sources = {name: opened(name) for name in mixed} or {"": opened(*cfg.data)}
+        return {"train": _open_windows(cfg, open_files), "val": val}
+    if cfg.mix:
+        return _open_mixture(cfg, open_files, tokenizer, val)
+
+    # Training data. Without val_data, the last val_frac of it is validation data.
+    dataset = open_files(cfg.data)
     if cfg.val_frac and not val:
-        pairs = {name: split(source, cfg.val_frac) for name, source in sources.items()}
-        sources = {name: train for name, (train, _) in pairs.items()}
-        vals = {name: part(held_out, eval_batch_at) for name, (_, held_out) in pairs.items()}
-        val = vals.get("") or {"parts": vals, "summary": "; ".join(
-            f"{name}: {each['summary']}" for name, each in vals.items())}
-    train = mix([*sources.values()], [*mixed.values()])
-    return {"train": part(train, partial(batch_at, seed=cfg.seed)), "val": val}
+        dataset, val_dataset = split(dataset, cfg.val_frac)
+        val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+    train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
+    return {"train": train, "val": val}
+
+
+def _make_source(dataset, build_batch, cfg, tokenizer):
+    """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
+    return {
+        "n": dataset["n"],
+        "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
+        "fingerprint": fingerprint(dataset),
+        "summary": describe(dataset),
+        "bytes_per_token": bytes_per_token(dataset, tokenizer),
+    }
+
+
+N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
+
+
+def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
+                 folder=".token_cache", eod_id=-1, may_be_empty=False):
+    """Open documents and token files given as files, globs and folders of Hugging Face datasets; by
+    default Python's standard library.
+
+    All documents are one shard, tokenized into `folder`. Each token file (.bin, .npy) is a shard;
+    dtype is that of .bin files, eod_id the id between their documents, -1: unknown.
+    Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
+    label (unless may_be_empty), or has an id that is not below vocab_size.
+    """
+    _raise_file_limit()
+    seq_format = SEQ_FORMAT | seq_format
+    paths = expand(patterns) if patterns else _standard_library()
+    token_files = [path for path in paths if path.suffix in TOKEN_FILES]
+    texts = [path for path in paths if path.suffix not in TOKEN_FILES]
+    shards = []
+    if token_files:
+        shards += _open_token_files(token_files, seq_format, dtype, eod_id)
+    if texts:
+        shards.append(tokenize_files(texts, tokenizer, folder))
+    dataset = make_dataset(shards, seq_format)
+
+    # Each shard must have a sequence, and ids that the model has.
+    T = seq_format["seq_len"]
+    vocab_size = seq_format["vocab_size"]
+    n_sequences = np.diff(dataset["cum_counts"], prepend=0)
+    for shard, n in zip(dataset["shards"], n_sequences):
+        tokens = shard["tokens"]
+        if not n and not may_be_empty:
+            raise ValueError(f"{shard['name']}: has {len(tokens)} tokens, and no sequence of {T} "
+                             "with a label; use more data, another --seq_len or --truncation")
+        if np.iinfo(tokens.dtype).max >= vocab_size:
+            check_ids(tokens[None, : N_SCANNED // len(shards)], vocab_size, [shard])
+    return dataset
+
+
+def split(dataset, val_frac):
+    """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
+
+    No shard is cut into a part shorter than seq_len + 1. With packing, documents stay whole.
+    Raises: ValueError when one side would have no sequence.
+    """
+    seq_format = dataset["seq_format"]
+    n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
+    cut_key = "tokens" if seq_format["packing"] == "stream" else "documents"
+    train_shards = []
+    val_shards = []
+    for shard in dataset["shards"]:
+        n = len(shard["tokens"])
+        cut = min(max(n_train, 0), n)
+        n_train -= n
+        if cut_key == "tokens":
+            train_part, val_part = _cut_tokens(shard, cut, seq_format["seq_len"])
+        else:
+            train_part, val_part = _cut_documents(shard, cut)
+        if len(train_part[cut_key]):
+            train_shards.append(train_part)
+        if len(val_part[cut_key]):
+            val_shards.append(val_part)
+
+    train = make_dataset(train_shards, seq_format)
+    val = make_dataset(val_shards, seq_format)
+    for name, side in (("training", train), ("validation", val)):
+        if not side["n"]:
+            raise ValueError(
+                f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
+                "tokens; give --val_data, more data or a shorter --seq_len")
+    return train, val
+
+
+def _cut_tokens(shard, cut, seq_len):
+    """Cut a shard before token `cut` into two, of which one may be empty."""
+    # A part that is too short for a sequence goes to the other side.
+    n = len(shard["tokens"])
+    if cut <= seq_len:
+        cut = 0
+    elif n - cut <= seq_len:
+        cut = n
+
+    first = dict(shard)
+    second = dict(shard)
+    for name in ("tokens", "ignored"):
+        if name in shard:
+            first[name] = shard[name][:cut]
+            second[name] = shard[name][cut:]
+    second["token_offset"] += cut  # "documents" count tokens from the start of the shard
+    return first, second
 
 
 def check_disjoint(groups):
     """Raise ValueError for a file that is in two of {name: patterns}."""
-    files = {name: {*map(os.path.realpath, expand(patterns, lenient=True))}
-             for name, patterns in groups.items()}
-    for path in sorted(set().union(*files.values())):
-        if len(names := [name for name in files if path in files[name]]) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
+    names_of = {}
+    for name, patterns in groups.items():
+        for path in expand(patterns, lenient=True):
+            names_of.setdefault(os.path.realpath(path), []).append(name)
+    for path, names in sorted(names_of.items()):
+        if len(names) > 1:
+            raise ValueError(f"{path}: is in both {' and '.join(names)}; remove it from one")
 
 
-BLOCK = 4096  # places of an epoch that are permuted in one call and cached
+# ---- text files to tokens
 
+def expand(patterns, lenient=False, field="data"):
+    """List the files that match, sorted within each pattern, each file once.
 
-@lru_cache(maxsize=256)
-def _permuted_block(block, n, seed):
-    return permute(np.arange(block * BLOCK, min((block + 1) * BLOCK, n)), n, seed)
-
-
-def _shuffled(places, n, seed):
-    """The examples (int64 in [0, n)) at these places of shuffled epochs laid end to end; n may be
-    an array, of one for each place. By cached blocks: to permute each batch is slower.
+    field: the name of the flag, for the error. Raises: ValueError for a pattern that no file
+    matches, unless lenient.
     """
-    epochs, within = np.divmod(places, n)
-    blocks, within = np.divmod(within, BLOCK)
-    each = zip(blocks.tolist(), within.tolist(), epochs.tolist(),
-               n.tolist() if np.ndim(n) else repeat(n))
-    return np.array([_permuted_block(block, size, (seed, epoch))[place]
-                     for block, place, epoch, size in each], np.int64)
-
-
-def eval_examples_at(index, batch_size, n, rows=None):
-    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
-
-    Each of the n examples counts once, in one fixed order that is shuffled so that the first few
-    batches are a fair sample. Past the last, examples repeat with a mask of False.
-    """
-    places = _places(index, batch_size, rows)
-    examples = [_permuted_block(place // BLOCK, n, "held out")[place % BLOCK]
-                for place in (places % n).tolist()]
-    return np.array(examples, np.int64), places < n
-
-
-def eval_batch_at(source, index, batch_size, rows=None):
-    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order, then
-    rows whose labels are all ignored.
-    """
-    examples, valid = eval_examples_at(index, batch_size, source["n"], rows)
-    batch = _sequences(source, examples)
-    batch["labels"][~valid] = IGNORE
-    return batch
-
-
-def mix(sources, weights):
-    """A source whose sequences come from several in proportion to these weights (texts or numbers),
-    each in epochs of its own: after any number of sequences the counts are within 1 of exact, so
-    exact in every batch that can be divided so.
-
-    Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
-    """
-    if len(sources) == 1:
-        return sources[0]
-    weights = [Fraction(w) for w in weights]
-    shares = [w / (sum(weights) or 1) for w in weights]
-    cycle = lcm(*(share.denominator for share in shares))
-    if min(weights) <= 0 or cycle > 10**4:
-        raise ValueError(f"mix {' '.join(map(str, map(float, weights)))}: weights must be above 0 "
-                         "and repeat within 10,000 sequences; round them, as in 0.7 and 0.3")
-    counts, part_of, ranks = [0] * len(shares), [], []
-    for place in range(cycle):  # of the sources not ahead of their share, the next to fall behind
-        due = [(ceil((n + 1) / share), i) for i, (n, share) in enumerate(zip(counts, shares))
-               if n <= share * place]
-        part_of.append(min(due)[1])
-        ranks.append(counts[part_of[-1]])
-        counts[part_of[-1]] += 1
-    n = max(ceil(each["n"] / share) for each, share in zip(sources, shares))
-    sizes = np.array([each["n"] for each in sources])
-    joined = make_source([shard for each in sources for shard in each["shards"]],
-                         sources[0]["form"])
-    return joined | {"parts": sources, "part_of": np.array(part_of), "rank": np.array(ranks),
-                     "counts": np.array(counts), "n": n, "sizes": sizes,
-                     "firsts": sizes.cumsum() - sizes}
-
-
-def _mixed(source, places, seed):
-    cycles, within = np.divmod(places, len(source["part_of"]))
-    part_of = source["part_of"][within]
-    places = cycles * source["counts"][part_of] + source["rank"][within]
-    examples = _shuffled(places, source["sizes"][part_of], seed)
-    return _sequences(source, source["firsts"][part_of] + examples)
-
-
-def in_windows(cfg, size_of, read):
-    """Training data in windows: one file of cfg.data after the other, each shuffled inside, in
-    order of the numbers and letters in their names. Files without an example are skipped; those
-    that appear later are found when the last window ends.
-
-    size_of(name): how many examples are in a file. read(name, examples): a batch of these. Process
-    0 writes each window to out_dir/windows.jsonl before it is used; there the others, and the run
-    when it resumes, find it. Beside the keys of every source: "windows": step -> those begun before
-    it; "n_finished": step -> number of windows used up; "next_window": step at which a window ends
-    -> name of the next file, None when it is not there yet, "" when it was read before (or no
-    window ends there); "restore": takes those of a checkpoint.
-    """
-    log, order, waits = Path(cfg.out_dir) / "windows.jsonl", [], {}
-    B, lock, window_of = cfg.batch_size, threading.Lock(), cache(partial(_window, size_of))
-
-    def ends(): return np.cumsum([0, *(window["n"] for window in order)])
-
-    def restore(windows):  # and those that a killed run had begun since
-        begun = _read_lines(log)
-        order[:] = begun if windows and begun[: len(windows)] == windows else windows
-        if not jax.process_index():
-            _write_lines(log, order)
-
-    def reaches(place):
-        with lock:  # training asks in a thread of its own
-            if ends()[-1] <= place and (begun := _read_lines(log)):
-                order[:] = begun
-            while ends()[-1] <= place and (window := _next_window(cfg, order, window_of, waits)):
-                order.append(window)
-                _write_lines(log, order)
-            return ends()[-1] > place
-
-    def n_finished(step):
-        return int(np.searchsorted(ends()[1:], step * B, side="right"))
-
-    def next_window(step):
-        if n_finished(step) == n_finished(step - 1):
-            return ""
-        if not reaches(step * B):
-            return None
-        *seen, name = [window["name"] for window in order[: n_finished(step) + 1]]
-        return "" if name in seen else name
-
-    def batch(step, rows):
-        if not reaches(step * B + B - 1):
-            return None
-        places = _places(step, B, rows)
-        at = np.searchsorted(ends()[1:], places, side="right")  # the window of each place
-        windows = {i: order[i] for i in np.unique(at).tolist()}
-        for window in windows.values():
-            _check_window(window, window_of(window["name"]))
-        sizes = np.array([window["n"] for window in order])[at]
-        # Each window is an epoch of its own: its number names the permutation.
-        examples = _shuffled(places + at * sizes - ends()[at], sizes, cfg.seed)
-        drawn = [read(window["name"], examples[at == i]) for i, window in windows.items()]
-        return {key: np.concatenate([part[key] for part in drawn]) for key in drawn[0]}
-
-    first = list(islice(_unseen(cfg, window_of, 0), cfg.windows_per_epoch or None))
-    if not first:
-        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file here has an example")
-    about = f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}"
-    return {"n": sum(each["n"] for each in first) * cfg.window_repeats, "batch": batch,
-            "fingerprint": "windows", "summary": about, "restore": restore,
-            "n_finished": n_finished, "next_window": next_window,
-            "windows": lambda step: order[: n_finished(step) + 1]}
-
-
-def _read_lines(path):
-    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
-
-
-def _write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path.with_suffix(".tmp").replace(path)
-
-
-def _window(size_of, name):
-    """What is written down of a file."""
-    if not (n := int(size_of(name))):
-        tqdm.write(f"{name}: has no example; left out")
-    return {"name": name, "n": n, "bytes": _content(Path(name))}
-
-
-def _check_window(window, now):
-    if any(window.get(what, x) != x for what, x in now.items()):
-        raise ValueError(f"{window['name']}: had {window['n']} examples when the run first read "
-                         "it, and now has others; bring it back")
-
-
-def _unseen(cfg, window_of, epoch, seen=()):
-    """Yield the windows of files not in `seen`; a file is opened when its turn comes."""
-    names = {*map(str, expand(cfg.data, lenient=True))} - {*seen}
-    for name in sorted(names, key=lambda name: [
-            int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]):
-        if os.path.getsize(name) and (window := window_of(name))["n"]:
-            yield {"epoch": epoch} | window
-
-
-def _next_window(cfg, order, window_of, waits):
-    """The window after those of `order`: the same again, the next unseen one, or, once none came
-    for wait_s or the epoch has its windows, the first of the next epoch. None: wait; only process 0
-    chooses. waits: {number of windows: when there was first none after them}.
-    """
-    if jax.process_index():
-        return None
-    epoch = order[-1]["epoch"] if order else 0
-    seen = [each["name"] for each in order if each["epoch"] == epoch]
-    if seen and seen.count(seen[-1]) < cfg.window_repeats:
-        return order[-1]
-    if len({*seen}) < (cfg.windows_per_epoch or inf):
-        if window := next(_unseen(cfg, window_of, epoch, seen), None):
-            return window
-        if len(order) not in waits and cfg.wait_s:
-            tqdm.write(f"no window after {seen[-1]} yet: waiting for {cfg.wait_s:g} s")
-        now = time.monotonic()
-        if now - waits.setdefault(len(order), now) < cfg.wait_s:
-            return None
-    return next(_unseen(cfg, window_of, epoch + 1), None)
-
-
-# Whole documents in rows.
-
-def pack(lengths, room, one_each=False):
-    """Put items of these lengths (0: nowhere) into rows of `room`: (bounds, items), row i having
-    items[bounds[i]:bounds[i + 1]]. Best fit: longest first, each into the fullest row with room.
-    """
-    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    if one_each:
-        return np.arange(len(order) + 1), np.sort(order)
-    row_of, n_rows, free, left = [], 0, [[] for _ in range(room + 1)], 0  # left: bit r, rows with r
-    for size in lengths[order].tolist():
-        fits = left >> size
-        if fits:
-            r = size + (fits & -fits).bit_length() - 1
-            row = free[r].pop()
-            left ^= (not free[r]) << r
-        else:
-            r, row, n_rows = room, n_rows, n_rows + 1
-        free[r - size].append(row)
-        left |= 1 << (r - size)
-        row_of.append(row)
-    items = order[np.lexsort((order, row_of))]
-    return np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows))), items
-
-
-def _fill_rows(shard, form):
-    """The shard with "rows", (bounds, spans): row i has spans[bounds[i]:bounds[i + 1]], of each
-    document the first token that is kept and the one after the last.
-    """
-    if "documents" not in shard:
-        raise ValueError(f"{shard['name']}: packing {form['packing']} needs documents, and a token "
-                         "has none; use text or .jsonl")
-    (starts, stops), T = shard["documents"].T, form["seq_len"]
-    long = stops - starts > T + 1
-    if form["truncation"] == "error" and long.any():
-        i = int(np.argmax(long))
-        raise ValueError(f"{shard['name']}: document {i + 1} has {stops[i] - starts[i]} tokens, "
-                         f"more than seq_len + 1 = {T + 1}; choose another --truncation or "
-                         "--seq_len")
-    if form["truncation"] == "keep_end":
-        starts = np.maximum(starts, stops - T - 1)
-    else:
-        stops = np.where(long, starts + (0 if form["truncation"] == "drop" else T + 1), stops)
-    lengths = np.maximum(stops - starts - 1, 0)
-    if "masked" in shard and len(lengths):  # what has no label goes nowhere
-        borders = np.stack([starts + 1, stops], axis=1).ravel()
-        masked = np.append(shard["masked"], np.uint8(0))  # a border may be at the end
-        lengths *= np.add.reduceat(masked, borders, dtype=np.int64)[::2] < lengths
-    bounds, items = pack(lengths, T, form["packing"] == "none")
-    return shard | {"rows": (bounds, np.stack([starts, stops], axis=1)[items])}
-
-
-def _whole_documents(source, shard_of, within):
-    T, padding_side = source["form"]["seq_len"], source["form"]["padding_side"]
-    batch = {name: np.zeros((len(within), T), np.int32)
-             for name in ("tokens", "labels", "segments", "positions")}
-    batch["labels"][:] = IGNORE
-    for row, (i, at) in enumerate(zip(shard_of, within.tolist())):
-        shard, (bounds, spans) = source["shards"][i], source["shards"][i]["rows"]
-        spans = spans[bounds[at] : bounds[at + 1]]
-        place = T - int((np.diff(spans) - 1).sum()) if padding_side == "left" else 0
-        for number, (a, b) in enumerate(spans.tolist(), 1):
-            here, tokens = slice(place, place + b - a - 1), shard["tokens"][a:b].astype(np.int32)
-            masked = shard["masked"][a + 1 : b] if "masked" in shard else 0
-            batch["tokens"][row, here] = tokens[:-1]
-            batch["labels"][row, here] = np.where(masked, IGNORE, tokens[1:])
-            batch["segments"][row, here] = number
-            batch["positions"][row, here] = np.arange(b - a - 1)
-            place += b - a - 1
-    check_ids(np.maximum(batch["tokens"], batch["labels"]), source["form"]["vocab_size"],
-              [source["shards"][i] for i in shard_of])
-    return batch
-
-
-def _segments(batch, shards, starts):
-    """"segments" and "positions" of windows, whose documents begin where _begins says."""
-    tokens, labels = batch.values()
-    begins = np.stack([_begins(*each) for each in zip(shards, starts, tokens, labels)])
-    places = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return {"segments": 1 + begins.cumsum(axis=1, dtype=np.int32), "positions": places - first}
-
-
-def _begins(shard, start, tokens, labels):
-    """Where documents begin in a window of a shard; a label across a border is ignored."""
-    if "documents" not in shard:
-        return tokens == shard["end"]
-    begins, documents = np.zeros(len(tokens) + 1, bool), shard["documents"]
-    window = shard["at"] + start + np.array([0, len(begins)])
-    first, last = np.searchsorted(documents[:, 0], window)
-    starts, stops = documents[max(first - 1, 0) : last].T - window[0]  # also of the one before
-    begins[starts[starts >= 0]] = True
-    borders = starts[1:][stops[:-1] <= starts[1:]]
-    labels[borders[borders > 0] - 1] = IGNORE
-    return begins[:-1]
-
-
-# Files.
-
-TOKEN_FILES = (".bin", ".npy")
-N_SCANNED = 2**22  # tokens of a source whose ids are checked before training; the rest per batch
-
-
-def open_source(patterns, tokenizer, form=(), dtype="uint16", folder=".prepared", end=-1,
-                may_be_empty=False):
-    """Open token files and documents given as files, globs and folders of Hugging Face datasets; by
-    default Python's standard library.
-
-    Each token file (.bin, .npy) is a shard; all documents are one shard, prepared in `folder`. end:
-    the id that begins a document in token files, for packed rows; -1: unknown.
-    Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
-    label (unless may_be_empty), or has an id that is not below vocab_size.
-    """
-    form, paths = SEQ_FORMAT | dict(form), expand(patterns) if patterns else _standard_library()
-    with contextlib.suppress(ValueError, OSError):  # each mapped file keeps a descriptor
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
-    binary = [p for p in paths if p.suffix in TOKEN_FILES]
-    texts = [p for p in paths if p.suffix not in TOKEN_FILES]
-    if binary and form["document_mask"] and not 0 <= end < (form["vocab_size"] or end + 1):
-        raise ValueError(f"{binary[0]}: packed rows need the id that begins a document in token "
-                         f"files, and {end} is none; set --eod_id (50256 in GPT-2's)")
-    # Plain arrays of the mapped files: slicing a memmap takes longer than copying a row.
-    shards = [{"name": str(p), "tokens": np.asarray(_tokens_in(p, dtype)), "at": 0, "end": end,
-               "path": p, "size": p.stat().st_size} for p in binary]
-    shards += [tokenize_files(texts, tokenizer, folder)] if texts else []
-    source = make_source(shards, form)
-    for shard, n in zip(source["shards"], np.diff(source["ends"], prepend=0)):
-        tokens, T = shard["tokens"], form["seq_len"]
-        if not n and not may_be_empty:
-            raise ValueError(f"{shard['name']}: has {len(tokens)} tokens, and no sequence of {T} "
-                             "with a label; use more data, another --seq_len or --truncation")
-        if np.iinfo(tokens.dtype).max >= form["vocab_size"]:
-            check_ids(tokens[None, : N_SCANNED // len(shards)], form["vocab_size"], [shard])
-    return source
-
-
-def tokenize_files(paths, tokenizer, folder):
-    """The shard of the documents in these files, tokenized into `folder` unless it has them: one
-    folder for the content of the files and the tokenizer. Of several processes one does the work,
-    the others wait.
-
-    "documents", int64 [n, 2]: first token of each and the one after its last; "masked", uint8: 1
-    for tokens that are no labels; "counts" of what was read and left out.
-    """
-    name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-    # Another text of what reads files makes other tokens of them.
-    code = [zlib.crc32(inspect.getsource(f).encode()) for f in (
-        rows_in, _arrow_rows, _pieces, _texts, _chat, _encoded, _write_prepared)]
-    files = [p for path in paths for p in (path, *sorted(path.glob("*"))) if p.is_file()]
-    # Beyond its first MiB a file is told by when it was last changed.
-    content = [[p.suffixes[-2:], *_content(p), p.stat().st_size > 2**20 and p.stat().st_mtime_ns]
-               for p in files]
-    key = json.dumps([*code, tokenizer["key"], *content]).encode()
-    final = Path(folder, hashlib.sha256(key).hexdigest()[:20])
-    partial, about = final.with_suffix(".partial"), dict(name=name, at=0, path=final / "tokens")
-    if there := _prepared(final, tokenizer):  # perhaps where nothing can be written
-        return there | about
-    with as_value_error(f"{name}: cannot be prepared in {folder}; make room there, or choose "
-               "another folder with --token_cache", OSError):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with open(final.with_suffix(".lock"), "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError:  # no locks here: at worst the work is done twice
-                partial = final.with_suffix(f".{time.time_ns()}")
-            if not _prepared(final, tokenizer):
-                for leftover in (final, partial):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                try:
-                    partial.mkdir()
-                    _write_prepared(paths, tokenizer, partial)
-                    if not _prepared(final, tokenizer):
-                        partial.rename(final)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)
-    return _prepared(final, tokenizer) | about
-
-
-def _content(path):
-    """What tells the content of a file from another's: size, checksum of its first MiB; of a folder
-    by datasets those of its state.json.
-    """
-    path = path / "state.json" if path.is_dir() else path
-    with open(path, "rb") as file:
-        return [path.stat().st_size, zlib.crc32(file.read(2**20))]
-
-
-def _prepared(folder, tokenizer):
-    """The arrays of prepared data, and of its shard "counts" and "size"; None when it is not there,
-    or not whole.
-    """
-    kinds = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "masked": np.uint8}
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        index = json.loads((folder / "index.json").read_text())
-        arrays = {name: np.asarray(np.memmap(folder / name, kinds[name], "r"))
-                  for name in index["sizes"]}
-        if all(arrays[name].nbytes == n for name, n in index["sizes"].items()):
-            return arrays | {"counts": index["counts"], "size": arrays["tokens"].nbytes}
-
-
-def _write_prepared(paths, tokenizer, folder):
-    """Lay documents end to end: text between end ids that neighbours share, or, if the tokenizer
-    has a begin id, between its own two; chats as their template writes them.
-    """
-    begin, end, dtype = tokenizer["bos"], tokenizer["eos"], tokenizer["dtype"]
-    shared, first, after_chat, n_empty = begin is None, True, False, 0
-    with (open(folder / "tokens", "wb") as tokens, open(folder / "masked", "wb") as masks,
-          open(folder / "documents", "wb") as documents):
-        def n():
-            return tokens.tell() // dtype.itemsize
-
-        def put(ids, masked):
-            if np.any(masked):
-                masks.seek(n())  # what is skipped reads as zeros
-                masks.write(np.full(len(ids), masked, np.uint8))
-            tokens.write(np.asarray(ids, dtype))
-
-        for ids, masked, is_chat, last in _encoded(paths, tokenizer):
-            if first and last and not len(ids):
-                n_empty += 1
-                continue
-            if first:
-                put([end] if shared else [] if is_chat else [begin], after_chat)
-                documents.write(np.int64(n() - (not is_chat)))
-            put(ids, masked)
-            if last:
-                documents.write(np.int64(n() + (not is_chat)))
-                put([] if shared or is_chat else [end], 0)
-                after_chat = is_chat
-            first = last
-        put([end] if shared else [], after_chat)
-        masks.truncate(n() if masks.tell() else 0)
-        n_documents = documents.tell() // 16
-        if not n_documents:  # one of no tokens, which is in no row
-            put([end], 0)
-            documents.write(np.int64((0, 0)))
-    sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.stat().st_size}
-    for name in sizes:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
-    counts = {"documents": n_documents, "empty documents left out": n_empty}
-    counts = {what: n for what, n in counts.items() if n}
-    (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
-
-
-def _encoded(paths, tokenizer):
-    """Yield (ids, mask or 0, is_chat, last) of the documents, long texts in pieces of which one is
-    the last; a tokenizer's library uses all cores for a batch.
-    """
-    total = sum(p.stat().st_size for path in paths for p in (path, *path.glob("*")))
-    rows = (row for path in paths for row in rows_in(path, tokenizer["piece"]))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="preparing", delay=1, disable=None,
-              leave=False) as bar:
-        while batch := list(islice(rows, 512)):
-            texts = [_texts(row, where) for where, row, _ in batch]
-            encoded = iter(tokenizer["encode_batch"]([*chain(*texts)]))
-            bar.update(sum(map(len, chain(*texts))))
-            for (where, row, last), of_row in zip(batch, texts):
-                ids = [next(encoded) for _ in of_row]
-                if not ids:
-                    yield *_chat(row, tokenizer, where), True, last
-                else:
-                    masked = np.repeat([1, 0], [*map(len, ids)]) if len(ids) == 2 else 0
-                    yield np.concatenate(ids), masked, False, last
-
-
-def _chat(row, tokenizer, where):
-    """(ids, mask) of a conversation in the tokenizer's template. Labels are each of the
-    assistant's turns and the id that ends it: what the template adds to its rendering of the
-    messages before.
-    """
-    messages, library = row["messages"], tokenizer["chat"] and tokenizer["chat"]()
-    if not getattr(library, "chat_template", None):
-        raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
-                         "that transformers saved with one")
-
-    def render(n, prompt=False):
-        # A template raises what it likes.
-        with as_value_error(f"{where}: the chat template refuses it", Exception):
-            return library.apply_chat_template(messages[:n], tools=row.get("tools"), tokenize=False,
-                                               add_generation_prompt=prompt)
-
-    text = render(len(messages))
-    out = library(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts, ends = np.array(out["offset_mapping"]).T
-    masked = np.ones(len(starts), np.uint8)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, turn = render(i, prompt=True), render(i + 1).rstrip()
-            if not text.startswith(turn):  # eos may stand after the last turn alone
-                last = library(turn, add_special_tokens=False)["input_ids"][-1:]
-                mark = library.decode(last)
-                turn = turn.removesuffix(library.eos_token or "").rstrip()
-            if not text.startswith(turn):  # it leaves out the thinking of earlier turns
-                turn = "".join(text[len(before):].partition(mark)[:2])
-                turn = before + turn if turn.endswith(mark) else None
-            if turn is None or not text.startswith(before):
-                raise ValueError(f"{where}: message {i + 1}: the chat template writes it, or the "
-                                 "messages before, in another way when others follow; use another "
-                                 "template")
-            masked[(ends > len(before)) & (starts < len(turn))] = 0  # a token may span the border
-    return np.array(out["input_ids"]), masked
-
-
-def _texts(row, where):
-    """The texts of a row of a file: one, or prompt and completion; none of a chat."""
-    row = row if isinstance(row, dict) else {}
-    for names in (["text"], ["prompt", "completion"]):
-        if all(isinstance(row.get(name), str) for name in names):
-            texts = [row[name] for name in names]
-            whole = "".join(texts)
-            if "\0" in whole or (not whole.isascii() and re.search("[\ud800-\udfff]", whole)):
-                raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
-            return texts
-    fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
-    if not isinstance(row.get("messages"), list):
-        raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
-                         f"'completion', or a list 'messages'; it has {fields or 'no fields'}")
-    roles = ["system", "developer", "user"]
-    for i, message in enumerate(row["messages"], 1):
-        if not isinstance(message, dict) or message.get("role") not in roles:
-            raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
-                             f"{str(message)[:80]}")
-        roles = ["system", "developer", "user", "assistant", "tool"]
-    return []
-
-
-def rows_in(path, size):
-    """Yield (where, row, last) of the rows of a file or folder: of .jsonl and .json one a line, of
-    .json also those of one array; of a text pieces of `size` characters.
-    """
-    kind, where = path.name.lower().removesuffix(".gz").removesuffix(".zst"), str(path)
-    if path.is_dir() or kind.endswith(".parquet"):
-        for number, row in enumerate(_arrow_rows(path), 1):
-            yield f"{path} row {number}", row, True
-        return
-    if path.suffix == ".zst":  # unlike zstandard's, this reader minds a file that is cut off
-        file = require("pyarrow", path).input_stream(where, compression="zstd")
-    else:
-        file = (gzip.open if path.suffix == ".gz" else open)(path, "rb")
-    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n") as file:
-        try:
-            if not kind.endswith((".json", ".jsonl")):
-                yield from ((where, {"text": text}, last) for text, last in _pieces(file, size))
-                return
-            for number, line in enumerate(file, 1):
-                where = f"{path} line {number}"
-                if kind.endswith(".json") and line.lstrip()[:1] == "[":  # an array, to the end
-                    for i, row in enumerate(json.loads(line + file.read()), 1):
-                        yield f"{path} row {i}", row, True
-                elif line.strip():
-                    yield where, json.loads(line), True
-        except UnicodeDecodeError as e:
-            there = e.object[max(0, e.start - 20) : e.end]
-            raise ValueError(f"{path}: not UTF-8 at {there!r}; data is text, .json(l) (or .gz, "
-                             ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
-        except (ValueError, RecursionError, OSError, EOFError, zlib.error) as e:
-            raise ValueError(f"{where}: damaged, or not JSON: {e}") from None
-
-
-# Where text is cut, the last of its lines or words: tokenizers split there anyway.
-BORDERS = [re.compile(r"(?s).*" + border) for border in (
-    r"\S\n(?=[^\W_])", r"[^\W_](?=\s)")]  # before a letter or digit; after one
-
-
-def _pieces(file, size):
-    """Yield (text, whether it is the last) in pieces of some `size` characters (-1: whole)."""
-    text = file.read(size)
-    while more := file.read(size):
-        new = max(0, len(text) - 2)
-        text += more
-        if cut := next(filter(None, (border.match(text, new) for border in BORDERS)), None):
-            yield text[: cut.end()], False
-            text = text[cut.end() :]
-    yield text, True
-
-
-def _arrow_rows(path):
-    """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
-    parquet, ipc = require("pyarrow.parquet", path), require("pyarrow.ipc", path)
-    faults = OSError, KeyError, ValueError  # ArrowInvalid is a ValueError
-    with as_value_error(f"{path}: not a .parquet file or a folder of datasets", *faults):
-        if path.is_file():
-            batches = parquet.ParquetFile(path).iter_batches()
-        else:
-            state = json.loads((path / "state.json").read_text())
-            batches = (batch for part in state["_data_files"]
-                       for batch in ipc.open_stream(str(path / part["filename"])))
-        for batch in batches:
-            yield from batch.to_pylist()
-
-
-def require(module, what):
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ValueError(f"{what}: needs `pip install {module.partition('.')[0]}`") from None
-
-
-@contextlib.contextmanager
-def as_value_error(what, *kinds):
-    """Raise exceptions of these kinds as a ValueError that says `what`, then what they say."""
-    try:
-        yield
-    except kinds as e:
-        raise ValueError(f"{what}: {e}") from None
-
-
-def _check_unchanged(shard):
-    """Raise ValueError when a file has another size: reading beyond its end ends the process."""
-    with as_value_error(f"{shard['name']}: was taken away while a run reads it", OSError):
-        size = os.stat(shard["path"]).st_size if "path" in shard else None
-    if "path" in shard and size != shard["size"]:
-        raise ValueError(f"{shard['path']}: had {shard['size']} bytes when it was opened and has "
-                         f"{size} now; data must not change while a run reads it")
-
-
-def split(source, held_out):
-    """Split into (train, held-out) sources: the last fraction `held_out` of all tokens is held out,
-    of whole documents where rows are made of these. A shard is never cut into a part shorter than
-    seq_len + 1.
-
-    Raises: ValueError when one side would have no sequence.
-    """
-    form, sides = source["form"], ([], [])
-    cut, seq_len = round(sum(source["lengths"].tolist()) * (1 - held_out)), form["seq_len"]
-    for shard in source["shards"]:
-        n = len(shard["tokens"])
-        at, cut = min(max(cut, 0), n), cut - n
-        if form["packing"] == "stream":
-            cut_names = "tokens", "masked"
-            at = 0 if at <= seq_len else n if n - at <= seq_len else at
-        else:
-            cut_names, starts = ("documents",), shard["documents"][:, 0]
-            at = len(starts) if at == n else min(np.searchsorted(starts, at), len(starts) - 1)
-        for side, here in zip(sides, (slice(0, at), slice(at, None))):
-            part = {name: x[here] if name in cut_names else x for name, x in shard.items()
-                    if name != "rows"}
-            if form["packing"] == "stream":
-                part["at"] += here.start
-            side += [part] if len(part[cut_names[0]]) else []
-    sources = [make_source(side, form) for side in sides]
-    for what, side in zip(("training", "held-out"), sources):
-        if not side["n"]:
-            raise ValueError(f"val_frac {held_out}: leaves no {what} sequence of {seq_len + 1} "
-                             "tokens; give --val_data, more data or a shorter --seq_len")
-    return tuple(sources)
-
-
-def bytes_per_token(source, tokenizer):
-    """Bytes of text per token of a source that is all text, counted in the first MiB of tokens of
-    each shard; None for others.
-    """
-    n_bytes = n_tokens = 0
-    for shard in source["shards"]:
-        if "documents" not in shard or "masked" in shard:
-            return None
-        first = shard["documents"][0, 0] if "rows" in shard else 0
-        ids = shard["tokens"][first : first + 2**20]
-        marks = np.isin(ids, [tokenizer[x] for x in ("bos", "eos") if tokenizer[x] is not None])
-        n_bytes += tokenizer["n_bytes"](ids[~marks]) + int(marks.sum())  # an end counts as one
-        n_tokens += len(ids)
-    return n_bytes / n_tokens
-
-
-def describe(source):
-    """What was read, and what of it was left out, in words."""
-    if "parts" in source:
-        return "; ".join(f"{n / source['counts'].sum():.3g} of {each['shards'][0]['name']}: "
-                         f"{describe(each)}" for n, each in zip(source["counts"], source["parts"]))
-    form, shards = source["form"], source["shards"]
-    if form["packing"] == "stream":
-        return ", ".join([
-            f"{source['lengths'].sum():,} tokens, {source['n']:,} sequences",
-            *(f"{n:,} {what}" for shard in shards if not shard["at"]
-              for what, n in shard.get("counts", {}).items())])
-    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards])
-    used = sum((np.diff(shard["rows"][1]) - 1).sum() for shard in shards)
-    n_used = sum(len(shard["rows"][1]) for shard in shards)
-    return (f"{n_used:,} of {len(n_tokens):,} documents in {source['n']:,} sequences, "
-            f"{(n_tokens - 1 > form['seq_len']).sum():,} longer (--truncation "
-             f"{form['truncation']}), "
-            f"{used:,} of {(n_tokens - 1).sum():,} tokens, "
-            f"{1 - used / (source['n'] * form['seq_len']):.1%} padding")
-
-
-def fingerprint(source):
-    """Describe the data in a line that differs when it does: token counts and a checksum of the
-    first and last 2^20 tokens of each shard, less of each where there are many.
-    """
-    shards, crc = source["shards"], 0
-    n = max(2**20 // len(shards), 2**10)
-    for x in (shard[name] for shard in shards for name in ("tokens", "masked") if name in shard):
-        crc = zlib.crc32(np.ascontiguousarray(x[:n]), crc)
-        crc = zlib.crc32(np.ascontiguousarray(x[-n:]), crc)
-    return f"{source['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
-
-
-def text_metrics(means, source):
-    """Perplexity per token, and bits per byte where the source is text."""
-    loss, bytes_per_token = float(means["loss"]), source.get("bytes_per_token")
-    bits = {"bits_per_byte": loss / log(2) / bytes_per_token} if bytes_per_token else {}
-    return {"ppl": exp(min(loss, 700))} | bits
+    paths = {}  # by real path: a link is the file that it points to
+    for pattern in map(str, patterns):
+        # The name of an existing file may have brackets, which are special in a glob.
+        names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        n_found = 0
+        for name in names:
+            if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
+                paths[os.path.realpath(name)] = Path(name)
+                n_found += 1
+        if not lenient and not n_found:
+            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a "
+                             "glob; name the files of a folder as in 'folder/*.txt'")
+    return list(paths.values())
 
 
 def _standard_library():
     """List Python's own sources without their tests: real text on any machine that runs this."""
-    root, paths = Path(os.__file__).parent, []
+    root = Path(os.__file__).parent
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - skip  # os.walk then does not enter them
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(paths, key=lambda p: p.relative_to(root).as_posix())
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
-def expand(patterns, lenient=False, field="data"):
-    """List the files that match, sorted within each pattern. Raises: ValueError if none does,
-    unless lenient. field: the name of the flag, for that error.
+def tokenize_files(paths, tokenizer, folder):
+    """Tokenize the documents of these files into one shard, in a subfolder of `folder`.
+
+    The subfolder is named after the content of the files and the tokenizer; if it exists, it is
+    read. Of several processes one does the work, the others wait.
+    Returns {"name", "tokens", "documents": int64 [n, 2], the first token of each document and the
+    one after its last, "ignored": uint8, 1 for tokens that are not labels (absent: all are labels),
+    "token_offset": number of tokens before tokens[0] (not 0 in the second part of a split),
+    "counts": of what was read and skipped, "path", "file_size"}.
     """
-    paths = []
-    for pattern in map(str, patterns):
-        names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        found = [name for name in sorted(names)  # one that exists may have brackets
-                 if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json"))]
-        if not lenient and not found:
-            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a "
-                             "glob; name the files of a folder as in 'folder/*.txt'")
-        paths += map(Path, found)
-    return [*{os.path.realpath(path): path for path in paths}.values()]
+    name = str(paths[0])
+    if len(paths) > 1:
+        name += f" and {len(paths) - 1} more"
+    cached = Path(folder, _cache_key(paths, tokenizer))
+    shard = _read_shard(cached, tokenizer)  # works where nothing can be written, too
+    if shard is None:
+        with as_value_error(f"{name}: cannot be tokenized into {folder}; make room there, or "
+                            "choose another folder with --token_cache", OSError):
+            _write_once(cached, write=partial(_write_shard, paths, tokenizer),
+                        read=partial(_read_shard, tokenizer=tokenizer))
+        shard = _read_shard(cached, tokenizer)
+    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens"}
 
 
+def _read_shard(folder, tokenizer):
+    """Map the arrays of a tokenized shard; None if they are missing or incomplete."""
+    dtypes = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "ignored": np.uint8}
+    shard = {}
+    try:
+        index = json.loads((folder / "index.json").read_text())
+        for name, n_bytes in index["sizes"].items():
+            # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
+            shard[name] = np.asarray(np.memmap(folder / name, dtypes[name], "r"))
+            if shard[name].nbytes != n_bytes:
+                return None
+        return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write_shard(paths, tokenizer, folder):
+    """Tokenize documents into the files of a shard, and write index.json after them."""
+    with (open(folder / "tokens", "wb") as tokens, open(folder / "ignored", "wb") as ignored,
+          open(folder / "documents", "wb") as documents):
+        pieces = _encode_files(paths, tokenizer)
+        counts = _write_documents(pieces, tokenizer, tokens, ignored, documents)
+    sizes = {}
+    for path in folder.iterdir():
+        if path.stat().st_size:  # an empty file cannot be mapped
+            sizes[path.name] = path.stat().st_size
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    # A shard with this file is complete.
+    (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
+
+
+def _write_documents(pieces, tokenizer, tokens, ignored, documents):
+    """Write documents end to end into three files; return the counts of documents.
+
+    Between two texts is an eos id that belongs to both. If the tokenizer has a bos id, each text
+    lies between its own bos and eos. Chats are as their template writes them.
+    """
+    bos = tokenizer["bos"]
+    eos = tokenizer["eos"]
+    append = partial(_append_ids, tokens, ignored, tokenizer["dtype"])
+    counts = {"documents": 0, "empty documents skipped": 0}
+    is_first = True  # the next piece begins a document
+    after_chat = False
+    for piece in pieces:
+        is_chat = piece["is_chat"]
+        if is_first and piece["is_last"] and not len(piece["ids"]):
+            counts["empty documents skipped"] += 1
+            continue
+
+        # Begin a document. The id before a text belongs to it; after a chat it is not a label.
+        if is_first:
+            n = append(_ids_before(bos, eos, is_chat), after_chat)
+            documents.write(np.int64(n if is_chat else n - 1))
+        n = append(piece["ids"], piece["ignored"])
+        # End a document. The id after a text belongs to it.
+        if piece["is_last"]:
+            documents.write(np.int64(n if is_chat else n + 1))
+            if bos is not None and not is_chat:
+                n = append([eos], False)
+            counts["documents"] += 1
+            after_chat = is_chat
+        is_first = piece["is_last"]
+
+    if bos is None:
+        n = append([eos], after_chat)
+    if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
+        n = append([eos], False)
+        documents.write(np.int64((0, 0)))
+    if ignored.tell():
+        ignored.truncate(n)  # as long as the tokens: zeros to the end
+    return counts
+
+
+def _ids_before(bos, eos, is_chat):
+    """Return the ids to write before a document."""
+    if bos is None:
+        return [eos]  # it also ends the document before
+    if is_chat:
+        return []  # the template writes all
+    return [bos]
+
+
+def _append_ids(tokens, ignored, dtype, ids, is_ignored):
+    """Append ids to the file `tokens`, and to `ignored` which of them are not labels (one for each,
+    or one for all); return the number of tokens so far.
+    """
+    n = tokens.tell() // dtype.itemsize
+    if np.any(is_ignored):
+        ignored.seek(n)  # the bytes in between read as zeros
+        ignored.write(np.full(len(ids), is_ignored, np.uint8))
+    tokens.write(np.asarray(ids, dtype))
+    return n + len(ids)
+
+
+def _encode_files(paths, tokenizer):
+    """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "is_last"}.
+
+    The last piece of a document has is_last. Rows are encoded 512 at a time: a tokenizer's library
+    uses all cores for a list.
+    """
+    total = 0
+    for path in paths:
+        files = (path, *path.glob("*"))  # a folder by datasets has files
+        total += sum(file.stat().st_size for file in files)
+    rows = chain.from_iterable(rows_in(path, tokenizer["piece"]) for path in paths)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
+              leave=False) as bar:
+        while True:
+            some_rows = list(islice(rows, 512))
+            if not some_rows:
+                return
+            texts_of = [_texts(row, where) for where, row, _ in some_rows]
+            texts = list(chain.from_iterable(texts_of))
+            encoded = iter(tokenizer["encode_batch"](texts))
+            bar.update(sum(len(text) for text in texts))
+            for (where, row, is_last), row_texts in zip(some_rows, texts_of):
+                ids_of = [next(encoded) for _ in row_texts]
+                if len(ids_of) == 1:
+                    ids, ignored = ids_of[0], False
+                elif len(ids_of) == 2:
+                    ids, ignored = _join_prompt(*ids_of)
+                else:
+                    ids, ignored = _encode_chat(row, tokenizer, where)
+                yield {"ids": ids, "ignored": ignored, "is_chat": not row_texts,
+                       "is_last": is_last}
+
+
+def _texts(row, where):
+    """Return the texts of a row: one, or a prompt and its completion, or none if it is a chat."""
+    row = row if isinstance(row, dict) else {}
+    for names in (["text"], ["prompt", "completion"]):
+        texts = [row.get(name) for name in names]
+        if all(isinstance(text, str) for text in texts):
+            joined = "".join(texts)
+            if "\0" in joined or (not joined.isascii() and re.search("[\ud800-\udfff]", joined)):
+                raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
+            return texts
+    if isinstance(row.get("messages"), list):
+        _check_messages(row["messages"], where)
+        return []
+    fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
+    raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
+                     f"'completion', or a list 'messages'; it has {fields or 'no fields'}")
+
+
+def rows_in(path, size):
+    """Yield (where, row, is_last) for the rows of a file or folder.
+
+    A row is a JSON value, or {"text"} of a text file. A text file is read in pieces of about `size`
+    characters (-1: in one); all rows but these have is_last.
+    """
+    kind = _file_kind(path)
+    if path.is_dir() or kind.endswith(".parquet"):
+        yield from _table_rows(path)
+    elif kind.endswith((".json", ".jsonl")):
+        yield from _json_rows(path)
+    else:
+        with _open_utf8(path) as file:
+            for text, is_last in _text_pieces(file, size):
+                yield str(path), {"text": text}, is_last
+
+
+def _file_kind(path):
+    """Return the name of a file in lower case, without the suffix of a compressed file."""
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst")
+
+
+@contextlib.contextmanager
+def _open_utf8(path):
+    """Open a text file; errors in reading it are ValueErrors that name it."""
+    with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file:
+        try:
+            yield file
+        except UnicodeDecodeError as e:
+            excerpt = e.object[max(0, e.start - 20) : e.end]
+            raise ValueError(f"{path}: not UTF-8 at {excerpt!r}; data is text, .json(l) (or .gz, "
+                             ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
+        except (OSError, EOFError, zlib.error) as e:
+            raise ValueError(f"{path}: corrupted: {e}") from None
+
+
+def _open_bytes(path):
+    """Open a file for reading, decompressed."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".zst":  # pyarrow's reader detects a truncated file, zstandard's does not
+        return require("pyarrow", path).input_stream(str(path), compression="zstd")
+    return open(path, "rb")
+
+
+def _text_pieces(file, size):
+    """Yield (text, is_last) in pieces of about `size` characters, -1: in one.
+
+    Text is cut where tokenizers split it anyway: after a line that a letter or digit follows, else
+    after a word. The cut is the last one possible, so patterns begin with a greedy `.*`.
+    """
+    line_end = re.compile(r"(?s).*\S\n(?=[^\W_])")
+    word_end = re.compile(r"(?s).*[^\W_](?=\s)")
+    text = file.read(size)
+    more = file.read(size)
+    while more:
+        n_searched = max(0, len(text) - 2)  # before these characters there is no cut
+        text += more
+        cut = line_end.match(text, n_searched) or word_end.match(text, n_searched)
+        if cut:
+            yield text[: cut.end()], False
+            text = text[cut.end() :]
+        more = file.read(size)
+    yield text, True
+
+
+def _content_id(path):
+    """Identify the content of a file by its size and a checksum of its first MiB.
+
+    A folder by datasets is identified by its state.json.
+    """
+    if path.is_dir():
+        path = path / "state.json"
+    with open(path, "rb") as file:
+        return [path.stat().st_size, zlib.crc32(file.read(2**20))]
+
+
+def _raise_file_limit():
+    """Raise the limit of open files to 2^16, if allowed: each mapped file keeps a descriptor."""
+    with contextlib.suppress(ValueError, OSError):
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
+
+
+# ---- the tokenizer
+
+def make_tokenizer(name):
+    """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved, or
+    tiktoken:ENCODING.
+
+    Returns {"encode": text -> 1-D array, "encode_batch": texts -> 1-D arrays, "decode": ids ->
+    text, "n_bytes": ids -> bytes of their text, "vocab_size", "dtype" of ids, "bos", "eos": ids
+    around a document (bos None: an eos stands before it, too), "stops": ids that end a sample,
+    "chat": None or a function that loads transformers' tokenizer, "piece": characters of the pieces
+    in which a text is encoded (-1: all), "key": a JSON value that identifies the tokenizer}.
+    """
+    if name == "bytes":
+        library = _bytes_tokenizer()
+    elif name.startswith("tiktoken:"):
+        library = _tiktoken_tokenizer(name)
+    else:
+        library = _hf_tokenizer(name)
+    dtype = np.min_scalar_type(library["vocab_size"] - 1)
+
+    def encode_batch(texts):
+        return [np.asarray(ids, dtype) for ids in library["encode_batch"](texts)]
+
+    def encode(text):
+        return encode_batch([text])[0]
+
+    def decode(ids):
+        return library["decode"](np.asarray(ids).tolist())
+
+    def n_bytes(ids):
+        return len(decode(ids).encode())
+
+    # Texts are encoded in pieces only if the tokenizer splits them where _text_pieces does.
+    pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
+    can_cut = np.array_equal(encode("".join(pieces)), np.concatenate(encode_batch(pieces)))
+    defaults = {"n_bytes": n_bytes, "bos": None, "stops": {library["eos"]}, "chat": None,
+                "key": name, "piece": 2**14}
+    tokenizer = defaults | library
+    tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode}
+    if not can_cut:
+        tokenizer["piece"] = -1
+    return tokenizer
+
+
+def _bytes_tokenizer():
+    """Make the default tokenizer, whose ids are the bytes of UTF-8; 0 ends a document."""
+    return {"encode_batch": _encode_bytes, "decode": _decode_bytes, "n_bytes": len,
+            "vocab_size": 256, "eos": 0, "piece": 2**18}
+
+
+def _encode_bytes(texts):
+    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+def _decode_bytes(ids):
+    """Decode bytes; an id above 255, which a larger vocabulary may sample, is shown as <id>."""
+    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in ids]
+    return b"".join(pieces).decode(errors="replace")
+
+
+# ---- summaries and metrics
+
+def describe(dataset):
+    """Summarize in a line what was read and what was skipped."""
+    if dataset["seq_format"]["packing"] != "stream":
+        return _describe_packing(dataset)
+    facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
+    for shard in dataset["shards"]:
+        if not shard["token_offset"]:  # the second part of a split has the same counts
+            for name, n in shard.get("counts", {}).items():
+                if n:
+                    facts.append(f"{n:,} {name}")
+    return ", ".join(facts)
+
+
+def fingerprint(dataset):
+    """Describe the tokens in a line that differs when they do: their number and a checksum.
+
+    The checksum is over the first and last 2^20 tokens of each shard, fewer of each if there are
+    many shards.
+    """
+    shards = dataset["shards"]
+    n = max(2**20 // len(shards), 2**10)
+    crc = 0
+    for shard in shards:
+        for name in ("tokens", "ignored"):
+            if name in shard:
+                crc = zlib.crc32(np.ascontiguousarray(shard[name][:n]), crc)
+                crc = zlib.crc32(np.ascontiguousarray(shard[name][-n:]), crc)
+    return f"{dataset['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
+
+
+def bytes_per_token(dataset, tokenizer):
+    """Count the bytes of text per token in the first 2^20 tokens of each shard.
+
+    None unless all shards are text, and all of it labels.
+    """
+    special = [tokenizer[name] for name in ("bos", "eos") if tokenizer[name] is not None]
+    n_bytes = 0
+    n_tokens = 0
+    for shard in dataset["shards"]:
+        if "documents" not in shard or "ignored" in shard:
+            return None
+        # Split documents that are packed share their tokens.
+        first = shard["documents"][0, 0] if "spans" in shard else 0
+        ids = shard["tokens"][first : first + 2**20]
+        is_special = np.isin(ids, special)  # counts as one byte
+        n_bytes += tokenizer["n_bytes"](ids[~is_special]) + int(is_special.sum())
+        n_tokens += len(ids)
+    return n_bytes / n_tokens
+
+
+def text_metrics(means, source):
+    """Compute perplexity per token, and bits per byte if the source is text."""
+    loss = float(means["loss"])
+    metrics = {"ppl": exp(min(loss, 700))}
+    if source.get("bytes_per_token"):
+        metrics["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
+    return metrics
+
+
+# ---- errors
+
+@contextlib.contextmanager
+def as_value_error(message, *kinds):
+    """Raise exceptions of these kinds as ValueErrors: the message, then that of the exception."""
+    try:
+        yield
+    except kinds as e:
+        raise ValueError(f"{message}: {e}") from None
+
+
+def require(module, user):
+    """Import a module of an optional package, or raise ValueError naming its user."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ValueError(f"{user}: needs `pip install {module.partition('.')[0]}`") from None
+
+
+# ---- optional
+
+# ---- mixtures
+
+def _mixture_files(cfg):
+    """Return {name in errors: patterns} for each dataset of cfg.mix."""
+    return {f"mix {name}": [name] for name in _mixture_weights(cfg)}
+
+
+def _mixture_weights(cfg):
+    """Return {name: weight} of cfg.mix; a name is the pattern of the files."""
+    return dict(text.rsplit("=", 1) for text in cfg.mix)
+
+
+def _open_mixture(cfg, open_files, tokenizer, val):
+    """Open the datasets of cfg.mix as {"train": source, "val": source or None}.
+
+    Without val_data, the last val_frac of each dataset is validation data, evaluated separately.
+    """
+    weights = _mixture_weights(cfg)
+    datasets = [open_files([name]) for name in weights]
+    if cfg.val_frac and val is None:
+        pairs = [split(dataset, cfg.val_frac) for dataset in datasets]
+        datasets = [train for train, _ in pairs]
+        val_parts = {}
+        for name, (_, val_dataset) in zip(weights, pairs):
+            val_parts[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+        summaries = [f"{name}: {source['summary']}" for name, source in val_parts.items()]
+        val = {"parts": val_parts, "summary": "; ".join(summaries)}
+
+    mixed = mix(datasets, list(weights.values()))
+    train = _make_source(mixed, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
+    if "mixture" in mixed:
+        train["summary"] = _describe_mixture(mixed["mixture"])
+    return {"train": train, "val": val}
+
+
+def mix(datasets, weights):
+    """Join datasets into one that draws from each in proportion to its weight (text or number).
+
+    Each is read in epochs of its own. After any number of sequences the counts are within 1 of
+    exact, so they are exact in every batch that can be divided so.
+    Raises: ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
+    """
+    if len(datasets) == 1:
+        return datasets[0]
+    weights = [Fraction(weight) for weight in weights]
+    total = sum(weights) or 1  # weights that add up to 0 are refused below
+    fractions = [weight / total for weight in weights]
+    n_cycle = lcm(*(fraction.denominator for fraction in fractions))
+    if min(weights) <= 0 or n_cycle > 10**4:
+        given = " ".join(str(float(weight)) for weight in weights)
+        raise ValueError(f"mix {given}: weights must be above 0 and repeat within 10,000 "
+                         "sequences; round them, as in 0.7 and 0.3")
+
+    # Lay out a cycle. Each position goes to one of the datasets that are not ahead of their
+    # fraction: the one that would fall behind first.
+    counts = [0] * len(datasets)  # sequences of each dataset so far
+    dataset_of = []  # the dataset at each position of the cycle
+    rank_of = []  # how many sequences of the same dataset come before it in the cycle
+    for position in range(n_cycle):
+        due = []
+        for i, (n, fraction) in enumerate(zip(counts, fractions)):
+            if n <= fraction * position:
+                deadline = ceil((n + 1) / fraction)
+                due.append((deadline, i))
+        _, chosen = min(due)
+        dataset_of.append(chosen)
+        rank_of.append(counts[chosen])
+        counts[chosen] += 1
+
+    # The joined dataset has the shards of all. Its epoch ends when each has been read once.
+    shards = []
+    epoch_sizes = []
+    for dataset, fraction in zip(datasets, fractions):
+        shards += dataset["shards"]
+        epoch_sizes.append(ceil(dataset["n"] / fraction))
+    sizes = np.array([dataset["n"] for dataset in datasets])
+    joined = make_dataset(shards, datasets[0]["seq_format"])
+    joined["n"] = max(epoch_sizes)
+    joined["mixture"] = {
+        "datasets": datasets,
+        "dataset_of": np.array(dataset_of),
+        "rank_of": np.array(rank_of),
+        "counts": np.array(counts),  # sequences of each dataset in a cycle
+        "sizes": sizes,
+        "first_examples": sizes.cumsum() - sizes,  # of each dataset, in the joined one
+    }
+    return joined
+
+
+def _mixture_examples(mixture, draws, seed):
+    """Choose the example of each draw, in [0, sequences of all datasets)."""
+    cycles, positions = np.divmod(draws, len(mixture["dataset_of"]))
+    dataset_of = mixture["dataset_of"][positions]
+    # Each dataset counts its own draws.
+    draws = cycles * mixture["counts"][dataset_of] + mixture["rank_of"][positions]
+    examples = _shuffled(draws, mixture["sizes"][dataset_of], seed)
+    return mixture["first_examples"][dataset_of] + examples
+
+
+def _describe_mixture(mixture):
+    n_cycle = mixture["counts"].sum()
+    summaries = []
+    for n, dataset in zip(mixture["counts"], mixture["datasets"]):
+        name = dataset["shards"][0]["name"]
+        summaries.append(f"{n / n_cycle:.3g} of {name}: {describe(dataset)}")
+    return "; ".join(summaries)
+
+
+# ---- windows
+
+def _open_windows(cfg, open_files):
+    """Open the files of a config as training data in windows."""
+    @cache
+    def open_file(name):
+        return open_files([name], may_be_empty=True)
+
+    def read(name, examples):
+        return _read_sequences(open_file(name), examples)
+
+    return in_windows(cfg, lambda name: open_file(name)["n"], read)
+
+
+def in_windows(cfg, size_of, read):
+    """Read training data in windows: one file of cfg.data after the other, each shuffled inside.
+
+    Files are in order of the numbers and letters in their names. Files without an example are
+    skipped. Files that appear later are found when the last window ends.
+    size_of(name): the number of examples in a file. read(name, examples): a batch of these.
+    Process 0 writes each window to out_dir/windows.jsonl before it is used. There the other
+    processes, and the run when it resumes, find it.
+
+    Returns a source, see `open_text`, with these keys more:
+        "windows": step -> records of the windows begun until then,
+        "n_finished": step -> number of windows finished,
+        "next_window": step at which a window ends -> name of the next file; None if it is missing
+            yet, "" if it was read before or no window ends at this step,
+        "restore": continue after these windows, those of a checkpoint.
+    """
+    windows = {
+        "order": [],  # records of the windows begun so far, as in windows.jsonl
+        "path": Path(cfg.out_dir) / "windows.jsonl",
+        "lock": threading.Lock(),  # the loop and the thread that makes batches extend the order
+        "record_of": cache(partial(_window_record, size_of)),
+        "read": read,
+        "wait_began": {},  # {number of windows begun: time at which none was found after them}
+    }
+    n_first = cfg.windows_per_epoch or None  # None: all
+    first = list(islice(_unseen_windows(cfg, windows, epoch=0, seen=()), n_first))
+    if not first:
+        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file has an example")
+    return {
+        "n": sum(window["n"] for window in first) * cfg.window_repeats,
+        "batch": partial(_window_batch, cfg, windows),
+        "fingerprint": "windows",
+        "summary": f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}",
+        "restore": partial(_restore_windows, windows),
+        "n_finished": partial(_n_finished, cfg, windows),
+        "next_window": partial(_next_file, cfg, windows),
+        "windows": lambda step: windows["order"][: _n_finished(cfg, windows, step) + 1],
+    }
+
+
+def _window_batch(cfg, windows, step, rows):
+    """Build these rows of training batch `step`; None while a window is missing."""
+    last_draw = step * cfg.batch_size + cfg.batch_size - 1
+    if not _extend_windows(cfg, windows, last_draw):
+        return None
+    order = windows["order"]
+    draws = _draws(step, cfg.batch_size, rows)
+    bounds = _window_bounds(order)
+    window_of = np.searchsorted(bounds[1:], draws, side="right")
+    indices = np.unique(window_of).tolist()
+    for i in indices:
+        _check_window(order[i], windows["record_of"](order[i]["name"]))
+
+    # Each window is an epoch of its own: its index in the order names the permutation.
+    sizes = np.array([window["n"] for window in order])[window_of]
+    offsets = draws - bounds[window_of]
+    examples = _shuffled(window_of * sizes + offsets, sizes, cfg.seed)
+    batches = []
+    for i in indices:
+        batches.append(windows["read"](order[i]["name"], examples[window_of == i]))
+    joined = {}
+    for name in batches[0]:
+        joined[name] = np.concatenate([batch[name] for batch in batches])
+    return joined
+
+
+def _window_bounds(order):
+    """Return [windows + 1]: the first draw of each window, and the one after the last window."""
+    sizes = [window["n"] for window in order]
+    return np.cumsum([0, *sizes])
+
+
+def _extend_windows(cfg, windows, draw):
+    """Begin windows until one has this draw; return whether one has."""
+    with windows["lock"]:
+        if _window_bounds(windows["order"])[-1] <= draw:
+            begun = _read_jsonl(windows["path"])  # by another process, or before a resumption
+            if begun:
+                windows["order"] = begun
+        while _window_bounds(windows["order"])[-1] <= draw:
+            window = _next_window(cfg, windows)
+            if window is None:
+                return False
+            windows["order"].append(window)
+            _write_jsonl(windows["path"], windows["order"])
+        return True
+
+
+def _next_window(cfg, windows):
+    """Choose the window after those begun; None: wait. Only process 0 chooses."""
+    if jax.process_index():
+        return None
+    # The same file again.
+    order = windows["order"]
+    epoch = order[-1]["epoch"] if order else 0
+    seen = [window["name"] for window in order if window["epoch"] == epoch]
+    if seen and seen.count(seen[-1]) < cfg.window_repeats:
+        return order[-1]
+
+    # The next unseen file, unless the epoch has all its windows.
+    epoch_is_full = cfg.windows_per_epoch and len(set(seen)) >= cfg.windows_per_epoch
+    if not epoch_is_full:
+        window = next(_unseen_windows(cfg, windows, epoch, seen), None)
+        if window is not None:
+            return window
+        if _must_wait(cfg, windows):
+            return None
+    # The first file of the next epoch.
+    return next(_unseen_windows(cfg, windows, epoch + 1, seen=()), None)
+
+
+def _must_wait(cfg, windows):
+    """Return whether to wait for a new file: for wait_s after none was found."""
+    now = time.monotonic()
+    order = windows["order"]
+    wait_began = windows["wait_began"]
+    if len(order) not in wait_began:
+        wait_began[len(order)] = now
+        if cfg.wait_s:
+            tqdm.write(f"no window after {order[-1]['name']} yet: waiting for {cfg.wait_s:g} s")
+    return now - wait_began[len(order)] < cfg.wait_s
+
+
+def _unseen_windows(cfg, windows, epoch, seen):
+    """Yield the windows of files not in `seen`; a file is opened when it is asked for."""
+    names = {str(path) for path in expand(cfg.data, lenient=True)} - set(seen)
+    for name in sorted(names, key=_natural_order):
+        if os.path.getsize(name):
+            record = windows["record_of"](name)
+            if record["n"]:
+                yield {"epoch": epoch} | record
+
+
+def _natural_order(name):
+    """Sort by the numbers in a name, not by their digits: day2 before day10."""
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]
+
+
+def _window_record(size_of, name):
+    """Make the record of a file in windows.jsonl, without its epoch."""
+    n = int(size_of(name))
+    if not n:
+        tqdm.write(f"{name}: has no example; skipped")
+    return {"name": name, "n": n, "bytes": _content_id(Path(name))}
+
+
+def _check_window(window, record):
+    """Raise ValueError if the file of a window differs from its record in windows.jsonl."""
+    for key, value in record.items():
+        if window.get(key, value) != value:
+            raise ValueError(f"{window['name']}: had {window['n']} examples when the run first "
+                             "read it, and its content has changed; restore the file")
+
+
+def _restore_windows(windows, saved):
+    """Continue after the windows of a checkpoint, and in those that a killed run had begun."""
+    begun = _read_jsonl(windows["path"])
+    if saved and begun[: len(saved)] == saved:
+        windows["order"] = begun
+    else:
+        windows["order"] = list(saved)
+    if not jax.process_index():
+        _write_jsonl(windows["path"], windows["order"])
+
+
+def _n_finished(cfg, windows, step):
+    """Count the windows of which all examples were used before `step`."""
+    ends = _window_bounds(windows["order"])[1:]
+    return int(np.searchsorted(ends, step * cfg.batch_size, side="right"))
+
+
+def _next_file(cfg, windows, step):
+    """Name the file of the window that begins at `step`, as "next_window" of in_windows."""
+    if _n_finished(cfg, windows, step) == _n_finished(cfg, windows, step - 1):
+        return ""
+    if not _extend_windows(cfg, windows, step * cfg.batch_size):
+        return None
+    n_begun = _n_finished(cfg, windows, step) + 1
+    names = [window["name"] for window in windows["order"][:n_begun]]
+    name = names.pop()
+    return "" if name in names else name
+
+
+def _read_jsonl(path):
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _write_jsonl(path, rows):
+    """Replace a file in one step, so that no process reads a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_suffix(".tmp")
+    partial_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial_path.replace(path)
+
+
+# ---- document mask
+
+def _add_document_mask(batch, shards, starts):
+    """Add "segments" and "positions" to a batch of the stream, so that documents do not attend to
+    each other.
+
+    "segments": 1 + the number of documents begun so far in the row; "positions": in the document.
+    A label across the border of two documents is ignored.
+    """
+    tokens, labels = batch["tokens"], batch["labels"]
+    begins = np.zeros(tokens.shape, bool)
+    for i, (shard, start) in enumerate(zip(shards, starts)):
+        if "documents" in shard:
+            begins[i] = _document_starts(shard, start, labels[i])
+        else:
+            begins[i] = tokens[i] == shard["eod_id"]
+    columns = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    first = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+    batch["segments"] = 1 + begins.cumsum(axis=1, dtype=np.int32)
+    batch["positions"] = columns - first
+
+
+def _document_starts(shard, start, labels):
+    """Find where documents begin in a sequence; ignore its labels across a border."""
+    # The documents that begin among the tokens and the last label, and the one before them.
+    n = len(labels) + 1
+    first_token = shard["token_offset"] + start
+    first, last = np.searchsorted(shard["documents"][:, 0], (first_token, first_token + n))
+    starts, stops = shard["documents"][max(first - 1, 0) : last].T - first_token
+    begins = np.zeros(n, bool)
+    begins[starts[starts >= 0]] = True
+
+    # Documents with bos and eos ids of their own share no token: no label leads from one to the
+    # next.
+    is_apart = stops[:-1] <= starts[1:]
+    borders = starts[1:][is_apart]
+    labels[borders[borders > 0] - 1] = IGNORE
+    return begins[:-1]
+
+
+# ---- packing
+
+def pack(lengths, room, one_each=False):
+    """Put items of these lengths into rows of `room`; an item of length 0 goes nowhere.
+
+    Returns (bounds, items): row i has items[bounds[i] : bounds[i + 1]]. Best fit: longest first,
+    each into the fullest row that has room for it. one_each: a row for each item.
+    """
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    if one_each:
+        return np.arange(len(order) + 1), np.sort(order)
+
+    rows_with = [[] for _ in range(room + 1)]  # rows_with[k]: rows with room for k more
+    nonempty = 0  # bit k is set if rows_with[k] is not empty
+    row_of = []
+    n_rows = 0
+    for length in lengths[order].tolist():
+        fitting = nonempty >> length  # bit k: there is a row with room for length + k
+        if fitting:
+            lowest_bit = fitting & -fitting
+            left = length + lowest_bit.bit_length() - 1
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                nonempty ^= 1 << left
+        else:
+            left = room
+            row = n_rows
+            n_rows += 1
+        left -= length
+        rows_with[left].append(row)
+        nonempty |= 1 << left
+        row_of.append(row)
+
+    items = order[np.lexsort((order, row_of))]  # by row, in a row by index
+    counts = np.bincount(row_of, minlength=n_rows)
+    return np.append(0, np.cumsum(counts)), items
+
+
+def _pack_shards(shards, seq_format):
+    """Pack the documents of shards into rows; return the shards and the number of rows of each."""
+    packed = []
+    for shard in shards:
+        if "spans" not in shard:
+            shard = _pack_shard(shard, seq_format)
+        packed.append(shard)
+    return packed, [len(shard["row_bounds"]) - 1 for shard in packed]
+
+
+def _pack_shard(shard, seq_format):
+    """Add "row_bounds" and "spans": row i has spans[row_bounds[i] : row_bounds[i + 1]].
+
+    A span is the first token of a document, truncated, and the one after its last.
+    """
+    if "documents" not in shard:
+        raise ValueError(f"{shard['name']}: packing {seq_format['packing']} needs documents, and a "
+                         "token file has none; use text or .jsonl")
+
+    # Truncate documents longer than a row and its last label.
+    T = seq_format["seq_len"]
+    starts, stops = shard["documents"].T
+    is_long = stops - starts > T + 1
+    if seq_format["truncation"] == "error" and is_long.any():
+        i = int(np.argmax(is_long))
+        raise ValueError(f"{shard['name']}: document {i + 1} has {stops[i] - starts[i]} tokens, "
+                         f"more than seq_len + 1 = {T + 1}; choose another --truncation or "
+                         "--seq_len")
+    if seq_format["truncation"] == "keep_end":
+        starts = np.maximum(starts, stops - T - 1)
+    elif seq_format["truncation"] == "drop":
+        stops = np.where(is_long, starts, stops)
+    else:
+        stops = np.where(is_long, starts + T + 1, stops)
+
+    # The last token is a label only. A document without a label goes into no row.
+    lengths = np.maximum(stops - starts - 1, 0)
+    if "ignored" in shard and len(lengths):
+        # Sums between borders; every second one is over the labels of a document.
+        borders = np.stack([starts + 1, stops], axis=1).ravel()
+        ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
+        n_ignored = np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
+        lengths = np.where(n_ignored < lengths, lengths, 0)
+    bounds, items = pack(lengths, T, one_each=seq_format["packing"] == "none")
+    spans = np.stack([starts, stops], axis=1)[items]
+    return shard | {"row_bounds": bounds, "spans": spans}
+
+
+def _packed_batch(dataset, shard_of, offsets):
+    """Build a batch of packed rows, with "segments" (0: padding) and "positions"."""
+    seq_format = dataset["seq_format"]
+    T = seq_format["seq_len"]
+    shape = (len(offsets), T)
+    batch = {
+        "tokens": np.zeros(shape, np.int32),
+        "labels": np.full(shape, IGNORE, np.int32),
+        "segments": np.zeros(shape, np.int32),
+        "positions": np.zeros(shape, np.int32),
+    }
+    shards = [dataset["shards"][i] for i in shard_of.tolist()]
+    for row, (shard, offset) in enumerate(zip(shards, offsets.tolist())):
+        first, last = shard["row_bounds"][offset : offset + 2]
+        spans = shard["spans"][first:last]
+        column = 0
+        if seq_format["padding_side"] == "left":
+            column = T - int((np.diff(spans) - 1).sum())
+        for number, (start, stop) in enumerate(spans.tolist(), 1):
+            n = stop - start - 1
+            columns = slice(column, column + n)
+            tokens = shard["tokens"][start:stop].astype(np.int32)
+            labels = tokens[1:]
+            if "ignored" in shard:
+                labels = np.where(shard["ignored"][start + 1 : stop], IGNORE, labels)
+            batch["tokens"][row, columns] = tokens[:-1]
+            batch["labels"][row, columns] = labels
+            batch["segments"][row, columns] = number
+            batch["positions"][row, columns] = np.arange(n)
+            column += n
+    check_ids(np.maximum(batch["tokens"], batch["labels"]), seq_format["vocab_size"], shards)
+    return batch
+
+
+def _cut_documents(shard, cut):
+    """Cut a shard between documents, near token `cut`, into two that share the tokens."""
+    documents = shard["documents"]
+    if cut == len(shard["tokens"]):
+        n_first = len(documents)
+    else:
+        n_first = min(np.searchsorted(documents[:, 0], cut), len(documents) - 1)
+    unpacked = {name: x for name, x in shard.items() if name not in ("row_bounds", "spans")}
+    first = unpacked | {"documents": documents[:n_first]}
+    second = unpacked | {"documents": documents[n_first:]}
+    return first, second
+
+
+def _describe_packing(dataset):
+    seq_format = dataset["seq_format"]
+    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]])
+    n_long = (n_tokens - 1 > seq_format["seq_len"]).sum()
+    n_used_documents = 0
+    n_used_tokens = 0
+    for shard in dataset["shards"]:
+        n_used_documents += len(shard["spans"])
+        n_used_tokens += (np.diff(shard["spans"]) - 1).sum()
+    padding = 1 - n_used_tokens / (dataset["n"] * seq_format["seq_len"])
+    return (f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences, "
+            f"{n_long:,} longer (--truncation {seq_format['truncation']}), "
+            f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding")
+
+
+# ---- token files
+
+TOKEN_FILES = (".bin", ".npy")
 # {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
 LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint32")}
 
 
-def _tokens_in(path, dtype):
+def _open_token_files(paths, seq_format, dtype, eod_id):
+    """Open token files, each as a shard without documents; eod_id: the id between them."""
+    vocab_size = seq_format["vocab_size"]
+    is_id = eod_id >= 0 and (not vocab_size or eod_id < vocab_size)
+    if seq_format["document_mask"] and not is_id:
+        raise ValueError(f"{paths[0]}: document_mask needs the id between the documents of token "
+                         f"files, and eod_id {eod_id} is not an id; set --eod_id (50256 for GPT-2)")
+    shards = []
+    for path in paths:
+        # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
+        tokens = np.asarray(_map_tokens(path, dtype))
+        shards.append({"name": str(path), "tokens": tokens, "token_offset": 0, "eod_id": eod_id,
+                       "path": path, "file_size": path.stat().st_size})
+    return shards
+
+
+def _map_tokens(path, dtype):
     """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
     if path.suffix == ".npy":
-        with as_value_error(f"{path}: not a .npy file", ValueError, EOFError, OSError):
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
-        return tokens
-    size, dtype, head = path.stat().st_size, np.dtype(dtype), np.fromfile(path, np.int32, 256)
-    if len(head) == 256 and head[0] and not head[3:].any():  # 253 zeros: a header
-        kind, count = tuple(head[:2].tolist()), int(head[2])
-        if kind not in LLMC_HEADERS:
-            raise ValueError(f"{path}: header (magic, version) is {kind}; known: {[*LLMC_HEADERS]}")
-        dtype = LLMC_HEADERS[kind]
-        if size != 1024 + count * dtype.itemsize:
-            raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
-                             f"{1024 + count * dtype.itemsize} bytes; the file has {size}")
-        return np.memmap(path, dtype, "r", 1024, (count,))
-    if size % dtype.itemsize or not size:
-        raise ValueError(f"{path}: {size} bytes is no whole number of {dtype}; set --data_dtype"
-                         if size else f"{path}: is empty; leave it out")
+        return _map_npy(path)
+    size = path.stat().st_size
+    header = np.fromfile(path, np.int32, 256)
+    is_header = len(header) == 256 and header[0] and not header[3:].any()  # it ends with 253 zeros
+    if is_header:
+        return _map_llmc(path, size, header)
+
+    dtype = np.dtype(dtype)
+    if not size:
+        raise ValueError(f"{path}: is empty; remove it")
+    if size % dtype.itemsize:
+        raise ValueError(f"{path}: {size} bytes is not a whole number of {dtype}; set --data_dtype")
     tokens = np.memmap(path, dtype, "r")
-    if size >= 64 and dtype == np.uint16 and not tokens[1:2**16:2].any() and tokens[:2**16:2].any():
-        raise ValueError(f"{path}: every second uint16 is 0; set --data_dtype uint32")
+    if size >= 64 and dtype == np.uint16:
+        high_halves = tokens[1 : 2**16 : 2]
+        low_halves = tokens[: 2**16 : 2]
+        if low_halves.any() and not high_halves.any():
+            raise ValueError(f"{path}: every second uint16 is 0; set --data_dtype uint32")
     return tokens
 
 
-def check_ids(rows, vocab_size, shards):
-    """Raise ValueError for an id of a shard's row that is not in [0, vocab_size); 0: any may be."""
-    if vocab_size and rows.size and (rows.min() < 0 or rows.max() >= vocab_size):
-        bad = (rows < 0) | (rows >= vocab_size)
-        i = int(np.argmax(bad.any(axis=1)))
-        raise ValueError(
-            f"{shards[i]['name']}: token id {rows[i][bad[i]][0]} is not in [0, {vocab_size}); set "
-            "--vocab_size, or use the tokenizer that wrote the file")
+def _map_npy(path):
+    with as_value_error(f"{path}: not a .npy file", ValueError, EOFError, OSError):
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
+    return tokens
 
 
-# Tokenizers.
+def _map_llmc(path, size, header):
+    magic, version, count = header[:3].tolist()
+    if (magic, version) not in LLMC_HEADERS:
+        known = list(LLMC_HEADERS)
+        raise ValueError(f"{path}: header (magic, version) is {(magic, version)}; known: {known}")
+    dtype = LLMC_HEADERS[magic, version]
+    wanted = 1024 + count * dtype.itemsize
+    if size != wanted:
+        raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
+                         f"{wanted} bytes; the file has {size}")
+    return np.memmap(path, dtype, "r", 1024, (count,))
+
+
+# ---- token cache
+
+def _token_cache_folder(cfg):
+    """Choose the folder of tokenized text: token_cache, or the first of "data" in cache_dir and in
+    out_dir that can be made.
+    """
+    if cfg.token_cache:
+        folders = [cfg.token_cache]
+    else:
+        homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
+        folders = [os.path.join(home, "data") for home in homes]
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            return folder
+        except OSError:
+            pass  # enable_compilation_cache reports a cache_dir that cannot be written
+    return folders[-1]
+
+
+def _readers():
+    """List the functions that decide which tokens a file and a tokenizer give."""
+    return (rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _json_rows, _parse_json,
+            _table_rows, _arrow_batches, _texts, _join_prompt, _check_messages, _encode_chat,
+            _answer_span, _render_chat, _encode_files, _write_shard, _write_documents, _ids_before,
+            _append_ids)
+
+
+def _cache_key(paths, tokenizer):
+    """Name the tokens of these files: a hash of their content, the tokenizer, and the readers.
+
+    The source of the readers is part of it: who edits how a format is read gets other tokens.
+    """
+    code = [zlib.crc32(inspect.getsource(function).encode()) for function in _readers()]
+    content = []
+    for path in paths:
+        for file in (path, *sorted(path.glob("*"))):  # a folder by datasets has files
+            if file.is_file():
+                identity = [file.suffixes[-2:], *_content_id(file)]
+                # The time of the last change stands for the content beyond the first MiB.
+                if file.stat().st_size > 2**20:
+                    identity.append(file.stat().st_mtime_ns)
+                content.append(identity)
+    key = json.dumps([*code, tokenizer["key"], *content])
+    return hashlib.sha256(key.encode()).hexdigest()[:20]
+
+
+def _write_once(folder, write, read):
+    """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
+
+    Of several processes one writes, and the others wait for its lock.
+    """
+    temporary = folder.with_suffix(".partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: at worst two processes do the work
+            temporary = folder.with_suffix(f".{time.time_ns()}")
+        if read(folder) is not None:
+            return
+        for leftover in (folder, temporary):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            write(temporary)
+            if read(folder) is None:
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ---- prompts and chats
+
+def _join_prompt(prompt, completion):
+    """Join the ids of a prompt and its completion: (ids, ignored); a prompt is not a label."""
+    ignored = np.repeat([1, 0], [len(prompt), len(completion)])
+    return np.concatenate([prompt, completion]), ignored
+
+
+def _check_messages(messages, where):
+    """Raise ValueError for a message that is not an object, or has a role out of order."""
+    roles = ["system", "developer", "user"]  # of the first message
+    for i, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or message.get("role") not in roles:
+            raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
+                             f"{str(message)[:80]}")
+        roles = ["system", "developer", "user", "assistant", "tool"]
+
+
+def _encode_chat(row, tokenizer, where):
+    """Encode a conversation in the tokenizer's chat template: (ids, ignored).
+
+    Labels are the messages of the assistant, each with the id that ends it.
+    """
+    library = None
+    if tokenizer["chat"]:
+        library = tokenizer["chat"]()
+    if not getattr(library, "chat_template", None):
+        raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
+                         "that transformers saved with one")
+
+    render = partial(_render_chat, library, row, where)
+    text = render(len(row["messages"]))
+    encoded = library(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts, ends = np.array(encoded["offset_mapping"]).T
+    ignored = np.ones(len(starts), np.uint8)
+    for i, message in enumerate(row["messages"]):
+        if message["role"] == "assistant":
+            first, last = _answer_span(library, render, text, i, where)
+            ignored[(ends > first) & (starts < last)] = 0  # a token may span the border
+    return np.array(encoded["input_ids"]), ignored
+
+
+def _render_chat(library, row, where, n, add_generation_prompt=False):
+    """Render the first n messages as text."""
+    # A template may raise any exception.
+    with as_value_error(f"{where}: the chat template refuses it", Exception):
+        return library.apply_chat_template(
+            row["messages"][:n], tools=row.get("tools"), tokenize=False,
+            add_generation_prompt=add_generation_prompt)
+
+
+def _answer_span(library, render, text, i, where):
+    """Find where in `text` message i of the assistant begins and ends.
+
+    It is what the template adds to its rendering of the messages before.
+    """
+    before = render(i, add_generation_prompt=True)
+    through = render(i + 1).rstrip()
+    if not text.startswith(through):
+        # The template may write eos after the last message only.
+        last_id = library(through, add_special_tokens=False)["input_ids"][-1:]
+        end_mark = library.decode(last_id)
+        if library.eos_token:
+            through = through.removesuffix(library.eos_token).rstrip()
+    if not text.startswith(through):
+        # The template may drop the thinking in earlier messages: the answer ends at the next mark.
+        answer, found_mark, _ = text[len(before) :].partition(end_mark)
+        through = before + answer + found_mark if found_mark else None
+    if through is None or not text.startswith(before):
+        raise ValueError(f"{where}: message {i + 1}: the chat template renders it, or the messages "
+                         "before, differently when more messages follow; use another template")
+    return len(before), len(through)
+
+
+# ---- file formats
+
+def _json_rows(path):
+    """Yield the rows of a .json or .jsonl file: one a line; of .json also those of one array."""
+    may_be_array = _file_kind(path).endswith(".json")
+    with _open_utf8(path) as file:
+        for number, line in enumerate(file, 1):
+            if may_be_array and line.lstrip()[:1] == "[":
+                text = line + file.read()
+                for i, row in enumerate(_parse_json(text, f"{path} line {number}"), 1):
+                    yield f"{path} row {i}", row, True
+            elif line.strip():
+                where = f"{path} line {number}"
+                yield where, _parse_json(line, where), True
+
+
+def _parse_json(text, where):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}: corrupted, or not JSON: {e}") from None
+
+
+def _table_rows(path):
+    """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
+    parquet = require("pyarrow.parquet", path)
+    ipc = require("pyarrow.ipc", path)
+    number = 0
+    # ArrowInvalid is a ValueError.
+    with as_value_error(f"{path}: not a .parquet file or a folder of datasets",
+                        OSError, KeyError, ValueError):
+        for batch in _arrow_batches(path, parquet, ipc):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row, True
+
+
+def _arrow_batches(path, parquet, ipc):
+    if path.is_file():
+        yield from parquet.ParquetFile(path).iter_batches()
+        return
+    state = json.loads((path / "state.json").read_text())
+    for data_file in state["_data_files"]:
+        yield from ipc.open_stream(str(path / data_file["filename"]))
+
+
+# ---- tokenizers
 
 TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
                    "generation_config.json")
+# Names of the token between documents, the first known one is used; then the folder's eos_token.
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-def make_tokenizer(name):
-    """Make {"encode": str -> 1-D array, "encode_batch": the same of a list, "decode": ids -> str,
-    "n_bytes": ids -> bytes of text, "vocab_size", "dtype", "bos", "eos": ids around a document
-    (bos None: an eos also stands before it), "stops": ids that end a sample, "chat": None or a
-    function that loads transformers' tokenizer, "piece": characters of the pieces in which a text
-    is encoded (-1: whole), "key": what tells it from others}.
+def _tiktoken_tokenizer(name):
+    library = require("tiktoken", f"tokenizer {name!r}")
+    # An unknown name, or files that cannot be downloaded.
+    with as_value_error(f"tokenizer {name!r}", Exception):
+        encoding = library.get_encoding(name.partition(":")[2])
+    return {"encode_batch": encoding.encode_ordinary_batch, "decode": encoding.decode,
+            "vocab_size": encoding.n_vocab, "eos": encoding.eot_token}
 
-    name: "bytes", a tokenizer.json, a folder that transformers saved, or tiktoken:ENCODING.
-    """
-    own = {"bos": None, "eos": 0, "chat": None, "key": name, "piece": 2**14}
-    if name == "bytes":
-        own |= {"vocab_size": 256, "decode": _decode_bytes, "n_bytes": len, "piece": 2**18,
-                "encode_batch": lambda texts: [np.frombuffer(text.encode(), np.uint8)
-                                               for text in texts]}
-    else:
-        own |= (_tiktoken if name.startswith("tiktoken:") else _library_tokenizer)(name)
-    dtype = np.min_scalar_type(own["vocab_size"] - 1)
-    def encode_batch(texts): return [np.asarray(ids, dtype) for ids in own["encode_batch"](texts)]
-    def encode(text): return encode_batch([text])[0]
-    def decode(ids): return own["decode"](np.asarray(ids).tolist())
-    probe = "One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine"
-    same = np.array_equal(encode("".join(probe)), np.concatenate(encode_batch(probe)))
-    return {"n_bytes": lambda ids: len(decode(ids).encode()), "stops": {own["eos"]}, **own,
-            "dtype": dtype, "piece": own["piece"] if same else -1, "encode": encode,
-            "encode_batch": encode_batch, "decode": decode}
+
+def _hf_tokenizer(name):
+    """Load a tokenizer.json, or the one in a folder, by Hugging Face's tokenizers."""
+    is_folder = os.path.isdir(name)
+    path = Path(name, "tokenizer.json") if is_folder else Path(name)
+    if not path.is_file():
+        raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
+                         "with one, nor tiktoken:NAME")
+    library = require("tokenizers", f"tokenizer {name!r}")
+    settings = {}
+    # The library may raise any exception.
+    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
+        tok = library.Tokenizer.from_file(str(path))
+        settings_path = path.with_name("tokenizer_config.json")
+        if is_folder and settings_path.exists():
+            settings = dict(json.loads(settings_path.read_bytes()))
+    tok.no_truncation()  # a tokenizer.json keeps both as they were last used
+    tok.no_padding()
+
+    # The token between documents. In chats, a folder's eos_token ends a message.
+    chat_eos = settings.get("eos_token")
+    if isinstance(chat_eos, dict):
+        chat_eos = chat_eos["content"]
+    names = list(EOS_NAMES)
+    if chat_eos:
+        names.append(chat_eos)
+    ids = [tok.token_to_id(eos_name) for eos_name in names]
+    eos_ids = [i for i in ids if i is not None]
+    if not eos_ids:
+        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
+    eos = eos_ids[0]
+    stops = {eos}
+    if chat_eos:
+        stops.add(tok.token_to_id(chat_eos))
+
+    # What the tokenizer adds to an empty text, other than eos, is its bos.
+    added_ids = [i for i in tok.encode("").ids if i != eos]
+    bos = added_ids[0] if added_ids else None
+
+    def encode_batch(texts):
+        encodings = tok.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    # A tokenizer.json alone has no chat template.
+    files = _tokenizer_files(name)
+    chat = None
+    if len(files) > 1:
+        chat = cache(partial(_load_chat_tokenizer, name))
+    if not files:
+        files = [path]
+
+    return {
+        "encode_batch": encode_batch,
+        "decode": partial(tok.decode, skip_special_tokens=False),
+        "vocab_size": max(tok.get_vocab().values()) + 1,  # ids may have gaps
+        "bos": bos,
+        "eos": eos,
+        "stops": stops,
+        "chat": chat,
+        "key": [zlib.crc32(file.read_bytes()) for file in files],
+    }
+
+
+def _load_chat_tokenizer(name):
+    library = require("transformers", f"tokenizer {name!r}: a chat")
+    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
+        return library.AutoTokenizer.from_pretrained(
+            name, local_files_only=True, trust_remote_code=False)
+
+
+def _tokenizer_files(folder):
+    files = set()
+    for pattern in TOKENIZER_FILES:
+        files.update(Path(folder).glob(pattern))
+    return sorted(files)
 
 
 def copy_tokenizer(name, folder):
     """Copy the files of a Hugging Face tokenizer into a folder; return False for another tokenizer.
 
-    name: of `make_tokenizer`.
+    name: as for make_tokenizer.
     """
-    path = Path(name)
-    files = set()
-    for pattern in TOKENIZER_FILES:
-        files.update(path.glob(pattern))
-    for file in files:
+    for file in _tokenizer_files(name):
         shutil.copy(file, folder)
+    path = Path(name)
     if path.is_file():
         shutil.copy(path, Path(folder, "tokenizer.json"))
     return path.exists()
-
-
-def _decode_bytes(ids):
-    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in ids]
-    return b"".join(pieces).decode(errors="replace")
-
-
-def _tiktoken(name):
-    library = require("tiktoken", f"tokenizer {name!r}")
-    # No such name, or its files are not to be had.
-    with as_value_error(f"tokenizer {name!r}", Exception):
-        tok = library.get_encoding(name.partition(":")[2])
-    return {"encode_batch": tok.encode_ordinary_batch, "decode": tok.decode,
-            "vocab_size": tok.n_vocab, "eos": tok.eot_token}
-
-
-def _library_tokenizer(name):
-    """Those of Hugging Face: tokenizers, and for chats transformers."""
-    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
-    if not path.is_file():
-        raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
-                         "with one, nor tiktoken:NAME")
-    library, settings = require("tokenizers", f"tokenizer {name!r}"), {}
-    # The library raises what it likes.
-    with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
-        tok = library.Tokenizer.from_file(str(path))
-        if os.path.isdir(name) and (file := path.with_name("tokenizer_config.json")).exists():
-            settings = dict(json.loads(file.read_bytes()))
-    tok.no_truncation()  # a tokenizer.json keeps both as they were last used
-    tok.no_padding()
-    files = sorted({p for pattern in TOKENIZER_FILES for p in Path(name).glob(pattern)}) or [path]
-
-    @cache
-    def chat():
-        library = require("transformers", f"tokenizer {name!r}: a chat")
-        with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
-            return library.AutoTokenizer.from_pretrained(
-                name, local_files_only=True, trust_remote_code=False)
-
-    eos = settings.get("eos_token")
-    eos = eos["content"] if isinstance(eos, dict) else eos  # in a chat, the end of a turn
-    names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", *([eos] if eos else []))
-    ends = [i for i in map(tok.token_to_id, names) if i is not None]
-    if not ends:
-        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
-    end = ends[0]
-    framed = [i for i in tok.encode("").ids if i != end]  # what it puts before a text by itself
-    return {"encode_batch": lambda texts: [each.ids for each in tok.encode_batch_fast(
-                texts, add_special_tokens=False)],
-            "decode": partial(tok.decode, skip_special_tokens=False),
-            "vocab_size": max(tok.get_vocab().values()) + 1,  # there may be gaps
-            "bos": framed[0] if framed else None, "eos": end,
-            "stops": {end, tok.token_to_id(eos) if eos else end},
-            "chat": chat if len(files) > 1 else None,
-            "key": [zlib.crc32(file.read_bytes()) for file in files]}

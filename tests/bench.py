@@ -550,7 +550,7 @@ def loader_rate(batch, seconds=4.0):
 
 def loader_ours():
     import data
-    source = data.open_source([token_file()], data.make_tokenizer("bytes"), {"seq_len": 1024})
+    source = data.open_dataset([token_file()], data.make_tokenizer("bytes"), {"seq_len": 1024})
     return loader_rate(lambda i: data.batch_at(source, i, 12))
 
 
@@ -566,7 +566,7 @@ def loader_shards():
         path = folder / f"{i:03d}.bin"
         if not path.exists():
             tokens[i * 10**5 : (i + 1) * 10**5].tofile(path)
-    source = data.open_source([folder / "*.bin"], data.make_tokenizer("bytes"), {"seq_len": 1024})
+    source = data.open_dataset([folder / "*.bin"], data.make_tokenizer("bytes"), {"seq_len": 1024})
     return loader_rate(lambda i: data.batch_at(source, i, 12))
 
 
@@ -575,7 +575,7 @@ def loader_mix():
     import data
     loader_shards()  # makes the files
     folder, tok = Path(tempfile.gettempdir()) / "sixfile_bench_shards", data.make_tokenizer("bytes")
-    parts = [data.open_source([folder / f"[{i}{i + 5}]*.bin"], tok, {"seq_len": 1024})
+    parts = [data.open_dataset([folder / f"[{i}{i + 5}]*.bin"], tok, {"seq_len": 1024})
              for i in range(5)]
     source = data.mix(parts, ["0.5", "0.2", "0.1", "0.1", "0.1"])
     return loader_rate(lambda i: data.batch_at(source, i, 12))

@@ -141,7 +141,7 @@ def train_clicks(cfg, kill_step):
 def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
     """Tables split by rows; parameters, moments and evaluations are those of a run never killed.
 
-    Break: data.py: _shuffled(places + at => _shuffled(places + os.getpid() + at
+    Break: data.py: _shuffled(window_of * sizes + => _shuffled(os.getpid() + window_of * sizes +
     """
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
     summary = train.main(cfg, task=clicks.TASK)
@@ -164,7 +164,7 @@ def test_a_day_that_comes_while_it_runs_is_evaluated_on_and_then_trained_on(plan
     """With one day there it waits, says so once, and goes on when the next one appears: first the
     evaluation, then its updates; one that has been trained on is not evaluated on.
 
-    Break: data.py: return "" if name in seen else name => return name
+    Break: data.py: return "" if name in names else name => return name
     """
     cfg = planted(1, 1024, wait_s=60.0, steps=10, epochs=0.0)
     events = []

@@ -25,11 +25,11 @@ assert config.derive_text(cfg).head_dim == 32
     "data": """
 import data, pathlib
 pathlib.Path("a.txt").write_text("to be, or not to be " * 9)
-source = data.open_source(["a.txt"], data.make_tokenizer("bytes"), {"seq_len": 8})
-train, held_out = data.split(source, 0.2)
+dataset = data.open_dataset(["a.txt"], data.make_tokenizer("bytes"), {"seq_len": 8})
+train, val = data.split(dataset, 0.2)
 for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4), 0, 3):
     assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
-assert data.eval_batch_at(held_out, 0, 4)["tokens"].shape == (4, 8)
+assert data.eval_batch_at(val, 0, 4)["tokens"].shape == (4, 8)
 """,
     "model": """
 import model, jax, jax.numpy as jnp, numpy as np, types

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import fcntl
 import gzip
+import inspect
 import io
 import json
 import os
@@ -32,15 +33,15 @@ LENGTHS = (23, 9, 41, 17, 10)  # of shards; with sequences of 8 most end in a wi
 
 
 def shard(tokens, name="up", **more):
-    return {"name": name, "tokens": tokens, "at": 0} | more
+    return {"name": name, "tokens": tokens, "token_offset": 0} | more
 
 
-def count_up(lengths=LENGTHS, **form):
-    """Make a source in which every token is its own place: a batch then tells where it is from."""
+def count_up(lengths=LENGTHS, **seq_format):
+    """Make a dataset in which every token is its own position: labels show where they are from."""
     ends = np.cumsum(lengths)
     shards = [shard(np.arange(end - n, end, dtype=np.uint16), f"shard {i}")
               for i, (n, end) in enumerate(zip(lengths, ends))]
-    return data.make_source(shards, form)
+    return data.make_dataset(shards, seq_format)
 
 
 def counted_labels(batch):
@@ -63,26 +64,27 @@ def header(count, magic=20240520, version=1):
 # ---- order
 
 def test_permute_is_a_bijection():
-    """The permutation of n things has each of them once, for every small n and some large.
+    """A permutation of n numbers has each of them once, for every small n and some large.
 
-    Break: data.py: out[outside] = network(out[outside]) => out[outside] = out[outside] % n
+    Break: data.py: out[outside] = _feistel(out[outside], n_rows, n_columns, keys) =>
+    out[outside] = out[outside] % n
     """
     for n in (*range(1, 70), 255, 256, 257, 1000, 65537):
         np.testing.assert_array_equal(np.sort(data.permute(np.arange(n), n, (0, 3))), np.arange(n))
 
 
 def test_permute_order():
-    """Another seed or epoch is another order, and none is close to that of the file.
+    """Another seed or epoch is another order. No order is close to that of the file.
 
-    Break: data.py: seeds = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20) =>
-    seeds = np.uint64(7)
+    Break: data.py: seed_bits = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20) =>
+    seed_bits = np.uint64(7)
     """
     n = 1000
     seeds = ((0, 0), (0, 1), (1, 0), "held out")
     orders = [data.permute(np.arange(n), n, seed) for seed in seeds] + [np.arange(n)]
     for i, one in enumerate(orders):
         for two in orders[:i]:
-            assert (one == two).sum() < 12  # 1 place on average agrees by chance
+            assert (one == two).sum() < 12  # 1 position on average agrees by chance
     for one in orders[:-1]:
         assert abs(np.corrcoef(one, np.arange(n))[0, 1]) < 0.15
         assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.15
@@ -91,7 +93,7 @@ def test_permute_order():
 def shuffle_statistics(order, epoch_after, lags):
     """Figures of one order in which a poor shuffle differs from a random one: close neighbours,
     the largest serial correlation, distinct steps, ascents, and chi-squares over 8 x 8 cells of
-    (place, value), (value, next value) and (value, value an epoch later).
+    (position, value), (value, next value) and (value, value an epoch later).
     """
     n, steps = len(order), np.diff(order)
     pairs = (np.arange(n), order), (order[:-1], order[1:]), (order, epoch_after)
@@ -102,8 +104,8 @@ def shuffle_statistics(order, epoch_after, lags):
 
 
 def test_orders_are_pinned():
-    """Orders are these numbers: a run resumed with a later version goes on in the same order, and
-    data that was not changed keeps its fingerprint.
+    """Orders are these numbers, so a run resumed with a later version continues in the same order,
+    and unchanged data keeps its fingerprint.
 
     Break: data.py: np.uint64(0xBF58476D1CE4E5B9) => np.uint64(0xBF58476D1CE4E5BB)
     """
@@ -115,12 +117,12 @@ def test_orders_are_pinned():
     assert data.examples_at(0, 4, n).tolist() == [77952, 808311, 160936, 587360]
     assert data.examples_at(300_000, 4, n, seed=3).tolist() == [40816, 797734, 988420, 555836]
     assert data.eval_examples_at(2, 4, n)[0].tolist() == [564938, 723192, 45015, 119072]
-    source = data.make_source([shard(np.arange(n + 1, dtype=np.uint32))])
-    assert data.batch_at(source, 0, 4)["tokens"].tolist() == [[77952], [808311], [160936],
+    dataset = data.make_dataset([shard(np.arange(n + 1, dtype=np.uint32))])
+    assert data.batch_at(dataset, 0, 4)["tokens"].tolist() == [[77952], [808311], [160936],
                                                               [587360]]
     long = np.arange(2**21 + 99, dtype=np.uint32)
-    source = data.make_source([shard(long)])
-    assert data.fingerprint(source) == "2097251 tokens in 1 shards, crc32 82a3beb6"
+    dataset = data.make_dataset([shard(long)])
+    assert data.fingerprint(dataset) == "2097251 tokens in 1 shards, crc32 82a3beb6"
     assert data.IGNORE == -100  # as in Hugging Face's and PyTorch's losses
 
 
@@ -151,8 +153,8 @@ def test_permute_is_as_random_as_numpy(n):
 def test_permute_in_pieces():
     """Where an index goes does not depend on the other indices, and the argument is not changed.
 
-    Break: data.py: out = network(np.asarray(index, np.uint64)) =>
-    out = network(np.arange(len(index), dtype=np.uint64))
+    Break: data.py: out = _feistel(np.asarray(index, np.uint64), =>
+    out = _feistel(np.arange(len(index), dtype=np.uint64),
     """
     whole, index = data.permute(np.arange(777), 777, 5), np.arange(777)
     for piece in np.array_split(np.arange(777)[::-1], 13):
@@ -163,14 +165,14 @@ def test_permute_in_pieces():
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
 def test_every_label_once_an_epoch(seq_len):
-    """Over an epoch every token that has one before it in its shard is a label exactly once, by a
-    count of our own.
+    """Over an epoch every token that has one before it in its shard is a label exactly once, by an
+    independent count.
 
-    Break: data.py: labels[row, : within[row] * T - starts[row]] = IGNORE => pass
+    Break: data.py: labels[row, : n_repeated[row]] = IGNORE => pass
     """
-    source, seen = count_up(seq_len=seq_len), np.zeros(sum(LENGTHS), int)
-    for step in range(n := source["n"]):
-        batch = data.batch_at(source, step, 1, seed=3)
+    dataset, seen = count_up(seq_len=seq_len), np.zeros(sum(LENGTHS), int)
+    for step in range(n := dataset["n"]):
+        batch = data.batch_at(dataset, step, 1, seed=3)
         assert batch["tokens"].shape == (1, seq_len)
         assert batch["tokens"].dtype == batch["labels"].dtype == np.int32
         np.add.at(seen, counted_labels(batch), 1)
@@ -181,30 +183,30 @@ def test_every_label_once_an_epoch(seq_len):
 
 
 def test_order_does_not_depend_on_the_batch():
-    """Any batch over any border, of a block or of an epoch, has the sequences of permute's places.
+    """A batch across any border, of a block or of an epoch, has the sequences of permute.
 
-    Break: data.py: blocks, within = np.divmod(within, BLOCK) =>
-    blocks, within = 0 * within, within % BLOCK
+    Break: data.py: blocks, offsets = np.divmod(ranks, BLOCK) =>
+    blocks, offsets = 0 * ranks, ranks % BLOCK
     """
     n = 2 * data.BLOCK + 100
-    source = data.make_source([shard(np.arange(n + 1, dtype=np.uint32))])
+    dataset = data.make_dataset([shard(np.arange(n + 1, dtype=np.uint32))])
     order = np.concatenate([data.permute(np.arange(n), n, (7, epoch)) for epoch in (0, 1)])
     for size in (3, 1000, n):
         for step in {0, data.BLOCK // size, (n - 1) // size}:
-            got = data.batch_at(source, step, size, seed=7)["tokens"][:, 0]
+            got = data.batch_at(dataset, step, size, seed=7)["tokens"][:, 0]
             np.testing.assert_array_equal(got, order[step * size : (step + 1) * size])
 
 
 def test_last_batch_wraps():
-    """The batch that an epoch does not fill is filled from the next: laid end to end, batches are
-    whole epochs.
+    """The last batch of an epoch is filled from the next: laid end to end, batches are complete
+    epochs.
 
-    Break: data.py: (seed, epoch))[place] => (seed, 0))[place]
+    Break: data.py: (seed, epoch))[offset] => (seed, 0))[offset]
     """
-    source = count_up(seq_len=8)
-    n = source["n"]
+    dataset = count_up(seq_len=8)
+    n = dataset["n"]
     assert n % 5
-    first = np.concatenate([data.batch_at(source, step, 5)["tokens"][:, 0] for step in range(n)])
+    first = np.concatenate([data.batch_at(dataset, step, 5)["tokens"][:, 0] for step in range(n)])
     epochs = first.reshape(5, n)
     for epoch in epochs:
         np.testing.assert_array_equal(np.sort(epoch), np.sort(epochs[0]))
@@ -216,17 +218,17 @@ def test_batches_from_the_step_alone(tmp_path):
     """A batch depends on its arguments alone: built in reverse order, or from the same file opened
     again, it is the same.
 
-    Break: data.py: (seed, epoch))[place] => (time.time_ns(), 0))[place]
+    Break: data.py: (seed, epoch))[offset] => (time.time_ns(), 0))[offset]
     """
     path = write(tmp_path / "a.bin", np.arange(500, dtype=np.uint16))
     sizes = dict(batch_size=4, seed=1)
-    def opened(): return data.open_source([path], BYTES, {"seq_len": 8})
+    def opened(): return data.open_dataset([path], BYTES, {"seq_len": 8})
     onward = [data.batch_at(opened(), step, **sizes) for step in range(40)]
-    source = opened()
+    dataset = opened()
     for step in reversed(range(40)):
-        again = data.batch_at(source, step, **sizes)
+        again = data.batch_at(dataset, step, **sizes)
         assert all((again[k] == onward[step][k]).all() for k in again)
-    assert (data.batch_at(source, 0, 4, seed=2)["tokens"] != onward[0]["tokens"]).any()
+    assert (data.batch_at(dataset, 0, 4, seed=2)["tokens"] != onward[0]["tokens"]).any()
 
 
 @pytest.mark.parametrize("n_hosts", [1, 2, 4])
@@ -237,24 +239,24 @@ def test_rows_of_hosts(n_hosts, at):
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + np.arange(len(rows))
     """
-    source = count_up(seq_len=8)
+    dataset = count_up(seq_len=8)
     for step in (0, 2, 3):
-        whole = at(source, step, 8)
+        whole = at(dataset, step, 8)
         blocks = np.array_split(np.arange(8), n_hosts)
         backwards = [b[::-1] for b in blocks]
         interleaved = [np.arange(h, 8, n_hosts) for h in range(n_hosts)]
         for rows in blocks + backwards + interleaved:
-            part = at(source, step, 8, rows=rows)
+            part = at(dataset, step, 8, rows=rows)
             assert all((part[k] == whole[k][rows]).all() for k in whole)
 
 
 @pytest.mark.parametrize("n, batch_size", [(10, 4), (7, 7), (5, 12), (9000, 64)])
 def test_examples_come_once_an_epoch(n, batch_size):
-    """Laid end to end, the rows of batches are epochs of every example once, in new orders, also of
-    an epoch smaller than a batch; rows asked for alone are the same.
+    """Laid end to end, the rows of batches are epochs of every example once, in new orders, also if
+    an epoch is smaller than a batch. A selection of rows is the same.
 
-    Break: data.py: epochs, within = np.divmod(places, n) =>
-    epochs, within = places // n, 0 * places
+    Break: data.py: epochs, ranks = np.divmod(draws, n) =>
+    epochs, ranks = draws // n, 0 * draws
     """
     n_steps = -(-4 * n // batch_size)
     batches = [data.examples_at(step, batch_size, n, seed=3) for step in range(n_steps)]
@@ -268,14 +270,14 @@ def test_examples_come_once_an_epoch(n, batch_size):
         np.testing.assert_array_equal(some, batches[step][rows])
 
 
-# ---- held out
+# ---- evaluation
 
 def test_evaluation_has_each_example_once():
-    """Those that the mask lets count are every example once, in a shuffled order that no batch size
-    changes; rows asked for alone are the same.
+    """The examples that count are every example once, in a shuffled order that no batch size
+    changes. A selection of rows is the same.
 
-    Break: data.py: np.array(examples, np.int64), places < n =>
-    np.array(examples, np.int64), places <= n
+    Break: data.py: np.array(examples, np.int64), draws < n =>
+    np.array(examples, np.int64), draws <= n
     """
     orders = []
     for batch_size in (1, 7, 50, 64):
@@ -292,13 +294,13 @@ def test_evaluation_has_each_example_once():
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
 def test_eval_covers_each_token_once(batch_size):
-    """Evaluation counts every held-out label once at any batch size, and none past the end.
+    """Evaluation counts every validation label once at any batch size, and no label past the end.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
-    source = count_up(seq_len=8)
-    n_batches = -(-source["n"] // batch_size)
-    batches = [data.eval_batch_at(source, i, batch_size) for i in range(n_batches + 1)]
+    dataset = count_up(seq_len=8)
+    n_batches = -(-dataset["n"] // batch_size)
+    batches = [data.eval_batch_at(dataset, i, batch_size) for i in range(n_batches + 1)]
     assert all(b["labels"].shape == (batch_size, 8) for b in batches)
     assert (batches[-1]["labels"] == data.IGNORE).all()
     labels = np.concatenate([counted_labels(b) for b in batches])
@@ -308,44 +310,45 @@ def test_eval_covers_each_token_once(batch_size):
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.9])
 def test_split(share):
-    """The last share of the tokens is held out: both sides laid end to end are the data, each piece
-    long enough to use.
+    """The last fraction of the tokens is validation data. Both sides laid end to end are the data,
+    and each part is long enough to use.
 
-    Break: data.py: (slice(0, at), slice(at, None)) => (slice(0, at), slice(max(at - 1, 0), None))
+    Break: data.py: second[name] = shard[name][cut:] =>
+    second[name] = shard[name][max(cut - 1, 0) :]
     """
     seq_len, lengths = 8, (400, 90, 300, 210)
-    source = count_up(lengths, seq_len=seq_len)
-    train, held_out = data.split(source, share)
-    both = [s["tokens"] for s in train["shards"] + held_out["shards"]]
+    dataset = count_up(lengths, seq_len=seq_len)
+    train, val = data.split(dataset, share)
+    both = [s["tokens"] for s in train["shards"] + val["shards"]]
     np.testing.assert_array_equal(np.concatenate(both), np.arange(1000))
-    assert abs(sum(held_out["lengths"]) - 1000 * share) <= seq_len
-    assert all(n > seq_len for side in (train, held_out) for n in side["lengths"])
-    assert source["lengths"].tolist() == list(lengths)  # as it was
+    assert abs(sum(val["lengths"]) - 1000 * share) <= seq_len
+    assert all(n > seq_len for side in (train, val) for n in side["lengths"])
+    assert dataset["lengths"].tolist() == list(lengths)  # as it was
 
 
-@pytest.mark.parametrize("n_held_out, train, held_out", [
+@pytest.mark.parametrize("n_val, train, val", [
     (8, (100, 200), None), (9, (100, 191), (9,)), (191, (100, 9), (191,)), (192, (100,), (200,)),
     (208, (100,), (200,)), (209, (91,), (9, 200)), (291, (9,), (91, 200)), (292, None, (100, 200)),
 ])
-def test_split_leaves_no_short_part(n_held_out, train, held_out):
+def test_split_leaves_no_short_part(n_val, train, val):
     """A cut that would leave fewer than seq_len + 1 tokens of a shard moves to the shard's end.
 
-    Break: data.py: n if n - at <= seq_len else at => n if n - at < seq_len else at
+    Break: data.py: elif n - cut <= seq_len: => elif n - cut < seq_len:
     """
-    if train is None or held_out is None:
+    if train is None or val is None:
         with pytest.raises(ValueError, match="leaves no"):
-            data.split(count_up((100, 200), seq_len=8), n_held_out / 300)
+            data.split(count_up((100, 200), seq_len=8), n_val / 300)
         return
-    sides = data.split(count_up((100, 200), seq_len=8), n_held_out / 300)
-    assert [tuple(side["lengths"].tolist()) for side in sides] == [train, held_out]
+    sides = data.split(count_up((100, 200), seq_len=8), n_val / 300)
+    assert [tuple(side["lengths"].tolist()) for side in sides] == [train, val]
 
 
 def test_split_too_far():
-    """A split that leaves a side without a sequence is refused with what to do.
+    """A split that leaves a side without a sequence is an error that names the flags to change.
 
     Break: data.py: if not side["n"]: => if False:
     """
-    for share, side in ((0.001, "held-out"), (0.999, "training")):
+    for share, side in ((0.001, "validation"), (0.999, "training")):
         words = f"leaves no {side} sequence of 9 tokens; give --val_data"
         with pytest.raises(ValueError, match=words):
             data.split(count_up((100,), seq_len=8), share)
@@ -373,36 +376,37 @@ def test_token_files(kind, tmp_path):
         write(path, header(3000, 20240801, 7), TOKENS.astype("uint32"))
     else:
         write(path, TOKENS.astype(dtype := kind))
-    source = data.open_source([str(path)], BYTES, {"seq_len": 8, "vocab_size": 60000}, dtype)
-    opened = source["shards"][0]
+    dataset = data.open_dataset([str(path)], BYTES, {"seq_len": 8, "vocab_size": 60000},
+                               dtype=dtype)
+    opened = dataset["shards"][0]
     np.testing.assert_array_equal(opened["tokens"], TOKENS)
     assert isinstance(opened["tokens"].base, np.memmap)
-    assert opened["name"] == str(path) and data.bytes_per_token(source, BYTES) is None
+    assert opened["name"] == str(path) and data.bytes_per_token(dataset, BYTES) is None
 
 
 def test_text_and_globs(tmp_path):
-    """Text files and the texts of .jsonl lines become one shard of documents, each between two
-    ends; globs are sorted.
+    """Text files and the texts of .jsonl lines become one shard of documents, each between two eos
+    ids. Globs are sorted.
 
-    Break: data.py: if first and last and not len(ids): => if first and not len(ids[:4]) - 4:
+    Break: data.py: and not len(piece["ids"]): => and len(piece["ids"]) > 4:
     """
     for name, text in (("b.txt", "zwei"), ("a.txt", "één"), ("deep/c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "d.jsonl").write_text('{"text": "vier\\n"}\n\n{"id": 7, "text": "fünf"}\n')
     patterns = [tmp_path / name for name in ("*.txt", "**/c.txt", "d.jsonl")]
-    source = data.open_source(patterns, BYTES, folder=tmp_path / "prepared")
+    dataset = data.open_dataset(patterns, BYTES, folder=tmp_path / "p")
     text = "\0één\0zwei\0three\0vier\n\0fünf\0".encode()
-    assert [bytes(s["tokens"]) for s in source["shards"]] == [text]
-    assert data.bytes_per_token(source, BYTES) == 1
-    assert [s["name"] for s in source["shards"]] == [f"{tmp_path}/a.txt and 3 more"]
+    assert [bytes(s["tokens"]) for s in dataset["shards"]] == [text]
+    assert data.bytes_per_token(dataset, BYTES) == 1
+    assert [s["name"] for s in dataset["shards"]] == [f"{tmp_path}/a.txt and 3 more"]
 
 
-def test_a_file_s_own_name_is_no_glob_and_counts_once(tmp_path):
-    """A file with brackets in its name is itself, and not the file that they would match; one that
-    two patterns match is read once.
+def test_an_existing_name_is_not_a_glob_and_counts_once(tmp_path):
+    """The name of an existing file with brackets is not a glob. A file that two patterns match is
+    read once.
 
-    Break: data.py: {os.path.realpath(path): path => {path: path
+    Break: data.py: paths[os.path.realpath(name)] = => paths[name] =
     """
     for name in ("d1.txt", "d[1].txt"):
         (tmp_path / name).write_text(name)
@@ -413,33 +417,33 @@ def test_a_file_s_own_name_is_no_glob_and_counts_once(tmp_path):
 
 
 def test_token_files_and_text(tmp_path):
-    """Given both, each token file is a shard of its own beside that of all text.
+    """Token files and text make one dataset: a shard for each token file, and one for all text.
 
-    Break: data.py: if "documents" not in shard or "masked" in shard: => if "masked" in shard:
+    Break: data.py: if "documents" not in shard or "ignored" in shard: => if "ignored" in shard:
     """
     paths = [write(tmp_path / "a.txt", b"text"), write(tmp_path / "b.bin", TOKENS.astype("uint16"))]
-    source = data.open_source(paths, BYTES, folder=tmp_path)
-    assert source["lengths"].tolist() == [3000, 6]
-    assert [s["name"] for s in source["shards"]] == [str(paths[1]), str(paths[0])]
-    assert data.bytes_per_token(source, BYTES) is None
+    dataset = data.open_dataset(paths, BYTES, folder=tmp_path)
+    assert dataset["lengths"].tolist() == [3000, 6]
+    assert [s["name"] for s in dataset["shards"]] == [str(paths[1]), str(paths[0])]
+    assert data.bytes_per_token(dataset, BYTES) is None
 
 
 def test_shortest_files(tmp_path):
-    """A shard of seq_len + 1 tokens is long enough: by default 2. A file whose start looks like a
+    """A shard of seq_len + 1 tokens is long enough: by default 2. A file whose start resembles a
     header but for one number is tokens.
 
     Break: data.py: np.where(lengths > T, => np.where(lengths > T + 1,
     """
     for n, sizes in ((2, {}), (9, {"seq_len": 8})):
         path = write(tmp_path / "a.bin", np.arange(n, dtype=np.uint16))
-        assert data.open_source([path], BYTES, sizes)["lengths"] == [n]
+        assert data.open_dataset([path], BYTES, sizes)["lengths"] == [n]
     assert [part["lengths"].tolist() for part in data.split(count_up((4,)), 0.5)] == [[2], [2]]
     for place, value, dtype, n in ((3, 1, "uint16", 512), (255, 1, "uint16", 512),
                                    (0, 0, "uint32", 256)):
         ints = header(50)
         ints[place] = value
         path = write(tmp_path / "b.bin", ints)
-        assert data.open_source([path], BYTES, {}, dtype)["lengths"] == [n]
+        assert data.open_dataset([path], BYTES, dtype=dtype)["lengths"] == [n]
 
 
 def npy(array):
@@ -450,10 +454,10 @@ def npy(array):
 
 @pytest.mark.parametrize("name, content, words", [
     ("short-empty.txt", b"", "has 2 tokens, and no sequence of 8"),
-    ("empty.bin", b"", "is empty; leave it out"),
+    ("empty.bin", b"", "is empty; remove it"),
     ("short.txt", b"abcde", "has 7 tokens, and no sequence of 8 with a label"),
     ("short.bin", bytes(range(16)), "has 8 tokens, and no sequence of 8 with a label"),
-    ("odd.bin", b"a" * 2001, "2001 bytes is no whole number of uint16; set --data_dtype"),
+    ("odd.bin", b"a" * 2001, "2001 bytes is not a whole number of uint16; set --data_dtype"),
     ("magic.bin", header(50, magic=20230101).tobytes() + b"ab" * 50,
      "header (magic, version) is (20230101, 1); known: [(20240520, 1), (20240801, 7)]"),
     ("version.bin", header(50, version=2).tobytes() + b"ab" * 50,
@@ -467,83 +471,84 @@ def npy(array):
     ("flat.npy", npy(np.ones((9, 99), int)), "has 2 dims of int64"),
     ("torn.npy", b"\x93NUMPY\x01\x00torn", "not a .npy file"),
     ("line.jsonl", b'{"text": "fine, and long enough"}\n{"text": \n',
-     "line 2: damaged, or not JSON"),
+     "line 2: corrupted, or not JSON"),
     ("key.jsonl", b'{"txt": "a"}\n', "line 1: not an object"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: not an object"),
     ("list.jsonl", b'["text"]\n', "line 1: not an object"),
     ("", None, "name the files of a folder as in 'folder/*.txt'"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
 ])
-def test_faults_name_the_file(name, content, words, tmp_path):
-    """A file that is missing, short, torn or of another kind is a ValueError that names it
-    and says what is wrong.
+def test_errors_name_the_file(name, content, words, tmp_path):
+    """A file that is missing, short, truncated or of another kind is a ValueError that names it and
+    the reason.
 
-    Break: data.py: if size != 1024 + count * dtype.itemsize: => if False:
+    Break: data.py: if size != wanted: => if False:
     """
     good = write(tmp_path / "good.txt", b"a text that is long enough")
     path = tmp_path / name
     content(path) if callable(content) else content is not None and path.write_bytes(content)
     paths = [str(path)] if "short" in name else [str(good), str(path)]
     with pytest.raises(ValueError) as e:
-        data.open_source(paths, BYTES, {"seq_len": 8, "vocab_size": 2**16}, folder=tmp_path / "x")
+        data.open_dataset(paths, BYTES, {"seq_len": 8, "vocab_size": 2**16}, folder=tmp_path / "x")
     assert str(path) in str(e.value) and words in str(e.value), str(e.value)
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
-    """An id that the model does not have is refused before training, with its file; one below
+    """An id outside the vocabulary is refused before training, with its file. The largest legal id
     passes.
 
-    Break: data.py: rows.max() >= vocab_size): => rows.max() > vocab_size):
+    Break: data.py: rows.max() < vocab_size: => rows.max() <= vocab_size:
     """
     good, bad = (write(tmp_path / f"{n}.bin", np.full(50, n, np.uint16)) for n in (99, 100))
-    data.open_source([good], BYTES, {"vocab_size": 100})
+    data.open_dataset([good], BYTES, {"vocab_size": 100})
     words = r"100.bin: token id 100 is not in \[0, 100\); set --vocab_size"
     with pytest.raises(ValueError, match=words):
-        data.open_source([good, bad], BYTES, {"vocab_size": 100})
+        data.open_dataset([good, bad], BYTES, {"vocab_size": 100})
     # At the largest id of the type, and far from the start.
     for ids, size in ((np.full(50, 255, np.uint8), 255), (np.arange(5000), 4999)):
         np.save(tmp_path / "far.npy", ids)
         with pytest.raises(ValueError, match=f"far.npy: token id {size} is not"):
-            data.open_source([tmp_path / "far.npy"], BYTES, {"vocab_size": size})
-        data.open_source([tmp_path / "far.npy"], BYTES, {"vocab_size": size + 1})
+            data.open_dataset([tmp_path / "far.npy"], BYTES, {"vocab_size": size})
+        data.open_dataset([tmp_path / "far.npy"], BYTES, {"vocab_size": size + 1})
     np.save(tmp_path / "minus.npy", np.arange(-1, 50))
     with pytest.raises(ValueError, match=r"minus.npy: token id -1 is not"):
-        data.open_source([tmp_path / "minus.npy"], BYTES, {"vocab_size": 100})
-    with pytest.raises(ValueError, match=r"99.bin: packed rows .* and 100 is none; set --eod_id"):
-        data.open_source([good], BYTES, {"vocab_size": 100, "document_mask": True}, end=100)
+        data.open_dataset([tmp_path / "minus.npy"], BYTES, {"vocab_size": 100})
+    seq_format = {"vocab_size": 100, "document_mask": True}
+    with pytest.raises(ValueError, match=r"99.bin: document_mask .* eod_id 100 is not an id; set"):
+        data.open_dataset([good], BYTES, seq_format, eod_id=100)
 
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
 def test_ids_beyond_the_vocabulary_in_a_batch(at):
-    """A batch with an id that the model does not have is refused with the file that holds it,
-    whichever row it is in, also one that 32 bits cannot hold.
+    """A batch with an id outside the vocabulary is refused with the file of its row, whichever row
+    it is, also if the id does not fit into 32 bits.
 
     Break: data.py: T + 1), np.int64) => T + 1), np.int32)
     """
-    form = dict(seq_len=8, vocab_size=270)
-    at(count_up((90, 90, 90), **form), 0, 36)
+    seq_format = dict(seq_len=8, vocab_size=270)
+    at(count_up((90, 90, 90), **seq_format), 0, 36)
     for number in range(3):
-        source = count_up((90, 90, 90), **form)
-        source["shards"][number]["tokens"][40] = 999
+        dataset = count_up((90, 90, 90), **seq_format)
+        dataset["shards"][number]["tokens"][40] = 999
         with pytest.raises(ValueError, match=f"shard {number}: token id 999"):
-            at(source, 0, 36)
-    wide = data.make_source([shard(np.full(90, 2**32 + 5), "wide")], form)
+            at(dataset, 0, 36)
+    wide = data.make_dataset([shard(np.full(90, 2**32 + 5), "wide")], seq_format)
     with pytest.raises(ValueError, match="wide: token id 4294967301"):
         at(wide, 0, 36)
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_ids_beyond_the_vocabulary_in_whole_documents(packing, tmp_path, monkeypatch):
-    """They are refused, too, where they stand beyond those that are checked before training.
+    """Packed rows are checked too, beyond the tokens that are checked before training.
 
     Break: data.py: check_ids(np.maximum(batch["tokens"], batch["labels"]), =>
     check_ids(np.maximum(0, 0),
     """
     monkeypatch.setattr(data, "N_SCANNED", 8)
     path = write(tmp_path / "a.txt", "all is well, but é".encode())
-    source = prepared(path, folder=tmp_path, packing=packing, seq_len=99, vocab_size=128)
+    dataset = tokenized(path, folder=tmp_path, packing=packing, seq_len=99, vocab_size=128)
     with pytest.raises(ValueError, match="a.txt: token id 195 is not"):
-        data.batch_at(source, 0, 1)
+        data.batch_at(dataset, 0, 1)
 
 
 def test_standard_library(tmp_path):
@@ -551,13 +556,13 @@ def test_standard_library(tmp_path):
 
     Break: data.py: "site-packages", "dist-packages", "test", => "site-packages", "dist-packages",
     """
-    source = data.open_source((), BYTES, {"seq_len": 1024}, folder=tmp_path)
+    dataset = data.open_dataset((), BYTES, {"seq_len": 1024}, folder=tmp_path)
     paths = data._standard_library()
     assert paths == sorted(set(paths)) == data._standard_library()
     texts = [text for p in paths if (text := p.read_bytes())]
-    assert bytes(source["shards"][0]["tokens"]) == b"\0" + b"".join(t + b"\0" for t in texts)
-    counts = {"documents": len(texts), "empty documents left out": len(paths) - len(texts)}
-    assert source["shards"][0]["counts"] == counts
+    assert bytes(dataset["shards"][0]["tokens"]) == b"\0" + b"".join(t + b"\0" for t in texts)
+    counts = {"documents": len(texts), "empty documents skipped": len(paths) - len(texts)}
+    assert dataset["shards"][0]["counts"] == counts
     parts = {part for p in paths for part in p.parts}
     assert {"site-packages", "test", "tests", "idle_test"}.isdisjoint(parts)
     assert "dataclasses.py" in parts
@@ -567,7 +572,7 @@ def test_standard_library(tmp_path):
 # ---- tokenizers
 
 def test_bytes_tokenizer():
-    """Any text is restored from its bytes; ids above 255, which a larger vocabulary may sample, are
+    """Any text is restored from its bytes. Ids above 255, which a larger vocabulary may sample, are
     shown as numbers.
 
     Break: data.py: text.encode(), np.uint8) => text.encode("utf-16"), np.uint8)
@@ -589,7 +594,7 @@ def small_bpe(path, *special):
     tok.train_from_iterator(["low lower lowest"] * 9, trainers.BpeTrainer(
         vocab_size=300, special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    # As many published tokenizers do, this one frames a text by itself unless told not to.
+    # As many published tokenizers do, this one adds special ids by default.
     tok.post_processor = processors.TemplateProcessing(
         single=f"{special[-1]} $A", special_tokens=[(special[-1], len(special) - 1)])
     tok.save(str(path))
@@ -597,10 +602,10 @@ def small_bpe(path, *special):
 
 
 def test_tokenizer_json(tmp_path):
-    """A tokenizer.json encodes as its own library does; text becomes documents between its
+    """A tokenizer.json encodes as Hugging Face's library does. Text becomes documents between its
     end-of-document ids.
 
-    Break: data.py: put([end] if shared else [] if is_chat else [begin], => put([],
+    Break: data.py: append(_ids_before(bos, eos, is_chat), => append([],
     """
     pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<pad>", "<|endoftext|>")
@@ -612,17 +617,17 @@ def test_tokenizer_json(tmp_path):
     assert (ours["eos"], ours["vocab_size"]) == (1, tok.get_vocab_size())
     lines = [json.dumps({"text": t}) + "\n" for t in ("lowest", text)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    form = {"vocab_size": ours["vocab_size"]}
-    source = data.open_source([tmp_path / "a.jsonl"], ours, form, folder=tmp_path)
+    seq_format = {"vocab_size": ours["vocab_size"]}
+    dataset = data.open_dataset([tmp_path / "a.jsonl"], ours, seq_format, folder=tmp_path)
     wanted = [1, *encode("lowest"), 1, *encode(text), 1]
-    assert source["shards"][0]["tokens"].tolist() == wanted
+    assert dataset["shards"][0]["tokens"].tolist() == wanted
     n_bytes = len(("lowest" + text).encode()) + 3  # an end counts as one
-    assert data.bytes_per_token(source, ours) == n_bytes / len(wanted)
+    assert data.bytes_per_token(dataset, ours) == n_bytes / len(wanted)
 
 
-def test_a_tokenizer_s_last_truncation_and_padding_are_not_ours(tmp_path):
-    """Texts are whole and unpadded though tokenizer.json was saved after a call that cut and padded
-    them; of its folder only the tokenizer's own files tell it from others.
+def test_truncation_and_padding_of_a_tokenizer_are_off(tmp_path):
+    """Texts are neither truncated nor padded, even if tokenizer.json was saved after a call that
+    did both. In its folder only the tokenizer's files decide about its key.
 
     Break: data.py: tok.no_truncation() => pass
     """
@@ -642,11 +647,11 @@ def test_a_tokenizer_s_last_truncation_and_padding_are_not_ours(tmp_path):
     assert read()["key"] == ours["key"] != before["key"]
 
 
-def test_tokenizer_faults(tmp_path):
-    """A tokenizer is refused by name when it is not a file, not a tokenizer.json, has no
-    end-of-document token, or a tokenizer_config.json that is none.
+def test_tokenizer_errors(tmp_path):
+    """A tokenizer is refused by name if it is not a file, not a tokenizer.json, has no end-of-
+    document token, or an invalid tokenizer_config.json.
 
-    Break: data.py: if not ends: => if False:
+    Break: data.py: if not eos_ids: => if False:
     """
     pytest.importorskip("tokenizers")
     small_bpe(tmp_path / "endless.json", "<pad>")
@@ -665,7 +670,7 @@ def test_tokenizer_faults(tmp_path):
 
 
 def test_a_vocabulary_with_gaps(tmp_path):
-    """The ids of a tokenizer end after the highest, however many tokens there are.
+    """The vocabulary ends after the highest id, however many tokens it has.
 
     Break: data.py: max(tok.get_vocab().values()) + 1 => tok.get_vocab_size()
     """
@@ -680,16 +685,16 @@ def test_a_vocabulary_with_gaps(tmp_path):
 
 @pytest.mark.parametrize("at", [data.batch_at, data.eval_batch_at])
 def test_segments(at):
-    """Given the end id, rows have the count of documents begun so far and the places within each,
-    as a plain loop counts them; else neither.
+    """With document_mask, rows have the number of documents begun so far and the positions within
+    each, as a plain loop counts them; without it, neither.
 
-    Break: data.py: np.where(begins, places, 0) => np.where(begins, places, 1)
+    Break: data.py: np.where(begins, columns, 0) => np.where(begins, columns, 1)
     """
     tokens = np.random.default_rng(0).integers(0, 4, 500).astype(np.uint8)
-    source = data.make_source([shard(tokens, end=2)], {"seq_len": 20})
-    assert at(source, 0, 8).keys() == {"tokens", "labels"}
-    source = data.make_source([shard(tokens, end=2)], {"seq_len": 20, "document_mask": True})
-    batch = at(source, 0, 8)
+    dataset = data.make_dataset([shard(tokens, eod_id=2)], {"seq_len": 20})
+    assert at(dataset, 0, 8).keys() == {"tokens", "labels"}
+    dataset = data.make_dataset([shard(tokens, eod_id=2)], {"seq_len": 20, "document_mask": True})
+    batch = at(dataset, 0, 8)
     for row, segments, positions in zip(batch["tokens"], batch["segments"], batch["positions"]):
         segment, position = 1, -1  # 0 is padding
         for i, token in enumerate(row):
@@ -703,25 +708,26 @@ def test_fingerprint():
     """The fingerprint is the same for the same data, and another for another token, label, length,
     order or shard.
 
-    Break: data.py: crc = zlib.crc32(np.ascontiguousarray(x[-n:]), crc) => pass
+    Break: data.py: crc = zlib.crc32(np.ascontiguousarray(shard[name][-n:]), crc) => pass
     """
     long = np.zeros(2**20 + 99, np.uint8)
     last = long.copy()
     last[-1] = 1
     a, b = np.arange(50, dtype=np.uint16), np.arange(50, dtype=np.uint16)[::-1]
     sources = [[long], [last], [long[1:]], [a], [b], [a, b], [b, a], [a[:-1]], [a[:20], a[20:]]]
-    def printed(arrays): return data.fingerprint(data.make_source([*map(shard, arrays)]))
+    def printed(arrays): return data.fingerprint(data.make_dataset([*map(shard, arrays)]))
     prints = [printed(s) for s in sources]
     assert len(set(prints)) == len(prints)
     assert prints == [printed([x.copy() for x in s]) for s in sources]
-    masks = [{}, {"masked": np.zeros(50, np.uint8)}, {"masked": np.ones(50, np.uint8)}]
-    assert len({data.fingerprint(data.make_source([shard(a) | mask])) for mask in masks}) == 3
+    masks = [{}, {"ignored": np.zeros(50, np.uint8)}, {"ignored": np.ones(50, np.uint8)}]
+    assert len({data.fingerprint(data.make_dataset([shard(a) | mask])) for mask in masks}) == 3
 
 
-# ---- prepared text
+# ---- tokenized text
 
-def prepared(path, *more, tokenizer=BYTES, folder, **form):
-    return data.open_source([str(path), *more], tokenizer, {"seq_len": 8} | form, folder=folder)
+def tokenized(path, *more, tokenizer=BYTES, folder, **seq_format):
+    seq_format = {"seq_len": 8} | seq_format
+    return data.open_dataset([str(path), *more], tokenizer, seq_format, folder=folder)
 
 
 def no_encoding(texts):
@@ -729,14 +735,14 @@ def no_encoding(texts):
 
 
 @pytest.mark.parametrize("val_frac", [0.1, 0.0])
-def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
-    """With val_data nothing is taken from the data, whatever val_frac says; with neither nothing is
-    held out.
+def test_val_data_is_all_validation_data(val_frac, tmp_path):
+    """With val_data no training data is taken for validation, whatever val_frac is. With neither
+    there is no validation data.
 
     Break: data.py: if cfg.val_frac and not val: => if cfg.val_frac or not val:
     """
-    path, held_out = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
-    cfg = config.Config(data=(str(path),), val_data=(str(held_out),), val_frac=val_frac, seq_len=8,
+    path, val = write(tmp_path / "a.txt", b"a" * 799), write(tmp_path / "b.txt", b"b" * 79)
+    cfg = config.Config(data=(str(path),), val_data=(str(val),), val_frac=val_frac, seq_len=8,
                         batch_size=10, token_cache=str(tmp_path / "p"))
     opened = data.open_text(("train", "val"), cfg)
     assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
@@ -747,70 +753,94 @@ def test_named_held_out_data_is_all_that_is_held_out(val_frac, tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_preparing_text_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
-    """From its second second on, with the part that is done; into a file or a pipe goes nothing.
+def test_tokenizing_shows_a_bar_on_a_terminal(terminal, tmp_path, monkeypatch):
+    """From the second second on a terminal shows a bar with the fraction that is done. A file or a
+    pipe shows nothing.
 
-    Break: data.py: bar.update(sum(map(len, chain(*texts)))) => pass
+    Break: data.py: bar.update(sum(len(text) for text in texts)) => pass
     """
     stream, now = io.StringIO(), count()
     stream.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(tqdm.std, "time", lambda: float(next(now)))  # each look takes a second
     path = write(tmp_path / "a.txt", b"x" * 2**20)
-    prepared(path, folder=tmp_path / "p")
+    tokenized(path, folder=tmp_path / "p")
     shown = stream.getvalue()
-    assert ("preparing: 100%|" in shown and "1.05M/1.05M" in shown) if terminal else shown == ""
+    assert ("tokenizing: 100%|" in shown and "1.05M/1.05M" in shown) if terminal else shown == ""
 
 
-def test_text_is_prepared_again_by_another_reader(tmp_path, monkeypatch):
-    """Who edits what reads a format gets its tokens, not those of before.
+def test_text_is_tokenized_again_by_another_reader(tmp_path, monkeypatch):
+    """After a change of the code that reads a format, its files are tokenized again.
 
     Break: data.py: json.dumps([*code, => json.dumps([
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
-    prepared(path, folder=tmp_path / "p")
+    tokenized(path, folder=tmp_path / "p")
 
     def rows_in(path, size):
         yield str(path), {"text": path.read_text().upper()}, True
 
     monkeypatch.setattr(data, "rows_in", rows_in)
-    shard = prepared(path, folder=tmp_path / "p")["shards"][0]
+    shard = tokenized(path, folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0A TEXT THAT IS LONG ENOUGH\0"
 
 
-def test_text_is_prepared_once(tmp_path):
-    """The same files are not tokenized again, not even when they were moved; changed ones are, and
-    so is data that is not whole. What is prepared can be read where nothing can be written.
+def test_the_cache_key_covers_all_readers():
+    """Each function of data.py that tokenizing calls is in the list of readers, but for those that
+    only raise errors or import a package; the list has no other function.
 
-    Break: data.py: if there := _prepared(final, tokenizer): => if there := None:
+    Break: data.py: _table_rows, _arrow_batches, => _table_rows,
     """
-    path, folder = write(tmp_path / "a.txt", b"the first text"), tmp_path / "prepared"
-    first = bytes(prepared(path, folder=folder)["shards"][0]["tokens"])
+    def names_in(code):
+        nested = [names_in(x) for x in code.co_consts if hasattr(x, "co_names")]
+        return set(code.co_names).union(*nested)
+
+    found, queue = set(), [data._write_shard]
+    while queue:
+        function = queue.pop()
+        if function not in found:
+            found.add(function)
+            for name in names_in(inspect.unwrap(function).__code__):
+                called = vars(data).get(name)
+                if inspect.isfunction(called) and called.__module__ == "data":
+                    queue.append(called)
+    assert found - {data.as_value_error, data.require} == set(data._readers())
+
+
+def test_text_is_tokenized_once(tmp_path):
+    """The same files are not tokenized again, even if they were moved. Changed files are, and so is
+    an incomplete shard. A shard can be read where nothing can be written.
+
+    Break: data.py: if shard is None: => if True:
+    """
+    path, folder = write(tmp_path / "a.txt", b"the first text"), tmp_path / "p"
+    first = bytes(tokenized(path, folder=folder)["shards"][0]["tokens"])
     asleep = BYTES | {"encode_batch": no_encoding}
     path = path.rename(tmp_path / "b.txt")
-    again = prepared(path, tokenizer=asleep, folder=folder)["shards"][0]["tokens"]
+    again = tokenized(path, tokenizer=asleep, folder=folder)["shards"][0]["tokens"]
     assert bytes(again) == first == b"\0the first text\0" and isinstance(again.base, np.memmap)
     lock, = folder.glob("*.lock")
     lock.unlink()
     lock.mkdir()  # opening it to write is an error, as on a file system that is read-only
-    prepared(path, tokenizer=asleep, folder=folder)
+    tokenized(path, tokenizer=asleep, folder=folder)
     lock.rmdir()
     torn = next(folder.glob("*/tokens"))
     os.truncate(torn, 5)
     (torn.parent.with_suffix(".partial")).mkdir()
     with pytest.raises(AssertionError, match="tokenized again"):
-        prepared(path, tokenizer=asleep, folder=folder)
+        tokenized(path, tokenizer=asleep, folder=folder)
     assert [p.suffix for p in folder.iterdir()] == [".lock"]  # nothing half-made stays
-    assert bytes(prepared(path, folder=folder)["shards"][0]["tokens"]) == first
+    assert bytes(tokenized(path, folder=folder)["shards"][0]["tokens"]) == first
     write(path, b"the other text")
-    assert bytes(prepared(path, folder=folder)["shards"][0]["tokens"]) == b"\0the other text\0"
+    assert bytes(tokenized(path, folder=folder)["shards"][0]["tokens"]) == b"\0the other text\0"
 
 
 def test_a_file_in_both(tmp_path):
-    """A file that is trained on and held out too, or is in two parts of a mixture, is refused,
-    whatever it is called.
+    """A file that is both training and validation data, or in two datasets of a mixture, is
+    refused, by whatever path it is named.
 
-    Break: data.py: {f"mix {name}": [name] for name in mixed} => {"mix": [*mixed]}
+    Break: data.py: {f"mix {name}": [name] for name in _mixture_weights(cfg)} =>
+    {"mix": [*_mixture_weights(cfg)]}
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
@@ -819,13 +849,13 @@ def test_a_file_in_both(tmp_path):
     mixed = {"data": (), "mix": (f"{path}=1",)}
     twice = {"data": (), "val_data": (), "mix": (f"{path}=1", f"{tmp_path}/*.txt=2")}
     for change, words in (({}, "data and val_data"), (mixed, "mix .*a.txt and val_data"),
-                          (twice, r"mix .*a.txt and mix .*\*.txt; take it out of one")):
+                          (twice, r"mix .*a.txt and mix .*\*.txt; remove it from one")):
         with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
 
-def test_two_runs_prepare_the_same_data(tmp_path):
-    """Of three processes that open the same text at once one prepares it, and all read that.
+def test_two_processes_tokenize_the_same_text(tmp_path):
+    """Of three processes that open the same text at once one tokenizes it, and all read the result.
 
     Break: data.py: fcntl.flock(lock, fcntl.LOCK_EX) => pass
     """
@@ -835,8 +865,8 @@ import os, pathlib, sys, time, zlib, data
 print(flush=True)
 sys.stdin.readline()
 folder = pathlib.Path({str(tmp_path / "p")!r})
-source = data.open_source([{str(path)!r}], data.make_tokenizer("bytes"), folder=folder)
-tokens = source["shards"][0]["tokens"]
+dataset = data.open_dataset([{str(path)!r}], data.make_tokenizer("bytes"), folder=folder)
+tokens = dataset["shards"][0]["tokens"]
 print(os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens))
 """
     runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
@@ -850,29 +880,30 @@ print(os.stat(next(folder.glob("*/tokens"))).st_ino, zlib.crc32(tokens))
     assert one.split() and others == [one, one] and not any(run.returncode for run in runs)
 
 
-def test_two_runs_prepare_the_same_data_without_locks(tmp_path, monkeypatch):
-    """Both prepare it, in folders of their own, and the first to be ready is read by both. (No file
-    system here is without locks: the call to take one fails.)
+def test_two_processes_tokenize_the_same_text_without_locks(tmp_path, monkeypatch):
+    """Without locks two processes tokenize the text in separate folders, and both read the one that
+    was ready first. (All file systems here have locks: the call fails by a patch.)
 
-    Break: data.py: partial = final.with_suffix(f".{time.time_ns()}") => pass
+    Break: data.py: temporary = folder.with_suffix(f".{time.time_ns()}") => pass
     """
     def no_locks(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     def encode_batch(texts):  # the other run begins and ends meanwhile
-        prepared(path, folder=tmp_path / "p")
+        tokenized(path, folder=tmp_path / "p")
         return BYTES["encode_batch"](texts)
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     path = write(tmp_path / "a.txt", b"some words in a line")
-    shard = prepared(path, tokenizer=BYTES | {"encode_batch": encode_batch},
+    shard = tokenized(path, tokenizer=BYTES | {"encode_batch": encode_batch},
                      folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0some words in a line\0"
     assert sorted(p.suffix for p in (tmp_path / "p").iterdir()) == ["", ".lock"]
 
 
 def test_more_files_than_a_process_may_open(tmp_path):
-    """Where the limit can be raised: each token file that is mapped keeps one open.
+    """The limit of open files is raised where that is allowed: each mapped token file keeps one
+    open.
 
     Break: data.py: (max(limit, min(most, 2**16)), most) => (limit, most)
     """
@@ -881,17 +912,18 @@ def test_more_files_than_a_process_may_open(tmp_path):
     code = f"""
 import resource, data
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-print(data.open_source([{str(tmp_path / "*.npy")!r}], data.make_tokenizer("bytes"))["n"])
+print(data.open_dataset([{str(tmp_path / "*.npy")!r}], data.make_tokenizer("bytes"))["n"])
 """
     said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert said == f"{90 * 49}\n"
 
 
 def test_a_disk_that_fills(tmp_path):
-    """When there is no room for prepared text the error says so and what to do, and nothing
-    half-made stays. The limit is the system's own, on the size of files.
+    """If there is no room for tokenized text the error names the folder and the flag, and no
+    partial folder stays. The limit is the system's, on the size of files.
 
-    Break: data.py: with --token_cache", OSError): => with --token_cache", ZeroDivisionError):
+    Break: data.py: choose another folder with --token_cache", OSError): =>
+    choose another folder with --token_cache", ZeroDivisionError):
     """
     path = write(tmp_path / "a.txt", b"some words in a line\n" * 3000)
     code = f"""
@@ -899,12 +931,12 @@ import resource, signal, data
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
-    data.open_source([{str(path)!r}], data.make_tokenizer("bytes"), folder={str(tmp_path / "p")!r})
+    data.open_dataset([{str(path)!r}], data.make_tokenizer("bytes"), folder={str(tmp_path / "p")!r})
 except ValueError as e:
     print(e)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "a.txt: cannot be prepared in" in run.stdout, run.stdout + run.stderr
+    assert "a.txt: cannot be tokenized into" in run.stdout, run.stdout + run.stderr
     assert "choose another folder with --token_cache" in run.stdout
     assert [p.suffix for p in (tmp_path / "p").iterdir()] == [".lock"]
 
@@ -942,50 +974,50 @@ def rows_as(kind, path, rows):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder"])
 def test_rows_of_every_format(kind, tmp_path):
-    """Rows with a text, or with a prompt and a completion, read the same from every format; of a
-    completion alone are labels.
+    """Rows with a text, or with a prompt and a completion, read the same from every format. Labels
+    are the completions only.
 
     Break: data.py: np.repeat([1, 0], => np.repeat([0, 0],
     """
     rows = [{"text": "one text"}, {"text": ""}, {"text": "zwei\nlines"}]
-    shard = prepared(rows_as(kind, tmp_path, rows), folder=tmp_path / "p")["shards"][0]
+    shard = tokenized(rows_as(kind, tmp_path, rows), folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0one text\0zwei\nlines\0"
     assert shard["documents"].tolist() == [[0, 10], [9, 21]]
-    assert shard["counts"] == {"documents": 2, "empty documents left out": 1}
+    assert shard["counts"] == {"documents": 2, "empty documents skipped": 1}
     (other := tmp_path / "pairs").mkdir()
     pairs = [{"prompt": "2 + 2 = ", "completion": "4"}, {"prompt": "3 + 3 = ", "completion": "6"}]
-    source = prepared(rows_as(kind, other, pairs), folder=tmp_path / "p", seq_len=9, packing="none")
+    path = rows_as(kind, other, pairs)
+    dataset = tokenized(path, folder=tmp_path / "p", seq_len=9, packing="none")
     for row in range(2):
-        batch = data.eval_batch_at(source, row, 1)
+        batch = data.eval_batch_at(dataset, row, 1)
         assert bytes(batch["tokens"][0].tolist()) in (b"\x002 + 2 = ", b"\x003 + 3 = ")
         assert batch["labels"][0, :-1].tolist() == [data.IGNORE] * 8
         assert batch["labels"][0, -1] in b"46"
-    source = prepared(rows_as(kind, other, pairs) if kind != "folder" else other / "folder",
-                      folder=tmp_path / "p", seq_len=20)
-    batch = data.eval_batch_at(source, 0, 1)
+    dataset = tokenized(path, folder=tmp_path / "p", seq_len=20)
+    batch = data.eval_batch_at(dataset, 0, 1)
     labels = batch["labels"][batch["labels"] != data.IGNORE]
     assert bytes(labels.tolist()) == b"4\x006\0"
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_rows_of_json_files(indent, tmp_path):
-    """A .json file holds a row a line, as datasets writes it, or one array of rows.
+    """A .json file has one row a line, as datasets writes it, or one array of rows.
 
-    Break: data.py: if kind.endswith(".json") and line => if False and line
+    Break: data.py: if may_be_array and line => if False and line
     """
     rows = [{"text": "one text"}, {"text": "zwei\nlines"}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     text = "\n" + json.dumps(rows, indent=indent) if indent else lines
-    shard = prepared(write(tmp_path / "a.json", text.encode()), folder=tmp_path)["shards"][0]
+    shard = tokenized(write(tmp_path / "a.json", text.encode()), folder=tmp_path)["shards"][0]
     assert bytes(shard["tokens"]) == b"\0one text\0zwei\nlines\0"
 
 
 @pytest.mark.parametrize("split", ["ByteLevel", "cl100k", "o200k", "Metaspace"])
 def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
-    """The ids of a long text do not depend on where it is cut into pieces; a tokenizer for which
-    they would gets texts whole.
+    """The ids of a long text do not depend on where it is cut into pieces. A tokenizer for which
+    they would encodes each text in one piece.
 
-    Break: data.py: (?=[^\\W_])", r => (?=.)", r
+    Break: data.py: \\S\\n(?=[^\\W_])") => \\S\\n(?=.)")
     """
     tokenizers = pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<|endoftext|>")
@@ -1009,7 +1041,7 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
     ours = data.make_tokenizer(str(tmp_path / "t.json"))
     assert (ours["piece"] == -1) == (split == "Metaspace")
     file = io.StringIO(text, newline="\n")
-    pieces = [piece for piece, _ in data._pieces(file, min(ours["piece"], 60))]
+    pieces = [piece for piece, _ in data._text_pieces(file, min(ours["piece"], 60))]
     assert "".join(pieces) == text and (len(pieces) > 20) == (ours["piece"] > 0)
     whole = tok.encode(text, add_special_tokens=False).ids
     assert np.concatenate(ours["encode_batch"](pieces)).tolist() == whole
@@ -1018,19 +1050,19 @@ def test_a_long_text_is_encoded_in_pieces(split, tmp_path):
 @pytest.mark.parametrize("text", [
     "one line;\r\n" * 999, "\t<row id='1'/>\n" * 999, "one line " * 999, "한국어.\n" * 999])
 def test_a_long_text_has_short_pieces(text):
-    """Lines that end as on Windows, indented ones, a single one, and one without blanks: none is
-    held, or encoded, whole.
+    """Lines that end as on Windows, indented lines, a single line and one without blanks: each is
+    cut into short pieces.
 
-    Break: data.py: , r"[^\\W_](?=\\s)") => ,)
+    Break: data.py: or word_end.match(text, n_searched) => or None
     """
-    pieces = [piece for piece, _ in data._pieces(io.StringIO(text, newline="\n"), 100)]
+    pieces = [piece for piece, _ in data._text_pieces(io.StringIO(text, newline="\n"), 100)]
     assert "".join(pieces) == text and max(map(len, pieces)) < 200
 
 
 @pytest.mark.parametrize("name, content", [
     ("x.jsonl", b'{"text": "a"}\n'), ("x.json", b'[{"text": "a"}]'), ("x.txt", b"a")])
 def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
-    """Some editors on Windows write one at the start of a file.
+    """A byte order mark, which some editors on Windows write at the start of a file, is skipped.
 
     Break: data.py: encoding="utf-8-sig" => encoding="utf-8"
     """
@@ -1045,14 +1077,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     ("x.jsonl", b'{"text": "a"}\n{"text": "a\\u0000b"}\n', "line 2: has a zero byte"),
     ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n',
      "line 2: has a zero byte or a lone surrogate"),
-    ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "damaged"),
+    ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "x.txt.gz: corrupted"),
     ("x.parquet", b"PAR1....", "not a .parquet file"),
     ("x.JSONL", b'["text"]\n', "it has no fields"),
     ("x.jsonl", b'{"text": null, "id": 5}\n', "it has text (NoneType), id (int)"),
     ("x.json", b'[{"text": "a"},\n {"id": 5}]', "row 2: not an object with a string 'text'"),
-    ("x.json", b'{"text":\n "a"}', "line 1: damaged, or not JSON"),
-    ("x.jsonl", b'{"text": ' + b"[" * 10**5, "line 1: damaged, or not JSON"),
-    ("x.jsonl", b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}", "line 2: damaged, or not JSON"),
+    ("x.json", b'{"text":\n "a"}', "line 1: corrupted, or not JSON"),
+    ("x.jsonl", b'{"text": ' + b"[" * 10**5, "line 1: corrupted, or not JSON"),
+    ("x.jsonl", b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}", "line 2: corrupted, or not JSON"),
     ("x.jsonl", b'{"messages": [{"role": "assistant", "content": "a"}]}\n',
      "line 1: message 1 must have a role of system, developer, user"),
     ("x.jsonl", b'{"text": "a"}\n{"messages": [{"role": "robot", "content": "a"}]}\n',
@@ -1065,38 +1097,39 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     ("x.bin", np.arange(1, 99, dtype=np.uint32).tobytes(), "set --data_dtype uint32"),
 ])
 def test_what_is_not_text(name, content, words, tmp_path):
-    """A file of another kind is an error that names the file, the place and the rule, never text.
+    """A file of another kind is an error that names the file, the line and the rule.
 
-    Break: data.py: if "\\0" in whole or ( => if (
+    Break: data.py: if "\\0" in joined or ( => if (
     """
     if "parquet" in name:
         pytest.importorskip("pyarrow")
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError) as e:
-        prepared(path, folder=tmp_path / "p")
+        tokenized(path, folder=tmp_path / "p")
     assert str(path) in str(e.value) and words in str(e.value), str(e.value)
 
 
-def test_a_zst_that_is_cut_off_or_damaged(tmp_path):
-    """Text in one frame or two is read; without its last bytes, or with others, it is an error.
+def test_a_truncated_or_corrupted_zst(tmp_path):
+    """Text in one frame or two is read. Truncated or corrupted, it is an error.
 
-    Break: data.py: file = require("pyarrow", path).input_stream(where, compression="zstd") =>
-    file = require("zstandard", path).open(path)
+    Break: data.py: return require("pyarrow", path).input_stream(str(path), compression="zstd") =>
+    return require("zstandard", path).open(path, "rb")
     """
     zstandard = pytest.importorskip("zstandard")
     pytest.importorskip("pyarrow")
     frames = zstandard.compress(b"one two\n" * 999) + zstandard.compress(b"three\n")
     path = write(tmp_path / "x.txt.zst", frames)
-    whole, = prepared(path, folder=tmp_path / "p")["shards"]
+    whole, = tokenized(path, folder=tmp_path / "p")["shards"]
     assert bytes(whole["tokens"]) == b"\0" + b"one two\n" * 999 + b"three\n\0"
     for bad in (frames[:-3], frames[:20] + b"xx" + frames[22:]):
         path.write_bytes(bad)
-        with pytest.raises(ValueError, match="x.txt.zst: damaged"):
-            prepared(path, folder=tmp_path / "p")
+        with pytest.raises(ValueError, match="x.txt.zst: corrupted"):
+            tokenized(path, folder=tmp_path / "p")
 
 
 def test_no_sequence_with_a_label(tmp_path):
-    """Data of which truncation leaves nothing is refused: to train on, to evaluate, in a mixture.
+    """Data without any sequence after truncation is refused: for training, for validation, in a
+    mixture.
 
     Break: data.py: if not n and not may_be_empty: => if False:
     """
@@ -1111,49 +1144,49 @@ def test_no_sequence_with_a_label(tmp_path):
             data.open_text(("train", "val"), cfg)
 
 
-def test_sources_that_do_not_go_together(tmp_path):
-    """Packed token files without the id that begins a document, and whole documents of token files,
-    are refused; those of two types make one source.
+def test_token_files_that_cannot_be_used(tmp_path):
+    """Token files are refused with document_mask but without eod_id, and with packing. Token files
+    of two dtypes make one dataset.
 
-    Break: data.py: if binary and form["document_mask"] and => if binary and 0 and
+    Break: data.py: if seq_format["document_mask"] and not is_id: => if False:
     """
     np.save(tmp_path / "a.npy", np.arange(50, dtype=np.uint16))
     np.save(tmp_path / "b.npy", np.arange(50, dtype=np.uint32))
-    source = data.open_source([tmp_path / "a.npy", tmp_path / "b.npy"], BYTES, {"seq_len": 49})
-    np.testing.assert_array_equal(data.batch_at(source, 0, 2)["labels"], [np.arange(1, 50)] * 2)
-    with pytest.raises(ValueError, match=r"a.npy: packed rows need .* set --eod_id"):
-        data.open_source([tmp_path / "a.npy"], BYTES, {"document_mask": True})
-    data.open_source([tmp_path / "a.npy"], BYTES, {"document_mask": True}, end=0)
+    dataset = data.open_dataset([tmp_path / "a.npy", tmp_path / "b.npy"], BYTES, {"seq_len": 49})
+    np.testing.assert_array_equal(data.batch_at(dataset, 0, 2)["labels"], [np.arange(1, 50)] * 2)
+    with pytest.raises(ValueError, match=r"a.npy: document_mask needs .* set --eod_id"):
+        data.open_dataset([tmp_path / "a.npy"], BYTES, {"document_mask": True})
+    data.open_dataset([tmp_path / "a.npy"], BYTES, {"document_mask": True}, eod_id=0)
     with pytest.raises(ValueError, match=r"a.npy: packing best_fit needs documents"):
-        data.open_source([tmp_path / "a.npy"], BYTES, {"packing": "best_fit"})
+        data.open_dataset([tmp_path / "a.npy"], BYTES, {"packing": "best_fit"})
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path):
-    """A file that was cut is a ValueError that names it, where reading its map would end the
-    process; one that was taken away is named too.
+    """A file that was truncated is a ValueError that names it, where reading its map would kill the
+    process. A deleted file is named too.
 
-    Break: data.py: size != shard["size"]: => size < 0:
+    Break: data.py: size != shard["file_size"]: => size < 0:
     """
     path = write(tmp_path / "a.bin", np.arange(9999, dtype=np.uint16))
     code = f"""
 import os, data
-source = data.open_source([{str(path)!r}], data.make_tokenizer("bytes"), {{"seq_len": 99}})
-data.batch_at(source, 0, 2)
+dataset = data.open_dataset([{str(path)!r}], data.make_tokenizer("bytes"), {{"seq_len": 99}})
+data.batch_at(dataset, 0, 2)
 os.truncate({str(path)!r}, 4096)
 for _ in range(2):
     try:
-        [data.batch_at(source, i, 2) for i in range(50)]
+        [data.batch_at(dataset, i, 2) for i in range(50)]
     except ValueError as e:
         print(e)
     os.path.exists({str(path)!r}) and os.remove({str(path)!r})
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "a.bin: had 19998 bytes when it was opened and has 4096 now" in run.stdout, run.stderr
-    assert "a.bin: was taken away while a run reads it: [Errno 2] No such file" in run.stdout
+    assert "a.bin: was deleted during training: [Errno 2] No such file" in run.stdout
 
 
-def test_held_out_bytes(tmp_path):
-    """Bytes per token are those of the part itself, also where the cut is within a document.
+def test_bytes_per_token_of_a_split(tmp_path):
+    """Bytes per token are those of the part itself, also if the cut is within a document.
 
     Break: data.py: ids = shard["tokens"][first : first + 2**20] => ids = shard["tokens"][:9]
     """
@@ -1162,7 +1195,7 @@ def test_held_out_bytes(tmp_path):
     tok = data.make_tokenizer(str(tmp_path / "t.json"))
     path = tmp_path / "a.txt"
     path.write_text("low lower lowest " * 50 + "q w e r t z u i " * 50)
-    parts = data.split(prepared(path, tokenizer=tok, folder=tmp_path / "p"), 0.4)
+    parts = data.split(tokenized(path, tokenizer=tok, folder=tmp_path / "p"), 0.4)
     for part in parts:
         ids = part["shards"][0]["tokens"]
         n_bytes = len(tok["decode"](ids).replace("<|endoftext|>", "0").encode())
@@ -1170,24 +1203,25 @@ def test_held_out_bytes(tmp_path):
     assert data.bytes_per_token(parts[0], tok) > 1.5 * data.bytes_per_token(parts[1], tok)
 
 
-# ---- whole documents in rows
+# ---- packing
 
 @pytest.fixture
 def documents(tmp_path):
-    """documents(**form): 60 texts of 0 to 40 letters as a source; and the texts."""
+    """documents(**seq_format): 60 texts of 0 to 40 letters as a dataset; and the texts."""
     rng = np.random.default_rng(5)
     texts = ["".join(rng.choice([*"abcdefg"], n)) for n in rng.integers(0, 40, 60)]
     path = rows_as("jsonl", tmp_path, [{"text": text} for text in texts])
 
-    def make(**form):
-        return prepared(path, folder=tmp_path / "p", **dict(seq_len=30, packing="best_fit") | form)
+    def make(**seq_format):
+        seq_format = dict(seq_len=30, packing="best_fit") | seq_format
+        return tokenized(path, folder=tmp_path / "p", **seq_format)
 
     return make, [text for text in texts if text]
 
 
 def documents_in(batch):
-    """The documents of a batch, as the bytes of their tokens and labels; each is checked for its
-    positions and its place.
+    """The documents of a batch, as the bytes of their tokens and labels. Each must have positions
+    from 0, and lie in one piece.
     """
     found = []
     for tokens, labels, segments, positions in zip(*(
@@ -1205,14 +1239,14 @@ def documents_in(batch):
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end", "drop"])
 def test_each_document_once(packing, padding_side, truncation, documents):
-    """Rows of whole documents have each one once, with its end, cut or left out as asked, with
-    positions from 0 and padding on the side that was asked for.
+    """Packed rows have each document once, with its end, truncated or skipped as configured, with
+    positions from 0 and padding on the configured side.
 
-    Break: data.py: place += b - a - 1 => place += b - a
+    Break: data.py: column += n => column += n + 1
     """
     make, texts = documents
-    source = make(packing=packing, padding_side=padding_side, truncation=truncation)
-    batch = data.eval_batch_at(source, 0, source["n"])
+    dataset = make(packing=packing, padding_side=padding_side, truncation=truncation)
+    batch = data.eval_batch_at(dataset, 0, dataset["n"])
     wanted = [f"\0{text}\0".encode() for text in texts]
     if truncation == "drop":
         wanted = [text for text in wanted if len(text) <= 31]
@@ -1225,34 +1259,34 @@ def test_each_document_once(packing, padding_side, truncation, documents):
     edge = empty[:, 0] if padding_side == "left" else empty[:, -1]
     assert (edge == (empty.sum(axis=1) > 0)).all()
     if packing == "none":
-        assert source["n"] == len(wanted)
+        assert dataset["n"] == len(wanted)
     else:
-        assert source["n"] * 30 < 1.1 * n_used
+        assert dataset["n"] * 30 < 1.1 * n_used
     n_all = sum(len(text) + 1 for text in texts)
-    assert f"{n_used:,} of {n_all:,} tokens, {empty.mean():.1%} padding" in data.describe(source)
+    assert f"{n_used:,} of {n_all:,} tokens, {empty.mean():.1%} padding" in data.describe(dataset)
     n_long = sum(len(text) + 2 > 31 for text in texts)
-    assert f"{n_long} longer (--truncation {truncation})" in data.describe(source)
+    assert f"{n_long} longer (--truncation {truncation})" in data.describe(dataset)
 
 
 def test_a_document_without_a_label_is_in_no_row(tmp_path):
-    """A prompt so long that nothing of its completion is kept takes no row; one token does.
+    """A prompt so long that truncation leaves no label takes no row. One label is enough.
 
-    Break: data.py: dtype=np.int64)[::2] < lengths => dtype=np.int64)[::2] <= lengths
+    Break: data.py: n_ignored < lengths => n_ignored <= lengths
     """
     path = rows_as("jsonl", tmp_path, [{"prompt": "p" * n, "completion": "c" * 5}
                                        for n in (40, 29, 3, 30)])
     for packing, n in (("none", 2), ("best_fit", 2)):
-        source = prepared(path, folder=tmp_path / "p", packing=packing, seq_len=30)
-        batch = data.eval_batch_at(source, 0, source["n"])
+        dataset = tokenized(path, folder=tmp_path / "p", packing=packing, seq_len=30)
+        batch = data.eval_batch_at(dataset, 0, dataset["n"])
         labels = batch["labels"]
-        assert source["n"] == n and sorted((labels != data.IGNORE).sum(axis=1)) == [1, 6]
-        assert data.describe(source).startswith("2 of 4 documents in 2 sequences, 3 longer")
+        assert dataset["n"] == n and sorted((labels != data.IGNORE).sum(axis=1)) == [1, 6]
+        assert data.describe(dataset).startswith("2 of 4 documents in 2 sequences, 3 longer")
 
 
-def test_too_long_is_an_error(documents):
-    """Under the policy "error" a document longer than a row is refused by its number and length.
+def test_truncation_error(documents):
+    """With truncation "error" a document longer than a row is refused with its number and length.
 
-    Break: data.py: if form["truncation"] == "error" and => if False and
+    Break: data.py: if seq_format["truncation"] == "error" and => if False and
     """
     make, texts = documents
     n = next(i for i, text in enumerate(texts, 1) if len(text) + 2 > 31)
@@ -1265,7 +1299,7 @@ def test_best_fit():
     """Packing puts every item into one row that has room, as a plain search for the fullest such
     row does, in as many rows.
 
-    Break: data.py: (fits & -fits).bit_length() - 1 => fits.bit_length() - 1
+    Break: data.py: lowest_bit = fitting & -fitting => lowest_bit = fitting
     """
     rng = np.random.default_rng(0)
     for room in (7, 64, 200):
@@ -1284,20 +1318,20 @@ def test_best_fit():
 
 
 def test_split_of_whole_documents(documents):
-    """Held out are whole documents, none of them in training.
+    """With packing, validation data is complete documents, and training has none of them.
 
-    Break: data.py: (slice(0, at), slice(at, None)) => (slice(0, at + 1), slice(at, None))
+    Break: data.py: documents[:n_first]} => documents[: n_first + 1]}
     """
     make, texts = documents
     parts = [data.eval_batch_at(part, 0, part["n"]) for part in data.split(make(seq_len=50), 0.3)]
-    train, held_out = ([tokens[1:].decode() for tokens, _ in documents_in(part)] for part in parts)
-    assert sorted(train + held_out) == sorted(texts)
-    assert abs(sum(map(len, held_out)) / sum(map(len, texts)) - 0.3) < 0.05
+    train, val = ([tokens[1:].decode() for tokens, _ in documents_in(part)] for part in parts)
+    assert sorted(train + val) == sorted(texts)
+    assert abs(sum(map(len, val)) / sum(map(len, texts)) - 0.3) < 0.05
 
 
 def test_begin_and_end_ids(tmp_path):
-    """With a tokenizer that has a begin id a document stands between its own two ids; packed, no
-    label crosses from one to the next.
+    """With a tokenizer that has a bos id each document stands between its own bos and eos. With
+    document_mask no label crosses from one document to the next.
 
     Break: data.py: labels[borders[borders > 0] - 1] = IGNORE => pass
     """
@@ -1307,12 +1341,12 @@ def test_begin_and_end_ids(tmp_path):
     assert (ours["bos"], ours["eos"]) == (1, 0)
     texts = ["lowest", "low low", "lower"]
     path = rows_as("jsonl", tmp_path, [{"text": text} for text in texts])
-    source = prepared(path, tokenizer=ours, folder=tmp_path / "p", document_mask=True, seq_len=5)
+    dataset = tokenized(path, tokenizer=ours, folder=tmp_path / "p", document_mask=True, seq_len=5)
     framed = [[1, *tok.encode(text, add_special_tokens=False).ids, 0] for text in texts]
-    assert source["shards"][0]["tokens"].tolist() == [id for ids in framed for id in ids]
+    assert dataset["shards"][0]["tokens"].tolist() == [id for ids in framed for id in ids]
     counted = []
-    for i in range(source["n"]):
-        batch = {name: x[0].tolist() for name, x in data.eval_batch_at(source, i, 1).items()}
+    for i in range(dataset["n"]):
+        batch = {name: x[0].tolist() for name, x in data.eval_batch_at(dataset, i, 1).items()}
         for token, label, position in zip(batch["tokens"], batch["labels"], batch["positions"]):
             counted += [label] * (label != data.IGNORE)
             assert token != 0 or label == data.IGNORE
@@ -1324,7 +1358,7 @@ def test_begin_and_end_ids(tmp_path):
 
 ENDS = {"chatml": ("<|im_end|>", None), "llama": ("<|eot_id|>", "<|begin_of_text|>"),
         "mistral": ("</s>", "<s>")}
-# In the form of Qwen's, Llama 3's and Mistral's; `generation` tells transformers what is learnt.
+# In the form of Qwen's, Llama 3's and Mistral's; `generation` marks the labels for transformers.
 TEMPLATES = {
     "chatml": """{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}\
 {{ ' ' + t.name }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}\
@@ -1383,8 +1417,8 @@ CHATS = {
 
 @pytest.mark.parametrize("family", [*TEMPLATES])
 def test_chat_labels(family, tmp_path):
-    """Labels are what transformers marks as the assistant's in the template: its words and the id
-    that ends its turn, in each turn.
+    """Labels are the tokens that transformers marks as the assistant's in the template: each
+    message with the id that ends it.
 
     Break: data.py: render(i + 1).rstrip() => render(i + 1)
     """
@@ -1397,12 +1431,12 @@ def test_chat_labels(family, tmp_path):
         if family == "ends as a whole" and messages[-1]["role"] == "assistant":
             wanted["assistant_masks"][-2:] = 1, 1  # what the template adds after the last turn
         path = rows_as("jsonl", tmp_path, [{"messages": messages, "tools": tools}])
-        source = prepared(path, tokenizer=ours, folder=tmp_path / "p", packing="none", seq_len=99)
-        shard, ((first, last),) = source["shards"][0], source["shards"][0]["documents"]
+        dataset = tokenized(path, tokenizer=ours, folder=tmp_path / "p", packing="none", seq_len=99)
+        shard, ((first, last),) = dataset["shards"][0], dataset["shards"][0]["documents"]
         assert shard["tokens"][first:last].tolist() == wanted["input_ids"], name
-        assert (shard["masked"][first:last] == 0).tolist() == [
+        assert (shard["ignored"][first:last] == 0).tolist() == [
             bool(x) for x in wanted["assistant_masks"]], name
-        batch = data.eval_batch_at(source, 0, 1)
+        batch = data.eval_batch_at(dataset, 0, 1)
         n_labels = sum(wanted["assistant_masks"])
         assert (batch["labels"] != data.IGNORE).sum() == n_labels
         mark = "<|im_end|>" if "im_end" in library.chat_template else library.eos_token
@@ -1410,10 +1444,10 @@ def test_chat_labels(family, tmp_path):
 
 
 def test_a_token_across_the_border_of_an_answer_is_a_label(tmp_path):
-    """Where the prompt of the template ends in a space that the tokenizer takes into the answer's
-    first token.
+    """The prompt of this template ends in a space that the tokenizer takes into the answer's first
+    token, which is a label.
 
-    Break: data.py: (ends > len(before)) => (starts >= len(before))
+    Break: data.py: (ends > first) => (starts >= first)
     """
     library = chat_folder(tmp_path / "t", "chatml")
     library.chat_template = (
@@ -1422,34 +1456,34 @@ def test_a_token_across_the_border_of_an_answer_is_a_label(tmp_path):
     library.save_pretrained(tmp_path / "t")
     ours = data.make_tokenizer(str(tmp_path / "t"))
     path = rows_as("jsonl", tmp_path, [{"messages": CHATS["one turn"]}])
-    shard, = prepared(path, tokenizer=ours, folder=tmp_path / "p")["shards"]
+    shard, = tokenized(path, tokenizer=ours, folder=tmp_path / "p")["shards"]
     (first, last), = shard["documents"]
-    answer = shard["tokens"][first:last][shard["masked"][first:last] == 0]
+    answer = shard["tokens"][first:last][shard["ignored"][first:last] == 0]
     assert ours["decode"](answer) == " lower<|im_end|>"
 
 
-def test_chat_faults(tmp_path):
-    """A conversation that the template refuses, or an assistant's turn that it does not put after
-    the messages before, is an error with its line.
+def test_chat_errors(tmp_path):
+    """A conversation that the template refuses, or one that it renders differently when more
+    messages follow, is an error with its line.
 
-    Break: data.py: if turn is None or not text.startswith(before): => if turn is None:
+    Break: data.py: if through is None or not text.startswith(before): => if through is None:
     """
     library = chat_folder(tmp_path / "t", "chatml")
     for template, words in (("{{ raise_exception('no system') }}", "refuses it: no system"),
                             ("{{ messages | length }} {{ messages[-1].content }}",
-                             "message 2: the chat template writes it, or the messages before")):
+                             "message 2: the chat template renders it, or the messages before")):
         library.chat_template = template
         library.save_pretrained(tmp_path / "t")
         ours = data.make_tokenizer(str(tmp_path / "t"))
         path = rows_as("jsonl", tmp_path, [{"text": "a"}, {"messages": CHATS["one turn"]}])
         with pytest.raises(ValueError) as e:
-            prepared(path, tokenizer=ours, folder=tmp_path / "p")
+            tokenized(path, tokenizer=ours, folder=tmp_path / "p")
         assert f"{path} line 2: " in str(e.value) and words in str(e.value), str(e.value)
 
 
 def test_texts_beside_chats(tmp_path):
-    """Between a chat and a text stands an end that is no label; in whole rows a chat is as its
-    template writes it and a text has its ends.
+    """Between a chat and a text is an eos that is not a label. Packed, a chat is as its template
+    writes it and a text has its eos ids.
 
     Break: data.py: after_chat = is_chat => pass
     """
@@ -1458,22 +1492,22 @@ def test_texts_beside_chats(tmp_path):
     chat, end = CHATS["one turn"], ours["eos"]
     path = rows_as("jsonl", tmp_path, [{"text": "low"}, {"messages": chat}, {"text": "low"},
                                        {"messages": chat}])
-    source = prepared(path, tokenizer=ours, folder=tmp_path / "p")
-    shard, low = source["shards"][0], ours["encode"]("low").tolist()
+    dataset = tokenized(path, tokenizer=ours, folder=tmp_path / "p")
+    shard, low = dataset["shards"][0], ours["encode"]("low").tolist()
     ids = library.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
     text = [end, *low, end]
     assert shard["tokens"].tolist() == [*text, *ids, *text, *ids, end]
     found = [shard["tokens"][a:b].tolist() for a, b in shard["documents"]]
     assert found == [text, ids, text, ids]
     ends = np.flatnonzero(shard["tokens"] == end)
-    assert shard["masked"][ends].tolist() == [0, 0, 1, 0, 1]
+    assert shard["ignored"][ends].tolist() == [0, 0, 1, 0, 1]
 
 
 def test_tiktoken(tmp_path, monkeypatch):
-    """An encoding of tiktoken is used under its name, here one of a plugin, since the published
-    ones are not on this machine.
+    """An encoding of tiktoken is used by its name, here one of a plugin, since the published ones
+    need a download.
 
-    Break: data.py: "eos": tok.eot_token => "eos": 0
+    Break: data.py: "eos": encoding.eot_token => "eos": 0
     """
     tiktoken = pytest.importorskip("tiktoken")
     (tmp_path / "tiktoken_ext").mkdir()
@@ -1498,18 +1532,19 @@ def test_tiktoken(tmp_path, monkeypatch):
 @pytest.mark.parametrize("weights, size", [
     (("0.7", "0.3"), 10), (("0.5", "0.25", "0.25"), 4), (("1", "2", "3", "0.5"), 13)])
 def test_a_mixture_is_exact(weights, size):
-    """Every batch has the exact number of sequences of each source, and within it no run of places
-    is more than 1 off; each source is read in epochs of its own.
+    """Every batch has the exact number of sequences of each dataset, and no prefix is more than 1
+    off. Each dataset is read in epochs of its own.
 
-    Break: data.py: (ceil((n + 1) / share), i) => (i, i)
+    Break: data.py: deadline = ceil((n + 1) / fraction) => deadline = i
     """
     shares = np.array([float(w) for w in weights]) / sum(map(float, weights))
     parts = [count_up((9 * (i + 2) + 1,), seq_len=1) for i in range(len(weights))]
     for i, part in enumerate(parts):
         part["shards"][0]["tokens"] += 1000 * i
-    source = data.mix(parts, weights)
+    dataset = data.mix(parts, weights)
     n_steps = 150
-    batches = [data.batch_at(source, step, size, seed=1)["tokens"][:, 0] for step in range(n_steps)]
+    batches = [data.batch_at(dataset, step, size, seed=1)["tokens"][:, 0]
+               for step in range(n_steps)]
     laid = np.concatenate(batches)
     for i, part in enumerate(parts):
         of_part = laid // 1000 == i
@@ -1520,14 +1555,14 @@ def test_a_mixture_is_exact(weights, size):
         assert len(epochs) > 1 and (np.sort(epochs) == np.arange(n)).all()
         assert (epochs[0] != epochs[1]).any()
     rows = np.arange(size)[::-2]
-    some = data.batch_at(source, 7, size, seed=1, rows=rows)["tokens"][:, 0]
+    some = data.batch_at(dataset, 7, size, seed=1, rows=rows)["tokens"][:, 0]
     np.testing.assert_array_equal(some, batches[7][rows])
 
 
 def test_weights_of_a_mixture():
-    """Weights that are not above 0 or never repeat are refused.
+    """Weights that are not above 0, or that never repeat, are refused.
 
-    Break: data.py: if min(weights) <= 0 or cycle > 10**4: => if cycle > 10**4:
+    Break: data.py: if min(weights) <= 0 or n_cycle > 10**4: => if n_cycle > 10**4:
     """
     parts = [count_up(seq_len=8)] * 2
     for weights in (("0", "1"), ("0", "0"), ("0.123456789", "0.5")):
@@ -1564,9 +1599,9 @@ def letters(train, steps):
 
 
 def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
-    """Files are read in order of the numbers in their names, each to its end before the next, an
-    empty one left out, and again in the next epoch in another order. One without a whole sequence,
-    or without a text, is left out with a notice.
+    """Files are read in order of the numbers in their names, each to its end before the next, and
+    again in the next epoch in another order. An empty file is skipped. A file without a sequence,
+    or without a text, is skipped and logged.
 
     Break: data.py: int(word) if word.isdecimal() else word => word
     """
@@ -1577,8 +1612,8 @@ def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     (tmp_path / "days" / "day5.txt.gz").write_bytes(gzip.compress(b""))
     train = make(data=(str(tmp_path / "days" / "*.txt*"),))
     out = capsys.readouterr().out
-    assert out.count("day4²3.txt: has no example; left out") == 1
-    assert out.count("day5.txt.gz: has no example; left out") == 1
+    assert out.count("day4²3.txt: has no example; skipped") == 1
+    assert out.count("day5.txt.gz: has no example; skipped") == 1
     assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
     days = tmp_path / "days"
     about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
@@ -1597,7 +1632,7 @@ def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     (dict(window_repeats=2, windows_per_epoch=1), "aaaa aaaa aaaa"),
 ])
 def test_caps_and_repeats(fields, wanted, windows):
-    """An epoch reads so many windows, each so often, as asked.
+    """An epoch reads windows_per_epoch windows, each window_repeats times.
 
     Break: data.py: if seen and seen.count(seen[-1]) < cfg.window_repeats: => if False:
     """
@@ -1612,10 +1647,10 @@ def test_caps_and_repeats(fields, wanted, windows):
 
 def test_a_growing_folder(windows, tmp_path):
     """A file that appears while an earlier one is read comes next. Opened again, a run has the same
-    batches, although the folder has grown, also from what a checkpoint says alone; a file that was
+    batches although the folder has grown, also from the checkpoint's list alone. A file that has
     changed since is refused, also one with as many examples.
 
-    Break: data.py: if ends()[-1] <= place and (begun := _read_lines(log)): => if False:
+    Break: data.py: if begun: => if False:
     """
     make, add = windows
     add("1.txt", "a", 39)
@@ -1643,11 +1678,11 @@ def test_a_growing_folder(windows, tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_killed_run_goes_on_in_the_windows_that_it_had_begun(process, windows, monkeypatch):
-    """After its last save, too, though an earlier file has come since: its list of windows goes on
-    where the checkpoint's ends. One that begins otherwise is of another run.
+def test_a_killed_run_continues_in_the_windows_that_it_had_begun(process, windows, monkeypatch):
+    """A killed run continues in the windows begun after its last save, although an earlier file has
+    appeared since. A list of windows that does not begin as the checkpoint's is from another run.
 
-    Break: data.py: order[:] = begun if windows and => order[:] = begun if False and
+    Break: data.py: if saved and begun[: len(saved)] == saved: => if False:
     """
     make, add = windows
     add("1.txt", "a", 19)
@@ -1668,7 +1703,7 @@ def test_a_killed_run_goes_on_in_the_windows_that_it_had_begun(process, windows,
 
 
 def test_one_process_writes_the_list_of_windows(windows, tmp_path, monkeypatch):
-    """Process 1 takes those of a checkpoint, and leaves the file to process 0.
+    """Process 1 takes the windows of a checkpoint, and leaves the file to process 0.
 
     Break: data.py: if not jax.process_index(): => if True:
     """
@@ -1687,10 +1722,10 @@ def test_one_process_writes_the_list_of_windows(windows, tmp_path, monkeypatch):
 
 
 def test_waiting_for_a_window(windows, tmp_path, capsys):
-    """With wait_s there is no batch until a file appears, and then its own; nothing waits longer
-    than that.
+    """With wait_s there is no batch until a file appears, and then the batch is from that file.
+    After wait_s the wait ends.
 
-    Break: data.py: if now - waits.setdefault(len(order), now) < cfg.wait_s: => if False:
+    Break: data.py: if _must_wait(cfg, windows): => if False:
     """
     make, add = windows
     add("1.txt", "a", 19)
@@ -1739,11 +1774,11 @@ def test_a_huge_file_opens_at_once(tmp_path):
     code = f"""
 import resource, data
 start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-form = {{"seq_len": 1024, "vocab_size": 50000}}
-source = data.open_source([{str(path)!r}], data.make_tokenizer("bytes"), form)
-data.fingerprint(source)
+seq_format = {{"seq_len": 1024, "vocab_size": 50000}}
+dataset = data.open_dataset([{str(path)!r}], data.make_tokenizer("bytes"), seq_format)
+data.fingerprint(dataset)
 for step in (0, 10**9):
-    data.batch_at(source, step, 12)
+    data.batch_at(dataset, step, 12)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
@@ -1844,11 +1879,10 @@ def test_prefetch_closes():
     P("rows"), P("rows", "seq"), P(None, "seq"), P(("seq", "rows")), P(),
 ])
 def test_to_device(axes):
-    """The arrays on 8 devices, of rank 1 to 3 with a sharding of their own each, hold the host's
-    batch, each device its own part of it.
+    """The arrays on 8 devices, with rank 1 to 3 and a sharding each, equal the host's batch, and
+    each device has its part of it.
 
-    Break: data.py: return x[(slice(*np.searchsorted(rows, (first, last))), =>
-    return x[::-1][(slice(*np.searchsorted(rows, (first, last))),
+    Break: data.py: return x[(slice(start, stop), => return x[::-1][(slice(start, stop),
     """
     mesh = jax.make_mesh((4, 2), ("rows", "seq"), axis_types=(AxisType.Auto,) * 2)
     specs = {"label": P(*axes[:1]), "tokens": axes, "image": P(*axes[:2], None if axes else "seq")}
@@ -1897,11 +1931,11 @@ for axes in (("rows",), (("seq", "rows"),), ()):
 
 @pytest.mark.slow
 def test_to_device_from_two_processes():
-    """Each of two processes names the rows that its devices hold, in order, and from these alone
-    builds its part of the arrays, where the second process holds the first rows.
+    """Each of two processes finds the rows that its devices hold, sorted, and from these alone
+    builds its part of the arrays, also if the second process holds the first rows.
 
-    Break: data.py: for i in indices]) =>
-    for i in indices][:1])
+    Break: data.py: for index in indices]) =>
+    for index in indices][:1])
     """
     with socket.socket() as s:
         s.bind(("localhost", 0))

@@ -600,18 +600,20 @@ def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
     """Loss sums and gradients of whole documents, packed by best fit, are those of one document a
     row, padded on the left or the right: to 1e-5 of the largest (float32).
 
-    Break: data.py: batch["segments"][row, here] = number => batch["segments"][row, here] = 1
+    Break: data.py: batch["segments"][row, columns] = number =>
+    batch["segments"][row, columns] = 1
     """
     cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12)
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(7)
     ends = np.cumsum([0, *rng.integers(3, 14, 9)])
-    shard = {"name": "documents", "at": 0, "documents": np.stack([ends[:-1], ends[1:]], axis=1),
+    shard = {"name": "documents", "token_offset": 0,
+             "documents": np.stack([ends[:-1], ends[1:]], axis=1),
              "tokens": rng.integers(1, cfg.vocab_size, ends[-1])}
     grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
     seen = {}
     for packing, padding_side in (("best_fit", "right"), ("none", "right"), ("none", "left")):
         form = {"seq_len": 12, "packing": packing, "padding_side": padding_side}
-        source = data.make_source([shard], form)
+        source = data.make_dataset([shard], form)
         total = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         for i in range(source["n"]):
             total = jax.tree.map(jnp.add, total, grad(params, data.eval_batch_at(source, i, 1)))
@@ -636,8 +638,8 @@ def test_packed_rows_equal_documents_alone(change):
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(5)
     documents = [rng.integers(1, cfg.vocab_size, n) for n in (4, 7, 1, 6, 2, 10)]
     stream = np.concatenate([[0, *d] for d in documents] + [[0]]).astype(np.int32)
-    shard = {"name": "stream", "tokens": stream, "at": 0, "end": 0}
-    source = data.make_source([shard], {"seq_len": 12, "document_mask": True})
+    shard = {"name": "stream", "tokens": stream, "token_offset": 0, "eod_id": 0}
+    source = data.make_dataset([shard], {"seq_len": 12, "document_mask": True})
     assert len(stream) == 37
     packed = data.eval_batch_at(source, 0, 3)
     grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))

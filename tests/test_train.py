@@ -3302,7 +3302,7 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
     1e-4, and not those of rows that are not packed.
 
-    Break: data.py: if form["document_mask"] else {}) => if False else {})
+    Break: data.py: if seq_format["document_mask"]: => if False:
     """
     (tmp_path / "docs.jsonl").write_text("".join(
         json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(300)))
@@ -3502,7 +3502,7 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
     """Tuned on a few questions and their answers, packed by best fit, a small model answers each
     in the template and ends its turn there.
 
-    Break: data.py: np.where(masked, IGNORE, tokens[1:]) => np.where(masked, tokens[1:], IGNORE)
+    Break: data.py: start + 1 : stop], IGNORE, labels) => start + 1 : stop], labels, IGNORE)
     """
     chat_folder(tmp_path / "tok", "chatml")
     answers = {"sky": "the sky is blue", "low": "lower", "1 + 2": "3", "hi": "hello!"}
