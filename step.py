@@ -322,7 +322,7 @@ def moment_specs(table, mesh):
 
     specs = {}
     for name, row in table.items():
-        dims = zip(row["shape"], row["spec"], strict=False)  # dims that no axis splits may lack
+        dims = zip(row["shape"], row["spec"], strict=False)  # a spec may be shorter than a shape
         specs[name] = P(*[with_dp(n, axes) for n, axes in dims])
     return specs
 
@@ -349,7 +349,9 @@ def state_shardings(state, table, mesh, moment_memory=None):
 
 
 def _parameter_of(path, names):
-    """Return the one of these names that a path of tree_map_with_path contains, or None."""
+    """Return the parameter to which a leaf of the state belongs: the one of these names that its
+    path contains, or None. path: as in jax.tree_util.tree_map_with_path.
+    """
     found = None
     for entry in path:
         key = getattr(entry, "key", None)
@@ -432,7 +434,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     old_params = _trained(rows["params"], table)
     old_opt = rows["opt"]
 
-    # Sums of the loss, and their gradient.
+    # Sum the loss and its gradient over the microbatches.
     with jax.named_scope("gradients"):
         sums, counts, grads = _sum_gradients(
             rows["params"], batch, cfg, loss_fn, loss_scale, table)
@@ -440,13 +442,13 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     if reserved:
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
 
-    # Means: each sum divided by its count, once, after all microbatches.
+    # Divide each sum by its count, once, after all microbatches.
     divisors = {name: jnp.where(n == 0, 1, n) for name, n in counts.items()}
     metrics = {name: sums[name] / divisors[name] for name in sums}
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
 
-    # Statistics of the weights that --watch names, before the step.
+    # Describe the weights that --watch names, as they are before the step.
     if cfg.watch and cfg.log_every:
         metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
 
@@ -456,7 +458,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
             clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
             grads = jax.tree.map(lambda g: g * clip, grads)
 
-    # Direction of the optimizer, and the step along it. Parameters change in float32.
+    # Move along the optimizer's direction. Parameters of another dtype move in float32.
     with jax.named_scope("optimizer"):
         lr = lr_at(state["step"], cfg)
         updates, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
@@ -476,13 +478,20 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     new_opt = jax.tree.map(if_finite, new_opt, old_opt)
     n_skipped = state["skipped"] + jnp.where(finite, 0, 1)
 
-    # Write the rows back, and return the new state with the metrics.
+    # Write the rows back.
     new_rows = {"params": rows["params"] | new_params, "opt": new_opt}
-    written = scatter_rows(state, row_ids, new_rows)
-    new_state = {"step": state["step"] + 1, "params": written["params"], "opt": written["opt"],
+    new = scatter_rows(state, row_ids, new_rows)
+
+    new_state = {"step": state["step"] + 1, "params": new["params"], "opt": new["opt"],
                  "skipped": n_skipped}
-    metrics |= {"lr": lr, "grad_norm": grad_norm, "finite": finite, "skipped": n_skipped,
-                "counts": counts, "n_labels": counts.get("loss", counts["objective"])}
+    metrics |= {
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "finite": finite,
+        "skipped": n_skipped,
+        "counts": counts,
+        "n_labels": counts.get("loss", counts["objective"]),
+    }
     return new_state, jax.tree.map(jnp.float32, metrics)
 
 
@@ -583,7 +592,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     "train_step", "eval_step", "init", "digest": functions that lower that program when called;
     "from_params": a jitted function (key, params=) -> state, which donates params.
     """
-    # Functions of arrays alone.
+    # The functions to compile: all arguments that are not arrays are bound.
     loss_fn = override("loss_fn", loss_fn)
     optimizer = override("optimizer", make_optimizer(cfg, table))
     step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
@@ -609,6 +618,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         shardings = state_shardings(shapes, table, mesh, "pinned_host")
     state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
 
+    # Jit and lower one of these functions.
     options = compiler_options(cfg, mesh.devices.flat[0])
     jit = partial(jax.jit, compiler_options=options)
 
@@ -641,9 +651,9 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     """
     steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
     state = steps["state"]
-    pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
 
     # Compile train_step and init side by side. init runs once, so it is compiled quickly.
+    pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
     lowered_step = steps["train_step"]()
     step_future = pool.submit(lowered_step.compile)
     lowered_init = steps["init"]()
@@ -738,7 +748,8 @@ def opt_from_host(f, on_device):
         opt = jax.device_put(state["opt"], on_device)
         return f(state | {"opt": opt}, *args)
 
-    return update_wrapper(with_opt_on_device, f)
+    # The program keeps the name of its function, also where f is a partial.
+    return update_wrapper(with_opt_on_device, getattr(f, "func", f))
 
 
 # ---- sparse rows

@@ -47,7 +47,7 @@ def linear_batch(seed=0, rows=16):
 
 
 def given_gradient(params, batch, cfg):
-    """The gradient of this objective is the batch."""
+    """A loss whose gradient is the batch."""
     total = sum((params[k] * batch[k]).sum() for k in batch)
     return {"objective": total}, {"objective": jnp.float32(1)}
 
@@ -84,8 +84,8 @@ def compiled(cfg, batch, table=TABLE, loss_fn=linear_loss, init_fn=init_linear, 
 
 
 def lm_batch(rows=16, T=8, vocab=32, ragged=True):
-    """Tokens and labels; ragged: row r has r labels at most, so that parts of a batch have unequal
-    counts.
+    """Tokens and labels. ragged: row r has at most r labels, so that the parts of a batch have
+    unequal counts.
     """
     rng = np.random.default_rng(7)
     tokens, labels = rng.integers(0, vocab, (2, rows, T)).astype(np.int32)
@@ -95,7 +95,7 @@ def lm_batch(rows=16, T=8, vocab=32, ragged=True):
 
 
 def lm_run(cfg, devices=None, n_steps=2):
-    """compile_steps of the small transformer, the state after n_steps updates, the metrics of each,
+    """compile_steps of the small transformer, the state after n_steps steps, the metrics of each,
     and the batch.
     """
     steps, state, batch = compiled(
@@ -109,14 +109,14 @@ def lm_run(cfg, devices=None, n_steps=2):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """State and metrics of two updates on one device."""
+    """State and metrics of two steps on one device."""
     _, state, metrics, _ = lm_run(dataclasses.replace(SMALL, fsdp=1), jax.devices()[:1])
     return host(state), metrics
 
 
 @pytest.fixture(scope="module")
 def two_by_two():
-    """One update over dp=2, fsdp=2, tp=2: programs, state, batch, and how it was before."""
+    """One step over dp=2, fsdp=2, tp=2: programs, state, batch, and the sharding before."""
     steps, before, _, batch = lm_run(dataclasses.replace(SMALL, dp=2, fsdp=2, tp=2), n_steps=0)
     placed = jax.tree.map(lambda x: x.sharding, before)
     held = {k: x.addressable_shards[0].data.shape for k, x in before["params"].items()}
@@ -143,8 +143,8 @@ def np_adamw(params, grads, cfg, lrs):
 
 
 def updates_like_numpy(**change):
-    """Run 6 updates on given gradients, small and large in turn; compare with np_adamw to 1e-5
-    (float32, 6 updates).
+    """Take 6 steps on given gradients, small and large ones, and compare with np_adamw to 1e-5
+    (float32, 6 steps).
     """
     cfg, rng = dataclasses.replace(BASE, **change), np.random.default_rng(0)
     grads = [{name: np.float32(size * rng.normal(size=row["shape"]))
@@ -161,8 +161,8 @@ def updates_like_numpy(**change):
 
 
 def test_adamw_equals_numpy():
-    """Six updates are those of a float64 NumPy AdamW that decays the matrix and not the bias, to
-    1e-5 (float32).
+    """Six steps equal a float64 NumPy AdamW that decays the matrix and not the bias, to 1e-5
+    (float32).
 
     Break: step.py: row.get("decay_mult", float(is_matrix)) => 1
     """
@@ -170,8 +170,8 @@ def test_adamw_equals_numpy():
 
 
 def test_clipping_equals_numpy():
-    """Gradients above the global norm of 1 are scaled to it and others left, as in NumPy, to 1e-5
-    (float32).
+    """Gradients above the global norm of 1 are scaled to it and others are not, as in NumPy, to
+    1e-5 (float32).
 
     Break: step.py: jnp.minimum(1.0, cfg.clip_norm / => jnp.minimum(1.0, 2 * cfg.clip_norm /
     """
@@ -193,8 +193,8 @@ def np_rmsprop(m, v, g, t, cfg):
 
 
 def np_adafactor(m, v, g, t, cfg):
-    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4 with its decay 1 - t^-0.8; the arrays
-    here are too small to be factored.
+    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4 with its decay 1 - t^-0.8. These arrays
+    are too small to be factored.
     """
     decay = 1 - t**-0.8
     v = decay * v + (1 - decay) * (g**2 + 1e-30)
@@ -205,7 +205,7 @@ def np_adafactor(m, v, g, t, cfg):
 @pytest.mark.parametrize("name, rule", [("lion", np_lion), ("sgd", np_sgd),
                                         ("rmsprop", np_rmsprop), ("adafactor", np_adafactor)])
 def test_other_optimizers_equal_numpy(name, rule):
-    """Six updates are those of the rule in float64 NumPy, matrices decayed: to 1e-5 (float32).
+    """Six steps equal the rule in float64 NumPy, with matrices decayed, to 1e-5 (float32).
 
     Break: step.py: optax.scale_by_rms(cfg.b2, => optax.scale_by_rms(cfg.b1,
     """
@@ -231,7 +231,7 @@ STACK = {"layers": dict(shape=(3, 6, 4), spec=P(), init=("normal", 1.0)),
 
 def np_muon(momentum):
     """Five Newton-Schulz iterations, at 0.2 sqrt(larger dim); then each row and each column gets
-    the RMS of the whole.
+    the RMS of the matrix.
     """
     x = momentum / np.linalg.norm(momentum)
     for _ in range(5):
@@ -243,9 +243,9 @@ def np_muon(momentum):
 
 
 def test_muon_equals_numpy():
-    """Each layer's first two updates are Jordan's orthogonalized Nesterov momentum, balanced by
-    rows and columns, in float64 NumPy, to 1e-4 (float32); a bias and a matrix of no layer start as
-    by Adam. A gradient of zero makes no update.
+    """Each layer's first two steps are Jordan's orthogonalized Nesterov momentum, balanced by rows
+    and columns, in float64 NumPy, to 1e-4 (float32). A bias and a matrix outside the layers start
+    as with Adam. A gradient of zero moves nothing.
 
     Break: step.py: MuonDimensionNumbers(-2, -1) => MuonDimensionNumbers(-3, -1)
     """
@@ -271,8 +271,8 @@ def test_muon_equals_numpy():
 
 @pytest.mark.parametrize("name", sorted(step.OPTIMIZERS))
 def test_first_moments_alone_have_moment_dtype(name):
-    """With moment_dtype bfloat16 every optimizer's first moments, those that decay by b1, have it,
-    and all else of its state that is not a count is float32.
+    """With moment_dtype bfloat16 the first moments of every optimizer, which decay by b1, have it.
+    The rest of its state, but for counts, is float32.
 
     Break: step.py: accumulator_dtype=cfg.moment_dtype => accumulator_dtype="float32"
     """
@@ -291,9 +291,9 @@ def test_first_moments_alone_have_moment_dtype(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])  # with states unlike their parameters
-def test_optimizers_learn_sharded_as_whole(name):
-    """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall;
-    moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
+def test_optimizers_learn_sharded_as_on_one_device(name):
+    """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall.
+    Moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
 
     Break: step.py: if name is None or moment.shape != state["params"][name].shape: => if True:
     """
@@ -329,8 +329,8 @@ def test_grad_norm_is_of_the_mean_before_clipping():
 
 
 def test_schedules_equal_optax():
-    """After warm-up constant, linear, cosine and polynomial are optax's own, and stay at the end,
-    to 1e-6 of the peak.
+    """After warm-up, constant, linear, cosine and polynomial equal optax's schedules, also after
+    the end, to 1e-6 of the peak.
 
     Break: step.py: return 1 - progress => return 1 - progress * progress
     """
@@ -350,9 +350,10 @@ def test_schedules_equal_optax():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * peak, err_msg=name)
 
 
-def test_each_optimizer_has_a_rate_of_its_own():
-    """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
-    gets that one's: the first move of each is its rate times what it is with lr 1.
+def test_each_optimizer_has_its_default_rate():
+    """With lr -1, the default, the peak is the optimizer's rate, and a parameter with another
+    optimizer gets the rate of that one: the first move of each is its rate times the move with lr
+    1.
 
     Break: step.py: return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer] => return 1.0
     """
@@ -371,8 +372,8 @@ def test_each_optimizer_has_a_rate_of_its_own():
 
 
 def test_inverse_sqrt_schedule():
-    """At step s after a warm-up of w updates it is lr sqrt(w / s) (Vaswani et al. 2017, section
-    5.3), to 1e-6 relative.
+    """At step s after a warm-up of w steps it is lr sqrt(w / s) (Vaswani et al. 2017, section 5.3),
+    to 1e-6 relative.
 
     Break: step.py: jax.lax.rsqrt(1 + n_after_warmup / => jax.lax.rsqrt(1 + 2 * n_after_warmup /
     """
@@ -383,8 +384,8 @@ def test_inverse_sqrt_schedule():
 
 @pytest.mark.parametrize("warm", [0, 20, 90])
 def test_wsd_schedule(warm):
-    """The peak until decay_frac x steps before the horizon, but at least to the end of warm-up,
-    then a line down to min_lr_frac, to 1e-6 of the peak.
+    """The rate is the peak until decay_frac x steps before the horizon, but at least to the end of
+    warm-up, then a line down to min_lr_frac, to 1e-6 of the peak.
 
     Break: step.py: cfg.decay_frac * cfg.steps, max(cfg.steps - n_warmup, 1)) =>
     cfg.decay_frac * cfg.steps, cfg.steps)
@@ -397,9 +398,9 @@ def test_wsd_schedule(warm):
 
 
 @pytest.mark.parametrize("warmup", [10.0, 0.1])
-def test_warm_up_is_linear_in_steps_or_a_share(warmup):
-    """10 steps, or the share 0.1 of 100: update k of the warm-up has lr (k + 1) / 10, the last lr
-    itself (1e-6 relative).
+def test_warm_up_is_linear_in_steps_or_a_fraction(warmup):
+    """10 steps, or the fraction 0.1 of 100: step k of the warm-up has lr (k + 1) / 10, and the last
+    one the peak (1e-6 relative).
 
     Break: step.py: n_warmup *= cfg.steps => pass
     """
@@ -410,8 +411,8 @@ def test_warm_up_is_linear_in_steps_or_a_share(warmup):
 
 @pytest.mark.parametrize("schedule", sorted(step.SCHEDULES))
 def test_lr_never_exceeds_the_peak(schedule):
-    """With a warm-up that is no whole number of updates, too, lr stays within 1e-6 of the peak or
-    below.
+    """The rate stays at or below the peak, within 1e-6, also with a warm-up of a fractional number
+    of steps.
 
     Break: step.py: n_warmup = round(n_warmup) => pass
     """
@@ -436,8 +437,8 @@ def test_accumulation_equals_one_batch(one_device):
 
 @pytest.mark.slow
 def test_an_evaluation_takes_microbatches():
-    """4 microbatches with 0 to 30 labels each give the sums and counts of the whole batch to 1e-6,
-    in less than half of its memory.
+    """4 microbatches with 0 to 30 labels each give the sums and counts of the batch to 1e-6, in
+    less than half of its memory.
 
     Break: step.py: (microbatch_sums, batch, cfg.grad_accum_steps) => (microbatch_sums, batch, 1)
     """
@@ -456,7 +457,7 @@ def test_an_evaluation_takes_microbatches():
     assert memory[1] < memory[0] / 2
 
 
-def test_a_microbatch_has_its_share_of_the_rows():
+def test_a_microbatch_has_its_part_of_the_rows():
     """16 rows in 2 microbatches are 8 at a time, and not 2.
 
     Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
@@ -509,8 +510,8 @@ def grads_of_one_device(cfg):
     pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FACTORS])
 def test_every_mesh_gives_the_same_gradients(sizes):
     """Every split of 8 devices over dp, fsdp, ep, tp and sp gives the loss sums of one device to
-    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums); of a
-    model with experts where ep is not 1.
+    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums). Where ep
+    is not 1 the model has experts.
 
     Break: model.py: x.reshape(B, T, parts, -1, H) => x.reshape(B, T, -1, parts, H).swapaxes(2, 3)
     """
@@ -526,8 +527,8 @@ def test_every_mesh_gives_the_same_gradients(sizes):
 @pytest.mark.parametrize("sizes", [
     pytest.param(dict(dp=8, fsdp=1), marks=pytest.mark.slow),
     dict(fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4)])
-def test_a_mesh_gives_the_same_updates(sizes, one_device):
-    """Two updates over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
+def test_a_mesh_gives_the_same_steps(sizes, one_device):
+    """Two steps over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
 
     Break: step.py: metrics = {name: sums[name] / divisors[name] for name in sums} => metrics =
     {name: sums[name] / divisors[name] / jax.sharding.get_abstract_mesh().size for name in sums}
@@ -552,7 +553,7 @@ def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
 
 
 def test_state_keeps_its_sharding(two_by_two):
-    """After an update every array of the state is placed as before, and as compile_steps said.
+    """After a step every array of the state has its old sharding, which is that of compile_steps.
 
     Break: step.py: (state, batch), (shardings, replicated), => (state, batch), None,
     """
@@ -564,8 +565,8 @@ def test_state_keeps_its_sharding(two_by_two):
 
 
 def test_parameters_are_born_sharded(two_by_two):
-    """No device ever holds a whole matrix: fsdp=2 and tp=2 leave a quarter of each on a device,
-    straight from init.
+    """No device ever has a full matrix: fsdp=2 and tp=2 leave a quarter of each on a device,
+    already after init.
 
     Break: step.py: partial(lower, state_fn, (key,), shardings) =>
     partial(lower, state_fn, (key,), replicated)
@@ -577,8 +578,8 @@ def test_parameters_are_born_sharded(two_by_two):
 
 
 def test_moments_are_sharded_over_dp_as_well(two_by_two):
-    """Both moments of every matrix lie where the parameter lies, each part of it split once more
-    over dp, where the parameter is whole (ZeRO-2); those of a vector lie where it lies.
+    """Both moments of every matrix are sharded like the parameter, and over dp as well, where the
+    parameter is replicated (ZeRO-2). Those of a vector are sharded like it.
 
     Break: step.py: names = (*_axis_names(axes), "dp") => names = (*_axis_names(axes),)
     """
@@ -591,7 +592,7 @@ def test_moments_are_sharded_over_dp_as_well(two_by_two):
                                              else part}, name
 
 
-def test_gradients_are_summed_where_their_moments_lie():
+def test_gradients_are_sharded_like_their_moments():
     """Each gradient is constrained to the sharding of its moments, so that XLA may reduce-scatter.
 
     Break: step.py: if specs: => if not specs:
@@ -608,8 +609,8 @@ def test_gradients_are_summed_where_their_moments_lie():
     assert P(("fsdp", "dp"), "tp") in specs
 
 
-def test_sums_are_whole_on_every_device():
-    """What a loss sums up may be split over the mesh; metrics and evaluation sums are not.
+def test_sums_are_replicated():
+    """A loss may leave its sums split over the mesh; metrics and evaluation sums are replicated.
 
     Break: step.py: (state["params"], batch), replicated) => (state["params"], batch), None)
     """
@@ -625,8 +626,9 @@ def test_sums_are_whole_on_every_device():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((sums, metrics)))
 
 
-def test_moments_that_dp_cannot_split_further_lie_where_the_parameter_does():
-    """Over fsdp 2 and dp 2 a dim of 8 is split in four, one of 6 in two, one over tp as it was.
+def test_moments_that_dp_cannot_split_are_sharded_like_the_parameter():
+    """Over fsdp 2 and dp 2 a dim of 8 is split in four and one of 6 in two; one over tp stays as it
+    is.
 
     Break: step.py: for axis in names) == 0: => for axis in names) >= 0:
     """
@@ -638,8 +640,8 @@ def test_moments_that_dp_cannot_split_further_lie_where_the_parameter_does():
 
 @pytest.mark.slow
 def test_moments_on_the_host_change_nothing():
-    """Moments kept in the host's memory lie there before and after an update, sharded as on the
-    devices, and the updates are the same to the bit.
+    """Moments in host memory are there before and after a step, sharded as on the devices, and the
+    steps are bit-identical.
 
     Break: step.py: state_shardings(shapes, table, mesh, "pinned_host") =>
     state_shardings(shapes, table, mesh)
@@ -658,7 +660,7 @@ def test_moments_on_the_host_change_nothing():
 
 
 def np_digest_sums(x):
-    """digest_sums of one array by Python's whole numbers, without arrays of bits."""
+    """digest_sums of one array with Python's integers."""
     def mixed(h):
         h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
         h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
@@ -672,8 +674,8 @@ def np_digest_sums(x):
 
 
 def test_a_digest_is_of_all_bits_and_their_positions():
-    """The sums equal those of whole numbers for each dtype; one bit, two values that change places,
-    or all signs, give another digest.
+    """The sums equal those of Python's integers for each dtype. One flipped bit, two exchanged
+    values, or all signs flipped give another digest.
 
     Break: step.py: _mix(bits + _mix(index ^ jnp.uint32(seed))) =>
     bits * (_mix(index ^ jnp.uint32(seed)) | 1)
@@ -701,8 +703,8 @@ def test_a_digest_is_of_all_bits_and_their_positions():
 
 
 def test_a_digest_does_not_depend_on_the_mesh(two_by_two):
-    """That of a state over 8 devices, by the compiled program, is that of its arrays on one, and
-    with moments in the host's memory too.
+    """The digest of a state over 8 devices, by the compiled program, is that of its arrays on one
+    device, also with moments in host memory.
 
     Break: step.py: index = index * jnp.uint32(size) + => index = index +
     """
@@ -726,7 +728,7 @@ def test_train_step_donates_its_state(two_by_two):
 
 
 def test_eval_sums_do_not_depend_on_the_split(two_by_two):
-    """Sums and counts of two halves of unequal counts add up to those of the batch: to 1e-5
+    """Sums and counts of two halves of unequal counts add up to those of the batch, to 1e-5
     relative, counts exactly.
 
     Break: step.py: (sums[name], counts[name]) for name in sums =>
@@ -744,8 +746,8 @@ def test_eval_sums_do_not_depend_on_the_split(two_by_two):
 
 
 def test_nan_leaves_the_model_as_it_was():
-    """A NaN in one batch leaves parameters and moments bit-identical; step and skipped count it,
-    finite is 0; the next update works.
+    """A NaN in one batch leaves parameters and moments bit-identical. step and skipped count it,
+    finite is 0, and the next step works.
 
     Break: step.py: jnp.where(finite, new, old) =>
     jnp.where(finite | True, new, old)
@@ -781,8 +783,8 @@ def test_an_infinite_gradient_of_a_finite_loss_is_gated():
 
 
 def test_bfloat16_keeps_float32_masters():
-    """dtype bfloat16: parameters and moments stay float32 through an update, and change by less
-    than bfloat16 can hold.
+    """dtype bfloat16: parameters and moments stay float32 through a step, and change by less than
+    bfloat16 can represent.
 
     Break: step.py: lr * u).astype(p.dtype) => lr * u).astype(cfg.dtype)
     """
@@ -795,8 +797,7 @@ def test_bfloat16_keeps_float32_masters():
 
 
 def test_bfloat16_parameters_have_float32_moments():
-    """param_dtype bfloat16: parameters are stored so, before and after an update; moments are
-    float32.
+    """param_dtype bfloat16: parameters are bfloat16 before and after a step; moments are float32.
 
     Break: step.py: optimizer.init(_f32(_trained(values, table))) =>
     optimizer.init(_trained(values, table))
@@ -829,7 +830,7 @@ def test_bfloat16_parameters_are_updated_in_float32():
 
 
 def test_fp16_overflow_halves_the_scale_and_skips():
-    """An overflow halves the loss scale and skips the update while finite stays 1; below scale 1
+    """An overflow halves the loss scale and skips the step while finite stays 1; below scale 1
     finite is 0.
 
     Break: step.py: finite | (scale >= 1) => finite | (scale >= 0)
@@ -870,8 +871,8 @@ def test_the_loss_scale_has_a_floor():
 
 
 def test_fp16_gradient_is_unscaled():
-    """The loss scale leaves no trace: grad_norm is float32's within 1% (float16 rounds at 0.05%,
-    sums of 16 rows).
+    """The loss scale does not change the gradient: grad_norm is float32's within 1% (float16 rounds
+    at 0.05%, sums of 16 rows).
 
     Break: step.py: sums["objective"] * loss_scale, => sums["objective"],
     """
@@ -900,8 +901,8 @@ def test_fp16_keeps_gradients_that_would_be_zero():
 
 
 def test_fp16_scale_grows_with_patience(monkeypatch):
-    """FP16_PATIENCE finite updates in a row double the scale, by then and not before; an overflow
-    starts the count again.
+    """FP16_PATIENCE finite steps in a row double the scale, not earlier and not later. An overflow
+    restarts the count.
 
     Break: step.py: jnp.where(is_due, scale["value"] * 2 => jnp.where(is_due, scale["value"] * 4
     """
@@ -919,9 +920,9 @@ def test_fp16_scale_grows_with_patience(monkeypatch):
     (dict(lora_rank=2, lora_targets=("*w_up",), freeze=("*.lora_a",)),
      lambda n: ".lora_b" not in n),
 ])
-def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
-    """After two updates over a mesh, frozen parameters are bit-identical and all others moved; the
-    optimizer has moments of these alone. LoRA freezes all but its factors, and freeze more.
+def test_frozen_parameters_are_bit_identical_and_have_no_moments(change, frozen):
+    """After two steps over a mesh, frozen parameters are bit-identical and all others have moved;
+    only these have moments. LoRA freezes all parameters but its factors, and --freeze more.
 
     Break: config.py: freeze = all_but_lora + freeze => freeze = freeze
     """
@@ -938,9 +939,9 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
 
 
 @pytest.mark.slow
-def test_what_is_watched_equals_numpy():
-    """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, with
-    gradient norms that make up the whole, at updates that are logged; zeros at others.
+def test_weight_statistics_equal_numpy():
+    """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, and the
+    gradient norms make up the global norm, at steps that are logged; all are zero at others.
 
     Break: step.py: jnp.minimum((N_BINS * fraction) => jnp.minimum(((N_BINS - 1) * fraction)
     """
@@ -965,7 +966,7 @@ def test_what_is_watched_equals_numpy():
             assert seen["counts"][-1] >= 1  # the largest itself
 
 
-def test_what_has_no_gradient_can_be_watched():
+def test_frozen_parameters_can_be_watched():
     """A frozen parameter's histogram has a grad_norm of 0; nothing is watched without log_every.
 
     Break: step.py: grads.get(name, no_gradient) => grads[name]
@@ -983,9 +984,9 @@ def test_what_has_no_gradient_can_be_watched():
 
 
 @pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
-def test_slices_hold_neighbours_along_the_outer_axis(sizes):
-    """Two groups of four devices: each is one half of dp, or of fsdp where dp is 1, and of nothing
-    else.
+def test_slices_split_the_axis_that_crosses_the_slow_network(sizes):
+    """Two groups of four devices are the two halves of dp, or of fsdp where dp is 1, and of no
+    other axis.
 
     Break: step.py: sizes[slow_axis] //= cfg.slices => sizes["fsdp"] //= cfg.slices
     """
@@ -1000,9 +1001,9 @@ def test_slices_hold_neighbours_along_the_outer_axis(sizes):
     (2, dict(dp=2, fsdp=4)), (4, dict(fsdp=4, tp=2)),
     pytest.param(2, dict(fsdp=8), marks=pytest.mark.slow),
     pytest.param(2, dict(dp=2, fsdp=1, tp=2, sp=2), marks=pytest.mark.slow)])
-def test_slices_give_the_same_gradients_and_updates(n, sizes, one_device):
-    """Slices of devices that are no neighbours: gradients and two updates are those of one device,
-    to 1e-5, as without slices.
+def test_slices_give_the_same_gradients_and_steps(n, sizes, one_device):
+    """With slices of devices that are not neighbours, gradients and two steps are those of one
+    device, to 1e-5.
 
     Break: step.py: for group in np.split(by_slice, cfg.slices): =>
     for group in np.split(by_slice, cfg.slices)[:1] * cfg.slices:
@@ -1022,9 +1023,9 @@ def test_slices_give_the_same_gradients_and_updates(n, sizes, one_device):
         assert got == pytest.approx(want, rel=1e-5)
 
 
-def test_slices_are_what_the_devices_say():
-    """Devices that say which slice they are of make a mesh of so many slices alone, each slice one
-    part of it, in whatever order they come.
+def test_slices_are_those_of_the_devices():
+    """Devices that have a slice index make a mesh only with their number of slices. Each slice is
+    one part of it, in whatever order the devices come.
 
     Break: step.py: np.argsort(slices, kind="stable") => np.arange(len(slices))
     """
@@ -1043,7 +1044,8 @@ def test_slices_are_what_the_devices_say():
 
 
 def test_make_mesh_infers_one_size():
-    """A size of -1 takes what the others leave of 8 devices; the axes are named in one order.
+    """A size of -1 becomes the number of devices that the others leave. The axes have a fixed
+    order.
 
     Break: step.py: len(devices) // n_taken => len(devices)
     """
@@ -1052,8 +1054,8 @@ def test_make_mesh_infers_one_size():
 
 
 def test_make_mesh_refuses_a_bad_product():
-    """Sizes whose product is not the number of devices raise a ValueError with both (config.py
-    says more, before).
+    """Sizes whose product is not the number of devices raise a ValueError with both numbers.
+    config.py checks earlier and says more.
 
     Break: step.py: if prod(sizes.values()) != len(devices): =>
     if prod(sizes.values()) > len(devices):
@@ -1065,7 +1067,7 @@ def test_make_mesh_refuses_a_bad_product():
 
 
 def test_check_shapes_names_the_parameter():
-    """A dim that the mesh cannot split is reported with name, size, ways and the nearest legal
+    """A dim that the mesh cannot split is reported with name, size, parts and the nearest legal
     sizes; others are not.
 
     Break: step.py: if n % n_parts: => if n % n_parts and n > n_parts:
@@ -1082,7 +1084,7 @@ def test_check_shapes_names_the_parameter():
 
 def test_a_linear_loss_compiles_and_learns():
     """compile_steps knows no model: a linear regression, sharded over 8 devices, learns its weights
-    (loss below 1% in 60 updates).
+    (loss below 1% in 60 steps).
 
     Break: step.py: (p.astype(jnp.float32) - lr * u) => (p.astype(jnp.float32) + lr * u)
     """
@@ -1096,6 +1098,17 @@ def test_a_linear_loss_compiles_and_learns():
         losses.append(float(metrics["objective"]))
     assert losses[-1] < 0.01 * losses[0]
     assert steps["memory"]["total"] > 0 and int(state["step"]) == 60
+
+
+def test_the_parts_of_a_step_are_named_in_a_profile():
+    """Operations of the compiled program carry the named scopes of train_step.
+
+    Break: step.py: jax.named_scope("optimizer") => jax.named_scope("update")
+    """
+    steps, _, _ = compiled(BASE, linear_batch(), devices=jax.devices()[:1])
+    names = re.findall(r'op_name="([^"]*)"', steps["train_step"].as_text())
+    for scope in ("gradients", "clip", "optimizer"):
+        assert any(f"/{scope}/" in name for name in names), scope
 
 
 def image_loss(params, batch, cfg):
@@ -1132,7 +1145,9 @@ def test_batches_of_any_rank_learn_over_a_mesh():
 
 
 def vector_loss(params, batch, cfg):
-    """linear_loss; a histogram of x, counted by rows; and sums of y where above 1, by column."""
+    """linear_loss, and two vectors of sums: a histogram of x, counted by rows; and the sums of y
+    where it is above 1, by column.
+    """
     sums, counts = linear_loss(params, batch, cfg)
     bins = jnp.clip((50 * (batch["x"] + 2)).astype(jnp.int32), 0, 199)
     above = batch["y"] > 1
@@ -1142,7 +1157,7 @@ def vector_loss(params, batch, cfg):
 
 
 def vector_sums(batch):
-    """What vector_loss's last two are, by NumPy."""
+    """The two vectors of vector_loss, by NumPy."""
     bins = np.clip((50 * (batch["x"] + np.float32(2))).astype(int), 0, 199)
     above = batch["y"] > 1
     return {"histogram": (np.bincount(bins.ravel(), minlength=200), len(bins)),
@@ -1151,7 +1166,7 @@ def vector_sums(batch):
 
 def test_sums_may_be_vectors():
     """Sums of shape [200] and [4], with a scalar count and one each, are means in the metrics of an
-    accumulated update, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6.
+    accumulated step, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6.
 
     Break: step.py: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes) =>
     jax.tree.map(lambda x: jnp.float32(0), shapes)
@@ -1174,9 +1189,10 @@ def test_sums_may_be_vectors():
             np.testing.assert_allclose(got, np.sum(parts, axis=0), rtol=1e-6)
 
 
-def test_evaluation_adds_up_in_float64_and_stops_when_told():
-    """Sums of 2**24 and 1, which float32 would swallow, add up exactly, whatever the number of
-    batches; no batch gives no sums; once stopped, None and no further batch.
+def test_evaluation_adds_up_in_float64_and_can_be_stopped():
+    """Sums of 2**24 and 1, which float32 would round, add up exactly, whatever the number of
+    batches. No batch gives no sums. Once stopped() is true, the result is None and no further batch
+    is taken.
 
     Break: step.py: jax.tree.map(np.float64, => jax.tree.map(np.float32,
     """
@@ -1192,7 +1208,7 @@ def test_evaluation_adds_up_in_float64_and_stops_when_told():
 
 
 def test_a_batch_without_labels_changes_nothing():
-    """Counts of 0 divide by 1: the loss and the gradient are 0, n_labels 0, and all is finite.
+    """Counts of 0 divide by 1: the loss, the gradient and n_labels are 0, and all is finite.
 
     Break: step.py: jnp.where(n == 0, 1, n) => jnp.where(n == 0, 0, n)
     """
@@ -1206,8 +1222,8 @@ def test_a_batch_without_labels_changes_nothing():
     np.testing.assert_array_equal(after["params"]["w"], state["params"]["w"])
 
 
-def test_what_is_compiled_can_be_replaced():
-    """override is given loss_fn, optimizer and train_step by name, and what it returns runs.
+def test_loss_optimizer_and_step_can_be_replaced():
+    """override is called with loss_fn, optimizer and train_step by name, and its results run.
 
     Break: step.py: override("optimizer", make_optimizer(cfg, table)) => make_optimizer(cfg, table)
     """
@@ -1242,8 +1258,8 @@ def test_what_is_compiled_can_be_replaced():
 
 
 def test_from_params_starts_a_fresh_state():
-    """from_params gives step 0, the given parameters bit for bit, sharded, in the memory that they
-    had, and moments of 0.
+    """from_params gives step 0, the given parameters bit for bit, sharded and in the same memory,
+    and moments of 0.
 
     Break: step.py: values = values | params => pass
     """
@@ -1268,7 +1284,7 @@ def test_from_params_starts_a_fresh_state():
     (dict(offload_optimizer=True), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
 def test_memory_by_kind_equals_a_hand_count(change, kinds):
     """On each of dp 2, fsdp 2, tp 2, in bytes: w [8, 4] has 8 numbers and 4 of each moment, b [4]
-    four of each, Adam a count; the total is these, step and skipped, 4 of 16 rows of x and y,
+    four of each, Adam a count. The total is these, step and skipped, 4 of 16 rows of x and y,
     temporaries, six metrics, and XLA's pointers to results.
 
     Break: step.py: stats.argument_size_in_bytes + added_bytes(compiled) => added_bytes(compiled)
@@ -1282,8 +1298,8 @@ def test_memory_by_kind_equals_a_hand_count(change, kinds):
 
 
 def test_memory_of_a_device():
-    """A CPU's eight devices share the memory that the kernel tells; of a device that is not here it
-    is the table's, or None.
+    """A CPU's eight devices divide the memory that the kernel reports. For a device that is not
+    present it is the table's, or None.
 
     Break: step.py: kind.startswith(name) => name.startswith(kind)
     """
@@ -1305,9 +1321,10 @@ def test_memory_of_a_device():
     assert step.peaks("TPU v5 lite") == (197, 15.75) and step.peaks("TPU v5p") == (459, 95)
 
 
-def test_what_does_not_fit_is_told_in_gib():
-    """An update that needs more than a device has is a MemoryError with both, in GiB, and with
-    what alone would help when parameters and moments are too much; what fits raises nothing.
+def test_a_step_that_does_not_fit_is_an_error_in_gib():
+    """A step that needs more than a device has is a MemoryError with both, in GiB, and with the
+    only advice that would help when parameters and moments are too large. A step that fits raises
+    nothing.
 
     Break: step.py: kinds["total"] > limit: => kinds["total"] > 2 * limit:
     """
@@ -1335,7 +1352,7 @@ def test_what_does_not_fit_is_told_in_gib():
     ("--remat full --grad_accum_steps 2 --n_experts 2 --ep 2 --fsdp 2",
      "--grad_accum_steps 4, --remat offload, --offload_optimizer")])
 def test_flags_that_save_memory_are_legal(flags, listed):
-    """What is not set yet, each of them legal.
+    """Flags that are not set yet are listed, and each of them is legal.
 
     Break: step.py: if rows % (2 * cfg.grad_accum_steps) == 0: => if cfg.batch_size % rows == 0:
     """
@@ -1513,7 +1530,7 @@ def test_three_sizes_are_tried():
 
 
 def test_a_size_that_cannot_be_compiled_is_halved():
-    """From 100 rows, which cannot be compiled, and 50, which cannot either, to 25, which can.
+    """100 rows and 50 rows cannot be compiled; 25 can.
 
     Break: step.py: bound = high if high_peaks else high / 2 => bound = high
     """
@@ -1525,7 +1542,7 @@ def test_a_size_that_cannot_be_compiled_is_halved():
 
 
 def test_lack_of_memory_is_explained():
-    """The error's own advice is used; without it, the one that is asked for; other errors pass.
+    """The error's advice is used, or without it that of suggest. Other errors pass.
 
     Break: step.py: advice = str(e.args[1]) => advice = ""
     """
@@ -1544,8 +1561,8 @@ def test_lack_of_memory_is_explained():
 
 
 def test_the_largest_program_is_checked(monkeypatch):
-    """A sample that needs more than an update is named when it does not fit; without programs
-    nothing is checked.
+    """A sample that needs more than a step is named when it does not fit. Without programs nothing
+    is checked.
 
     Break: step.py: name = max(peaks, key=peaks.get) => name = min(peaks, key=peaks.get)
     """
@@ -1563,9 +1580,9 @@ def test_the_largest_program_is_checked(monkeypatch):
 @pytest.mark.parametrize("vendor, flags, on_cpu", [
     ("AuthenticAMD", "avx2 avx512f", "float32"), ("AuthenticAMD", "avx512f avx512_bf16", "mixed"),
     ("GenuineIntel", "avx512f avx512_bf16", "float32"), ("GenuineIntel", "amx_bf16 avx2", "mixed")])
-def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, vendor, flags, on_cpu):
-    """bfloat16 but on CPUs, where it is mixed if they multiply bfloat16 faster than float32, else
-    float32, and on NVIDIA's GPUs that have no bfloat16; any other is kept.
+def test_dtype_auto_is_the_fastest_of_the_device(monkeypatch, tmp_path, vendor, flags, on_cpu):
+    """auto is bfloat16, but float16 on NVIDIA's GPUs without bfloat16; on a CPU it is mixed if that
+    multiplies bfloat16 faster than float32, else float32. Any other dtype is kept.
 
     Break: step.py: {"AuthenticAMD", "avx512_bf16"} <= words: => "avx512_bf16" in words:
     """
@@ -1585,8 +1602,8 @@ def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, vendor,
     ("tpu", None, "tpu"), ("cpu", None, "cpu"),
 ])
 def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
-    """NVIDIA's have a number, AMD's a name: what JAX says of the device decides. Only NVIDIA's are
-    told to be exact, and only if that is asked for; this XLA knows the option.
+    """NVIDIA's have a number, AMD's a name. Only NVIDIA's get the option for deterministic sums,
+    and only with cfg.deterministic. This XLA knows the option.
 
     Break: step.py: return "cuda" if float(capability) >= 8 => return "cuda" if capability >= "8"
     """
@@ -1623,7 +1640,7 @@ def _squares_of_many_rows_mapped(xp, x):
     return jax.vmap(lambda row: ((jnp.eye(row.shape[0]) @ row) ** 2).sum())(x)
 
 
-# (function of (numpy or jax.numpy, x), shape of x) of which compiled programs were wrong on CPUs.
+# (function of (numpy or jax.numpy, x), shape of x): compiled programs were wrong on CPUs.
 MISCOMPILED = (
     (_product_with_broadcast, (5, 60, 60)),
     (_attention_to_ones, (5, 60, 60)),
@@ -1633,7 +1650,7 @@ MISCOMPILED = (
 
 
 def test_forms_that_xla_miscompiles_are_right_with_our_options():
-    """The known forms, compiled for a CPU, equal float64 NumPy; without the options some do not.
+    """The known forms, compiled for a CPU, equal float64 NumPy. Without the options some do not.
 
     Skipped with a notice, after the check, once all are right without the options as well.
     Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
@@ -1656,8 +1673,8 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
 # ---- parameter groups
 
 def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
-    """Three updates by float64 NumPy: of AdamW for the matrix, at half the rate and twice the
-    decay; of Lion for the stack; the bias, which decays when it is told to, by AdamW as it is.
+    """Three steps equal float64 NumPy: AdamW for the matrix, at half the rate and twice the decay;
+    Lion for the stack; AdamW for the bias, which has a decay_mult.
 
     Break: step.py: updates[name] = rates[name] * direction => updates[name] = direction
     """
@@ -1688,8 +1705,8 @@ def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
                                        rtol=2e-5, atol=1e-6)
 
 
-def test_muon_may_be_of_some_parameters_alone():
-    """With --optimizers 'layers*=muon' the stack moves as under muon, the rest as under sgd.
+def test_muon_may_be_used_for_some_parameters_alone():
+    """With --optimizers 'layers*=muon' the stack moves as with muon, the rest as with sgd.
 
     Break: step.py: row.get("optimizer", cfg.optimizer) => cfg.optimizer
     """
@@ -1707,7 +1724,9 @@ def test_muon_may_be_of_some_parameters_alone():
         np.testing.assert_array_equal(moved["sgd"][name], expected)
 
 
-# Sparse rows: two tables of 8 rows, of which "near" is named by two arrays of the batch.
+# ---- sparse rows
+
+# Two tables of 8 rows. Two arrays of the batch have ids of "near", one has ids of "far".
 
 TWO_TABLES = {"near": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a", "bag")),
           "far": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("c",)),
@@ -1730,7 +1749,9 @@ def sparse_loss(params, batch, cfg):
 
 
 def dense_adamw(state, batches, cfg, tables):
-    """float64: AdamW on whole gradients, of `tables` only in the rows that a batch names."""
+    """AdamW in float64 on dense gradients; parameters in `tables` move only in the rows that a
+    batch names.
+    """
     params = {k: np.float64(x) for k, x in state["params"].items()}
     moments = {k: [np.zeros_like(x), np.zeros_like(x)] for k, x in params.items()}
     for t, batch in enumerate(batches, 1):
@@ -1758,10 +1779,10 @@ def dense_adamw(state, batches, cfg, tables):
 
 
 @pytest.mark.slow
-def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
-    """Two updates against AdamW in float64 over whole gradients: parameters and moments of the rows
-    named, with duplicates summed, decay in them alone; all other rows are equal to the bit; padding
-    adds nothing; the same over 2 and 8 devices and in microbatches.
+def test_sparse_rows_equal_numpy_in_the_rows_of_the_batch():
+    """Two steps equal AdamW in float64 on dense gradients: parameters and moments of the named
+    rows, with duplicates summed; only these rows decay. All other rows are bit-identical. Padding
+    adds nothing. The same over 2 and 8 devices and in microbatches.
 
     Break: step.py: jnp.diff(ids, prepend=-1) != 0 => jnp.diff(ids, prepend=-1) > 1
     """
@@ -1789,9 +1810,10 @@ def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
 
 
 @pytest.mark.parametrize("n", [1, 8])
-def test_no_part_of_an_update_is_as_large_as_a_sparse_table(n):
-    """In the compiled program only what reads and writes rows in place has a table's shape: none is
-    copied, gathered from other devices or computed on; temporaries are as of a table 1/64 as large.
+def test_no_part_of_a_step_is_as_large_as_a_sparse_table(n):
+    """In the compiled program only operations that read and write rows in place have a table's
+    shape: none is copied, gathered from other devices or computed. Temporaries are as large as with
+    a table of 1/64 of the rows.
 
     Break: step.py: tree_map_with_path(with_rows, whole, rows) =>
     tree_map_with_path(with_rows, jax.tree.map(lambda x: x + jnp.ones((), x.dtype), whole), rows)
@@ -1814,8 +1836,8 @@ def test_no_part_of_an_update_is_as_large_as_a_sparse_table(n):
     assert temporaries(2**20) == temporaries(2**14) < 2**16
 
 
-def test_ids_of_two_sets_of_tables_are_refused_and_optimizers_that_mix_rows():
-    """By an error that names the array, or the parameter and what to take instead.
+def test_shared_ids_and_optimizers_that_mix_rows_are_refused():
+    """The error names the array, or the parameter and the optimizers to take instead.
 
     Break: step.py: assert not {*names} & {*indices}, => assert True,
     """
