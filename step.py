@@ -918,7 +918,7 @@ def digest(sums):
     return digests
 
 
-# ---- memory: what programs need, and what a device has
+# ---- memory
 
 # Names of programs in messages; the others are named by their key.
 PROGRAM_NAMES = {"update": "a step", "export": "an export"}
@@ -1044,7 +1044,7 @@ def count_memory(state, programs, batch, added=None, options=None):
         futures = {name: pool.submit(each.compile, options) for name, each in programs.items()}
     compiled = {name: future.result() for name, future in futures.items()}
 
-    # What the task's programs take beside the state.
+    # Bytes that the task's programs add to the state.
     if added is None:
         added = {}
         for name in compiled:
@@ -1090,7 +1090,7 @@ def check_peaks(cost, mesh):
         check_fits(kinds, mesh, PROGRAM_NAMES.get(name, name))
 
 
-# ---- memory: advice
+# ---- memory advice
 
 # A flag is worth its time when it lowers the excess over the limit by more than one percent.
 WORTH_IT = 0.99
