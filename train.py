@@ -1801,7 +1801,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
 
     # Compile, and check that everything fits into memory.
-    like, *_ = steplib.lower_steps(*step_args(setup))
+    like = steplib.lower_steps(*step_args(setup))["state"]
     with steplib.explain_oom(partial(memory_advice, setup)):
         cost = count_programs(setup)
         steplib.check_peaks(cost, setup["mesh"])
@@ -1876,15 +1876,15 @@ def count_programs(setup, added=None, options=None):
     cfg = setup["cfg"]
     training = cfg.mode in ("train", "plan")
     has_validation = bool(cfg.val_data or cfg.val_frac)
-    state, lower, _ = steplib.lower_steps(*step_args(setup))
+    steps = steplib.lower_steps(*step_args(setup))
     programs = {}
     if training:
-        programs["update"] = lower["train_step"]()
+        programs["update"] = steps["train_step"]()
     if cfg.mode == "eval" or (training and has_validation):
-        programs["evaluation"] = lower["eval_step"]()
+        programs["evaluation"] = steps["eval_step"]()
     if added is None:
-        programs |= task_programs(setup, state["params"])
-    return steplib.count_memory(state, programs, setup["batch"], added, options)
+        programs |= task_programs(setup, steps["state"]["params"])
+    return steplib.count_memory(steps["state"], programs, setup["batch"], added, options)
 
 
 def task_programs(setup, params):

@@ -53,8 +53,7 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     """50 updates of EmbeddingBag(sparse=True) by SparseAdam and of a tower by Adam, from the same
     parameters over the same batches, float32 both: each loss within 1e-4.
 
-    Break: step.py: lambda ids, x, new: x.at[ids].set(new, mode="drop") =>
-    lambda ids, x, new: x.at[ids].add(new, mode="drop")
+    Break: step.py: .set(new, mode="drop") => .add(new, mode="drop")
     """
     pytest.importorskip("torch", reason="PyTorch is not installed")
     cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
@@ -115,7 +114,7 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     has seen nothing, is within 0.01 of that of the planted logits and 0.1 above that of a guess by
     the dense numbers alone; an evaluation of each next day, whole; metrics in training too.
 
-    Break: step.py: rows |= {name: firsts for => rows |= {name: ids * 0 for
+    Break: step.py: row_ids[name] = first_ids => row_ids[name] = ids * 0
     """
     monkeypatch.setattr(make_clicks, "SIZES", {"user": 100, "item": 100, "category": 10})
     cfg = planted(3, 30_000, lr=1e-2, batch_size=256)

@@ -515,8 +515,8 @@ FIELDS = {
                       JOINED | dict(n_processes=2)),
 
     "peer_timeout_s": row(dict(peer_timeout_s=50.0), lambda cfg: bool(step.dead_peer_reason(
-        [{"sign": {"name": "process 0", "n": 1}, "heard_at": 99, "moved_at": 0}], 100,
-        cfg.peer_timeout_s, 30)),
+        [{"heartbeat": {"name": "process 0", "n_calls": 1}, "received_at": 99, "called_at": 0}],
+        100, cfg.peer_timeout_s, 30)),
         False, True),
     "track": row(dict(track=("tensorboard",)), lambda cfg: [
         path.name for path in Path(cfg.out_dir).glob("tensor*")], [], ["tensorboard"], RUN),

@@ -32,9 +32,9 @@ def seen(cfg, devices=None):
     """plan.traffic's collectives of the small transformer's compiled update."""
     devices = devices or jax.devices()
     mesh = step.make_mesh(cfg, devices)
-    _, lower, _ = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
-                                   batch(cfg, mesh))
-    return plan.traffic(lower["train_step"]().compile().as_text(), mesh, cfg.slices)[0]
+    steps = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
+                             batch(cfg, mesh))
+    return plan.traffic(steps["train_step"]().compile().as_text(), mesh, cfg.slices)[0]
 
 
 def batch(cfg, mesh):
@@ -336,7 +336,7 @@ def test_a_plan_says_what_a_step_sends(tiny, capsys):
     assert n_bytes == sorted(n_bytes, reverse=True) and sum(n_bytes) == cost["sent_bytes"] > 0
     said = capsys.readouterr().out
     for words in ("GiB  parameters", "all-to-all over sp", "TFLOP  model: ",
-                  "GiB  in all during an update"):
+                  "GiB  in all during a step"):
         assert words in said
 
 
@@ -466,7 +466,7 @@ def gpu_text(tiny, **changes):
     """The compiled update, as text, for GPUs."""
     cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU | changes)
     cost = train.estimate(train.setup_run(cfg, devices=plan.planned_devices(cfg)))
-    return cost["compiled"].as_text()
+    return cost["programs"]["update"].as_text()
 
 
 def overlaps(text):
@@ -540,7 +540,7 @@ def test_gpus_add_in_a_fixed_order_if_asked(tiny):
     """The embedding's gradient adds up in any order, and with --deterministic in a fixed one: its
     indices are sorted and each occurs once.
 
-    Break: step.py: compiler_options=options).lower(*args) => compiler_options={}).lower(*args)
+    Break: step.py: jit = partial(jax.jit, compiler_options=options) => jit = jax.jit
     """
     for exact in (False, True):
         scatters = re.findall(r".* scatter\(.*", gpu_text(tiny, deterministic=exact))

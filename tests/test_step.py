@@ -47,17 +47,18 @@ def linear_batch(seed=0, rows=16):
 
 
 def given_gradient(params, batch, cfg):
-    """The gradient of this objective is the batch."""
+    """A loss whose gradient is the batch."""
     total = sum((params[k] * batch[k]).sum() for k in batch)
     return {"objective": total}, {"objective": jnp.float32(1)}
 
 
 def linear_run(cfg, loss_fn=linear_loss):
-    """(state, update) of the linear model on one device."""
+    """(state, jitted training step) of the linear model on one device."""
     optimizer = step.make_optimizer(cfg, TABLE)
     init = jax.jit(lambda key: step.init_state(key, cfg, init_linear, optimizer, TABLE))
     state = init(jax.random.key(0))
-    return state, jax.jit(lambda s, b: step.train_step(s, b, cfg, loss_fn, optimizer, TABLE))
+    step_fn = step.fp16_train_step if cfg.dtype == "float16" else step.train_step
+    return state, jax.jit(lambda s, b: step_fn(s, b, cfg, loss_fn, optimizer, TABLE))
 
 
 def host(tree):
@@ -83,8 +84,8 @@ def compiled(cfg, batch, table=TABLE, loss_fn=linear_loss, init_fn=init_linear, 
 
 
 def lm_batch(rows=16, T=8, vocab=32, ragged=True):
-    """Tokens and labels; ragged: row r has r labels at most, so that parts of a batch have unequal
-    counts.
+    """Tokens and labels. ragged: row r has at most r labels, so that the parts of a batch have
+    unequal counts.
     """
     rng = np.random.default_rng(7)
     tokens, labels = rng.integers(0, vocab, (2, rows, T)).astype(np.int32)
@@ -94,7 +95,7 @@ def lm_batch(rows=16, T=8, vocab=32, ragged=True):
 
 
 def lm_run(cfg, devices=None, n_steps=2):
-    """compile_steps of the small transformer, the state after n_steps updates, the metrics of each,
+    """compile_steps of the small transformer, the state after n_steps steps, the metrics of each,
     and the batch.
     """
     steps, state, batch = compiled(
@@ -108,14 +109,14 @@ def lm_run(cfg, devices=None, n_steps=2):
 
 @pytest.fixture(scope="module")
 def one_device():
-    """State and metrics of two updates on one device."""
+    """State and metrics of two steps on one device."""
     _, state, metrics, _ = lm_run(dataclasses.replace(SMALL, fsdp=1), jax.devices()[:1])
     return host(state), metrics
 
 
 @pytest.fixture(scope="module")
 def two_by_two():
-    """One update over dp=2, fsdp=2, tp=2: programs, state, batch, and how it was before."""
+    """One step over dp=2, fsdp=2, tp=2: programs, state, batch, and the sharding before."""
     steps, before, _, batch = lm_run(dataclasses.replace(SMALL, dp=2, fsdp=2, tp=2), n_steps=0)
     placed = jax.tree.map(lambda x: x.sharding, before)
     held = {k: x.addressable_shards[0].data.shape for k, x in before["params"].items()}
@@ -142,8 +143,8 @@ def np_adamw(params, grads, cfg, lrs):
 
 
 def updates_like_numpy(**change):
-    """Run 6 updates on given gradients, small and large in turn; compare with np_adamw to 1e-5
-    (float32, 6 updates).
+    """Take 6 steps on given gradients, small and large ones, and compare with np_adamw to 1e-5
+    (float32, 6 steps).
     """
     cfg, rng = dataclasses.replace(BASE, **change), np.random.default_rng(0)
     grads = [{name: np.float32(size * rng.normal(size=row["shape"]))
@@ -160,8 +161,8 @@ def updates_like_numpy(**change):
 
 
 def test_adamw_equals_numpy():
-    """Six updates are those of a float64 NumPy AdamW that decays the matrix and not the bias, to
-    1e-5 (float32).
+    """Six steps equal a float64 NumPy AdamW that decays the matrix and not the bias, to 1e-5
+    (float32).
 
     Break: step.py: row.get("decay_mult", float(is_matrix)) => 1
     """
@@ -169,8 +170,8 @@ def test_adamw_equals_numpy():
 
 
 def test_clipping_equals_numpy():
-    """Gradients above the global norm of 1 are scaled to it and others left, as in NumPy, to 1e-5
-    (float32).
+    """Gradients above the global norm of 1 are scaled to it and others are not, as in NumPy, to
+    1e-5 (float32).
 
     Break: step.py: jnp.minimum(1.0, cfg.clip_norm / => jnp.minimum(1.0, 2 * cfg.clip_norm /
     """
@@ -192,8 +193,8 @@ def np_rmsprop(m, v, g, t, cfg):
 
 
 def np_adafactor(m, v, g, t, cfg):
-    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4 with its decay 1 - t^-0.8; the arrays
-    here are too small to be factored.
+    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4 with its decay 1 - t^-0.8. These arrays
+    are too small to be factored.
     """
     decay = 1 - t**-0.8
     v = decay * v + (1 - decay) * (g**2 + 1e-30)
@@ -204,7 +205,7 @@ def np_adafactor(m, v, g, t, cfg):
 @pytest.mark.parametrize("name, rule", [("lion", np_lion), ("sgd", np_sgd),
                                         ("rmsprop", np_rmsprop), ("adafactor", np_adafactor)])
 def test_other_optimizers_equal_numpy(name, rule):
-    """Six updates are those of the rule in float64 NumPy, matrices decayed: to 1e-5 (float32).
+    """Six steps equal the rule in float64 NumPy, with matrices decayed, to 1e-5 (float32).
 
     Break: step.py: optax.scale_by_rms(cfg.b2, => optax.scale_by_rms(cfg.b1,
     """
@@ -230,7 +231,7 @@ STACK = {"layers": dict(shape=(3, 6, 4), spec=P(), init=("normal", 1.0)),
 
 def np_muon(momentum):
     """Five Newton-Schulz iterations, at 0.2 sqrt(larger dim); then each row and each column gets
-    the RMS of the whole.
+    the RMS of the matrix.
     """
     x = momentum / np.linalg.norm(momentum)
     for _ in range(5):
@@ -242,9 +243,9 @@ def np_muon(momentum):
 
 
 def test_muon_equals_numpy():
-    """Each layer's first two updates are Jordan's orthogonalized Nesterov momentum, balanced by
-    rows and columns, in float64 NumPy, to 1e-4 (float32); a bias and a matrix of no layer start as
-    by Adam. A gradient of zero makes no update.
+    """Each layer's first two steps are Jordan's orthogonalized Nesterov momentum, balanced by rows
+    and columns, in float64 NumPy, to 1e-4 (float32). A bias and a matrix outside the layers start
+    as with Adam. A gradient of zero moves nothing.
 
     Break: step.py: MuonDimensionNumbers(-2, -1) => MuonDimensionNumbers(-3, -1)
     """
@@ -270,8 +271,8 @@ def test_muon_equals_numpy():
 
 @pytest.mark.parametrize("name", sorted(step.OPTIMIZERS))
 def test_first_moments_alone_have_moment_dtype(name):
-    """With moment_dtype bfloat16 every optimizer's first moments, those that decay by b1, have it,
-    and all else of its state that is not a count is float32.
+    """With moment_dtype bfloat16 the first moments of every optimizer, which decay by b1, have it.
+    The rest of its state, but for counts, is float32.
 
     Break: step.py: accumulator_dtype=cfg.moment_dtype => accumulator_dtype="float32"
     """
@@ -290,12 +291,11 @@ def test_first_moments_alone_have_moment_dtype(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])  # with states unlike their parameters
-def test_optimizers_learn_sharded_as_whole(name):
-    """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall;
-    moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
+def test_optimizers_learn_sharded_as_on_one_device(name):
+    """Over dp 2, fsdp 2, tp 2 an optimizer's losses are those of one device to 1e-4, and fall.
+    Moments of a parameter's shape are sharded like it, and first moments have moment_dtype.
 
-    Break: step.py: **kind) if same else replicated =>
-    **kind) if same and False else replicated
+    Break: step.py: if name is None or moment.shape != state["params"][name].shape: => if True:
     """
     cfg = dataclasses.replace(SMALL, optimizer=name, moment_dtype="bfloat16", lr=3e-3)
     losses = {}
@@ -329,11 +329,10 @@ def test_grad_norm_is_of_the_mean_before_clipping():
 
 
 def test_schedules_equal_optax():
-    """After warm-up constant, linear, cosine and polynomial are optax's own, and stay at the end,
-    to 1e-6 of the peak.
+    """After warm-up, constant, linear, cosine and polynomial equal optax's schedules, also after
+    the end, to 1e-6 of the peak.
 
-    Break: step.py: "linear": lambda cfg, p, done, warm: 1 - p =>
-    "linear": lambda cfg, p, done, warm: 1 - p * p
+    Break: step.py: return 1 - progress => return 1 - progress * progress
     """
     peak, low, warm, horizon = 0.3, 0.1, 10, 100
     theirs = {
@@ -351,12 +350,12 @@ def test_schedules_equal_optax():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * peak, err_msg=name)
 
 
-def test_each_optimizer_has_a_rate_of_its_own():
-    """With lr -1, the default, the peak is that of the optimizer, and a parameter with another one
-    gets that one's: the first move of each is its rate times what it is with lr 1.
+def test_each_optimizer_has_its_default_rate():
+    """With lr -1, the default, the peak is the optimizer's rate, and a parameter with another
+    optimizer gets the rate of that one: the first move of each is its rate times the move with lr
+    1.
 
-    Break: step.py: return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer] if cfg.lr == -1 else 1.0 =>
-    return 1.0
+    Break: step.py: return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer] => return 1.0
     """
     assert step.DEFAULT_LR.keys() == step.OPTIMIZERS.keys()
     g = {"w": jnp.array([[0.5, -0.25]]), "x": jnp.array([[0.5, -0.25]])}
@@ -373,10 +372,10 @@ def test_each_optimizer_has_a_rate_of_its_own():
 
 
 def test_inverse_sqrt_schedule():
-    """At step s after a warm-up of w updates it is lr sqrt(w / s) (Vaswani et al. 2017, section
-    5.3), to 1e-6 relative.
+    """At step s after a warm-up of w steps it is lr sqrt(w / s) (Vaswani et al. 2017, section 5.3),
+    to 1e-6 relative.
 
-    Break: step.py: jax.lax.rsqrt(1 + done / => jax.lax.rsqrt(1 + 2 * done /
+    Break: step.py: jax.lax.rsqrt(1 + n_after_warmup / => jax.lax.rsqrt(1 + 2 * n_after_warmup /
     """
     cfg = dataclasses.replace(BASE, schedule="inverse_sqrt", lr=0.3, warmup_steps=16.0, steps=400)
     at = np.array([16, 17, 64, 144, 399])
@@ -385,10 +384,10 @@ def test_inverse_sqrt_schedule():
 
 @pytest.mark.parametrize("warm", [0, 20, 90])
 def test_wsd_schedule(warm):
-    """The peak until decay_frac x steps before the horizon, but at least to the end of warm-up,
-    then a line down to min_lr_frac, to 1e-6 of the peak.
+    """The rate is the peak until decay_frac x steps before the horizon, but at least to the end of
+    warm-up, then a line down to min_lr_frac, to 1e-6 of the peak.
 
-    Break: step.py: cfg.decay_frac * cfg.steps, max(cfg.steps - warm, 1)) =>
+    Break: step.py: cfg.decay_frac * cfg.steps, max(cfg.steps - n_warmup, 1)) =>
     cfg.decay_frac * cfg.steps, cfg.steps)
     """
     cfg = dataclasses.replace(BASE, schedule="wsd", lr=0.3, warmup_steps=float(warm), steps=100,
@@ -399,11 +398,11 @@ def test_wsd_schedule(warm):
 
 
 @pytest.mark.parametrize("warmup", [10.0, 0.1])
-def test_warm_up_is_linear_in_steps_or_a_share(warmup):
-    """10 steps, or the share 0.1 of 100: update k of the warm-up has lr (k + 1) / 10, the last lr
-    itself (1e-6 relative).
+def test_warm_up_is_linear_in_steps_or_a_fraction(warmup):
+    """10 steps, or the fraction 0.1 of 100: step k of the warm-up has lr (k + 1) / 10, and the last
+    one the peak (1e-6 relative).
 
-    Break: step.py: (cfg.steps if cfg.warmup_steps < 1 else 1) => 1
+    Break: step.py: n_warmup *= cfg.steps => pass
     """
     cfg = dataclasses.replace(BASE, schedule="constant", lr=0.3, warmup_steps=warmup, steps=100)
     want = 0.3 * np.minimum(np.arange(1, 13) / 10, 1)
@@ -412,10 +411,10 @@ def test_warm_up_is_linear_in_steps_or_a_share(warmup):
 
 @pytest.mark.parametrize("schedule", sorted(step.SCHEDULES))
 def test_lr_never_exceeds_the_peak(schedule):
-    """With a warm-up that is no whole number of updates, too, lr stays within 1e-6 of the peak or
-    below.
+    """The rate stays at or below the peak, within 1e-6, also with a warm-up of a fractional number
+    of steps.
 
-    Break: step.py: round(cfg.warmup_steps * => (cfg.warmup_steps *
+    Break: step.py: n_warmup = round(n_warmup) => pass
     """
     cfg = dataclasses.replace(BASE, schedule=schedule, lr=0.3, warmup_steps=0.33, steps=10)
     assert np.max(step.lr_at(np.arange(12), cfg)) <= 0.3 * (1 + 1e-6)
@@ -438,19 +437,18 @@ def test_accumulation_equals_one_batch(one_device):
 
 @pytest.mark.slow
 def test_an_evaluation_takes_microbatches():
-    """4 microbatches with 0 to 30 labels each give the sums and counts of the whole batch to 1e-6,
-    in less than half of its memory.
+    """4 microbatches with 0 to 30 labels each give the sums and counts of the batch to 1e-6, in
+    less than half of its memory.
 
-    Break: step.py: lambda micro: loss_fn(params, micro, cfg), batch, cfg.grad_accum_steps) =>
-    lambda micro: loss_fn(params, micro, cfg), batch, 1)
+    Break: step.py: (microbatch_sums, batch, cfg.grad_accum_steps) => (microbatch_sums, batch, 1)
     """
     found, memory = [], []
     for n in (1, 4):
         cfg = dataclasses.replace(SMALL, fsdp=1, grad_accum_steps=n)
         mesh, batch = step.make_mesh(cfg, jax.devices()[:1]), lm_batch()
-        _, lower, _ = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
-                                       batch_structs(batch, mesh))
-        program = lower["eval_step"]().compile()
+        steps = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
+                                 batch_structs(batch, mesh))
+        program = steps["eval_step"]().compile()
         found.append(program(model.init(jax.random.key(0), cfg), batch))
         memory.append(program.memory_analysis().temp_size_in_bytes)
     assert found[0].keys() == found[1].keys()
@@ -459,7 +457,7 @@ def test_an_evaluation_takes_microbatches():
     assert memory[1] < memory[0] / 2
 
 
-def test_a_microbatch_has_its_share_of_the_rows():
+def test_a_microbatch_has_its_part_of_the_rows():
     """16 rows in 2 microbatches are 8 at a time, and not 2.
 
     Break: step.py: jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0) =>
@@ -475,8 +473,8 @@ def test_a_microbatch_has_its_share_of_the_rows():
     mesh = step.make_mesh(cfg, jax.devices()[:1])
     table = {"w": dict(shape=(1,), spec=P(), init=("constant", 1.0))}
     x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(mesh, P()))
-    step.lower_steps(cfg, mesh, table, loss, lambda key, cfg: {"w": jnp.ones(1)}, {"x": x})[1][
-        "train_step"]()
+    steps = step.lower_steps(cfg, mesh, table, loss, lambda key, cfg: {"w": jnp.ones(1)}, {"x": x})
+    steps["train_step"]()
     assert rows_at_once == {8}
 
 
@@ -512,8 +510,8 @@ def grads_of_one_device(cfg):
     pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FACTORS])
 def test_every_mesh_gives_the_same_gradients(sizes):
     """Every split of 8 devices over dp, fsdp, ep, tp and sp gives the loss sums of one device to
-    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums); of a
-    model with experts where ep is not 1.
+    1e-5 relative, and each gradient to 1e-5 of its largest entry (order of float32 sums). Where ep
+    is not 1 the model has experts.
 
     Break: model.py: q = q_BTNH.reshape(B, T, n_parts, -1, H) =>
     q = q_BTNH.reshape(B, T, -1, n_parts, H).swapaxes(2, 3)
@@ -530,11 +528,11 @@ def test_every_mesh_gives_the_same_gradients(sizes):
 @pytest.mark.parametrize("sizes", [
     pytest.param(dict(dp=8, fsdp=1), marks=pytest.mark.slow),
     dict(fsdp=2, tp=2, sp=2, mlp_tiles=2, logit_tiles=4)])
-def test_a_mesh_gives_the_same_updates(sizes, one_device):
-    """Two updates over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
+def test_a_mesh_gives_the_same_steps(sizes, one_device):
+    """Two steps over a mesh, in tiles or not, have the metrics of one device, to 1e-5 relative.
 
-    Break: step.py: metrics = {k: sums[k] / divisors[k] for k in sums} =>
-    metrics = {k: sums[k] / divisors[k] / jax.sharding.get_abstract_mesh().size for k in sums}
+    Break: step.py: metrics = {name: sums[name] / divisors[name] for name in sums} => metrics =
+    {name: sums[name] / divisors[name] / jax.sharding.get_abstract_mesh().size for name in sums}
     """
     metrics = lm_run(dataclasses.replace(SMALL, **sizes))[2]
     for want, got in zip(one_device[1], metrics):
@@ -557,7 +555,7 @@ def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
 
 
 def test_state_keeps_its_sharding(two_by_two):
-    """After an update every array of the state is placed as before, and as compile_steps said.
+    """After a step every array of the state has its old sharding, which is that of compile_steps.
 
     Break: step.py: (state, batch), (shardings, replicated), => (state, batch), None,
     """
@@ -569,11 +567,11 @@ def test_state_keeps_its_sharding(two_by_two):
 
 
 def test_parameters_are_born_sharded(two_by_two):
-    """No device ever holds a whole matrix: fsdp=2 and tp=2 leave a quarter of each on a device,
-    straight from init.
+    """No device ever has a full matrix: fsdp=2 and tp=2 leave a quarter of each on a device,
+    already after init.
 
-    Break: step.py: partial(lower, fresh, (key,), shardings) =>
-    partial(lower, fresh, (key,), replicated)
+    Break: step.py: partial(lower, state_fn, (key,), shardings) =>
+    partial(lower, state_fn, (key,), replicated)
     """
     held = two_by_two["held"]
     for name, row in model.param_table(SMALL).items():
@@ -582,10 +580,10 @@ def test_parameters_are_born_sharded(two_by_two):
 
 
 def test_moments_are_sharded_over_dp_as_well(two_by_two):
-    """Both moments of every matrix lie where the parameter lies, each part of it split once more
-    over dp, where the parameter is whole (ZeRO-2); those of a vector lie where it lies.
+    """Both moments of every matrix are sharded like the parameter, and over dp as well, where the
+    parameter is replicated (ZeRO-2). Those of a vector are sharded like it.
 
-    Break: step.py: wide = (*jax.tree.leaves(axes), "dp") => wide = jax.tree.leaves(axes)
+    Break: step.py: names = (*_axis_names(axes), "dp") => names = (*_axis_names(axes),)
     """
     state = two_by_two["steps"]["state"]
     adam = state["opt"][0]
@@ -596,7 +594,7 @@ def test_moments_are_sharded_over_dp_as_well(two_by_two):
                                              else part}, name
 
 
-def test_gradients_are_summed_where_their_moments_lie():
+def test_gradients_are_sharded_like_their_moments():
     """Each gradient is constrained to the sharding of its moments, so that XLA may reduce-scatter.
 
     Break: step.py: if specs: => if not specs:
@@ -613,8 +611,8 @@ def test_gradients_are_summed_where_their_moments_lie():
     assert P(("fsdp", "dp"), "tp") in specs
 
 
-def test_sums_are_whole_on_every_device():
-    """What a loss sums up may be split over the mesh; metrics and evaluation sums are not.
+def test_sums_are_replicated():
+    """A loss may leave its sums split over the mesh; metrics and evaluation sums are replicated.
 
     Break: step.py: (state["params"], batch), replicated) => (state["params"], batch), None)
     """
@@ -630,10 +628,11 @@ def test_sums_are_whole_on_every_device():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((sums, metrics)))
 
 
-def test_moments_that_dp_cannot_split_further_lie_where_the_parameter_does():
-    """Over fsdp 2 and dp 2 a dim of 8 is split in four, one of 6 in two, one over tp as it was.
+def test_moments_that_dp_cannot_split_are_sharded_like_the_parameter():
+    """Over fsdp 2 and dp 2 a dim of 8 is split in four and one of 6 in two; one over tp stays as it
+    is.
 
-    Break: step.py: for a in wide) == 0 => for a in wide) >= 0
+    Break: step.py: for axis in names) == 0: => for axis in names) >= 0:
     """
     mesh = step.make_mesh(dataclasses.replace(BASE, dp=2, fsdp=2, tp=2))
     table = {n: dict(shape=(n, 4), spec=P(("fsdp", "ep"), "tp")) for n in (6, 8)}
@@ -643,10 +642,11 @@ def test_moments_that_dp_cannot_split_further_lie_where_the_parameter_does():
 
 @pytest.mark.slow
 def test_moments_on_the_host_change_nothing():
-    """Moments kept in the host's memory lie there before and after an update, sharded as on the
-    devices, and the updates are the same to the bit.
+    """Moments in host memory are there before and after a step, sharded as on the devices, and the
+    steps are bit-identical.
 
-    Break: step.py: {"memory_kind": "pinned_host"} if => {} if
+    Break: step.py: state_shardings(shapes, table, mesh, "pinned_host") =>
+    state_shardings(shapes, table, mesh)
     """
     cfg = dataclasses.replace(SMALL, dp=2, fsdp=4)
     (_, want, seen, _), (steps, got, seen_host, _) = (
@@ -662,7 +662,7 @@ def test_moments_on_the_host_change_nothing():
 
 
 def np_digest_sums(x):
-    """digest_sums of one array by Python's whole numbers, without arrays of bits."""
+    """digest_sums of one array with Python's integers."""
     def mixed(h):
         h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
         h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
@@ -676,11 +676,11 @@ def np_digest_sums(x):
 
 
 def test_a_digest_is_of_all_bits_and_their_positions():
-    """The sums equal those of whole numbers for each dtype; one bit, two values that change places,
-    or all signs, give another digest.
+    """The sums equal those of Python's integers for each dtype. One flipped bit, two exchanged
+    values, or all signs flipped give another digest.
 
-    Break: step.py: mixed(bits + mixed(index ^ jnp.uint32(seed))) =>
-    bits * (mixed(index ^ jnp.uint32(seed)) | 1)
+    Break: step.py: _mix(bits + _mix(index ^ jnp.uint32(seed))) =>
+    bits * (_mix(index ^ jnp.uint32(seed)) | 1)
     """
     x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
     arrays = {"f32": x, "bf16": jnp.bfloat16(x), "i32": np.int32(1000 * x), "bool": x > 0,
@@ -705,8 +705,8 @@ def test_a_digest_is_of_all_bits_and_their_positions():
 
 
 def test_a_digest_does_not_depend_on_the_mesh(two_by_two):
-    """That of a state over 8 devices, by the compiled program, is that of its arrays on one, and
-    with moments in the host's memory too.
+    """The digest of a state over 8 devices, by the compiled program, is that of its arrays on one
+    device, also with moments in host memory.
 
     Break: step.py: index = index * jnp.uint32(size) + => index = index +
     """
@@ -730,11 +730,11 @@ def test_train_step_donates_its_state(two_by_two):
 
 
 def test_eval_sums_do_not_depend_on_the_split(two_by_two):
-    """Sums and counts of two halves of unequal counts add up to those of the batch: to 1e-5
+    """Sums and counts of two halves of unequal counts add up to those of the batch, to 1e-5
     relative, counts exactly.
 
-    Break: step.py: return {k: (sums[k], counts[k]) for k in sums} =>
-    return {k: (sums[k] / counts[k], counts[k]) for k in sums}
+    Break: step.py: (sums[name], counts[name]) for name in sums =>
+    (sums[name] / counts[name], counts[name]) for name in sums
     """
     params, batch = host(two_by_two["after"]["params"]), host(two_by_two["batch"])
     evaluate = jax.jit(lambda p, b: step.eval_step(p, b, SMALL, model.loss_fn))
@@ -748,8 +748,8 @@ def test_eval_sums_do_not_depend_on_the_split(two_by_two):
 
 
 def test_nan_leaves_the_model_as_it_was():
-    """A NaN in one batch leaves parameters and moments bit-identical; step and skipped count it,
-    finite is 0; the next update works.
+    """A NaN in one batch leaves parameters and moments bit-identical. step and skipped count it,
+    finite is 0, and the next step works.
 
     Break: step.py: jnp.where(finite, new, old) =>
     jnp.where(finite | True, new, old)
@@ -785,8 +785,8 @@ def test_an_infinite_gradient_of_a_finite_loss_is_gated():
 
 
 def test_bfloat16_keeps_float32_masters():
-    """dtype bfloat16: parameters and moments stay float32 through an update, and change by less
-    than bfloat16 can hold.
+    """dtype bfloat16: parameters and moments stay float32 through a step, and change by less than
+    bfloat16 can represent.
 
     Break: step.py: lr * u).astype(p.dtype) => lr * u).astype(cfg.dtype)
     """
@@ -799,11 +799,10 @@ def test_bfloat16_keeps_float32_masters():
 
 
 def test_bfloat16_parameters_have_float32_moments():
-    """param_dtype bfloat16: parameters are stored so, before and after an update; moments are
-    float32.
+    """param_dtype bfloat16: parameters are bfloat16 before and after a step; moments are float32.
 
-    Break: step.py: optimizer.init(_f32(_trained(params, table))) =>
-    optimizer.init(_trained(params, table))
+    Break: step.py: optimizer.init(_f32(_trained(values, table))) =>
+    optimizer.init(_trained(values, table))
     """
     state, update = linear_run(dataclasses.replace(BASE, param_dtype="bfloat16"))
     for s in (state, update(state, linear_batch())[0]):
@@ -816,7 +815,7 @@ def test_bfloat16_parameters_are_updated_in_float32():
     """The mean of the gradient, and a decay of 0.3 at rate 1, are rounded to bfloat16 only when the
     parameter is stored.
 
-    Break: step.py: old_opt, _f32(old)) => old_opt, old)
+    Break: step.py: old_opt, _f32(old_params)) => old_opt, old_params)
     """
     def third(params, batch, cfg):
         return given_gradient(params, batch, cfg)[0], {"objective": jnp.float32(3)}
@@ -833,10 +832,10 @@ def test_bfloat16_parameters_are_updated_in_float32():
 
 
 def test_fp16_overflow_halves_the_scale_and_skips():
-    """An overflow halves the loss scale and skips the update while finite stays 1; below scale 1
+    """An overflow halves the loss scale and skips the step while finite stays 1; below scale 1
     finite is 0.
 
-    Break: step.py: "finite": finite | (scale >= 1) => "finite": finite | (scale >= 0)
+    Break: step.py: finite | (scale >= 1) => finite | (scale >= 0)
     """
     state, update = linear_run(dataclasses.replace(BASE, dtype="float16"))
     bad = linear_batch()
@@ -854,7 +853,7 @@ def test_fp16_overflow_halves_the_scale_and_skips():
 def test_the_loss_scale_grows_after_2000_updates():
     """As in Micikevicius et al. 2018, arXiv:1710.03740, and PyTorch's GradScaler.
 
-    Break: step.py: FP16_PATIENCE = 2.0**15, 2000 => FP16_PATIENCE = 2.0**15, 200
+    Break: step.py: FP16_PATIENCE = 2000 => FP16_PATIENCE = 200
     """
     for good, value in ((199, 8), (1998, 8), (1999, 16)):
         scale = {"value": jnp.float32(8), "good": jnp.int32(good)}
@@ -864,7 +863,7 @@ def test_the_loss_scale_grows_after_2000_updates():
 def test_the_loss_scale_has_a_floor():
     """Overflows halve the loss scale down to 2**-14, float16's smallest normal number, not further.
 
-    Break: step.py: jnp.maximum(scale["value"] / 2, 2.0**-14)) => scale["value"] / 2)
+    Break: step.py: jnp.maximum(scale["value"] / 2, 2.0**-14) => scale["value"] / 2
     """
     scale, seen = {"value": jnp.float32(2.0**-12), "good": jnp.int32(5)}, []
     for _ in range(4):
@@ -874,8 +873,8 @@ def test_the_loss_scale_has_a_floor():
 
 
 def test_fp16_gradient_is_unscaled():
-    """The loss scale leaves no trace: grad_norm is float32's within 1% (float16 rounds at 0.05%,
-    sums of 16 rows).
+    """The loss scale does not change the gradient: grad_norm is float32's within 1% (float16 rounds
+    at 0.05%, sums of 16 rows).
 
     Break: step.py: sums["objective"] * loss_scale, => sums["objective"],
     """
@@ -890,7 +889,7 @@ def test_fp16_gradient_is_unscaled():
 def test_fp16_keeps_gradients_that_would_be_zero():
     """Gradients below 6e-8, float16's smallest number, are float32's within 2%.
 
-    Break: step.py: loss_scale = scale / size if "scale" in state else 1.0 => loss_scale = 1.0
+    Break: step.py: loss_scale = scale / batch_size => loss_scale = 1.0
     """
     def small_loss(params, batch, cfg):
         sums, counts = linear_loss(params, batch, cfg)
@@ -904,11 +903,10 @@ def test_fp16_keeps_gradients_that_would_be_zero():
 
 
 def test_fp16_scale_grows_with_patience(monkeypatch):
-    """FP16_PATIENCE finite updates in a row double the scale, by then and not before; an overflow
-    starts the count again.
+    """FP16_PATIENCE finite steps in a row double the scale, not earlier and not later. An overflow
+    restarts the count.
 
-    Break: step.py: jnp.where(good == FP16_PATIENCE, scale["value"] * 2 =>
-    jnp.where(good == FP16_PATIENCE, scale["value"] * 4
+    Break: step.py: jnp.where(is_due, scale["value"] * 2 => jnp.where(is_due, scale["value"] * 4
     """
     monkeypatch.setattr(step, "FP16_PATIENCE", 3)
     scale, seen = {"value": jnp.float32(8), "good": jnp.int32(0)}, []
@@ -924,9 +922,9 @@ def test_fp16_scale_grows_with_patience(monkeypatch):
     (dict(lora_rank=2, lora_targets=("*w_up",), freeze=("*.lora_a",)),
      lambda n: ".lora_b" not in n),
 ])
-def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
-    """After two updates over a mesh, frozen parameters are bit-identical and all others moved; the
-    optimizer has moments of these alone. LoRA freezes all but its factors, and freeze more.
+def test_frozen_parameters_are_bit_identical_and_have_no_moments(change, frozen):
+    """After two steps over a mesh, frozen parameters are bit-identical and all others have moved;
+    only these have moments. LoRA freezes all parameters but its factors, and --freeze more.
 
     Break: config.py: freeze = all_but_lora + freeze => freeze = freeze
     """
@@ -943,11 +941,11 @@ def test_what_is_frozen_stays_to_the_bit_and_has_no_moments(change, frozen):
 
 
 @pytest.mark.slow
-def test_what_is_watched_equals_numpy():
-    """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, with
-    gradient norms that make up the whole, at updates that are logged; zeros at others.
+def test_weight_statistics_equal_numpy():
+    """Counts in 64 bins, extremes, mean and deviation of a matching parameter are NumPy's, and the
+    gradient norms make up the global norm, at steps that are logged; all are zero at others.
 
-    Break: step.py: jnp.minimum((64 * share) => jnp.minimum((63 * share)
+    Break: step.py: jnp.minimum((N_BINS * fraction) => jnp.minimum(((N_BINS - 1) * fraction)
     """
     cfg = dataclasses.replace(SMALL, watch=tuple(model.param_table(SMALL)), log_every=2, fsdp=4,
                               tp=2)
@@ -970,10 +968,10 @@ def test_what_is_watched_equals_numpy():
             assert seen["counts"][-1] >= 1  # the largest itself
 
 
-def test_what_has_no_gradient_can_be_watched():
+def test_frozen_parameters_can_be_watched():
     """A frozen parameter's histogram has a grad_norm of 0; nothing is watched without log_every.
 
-    Break: step.py: grads.get(name, jnp.zeros(())) => grads[name]
+    Break: step.py: grads.get(name, no_gradient) => grads[name]
     """
     table = TABLE | {"b": TABLE["b"] | {"trained": False}}
     for log_every, watched in ((1, {"b"}), (0, set())):
@@ -988,11 +986,11 @@ def test_what_has_no_gradient_can_be_watched():
 
 
 @pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
-def test_slices_hold_neighbours_along_the_outer_axis(sizes):
-    """Two groups of four devices: each is one half of dp, or of fsdp where dp is 1, and of nothing
-    else.
+def test_slices_split_the_axis_that_crosses_the_slow_network(sizes):
+    """Two groups of four devices are the two halves of dp, or of fsdp where dp is 1, and of no
+    other axis.
 
-    Break: step.py: sizes[outer] //= cfg.slices => sizes[1] //= cfg.slices
+    Break: step.py: sizes[slow_axis] //= cfg.slices => sizes["fsdp"] //= cfg.slices
     """
     mesh = step.make_mesh(dataclasses.replace(BASE, slices=2, **sizes))
     assert {a: mesh.shape[a] for a in sizes} == sizes
@@ -1005,11 +1003,12 @@ def test_slices_hold_neighbours_along_the_outer_axis(sizes):
     (2, dict(dp=2, fsdp=4)), (4, dict(fsdp=4, tp=2)),
     pytest.param(2, dict(fsdp=8), marks=pytest.mark.slow),
     pytest.param(2, dict(dp=2, fsdp=1, tp=2, sp=2), marks=pytest.mark.slow)])
-def test_slices_give_the_same_gradients_and_updates(n, sizes, one_device):
-    """Slices of devices that are no neighbours: gradients and two updates are those of one device,
-    to 1e-5, as without slices.
+def test_slices_give_the_same_gradients_and_steps(n, sizes, one_device):
+    """With slices of devices that are not neighbours, gradients and two steps are those of one
+    device, to 1e-5.
 
-    Break: step.py: for group in groups] => for group in [groups[0]] * cfg.slices]
+    Break: step.py: for group in np.split(by_slice, cfg.slices): =>
+    for group in np.split(by_slice, cfg.slices)[:1] * cfg.slices:
     """
     devices = sorted(jax.devices(), key=lambda device: device.id % n)
     cfg = dataclasses.replace(SMALL, slices=n, **sizes)
@@ -1026,9 +1025,9 @@ def test_slices_give_the_same_gradients_and_updates(n, sizes, one_device):
         assert got == pytest.approx(want, rel=1e-5)
 
 
-def test_slices_are_what_the_devices_say():
-    """Devices that say which slice they are of make a mesh of so many slices alone, each slice one
-    part of it, in whatever order they come.
+def test_slices_are_those_of_the_devices():
+    """Devices that have a slice index make a mesh only with their number of slices. Each slice is
+    one part of it, in whatever order the devices come.
 
     Break: step.py: np.argsort(slices, kind="stable") => np.arange(len(slices))
     """
@@ -1047,31 +1046,33 @@ def test_slices_are_what_the_devices_say():
 
 
 def test_make_mesh_infers_one_size():
-    """A size of -1 takes what the others leave of 8 devices; the axes are named in one order.
+    """A size of -1 becomes the number of devices that the others leave. The axes have a fixed
+    order.
 
-    Break: step.py: getattr(cfg, a) for a in AXES]) => abs(getattr(cfg, a)) for a in AXES])
+    Break: step.py: len(devices) // n_taken => len(devices)
     """
     mesh = step.make_mesh(dataclasses.replace(BASE, dp=2, fsdp=-1, tp=2))
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
 
 
 def test_make_mesh_refuses_a_bad_product():
-    """Sizes whose product is not the number of devices raise a ValueError with both (config.py
-    says more, before).
+    """Sizes whose product is not the number of devices raise a ValueError with both numbers.
+    config.py checks earlier and says more.
 
-    Break: step.py: list(devices.reshape( => list(np.resize(devices,
+    Break: step.py: if prod(sizes.values()) != len(devices): =>
+    if prod(sizes.values()) > len(devices):
     """
-    for sizes, shape in ((dict(dp=2, fsdp=3), "2,3,1,1,1"), (dict(dp=16, fsdp=1), "16,1,1,1,1"),
-                         (dict(dp=3, fsdp=-1), "3,newaxis,1,1,1")):
-        with pytest.raises(ValueError, match=f"array of size 8 into shape .{shape}"):
+    for sizes, n in ((dict(dp=2, fsdp=3), 6), (dict(dp=16, fsdp=1), 16), (dict(dp=3, fsdp=-1), 6),
+                     (dict(dp=16, fsdp=-1), 0), (dict(fsdp=-1, tp=-1), 64)):
+        with pytest.raises(ValueError, match=f"^mesh .*: has {n} devices, but there are 8; "):
             step.make_mesh(dataclasses.replace(BASE, **sizes))
 
 
 def test_check_shapes_names_the_parameter():
-    """A dim that the mesh cannot split is reported with name, size, ways and the nearest legal
+    """A dim that the mesh cannot split is reported with name, size, parts and the nearest legal
     sizes; others are not.
 
-    Break: step.py: if n % ways: => if n % ways and n > ways:
+    Break: step.py: if n % n_parts: => if n % n_parts and n > n_parts:
     """
     mesh = step.make_mesh(dataclasses.replace(BASE, dp=1, fsdp=2, tp=4))
     table = {"good": dict(shape=(4, 8), spec=P("fsdp", "tp")),
@@ -1085,7 +1086,7 @@ def test_check_shapes_names_the_parameter():
 
 def test_a_linear_loss_compiles_and_learns():
     """compile_steps knows no model: a linear regression, sharded over 8 devices, learns its weights
-    (loss below 1% in 60 updates).
+    (loss below 1% in 60 steps).
 
     Break: step.py: (p.astype(jnp.float32) - lr * u) => (p.astype(jnp.float32) + lr * u)
     """
@@ -1099,6 +1100,17 @@ def test_a_linear_loss_compiles_and_learns():
         losses.append(float(metrics["objective"]))
     assert losses[-1] < 0.01 * losses[0]
     assert steps["memory"]["total"] > 0 and int(state["step"]) == 60
+
+
+def test_the_parts_of_a_step_are_named_in_a_profile():
+    """Operations of the compiled program carry the named scopes of train_step.
+
+    Break: step.py: jax.named_scope("optimizer") => jax.named_scope("update")
+    """
+    steps, _, _ = compiled(BASE, linear_batch(), devices=jax.devices()[:1])
+    names = re.findall(r'op_name="([^"]*)"', steps["train_step"].as_text())
+    for scope in ("gradients", "clip", "optimizer"):
+        assert any(f"/{scope}/" in name for name in names), scope
 
 
 def image_loss(params, batch, cfg):
@@ -1135,7 +1147,9 @@ def test_batches_of_any_rank_learn_over_a_mesh():
 
 
 def vector_loss(params, batch, cfg):
-    """linear_loss; a histogram of x, counted by rows; and sums of y where above 1, by column."""
+    """linear_loss, and two vectors of sums: a histogram of x, counted by rows; and the sums of y
+    where it is above 1, by column.
+    """
     sums, counts = linear_loss(params, batch, cfg)
     bins = jnp.clip((50 * (batch["x"] + 2)).astype(jnp.int32), 0, 199)
     above = batch["y"] > 1
@@ -1145,7 +1159,7 @@ def vector_loss(params, batch, cfg):
 
 
 def vector_sums(batch):
-    """What vector_loss's last two are, by NumPy."""
+    """The two vectors of vector_loss, by NumPy."""
     bins = np.clip((50 * (batch["x"] + np.float32(2))).astype(int), 0, 199)
     above = batch["y"] > 1
     return {"histogram": (np.bincount(bins.ravel(), minlength=200), len(bins)),
@@ -1154,7 +1168,7 @@ def vector_sums(batch):
 
 def test_sums_may_be_vectors():
     """Sums of shape [200] and [4], with a scalar count and one each, are means in the metrics of an
-    accumulated update, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6.
+    accumulated step, 0 where the count is 0, and sums and counts in an evaluation, to 1e-6.
 
     Break: step.py: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes) =>
     jax.tree.map(lambda x: jnp.float32(0), shapes)
@@ -1177,9 +1191,10 @@ def test_sums_may_be_vectors():
             np.testing.assert_allclose(got, np.sum(parts, axis=0), rtol=1e-6)
 
 
-def test_evaluation_adds_up_in_float64_and_stops_when_told():
-    """Sums of 2**24 and 1, which float32 would swallow, add up exactly, whatever the number of
-    batches; no batch gives no sums; once stopped, None and no further batch.
+def test_evaluation_adds_up_in_float64_and_can_be_stopped():
+    """Sums of 2**24 and 1, which float32 would round, add up exactly, whatever the number of
+    batches. No batch gives no sums. Once stopped() is true, the result is None and no further batch
+    is taken.
 
     Break: step.py: jax.tree.map(np.float64, => jax.tree.map(np.float32,
     """
@@ -1195,7 +1210,7 @@ def test_evaluation_adds_up_in_float64_and_stops_when_told():
 
 
 def test_a_batch_without_labels_changes_nothing():
-    """Counts of 0 divide by 1: the loss and the gradient are 0, n_labels 0, and all is finite.
+    """Counts of 0 divide by 1: the loss, the gradient and n_labels are 0, and all is finite.
 
     Break: step.py: jnp.where(n == 0, 1, n) => jnp.where(n == 0, 0, n)
     """
@@ -1209,8 +1224,8 @@ def test_a_batch_without_labels_changes_nothing():
     np.testing.assert_array_equal(after["params"]["w"], state["params"]["w"])
 
 
-def test_what_is_compiled_can_be_replaced():
-    """override is given loss_fn, optimizer and train_step by name, and what it returns runs.
+def test_loss_optimizer_and_step_can_be_replaced():
+    """override is called with loss_fn, optimizer and train_step by name, and its results run.
 
     Break: step.py: override("optimizer", make_optimizer(cfg, table)) => make_optimizer(cfg, table)
     """
@@ -1230,12 +1245,12 @@ def test_what_is_compiled_can_be_replaced():
         return {"loss_fn": double, "optimizer": optax.sgd(-1.0)}[name]  # optax's sign is ours less
 
     mesh, batch = step.make_mesh(cfg), linear_batch()
-    lower = step.lower_steps(
-        cfg, mesh, TABLE, linear_loss, init_linear, batch_structs(batch, mesh), override)[1]
+    steps = step.lower_steps(
+        cfg, mesh, TABLE, linear_loss, init_linear, batch_structs(batch, mesh), override)
     assert given == ["loss_fn", "optimizer", "train_step"]
-    old = lower["init"]().compile()(jax.random.key(0))
+    old = steps["init"]().compile()(jax.random.key(0))
     params = host(old["params"])
-    new, metrics = lower["train_step"]().compile()(old, place(batch, mesh))
+    new, metrics = steps["train_step"]().compile()(old, place(batch, mesh))
     error = batch["x"] @ params["w"] + params["b"] - batch["y"]
     assert metrics["objective"] == pytest.approx(2 * (error**2).mean(), rel=1e-5)
     assert int(new["skipped"]) == 7
@@ -1245,10 +1260,10 @@ def test_what_is_compiled_can_be_replaced():
 
 
 def test_from_params_starts_a_fresh_state():
-    """from_params gives step 0, the given parameters bit for bit, sharded, in the memory that they
-    had, and moments of 0.
+    """from_params gives step 0, the given parameters bit for bit, sharded and in the same memory,
+    and moments of 0.
 
-    Break: step.py: init_fn(key, cfg) | dict(params) => init_fn(key, cfg)
+    Break: step.py: values = values | params => pass
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2)
     steps, *_ = compiled(cfg, linear_batch())
@@ -1271,11 +1286,10 @@ def test_from_params_starts_a_fresh_state():
     (dict(offload_optimizer=True), {"parameters": 48, "moments": 4, "moments in host memory": 64})])
 def test_memory_by_kind_equals_a_hand_count(change, kinds):
     """On each of dp 2, fsdp 2, tp 2, in bytes: w [8, 4] has 8 numbers and 4 of each moment, b [4]
-    four of each, Adam a count; the total is these, step and skipped, 4 of 16 rows of x and y,
+    four of each, Adam a count. The total is these, step and skipped, 4 of 16 rows of x and y,
     temporaries, six metrics, and XLA's pointers to results.
 
-    Break: step.py: stats.argument_size_in_bytes + stats.temp_size_in_bytes +
-    stats.output_size_in_bytes => stats.temp_size_in_bytes + stats.output_size_in_bytes
+    Break: step.py: stats.argument_size_in_bytes + added_bytes(compiled) => added_bytes(compiled)
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2, **change)
     memory = compiled(cfg, linear_batch())[0]["memory"]
@@ -1286,8 +1300,8 @@ def test_memory_by_kind_equals_a_hand_count(change, kinds):
 
 
 def test_memory_of_a_device():
-    """A CPU's eight devices share the memory that the kernel tells; of a device that is not here it
-    is the table's, or None.
+    """A CPU's eight devices divide the memory that the kernel reports. For a device that is not
+    present it is the table's, or None.
 
     Break: step.py: kind.startswith(name) => name.startswith(kind)
     """
@@ -1309,9 +1323,10 @@ def test_memory_of_a_device():
     assert step.peaks("TPU v5 lite") == (197, 15.75) and step.peaks("TPU v5p") == (459, 95)
 
 
-def test_what_does_not_fit_is_told_in_gib():
-    """An update that needs more than a device has is a MemoryError with both, in GiB, and with
-    what alone would help when parameters and moments are too much; what fits raises nothing.
+def test_a_step_that_does_not_fit_is_an_error_in_gib():
+    """A step that needs more than a device has is a MemoryError with both, in GiB, and with the
+    only advice that would help when parameters and moments are too large. A step that fits raises
+    nothing.
 
     Break: step.py: kinds["total"] > limit: => kinds["total"] > 2 * limit:
     """
@@ -1339,9 +1354,9 @@ def test_what_does_not_fit_is_told_in_gib():
     ("--remat full --grad_accum_steps 2 --n_experts 2 --ep 2 --fsdp 2",
      "--grad_accum_steps 4, --remat offload, --offload_optimizer")])
 def test_flags_that_save_memory_are_legal(flags, listed):
-    """What is not set yet, each of them legal.
+    """Flags that are not set yet are listed, and each of them is legal.
 
-    Break: step.py: cfg.batch_size // rows % (2 * cfg.grad_accum_steps) => cfg.batch_size % rows
+    Break: step.py: if rows % (2 * cfg.grad_accum_steps) == 0: => if cfg.batch_size % rows == 0:
     """
     argv = "--fsdp 4 --tp 2 --batch_size 16 --n_heads 4".split() + flags.split()
     cfg = config.derive_text(config.parse(argv))
@@ -1482,7 +1497,7 @@ def test_flags_are_combined_until_a_run_compiles(monkeypatch):
 def test_a_run_that_seemed_to_fit_saves_a_tenth(monkeypatch, limit):
     """Also on a device of unknown memory: of 3400 bytes, 3060 may stay.
 
-    Break: step.py: else 0.9 * peak => else peak
+    Break: step.py: return 0.9 * peak => return peak
     """
     words = suggestion(monkeypatch, limit, ["--grad_accum_steps 2"])
     assert fields_of(words) == {"grad_accum_steps": 2, "batch_size": 160}
@@ -1517,7 +1532,7 @@ def test_three_sizes_are_tried():
 
 
 def test_a_size_that_cannot_be_compiled_is_halved():
-    """From 100 rows, which cannot be compiled, and 50, which cannot either, to 25, which can.
+    """100 rows and 50 rows cannot be compiled; 25 can.
 
     Break: step.py: bound = high if high_peaks else high / 2 => bound = high
     """
@@ -1529,7 +1544,7 @@ def test_a_size_that_cannot_be_compiled_is_halved():
 
 
 def test_lack_of_memory_is_explained():
-    """The error's own advice is used; without it, the one that is asked for; other errors pass.
+    """The error's advice is used, or without it that of suggest. Other errors pass.
 
     Break: step.py: advice = str(e.args[1]) => advice = ""
     """
@@ -1548,8 +1563,8 @@ def test_lack_of_memory_is_explained():
 
 
 def test_the_largest_program_is_checked(monkeypatch):
-    """A sample that needs more than an update is named when it does not fit; without programs
-    nothing is checked.
+    """A sample that needs more than a step is named when it does not fit. Without programs nothing
+    is checked.
 
     Break: step.py: name = max(peaks, key=peaks.get) => name = min(peaks, key=peaks.get)
     """
@@ -1559,7 +1574,7 @@ def test_the_largest_program_is_checked(monkeypatch):
     step.check_peaks({"memory": memory, "peaks": peaks}, None)
     with pytest.raises(MemoryError, match="^sampling needs 2 GiB on each device, which has 1 GiB$"):
         step.check_peaks({"memory": memory, "peaks": peaks | {"sampling": 2**31}}, None)
-    with pytest.raises(MemoryError, match="^an update needs 4 GiB"):
+    with pytest.raises(MemoryError, match="^a step needs 4 GiB"):
         step.check_peaks({"memory": memory, "peaks": peaks | {"update": 2**32}}, None)
     step.check_peaks({"memory": memory, "peaks": {}}, None)
 
@@ -1567,11 +1582,11 @@ def test_the_largest_program_is_checked(monkeypatch):
 @pytest.mark.parametrize("vendor, flags, on_cpu", [
     ("AuthenticAMD", "avx2 avx512f", "float32"), ("AuthenticAMD", "avx512f avx512_bf16", "mixed"),
     ("GenuineIntel", "avx512f avx512_bf16", "float32"), ("GenuineIntel", "amx_bf16 avx2", "mixed")])
-def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, vendor, flags, on_cpu):
-    """bfloat16 but on CPUs, where it is mixed if they multiply bfloat16 faster than float32, else
-    float32, and on NVIDIA's GPUs that have no bfloat16; any other is kept.
+def test_dtype_auto_is_the_fastest_of_the_device(monkeypatch, tmp_path, vendor, flags, on_cpu):
+    """auto is bfloat16, but float16 on NVIDIA's GPUs without bfloat16; on a CPU it is mixed if that
+    multiplies bfloat16 faster than float32, else float32. Any other dtype is kept.
 
-    Break: step.py: {"AuthenticAMD", "avx512_bf16"} <= has => "avx512_bf16" in has
+    Break: step.py: {"AuthenticAMD", "avx512_bf16"} <= words: => "avx512_bf16" in words:
     """
     assert Path("/proc/cpuinfo").is_file()
     cpuinfo = tmp_path / "cpuinfo"
@@ -1589,8 +1604,8 @@ def test_dtype_auto_is_what_the_device_is_fast_at(monkeypatch, tmp_path, vendor,
     ("tpu", None, "tpu"), ("cpu", None, "cpu"),
 ])
 def test_a_gpu_is_known_by_its_compute_capability(platform, capability, known):
-    """NVIDIA's have a number, AMD's a name: what JAX says of the device decides. Only NVIDIA's are
-    told to be exact, and only if that is asked for; this XLA knows the option.
+    """NVIDIA's have a number, AMD's a name. Only NVIDIA's get the option for deterministic sums,
+    and only with cfg.deterministic. This XLA knows the option.
 
     Break: step.py: return "cuda" if float(capability) >= 8 => return "cuda" if capability >= "8"
     """
@@ -1627,7 +1642,7 @@ def _squares_of_many_rows_mapped(xp, x):
     return jax.vmap(lambda row: ((jnp.eye(row.shape[0]) @ row) ** 2).sum())(x)
 
 
-# (function of (numpy or jax.numpy, x), shape of x) of which compiled programs were wrong on CPUs.
+# (function of (numpy or jax.numpy, x), shape of x): compiled programs were wrong on CPUs.
 MISCOMPILED = (
     (_product_with_broadcast, (5, 60, 60)),
     (_attention_to_ones, (5, 60, 60)),
@@ -1637,7 +1652,7 @@ MISCOMPILED = (
 
 
 def test_forms_that_xla_miscompiles_are_right_with_our_options():
-    """The known forms, compiled for a CPU, equal float64 NumPy; without the options some do not.
+    """The known forms, compiled for a CPU, equal float64 NumPy. Without the options some do not.
 
     Skipped with a notice, after the check, once all are right without the options as well.
     Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
@@ -1660,10 +1675,10 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
 # ---- parameter groups
 
 def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
-    """Three updates by float64 NumPy: of AdamW for the matrix, at half the rate and twice the
-    decay; of Lion for the stack; the bias, which decays when it is told to, by AdamW as it is.
+    """Three steps equal float64 NumPy: AdamW for the matrix, at half the rate and twice the decay;
+    Lion for the stack; AdamW for the bias, which has a decay_mult.
 
-    Break: step.py: rate[name] * (u + decay => (u + decay
+    Break: step.py: updates[name] = rates[name] * direction => updates[name] = direction
     """
     cfg = dataclasses.replace(BASE, optimizer="adamw", weight_decay=0.25, clip_norm=0.0, b1=0.5,
                               b2=0.75, eps=1e-8)
@@ -1692,8 +1707,8 @@ def test_groups_of_parameters_have_their_own_rate_decay_and_optimizer():
                                        rtol=2e-5, atol=1e-6)
 
 
-def test_muon_may_be_of_some_parameters_alone():
-    """With --optimizers 'layers*=muon' the stack moves as under muon, the rest as under sgd.
+def test_muon_may_be_used_for_some_parameters_alone():
+    """With --optimizers 'layers*=muon' the stack moves as with muon, the rest as with sgd.
 
     Break: step.py: row.get("optimizer", cfg.optimizer) => cfg.optimizer
     """
@@ -1711,7 +1726,9 @@ def test_muon_may_be_of_some_parameters_alone():
         np.testing.assert_array_equal(moved["sgd"][name], expected)
 
 
-# Sparse rows: two tables of 8 rows, of which "near" is named by two arrays of the batch.
+# ---- sparse rows
+
+# Two tables of 8 rows. Two arrays of the batch have ids of "near", one has ids of "far".
 
 TWO_TABLES = {"near": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a", "bag")),
           "far": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("c",)),
@@ -1734,7 +1751,9 @@ def sparse_loss(params, batch, cfg):
 
 
 def dense_adamw(state, batches, cfg, tables):
-    """float64: AdamW on whole gradients, of `tables` only in the rows that a batch names."""
+    """AdamW in float64 on dense gradients; parameters in `tables` move only in the rows that a
+    batch names.
+    """
     params = {k: np.float64(x) for k, x in state["params"].items()}
     moments = {k: [np.zeros_like(x), np.zeros_like(x)] for k, x in params.items()}
     for t, batch in enumerate(batches, 1):
@@ -1762,10 +1781,10 @@ def dense_adamw(state, batches, cfg, tables):
 
 
 @pytest.mark.slow
-def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
-    """Two updates against AdamW in float64 over whole gradients: parameters and moments of the rows
-    named, with duplicates summed, decay in them alone; all other rows are equal to the bit; padding
-    adds nothing; the same over 2 and 8 devices and in microbatches.
+def test_sparse_rows_equal_numpy_in_the_rows_of_the_batch():
+    """Two steps equal AdamW in float64 on dense gradients: parameters and moments of the named
+    rows, with duplicates summed; only these rows decay. All other rows are bit-identical. Padding
+    adds nothing. The same over 2 and 8 devices and in microbatches.
 
     Break: step.py: jnp.diff(ids, prepend=-1) != 0 => jnp.diff(ids, prepend=-1) > 1
     """
@@ -1793,22 +1812,23 @@ def test_an_update_of_sparse_rows_is_numpys_on_the_rows_of_the_batch_alone():
 
 
 @pytest.mark.parametrize("n", [1, 8])
-def test_no_part_of_an_update_is_as_large_as_a_sparse_table(n):
-    """In the compiled program only what reads and writes rows in place has a table's shape: none is
-    copied, gathered from other devices or computed on; temporaries are as of a table 1/64 as large.
+def test_no_part_of_a_step_is_as_large_as_a_sparse_table(n):
+    """In the compiled program only operations that read and write rows in place have a table's
+    shape: none is copied, gathered from other devices or computed. Temporaries are as large as with
+    a table of 1/64 of the rows.
 
-    Break: step.py: whole = state["params"], state["opt"] =>
-    whole = jax.tree.map(lambda x: x + jnp.ones((), x.dtype), (state["params"], state["opt"]))
+    Break: step.py: tree_map_with_path(with_rows, whole, rows) =>
+    tree_map_with_path(with_rows, jax.tree.map(lambda x: x + jnp.ones((), x.dtype), whole), rows)
     """
     def temporaries(rows):
         table = {"t": dict(shape=(rows, 4), spec=P("fsdp"), init=("normal", 0.5), ids=("a",))}
         cfg = dataclasses.replace(BASE, weight_decay=0.1)
         mesh = step.make_mesh(cfg, jax.devices()[:n])
-        _, lower, _ = step.lower_steps(
+        steps = step.lower_steps(
             cfg, mesh, table, lambda params, batch, cfg: (
                 {"objective": (params["t"][batch["a"]] ** 2).sum()}, {"objective": jnp.float32(8)}),
             lambda key, cfg: model.init(key, cfg, table), batch_structs({"a": IDS["a"]}, mesh))
-        program = lower["train_step"]().compile()
+        program = steps["train_step"]().compile()
         shapes = f"f32[{rows},4]", f"f32[{rows // n},4]"
         made = [line.split(" = ")[1] for line in program.as_text().splitlines() if " = " in line]
         made = {line.split("(")[0].split()[-1] for line in made if line.startswith(shapes)}
@@ -1818,10 +1838,10 @@ def test_no_part_of_an_update_is_as_large_as_a_sparse_table(n):
     assert temporaries(2**20) == temporaries(2**14) < 2**16
 
 
-def test_ids_of_two_sets_of_tables_are_refused_and_optimizers_that_mix_rows():
-    """By an error that names the array, or the parameter and what to take instead.
+def test_shared_ids_and_optimizers_that_mix_rows_are_refused():
+    """The error names the array, or the parameter and the optimizers to take instead.
 
-    Break: step.py: assert not {*names} & {*places}, => assert True,
+    Break: step.py: assert not {*names} & {*indices}, => assert True,
     """
     table = TWO_TABLES | {"far": TWO_TABLES["far"] | {"ids": ("a",)}}
     with pytest.raises(AssertionError, match="ids .'a',.: other ids share one"):

@@ -108,10 +108,10 @@ def score(cfg, pairs, then):
     now = [source.get("summary", source["path"]) for source in sources]
     if then and then != now:
         raise ValueError(f"config: init_from was {then}, is {now}: bring it back")
-    like, lower, from_params = steplib.lower_steps(*train.step_args(run))
-    params = ckpt.load_parameters(sources, like["params"])
-    params = from_params(jax.random.key(cfg.seed), params=params)["params"]
-    program, unknown = lower["eval_step"]().compile(), np.zeros((n, 2), np.float32)
+    steps = steplib.lower_steps(*train.step_args(run))
+    params = ckpt.load_parameters(sources, steps["state"]["params"])
+    params = steps["from_params"](jax.random.key(cfg.seed), params=params)["params"]
+    program, unknown = steps["eval_step"]().compile(), np.zeros((n, 2), np.float32)
     batch_at = train.make_batch_at(run, {"batch": lambda i, rows: build_batch(
         pairs, unknown, cfg.seq_len, (i * B + rows) % n)})
     found = [np.asarray(program(params, batch_at(i))["all"][0]) for i in range(-(-n // B))]
