@@ -66,12 +66,12 @@ def row(change, observe, before, after, base=()):
 @cache
 def lowered(cfg, program):
     parts = train.step_args(train.setup_run(cfg))
-    return step.lower_steps(*parts)[1][program]().as_text()
+    return step.lower_steps(*parts)[program]().as_text()
 
 
 def states(cfg):
     """Shapes, dtypes and shardings of the state."""
-    return step.lower_steps(*train.step_args(train.setup_run(cfg)))[0]
+    return step.lower_steps(*train.step_args(train.setup_run(cfg)))["state"]
 
 
 def loss_has(text):
@@ -171,7 +171,7 @@ def watched(cfg):
 def splits_rows(cfg):
     """Whether a step processes its 16 rows in two microbatches."""
     run = train.setup_run(cfg, SLOPE)
-    text = step.lower_steps(*train.step_args(run))[1]["train_step"]().as_text()
+    text = step.lower_steps(*train.step_args(run))["train_step"]().as_text()
     return "tensor<2x8xf32>" in text and "stablehlo.while" in text
 
 
