@@ -138,45 +138,6 @@ TEXT = {
 }
 
 
-def no_export(params, cfg):
-    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
-
-
-# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
-TASK_DEFAULTS = {
-    "resolve": lambda platform, cfg: cfg,
-    "validate": lambda sizes, cfg: [],
-    "unit": "example",
-    "units_per_step": lambda cfg: cfg.batch_size,
-    "flops": None,
-    "metrics": lambda means, source: {},
-    "sample": None,
-    "programs": lambda params, cfg: {},
-    "init_names": lambda table, saved, cfg: set(table),
-    "memory_flags": lambda sp, cfg: [],
-    "summary": lambda cfg: "",
-    "hf": {
-        "update_config": lambda cfg: cfg,
-        "open_weights": lambda path, cfg: None,
-        "export": no_export,
-    },
-}
-
-
-def complete_task(task):
-    """The task with its defaults. Raises ValueError for unknown and missing keys."""
-    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
-    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
-    config.raise_if_errors(errors)
-
-    def init_from_table(key, cfg):
-        return model.init(key, cfg, task["table"](cfg))
-
-    complete = TASK_DEFAULTS | {"init": init_from_table} | task
-    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
-    return complete
-
-
 # ---- a run
 
 
@@ -285,19 +246,6 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
         "batch": batch,
         "is_synchronous": platform == "cpu" and mesh.size == 1,
     }
-
-
-def check_table(table):
-    """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
-    parameter is trained.
-    """
-    known = ("shape", "spec", "init", "trained", "ids", "lr_mult", "decay_mult", "optimizer")
-    errors = []
-    for name, row in table.items():
-        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
-    if not errors and not any(row.get("trained", True) for row in table.values()):
-        errors.append("table: no parameter is trained; freeze fewer")
-    config.raise_if_errors(errors, "task")
 
 
 def init_progress(launched):
@@ -955,19 +903,6 @@ def make_batch_at(setup, source, pinned=False):
     return batch_at
 
 
-def id_errors(batch, table):
-    """Errors of ids in a batch that are no row of the parameter which looks them up."""
-    errors = []
-    for row in table.values():
-        n = row["shape"][0]
-        for name in row.get("ids", ()):
-            low, high = batch[name].min(), batch[name].max()
-            if low < 0 or high > n:
-                errors.append(f"{name} is {low} to {high}: must be from 0 to {n - 1}, or {n} for "
-                              "padding")
-    return errors
-
-
 def run_hooks(hooks, event, value):
     """Call every hook(event, value). A result that is not None replaces the value."""
     for hook in hooks:
@@ -1200,7 +1135,134 @@ def throughput(run, step, timers, means):
     return row
 
 
-# ---- signals and stop requests
+# ---- stop requests
+
+
+def save_only(signals):
+    """Whether a signal came, after which the loop saves and skips everything else. Several
+    processes have to agree on a stop first.
+    """
+    return jax.process_count() == 1 and bool(signals)
+
+
+def poll_stop_requests(run, step, progress, signals):
+    """Requests to stop: {"step": when they were polled, "elapsed_s": seconds since the launch,
+    "signal": name or None, "stop_file": whether out_dir/stop exists, "hook_stops": reasons}.
+
+    Several processes exchange their requests at multiples of log_every. Between these the result is
+    the previous one.
+    """
+    several = jax.process_count() > 1
+    before = progress["stop_requests"]
+    is_poll_step = step is None or step % (run["cfg"].log_every or 10) == 0
+    if several and (not is_poll_step or step == before["step"]):
+        return before
+
+    hook_stops = progress["hook_stops"]
+    found = {
+        "elapsed_s": time.perf_counter() - progress["timers"]["launched"],
+        "stop_file": os.path.exists(f"{run['cfg'].out_dir}/stop"),
+        "signal": signal.Signals[signals[0]].value if signals else 0,
+        "n_hook_stops": len(hook_stops),
+    }
+    if several:
+        gathered = multihost_utils.process_allgather(np.float32([*found.values()]))
+        found = dict(zip(found, gathered.max(axis=0).tolist()))
+        if found["n_hook_stops"] and not hook_stops:
+            hook_stops = ["a hook of another process requested it"]
+    signal_name = signal.Signals(int(found["signal"])).name if found["signal"] else None
+    return {
+        "step": step,
+        "elapsed_s": found["elapsed_s"],
+        "stop_file": bool(found["stop_file"]),
+        "signal": signal_name,
+        "hook_stops": hook_stops,
+    }
+
+
+def stop_while_waiting(run, step, progress, signals):
+    """stop_reason during a wait for data. Several processes cannot agree then: they wait on."""
+    run["heartbeat"](doing="waiting for data", step=step)
+    if jax.process_count() > 1:
+        return None
+    requests = poll_stop_requests(run, None, progress, signals)
+    return stop_reason(run, step, requests, progress["last_metrics"])
+
+
+# ---- optional
+
+# ---- custom tasks
+
+
+def no_export(params, cfg):
+    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
+
+
+# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
+TASK_DEFAULTS = {
+    "resolve": lambda platform, cfg: cfg,
+    "validate": lambda sizes, cfg: [],
+    "unit": "example",
+    "units_per_step": lambda cfg: cfg.batch_size,
+    "flops": None,
+    "metrics": lambda means, source: {},
+    "sample": None,
+    "programs": lambda params, cfg: {},
+    "init_names": lambda table, saved, cfg: set(table),
+    "memory_flags": lambda sp, cfg: [],
+    "summary": lambda cfg: "",
+    "hf": {
+        "update_config": lambda cfg: cfg,
+        "open_weights": lambda path, cfg: None,
+        "export": no_export,
+    },
+}
+
+
+def complete_task(task):
+    """The task with its defaults. Raises ValueError for unknown and missing keys."""
+    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
+    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
+    config.raise_if_errors(errors)
+
+    def init_from_table(key, cfg):
+        return model.init(key, cfg, task["table"](cfg))
+
+    complete = TASK_DEFAULTS | {"init": init_from_table} | task
+    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
+    return complete
+
+
+def check_table(table):
+    """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
+    parameter is trained.
+    """
+    known = ("shape", "spec", "init", "trained", "ids", "lr_mult", "decay_mult", "optimizer")
+    errors = []
+    for name, row in table.items():
+        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
+    if not errors and not any(row.get("trained", True) for row in table.values()):
+        errors.append("table: no parameter is trained; freeze fewer")
+    config.raise_if_errors(errors, "task")
+
+
+# ---- sparse rows
+
+
+def id_errors(batch, table):
+    """Errors of ids in a batch that are no row of the parameter which looks them up."""
+    errors = []
+    for row in table.values():
+        n = row["shape"][0]
+        for name in row.get("ids", ()):
+            low, high = batch[name].min(), batch[name].max()
+            if low < 0 or high > n:
+                errors.append(f"{name} is {low} to {high}: must be from 0 to {n - 1}, or {n} for "
+                              "padding")
+    return errors
+
+
+# ---- signals
 
 
 @contextlib.contextmanager
@@ -1270,57 +1332,6 @@ def catch_signals():
         yield caught, in_loop
 
 
-def save_only(signals):
-    """Whether a signal came, after which the loop saves and skips everything else. Several
-    processes have to agree on a stop first.
-    """
-    return jax.process_count() == 1 and bool(signals)
-
-
-def poll_stop_requests(run, step, progress, signals):
-    """Requests to stop: {"step": when they were polled, "elapsed_s": seconds since the launch,
-    "signal": name or None, "stop_file": whether out_dir/stop exists, "hook_stops": reasons}.
-
-    Several processes exchange their requests at multiples of log_every. Between these the result is
-    the previous one.
-    """
-    several = jax.process_count() > 1
-    before = progress["stop_requests"]
-    is_poll_step = step is None or step % (run["cfg"].log_every or 10) == 0
-    if several and (not is_poll_step or step == before["step"]):
-        return before
-
-    hook_stops = progress["hook_stops"]
-    found = {
-        "elapsed_s": time.perf_counter() - progress["timers"]["launched"],
-        "stop_file": os.path.exists(f"{run['cfg'].out_dir}/stop"),
-        "signal": signal.Signals[signals[0]].value if signals else 0,
-        "n_hook_stops": len(hook_stops),
-    }
-    if several:
-        gathered = multihost_utils.process_allgather(np.float32([*found.values()]))
-        found = dict(zip(found, gathered.max(axis=0).tolist()))
-        if found["n_hook_stops"] and not hook_stops:
-            hook_stops = ["a hook of another process requested it"]
-    signal_name = signal.Signals(int(found["signal"])).name if found["signal"] else None
-    return {
-        "step": step,
-        "elapsed_s": found["elapsed_s"],
-        "stop_file": bool(found["stop_file"]),
-        "signal": signal_name,
-        "hook_stops": hook_stops,
-    }
-
-
-def stop_while_waiting(run, step, progress, signals):
-    """stop_reason during a wait for data. Several processes cannot agree then: they wait on."""
-    run["heartbeat"](doing="waiting for data", step=step)
-    if jax.process_count() > 1:
-        return None
-    requests = poll_stop_requests(run, None, progress, signals)
-    return stop_reason(run, step, requests, progress["last_metrics"])
-
-
 @contextlib.contextmanager
 def ignore_stdout_errors():
     """Ignore an OSError of what is printed within, and flush: a closed terminal, a broken pipe or a
@@ -1335,8 +1346,6 @@ def ignore_stdout_errors():
             if e.errno in (errno.EPIPE, errno.EIO):  # redirect it to nowhere, also for the exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
-
-# ---- optional
 
 # ---- checks of stop conditions
 
@@ -2128,12 +2137,6 @@ def jsonl(cfg):
     return observe
 
 
-def trace_profile(cfg):
-    """Trace the steps first:last of cfg.profile into out_dir/profile."""
-    first, last = config.profile_span(cfg)
-    return steplib.profiler(first, last, Path(cfg.out_dir) / "profile", print0)
-
-
 def console(cfg):
     """Show a progress bar on a terminal, plain lines elsewhere."""
     bar = tqdm(disable=True)
@@ -2263,6 +2266,54 @@ def print_summary(cfg, row):
         print0(f"the same command{flag} continues from here{limit}")
 
 
+TRACKER_S = 60  # how long the end of a run waits for an observer in a thread
+QUEUE_ROWS = 10_000  # rows that it may be behind
+
+
+def run_in_thread(name, make, cfg):
+    """The observer make(cfg) in its own thread, so that the run does not wait for it. A raising
+    observer is logged and removed. A hanging one is abandoned at the end.
+    """
+    rows = queue.Queue(QUEUE_ROWS)
+
+    def work():
+        try:
+            observe = make(cfg)
+            event = None
+            while event not in ("end", "error"):
+                event, row = rows.get()
+                observe(event, row)
+        except Exception as e:
+            print0(f"{name}: {type(e).__name__}: {e}; it is removed, and the run continues")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def observe(event, row):
+        if event in ("step", "dispatch") or not thread.is_alive():
+            return
+        with contextlib.suppress(queue.Full):
+            rows.put_nowait((event, row))
+        if event in ("end", "error"):
+            thread.join(TRACKER_S)
+            if thread.is_alive():
+                print0(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
+
+    return observe
+
+
+# ---- profiler
+
+
+def trace_profile(cfg):
+    """Trace the steps first:last of cfg.profile into out_dir/profile."""
+    first, last = config.profile_span(cfg)
+    return steplib.profiler(first, last, Path(cfg.out_dir) / "profile", print0)
+
+
+# ---- plot
+
+
 def plot(cfg):
     """Draw plot.png when a run ends and matplotlib is installed: training and validation loss,
     learning rate, gradient norm and throughput over steps.
@@ -2346,10 +2397,7 @@ def log_to_tensorboard(cfg):
     return observe
 
 
-OBSERVERS = (jsonl, trace_profile, console)
 TRACKERS = {"wandb": log_to_wandb, "tensorboard": log_to_tensorboard}  # of --track
-TRACKER_S = 60  # how long the end of a run waits for a tracker
-QUEUE_ROWS = 10_000  # rows that a tracker may be behind
 
 
 def check_trackers(cfg):
@@ -2362,6 +2410,11 @@ def check_trackers(cfg):
     config.raise_if_errors(errors)
 
 
+# ---- which observers run
+
+OBSERVERS = (jsonl, trace_profile, console)
+
+
 def make_observers(cfg):
     """[(name, observer)] of this run."""
     observers = []
@@ -2371,38 +2424,6 @@ def make_observers(cfg):
     for name in cfg.track:
         observers.append((name, run_in_thread(name, TRACKERS[name], cfg)))
     return observers
-
-
-def run_in_thread(name, make, cfg):
-    """The observer make(cfg) in its own thread, so that the run does not wait for it. A raising
-    observer is logged and removed. A hanging one is abandoned at the end.
-    """
-    rows = queue.Queue(QUEUE_ROWS)
-
-    def work():
-        try:
-            observe = make(cfg)
-            event = None
-            while event not in ("end", "error"):
-                event, row = rows.get()
-                observe(event, row)
-        except Exception as e:
-            print0(f"{name}: {type(e).__name__}: {e}; it is removed, and the run continues")
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def observe(event, row):
-        if event in ("step", "dispatch") or not thread.is_alive():
-            return
-        with contextlib.suppress(queue.Full):
-            rows.put_nowait((event, row))
-        if event in ("end", "error"):
-            thread.join(TRACKER_S)
-            if thread.is_alive():
-                print0(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
-
-    return observe
 
 
 # ---- what a run reports

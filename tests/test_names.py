@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape suffixes that cannot lie: every local `name_XYZ` of model.py has the shape that its suffix
-says. And the linter.
+"""Rules of the house that a machine can check: files, banners, jumps, words, shape suffixes, lint.
 """
+import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,146 @@ def test_every_break_is_a_line_of_the_code():
     wrong = [f"{test}: {old!r} stands {count} times in {file}" for test, file, old, _ in named
              if (count := (ROOT / file).read_text().count(old)) != 1]
     assert not wrong + missing, "\n".join(wrong + missing)
+
+
+FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
+
+# Names that a spine uses and a room below the banner defines, by room. Each is a call of an
+# optional feature: a reader of the spine may take it by its name, and whoever deletes the room
+# deletes the call.
+JUMPS = {
+}
+
+
+def rooms_of(file):
+    """[(first line, banner)] of a file: its spine, "", and the rooms below `# ---- optional`."""
+    lines = (ROOT / file).read_text().splitlines()
+    start = lines.index("# ---- optional")
+    rooms = [(1, "")]
+    for i, line in enumerate(lines[start:], start + 1):
+        if line.startswith("# ---- "):
+            rooms.append((i, line.removeprefix("# ---- ")))
+    return rooms
+
+
+def room_at(rooms, line):
+    return [banner for first, banner in rooms if first <= line][-1]
+
+
+def definitions(tree):
+    """{name: line} of the functions, classes and constants of a module."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node.lineno
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = node.lineno
+    return found
+
+
+def test_each_file_has_a_spine_and_rooms_with_banners():
+    """Each of the six files has one line `# ---- optional`, and below it everything stands in a
+    room with a banner. Other modules do not exist at the top.
+
+    Break: ckpt.py: # ---- verify => # verify
+    """
+    assert {path.name for path in ROOT.glob("*.py")} == {*FILES}
+    wrong = []
+    for file in FILES:
+        source = (ROOT / file).read_text()
+        assert source.count("\n# ---- optional\n") == 1, file
+        banners = [banner for _, banner in rooms_of(file)]
+        assert len({*banners}) == len(banners), f"{file}: two rooms have one banner"
+        for name, line in definitions(ast.parse(source)).items():
+            if room_at(rooms_of(file), line) == "optional":
+                wrong.append(f"{file}:{line}: {name} stands in no room")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_spines_use_only_listed_names_of_rooms():
+    """A name that a spine uses is defined in the spine, or is in JUMPS under its room.
+
+    Break: model.py: # ---- layers => # ---- optional
+    """
+    found = {}
+    for file in FILES:
+        tree = ast.parse((ROOT / file).read_text())
+        rooms = rooms_of(file)
+        lines = definitions(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and room_at(rooms, node.lineno) == "":
+                room = room_at(rooms, lines.get(node.id, 1))
+                if room:
+                    found.setdefault(file, {}).setdefault(room, set()).add(node.id)
+    listed = {file: {room: {*names} for room, names in rooms.items()}
+              for file, rooms in JUMPS.items()}
+    assert found == listed
+
+
+def test_one_class_and_star_imports():
+    """Config is the only class of the six files, and only train.py imports one of the others.
+
+    Break: data.py: import zlib => import zlib, config
+    """
+    modules = {file.removesuffix(".py") for file in FILES}
+    for file in FILES:
+        tree = ast.parse((ROOT / file).read_text())
+        classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        assert classes == (["Config"] if file == "config.py" else [])
+        imported = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+        assert imported & modules == (modules - {"train"} if file == "train.py" else set()), file
+
+
+# Words of a dialect that this project once had, and the plain word for each.
+WORDS = {
+    "told": "logged, printed", "at hand": "available", "passed over": "skipped",
+    "passing over": "skipping", "under way": "pending", "goes on": "continues",
+    "go on": "continue", "went on": "continued", "wish": "stop request", "wishes": "stop requests",
+    "undid": "redone work", "aloud": "with a warning", "theirs": "the name of the other",
+    "mine": "local", "held-out": "validation", "held out": "validation", "fault": "error",
+    "faults": "errors", "left out": "excluded, skipped", "leaves out": "skips",
+    "to the bit": "bit-identical", "sign of life": "heartbeat", "turn by turn": "interleaved",
+    "for ever": "permanently", "damaged": "corrupted", "in words": "as text",
+    "none of theirs": "not an X", "there is none": "say what is missing",
+}
+
+
+def prose(path):
+    """(line, text) of the comments and strings of a Python file, or of all of another file."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return list(enumerate(text.splitlines(), 1))
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            found += enumerate(token.string.splitlines(), token.start[0])
+    return found
+
+
+def test_no_word_of_the_dialect():
+    """Comments, docstrings, messages and documents use the words of the field.
+
+    Break: step.py: # ---- digest of the state => # ---- digest of the state, told
+    """
+    pattern = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *(ROOT / "tests").rglob("*.py"),
+             *(ROOT / "tests").glob("*.md")]
+    wrong = []
+    for path in paths:
+        if path.name == "test_names.py":  # it has the list
+            continue
+        for line, text in prose(path):
+            for match in pattern.finditer(text):
+                plain = WORDS[match[0].lower()]
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {match[0]!r}; say {plain}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_ruff():
