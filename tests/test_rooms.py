@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optional features are rooms: each can be deleted, with the few lines that call it, and the rest
+trains as before.
+"""
+import json
+import subprocess
+import sys
+
+import pytest
+
+import test_names
+from conftest import ROOT
+
+MOST_LINES = 10  # lines outside its rooms that a deletion may change
+JOB = "--steps 4 --eval_every 2 --eval_batches 1 --save_every 2 --log_every 1 --sample_tokens 4"
+
+# {feature: {"rooms": {file: [banners]}, "edits": [(file, text, what stands there instead)]}}
+FEATURES = {
+    "trackers": {
+        "rooms": {"train.py": ["trackers"]},
+        "edits": [
+            ("train.py", '        "track": TRACKERS,\n', ""),
+            ("train.py", "    check_trackers(cfg)\n", ""),
+            ("train.py", "    for name in cfg.track:\n"
+             "        observers.append((name, run_in_thread(name, TRACKERS[name], cfg)))\n", ""),
+        ],
+    },
+    "plot": {
+        "rooms": {"train.py": ["plot"]},
+        "edits": [
+            ("train.py", '    observers.append(("plot", run_in_thread("plot", plot, cfg)))\n', ""),
+        ],
+    },
+    "profiler": {
+        "rooms": {"train.py": ["profiler"], "step.py": ["profiler"]},
+        "edits": [("train.py", "(jsonl, trace_profile, console)", "(jsonl, console)")],
+    },
+    "hooks from files": {
+        "rooms": {"train.py": ["hooks from files"]},
+        "edits": [("train.py", "    hooks = (*hooks, *load_hooks(cfg.hooks))\n", "")],
+    },
+    "compilation cache": {
+        "rooms": {"train.py": ["compilation cache"], "step.py": ["compilation cache"]},
+        "edits": [("train.py", "    use_compilation_cache(cfg)\n", "")],
+    },
+    "dynamic sources": {
+        "rooms": {"train.py": ["dynamic sources of parameters"]},
+        "edits": [
+            ("train.py", '        if "reload" in due:\n'
+             "            state = reload_params(run, state, step, timers)\n", ""),
+        ],
+    },
+    "checks of stop conditions": {
+        "rooms": {"train.py": ["checks of stop conditions"]},
+        "edits": [
+            ("train.py", 'check_stop_metrics(setup, stops, programs["metrics"], train_data, '
+             "val_data)", "set()"),
+        ],
+    },
+    "validation data that comes later": {
+        "rooms": {"train.py": ["validation data that comes later"]},
+        "edits": [
+            ("train.py", "val_data_at(run, step, stopped_while_waiting)", 'run["val_data"]'),
+        ],
+    },
+    "LoRA": {
+        "rooms": {"model.py": ["LoRA"]},
+        "edits": [
+            ("model.py", "    if cfg.lora_rank:\n        table |= _lora_rows(table, cfg)\n", ""),
+            ("model.py", '    if f"{name}.lora_a" in w:\n'
+             "        y += _lora_product(x, w, name, cfg)\n", ""),
+            ("train.py", '    "init_names": model.names_to_load,\n',
+             '    "init_names": lambda table, saved, cfg: set(table),\n'),
+            ("train.py", "        params = model.merge_lora(params, cfg)\n", ""),
+            ("train.py", "    merged = params if as_adapter else model.merge_lora(params, cfg)\n",
+             "    merged = params\n"),
+        ],
+    },
+    "experts": {
+        "rooms": {"model.py": ["experts"]},
+        "edits": [
+            ("model.py", "    if cfg.n_experts:\n        table |= _expert_rows(table, cfg)\n", ""),
+            ("model.py", "        if cfg.n_experts:\n"
+             '            y_BTD, router_stats = _experts(y_BTD, w, attn_inputs["segments"], cfg, '
+             "decoding)\n        elif cfg.mlp_tiles", "        if cfg.mlp_tiles"),
+            ("model.py", "    if cfg.n_experts:\n        sums = _add_router_sums(sums, "
+             "router_stats, labels_BT, weights_BT, cfg)\n", ""),
+        ],
+    },
+    "loss in tiles": {
+        "rooms": {"model.py": ["loss in tiles", "log-probabilities of labels"]},
+        "edits": [
+            ("model.py", "    n_tiles = _n_tiles(*labels_BT.shape, cfg)\n    if n_tiles > 1:\n"
+             "        sums = _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)\n"
+             "    else:\n"
+             "        sums = _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)\n",
+             "    sums = _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)\n"),
+        ],
+    },
+    "MLP in tiles": {
+        "rooms": {"model.py": ["MLP in tiles"]},
+        "edits": [
+            ("model.py", "        elif cfg.mlp_tiles > 1 and not decoding:\n"
+             "            y_BTD = _mlp_in_tiles(y_BTD, w, cfg)\n", ""),
+        ],
+    },
+    "attention by blocks": {
+        "rooms": {"model.py": ["attention by blocks"]},
+        "edits": [
+            ("model.py", "    if T > DENSE_LEN:\n"
+             "        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n", ""),
+        ],
+    },
+    "document mask": {
+        "rooms": {"model.py": ["document mask"], "data.py": ["document mask"]},
+        "edits": [
+            ("model.py", '    if "segments" in batch and "positions" in batch:\n'
+             "        document_sums = _document_sums(batch, cfg)\n"
+             "        n_positions = jnp.float32(labels_BT.size)\n"
+             "        sums |= document_sums\n"
+             "        counts |= dict.fromkeys(document_sums, n_positions)\n", ""),
+            ("data.py", '    if seq_format["document_mask"]:\n'
+             "        _add_document_mask(batch, shards, starts.tolist())\n", ""),
+        ],
+    },
+    "loss scaling for float16": {
+        "rooms": {"step.py": ["loss scaling for float16"]},
+        "edits": [
+            ("step.py", '    if cfg.dtype == "float16":\n'
+             '        state["scale"] = init_loss_scale()\n', ""),
+            ("step.py", '    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step\n'
+             '    step_fn = override("train_step", partial(\n        step_fn,',
+             '    step_fn = override("train_step", partial(\n        train_step,'),
+        ],
+    },
+    "optimizer in host memory": {
+        "rooms": {"step.py": ["optimizer in host memory"]},
+        "edits": [
+            ("step.py", "    if cfg.offload_optimizer:\n"
+             '        step_fn = opt_from_host(step_fn, shardings["opt"])\n'
+             '        digest_fn = opt_from_host(digest_fn, shardings["opt"])\n'
+             '        shardings = state_shardings(shapes, table, mesh, "pinned_host")\n', ""),
+        ],
+    },
+    "sparse rows": {
+        "rooms": {"step.py": ["sparse rows"], "train.py": ["sparse rows"]},
+        "edits": [
+            ("step.py", "    row_ids, batch = find_rows(batch, table)\n"
+             "    rows = gather_rows(state, row_ids)\n", "    rows = state\n"),
+            ("step.py", "    new = scatter_rows(state, row_ids, new_rows)\n",
+             "    new = new_rows\n"),
+            ("train.py", '        config.raise_if_errors(id_errors(batch, setup["table"]), '
+             'f"batch {index}")\n', ""),
+        ],
+    },
+    "weight statistics": {
+        "rooms": {"step.py": ["weight statistics"]},
+        "edits": [
+            ("step.py", "    if cfg.watch and cfg.log_every:\n"
+             '        metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, '
+             "cfg)\n", ""),
+        ],
+    },
+    "mixtures": {
+        "rooms": {"data.py": ["mixtures"]},
+        "edits": [
+            ("data.py", '    if "mixture" in dataset:\n'
+             '        examples = _mixture_examples(dataset["mixture"], draws, seed)\n'
+             '    else:\n        examples = _shuffled(draws, dataset["n"], seed)\n',
+             '    examples = _shuffled(draws, dataset["n"], seed)\n'),
+            ("data.py", '_mixture_files(cfg) | {"data"', '{"data"'),
+            ("data.py", "    if cfg.mix:\n"
+             "        return _open_mixture(cfg, open_files, tokenizer, val)\n", ""),
+        ],
+    },
+    "windows": {
+        "rooms": {"data.py": ["windows"]},
+        "edits": [
+            ("data.py", '    if cfg.order == "windows":\n'
+             '        return {"train": _open_windows(cfg, open_files), "val": val}\n', ""),
+        ],
+    },
+    "locks of buckets": {
+        "rooms": {"ckpt.py": ["locks of buckets"]},
+        "edits": [
+            ("ckpt.py", "            check = locks.enter_context(lock_bucket(root, owner, about, "
+             "log))\n", ""),
+        ],
+    },
+}
+
+
+def without_rooms(text, banners):
+    """The text of a file without the rooms of these banners."""
+    kept, inside, found = [], False, set()
+    for line in text.splitlines(keepends=True):
+        banner = line.removeprefix("# ---- ").rstrip("\n")
+        if line.startswith("# ---- "):
+            inside = banner in banners
+            found |= {banner} & {*banners}
+        if line.startswith("if __name__"):
+            inside = False
+        if not inside:
+            kept.append(line)
+    assert found == {*banners}, f"no room {sorted({*banners} - found)}"
+    return "".join(kept)
+
+
+def delete(feature, folder):
+    """Write the project without a feature into a folder."""
+    for file in test_names.FILES:
+        text = without_rooms((ROOT / file).read_text(), feature["rooms"].get(file, []))
+        for edited, old, new in feature["edits"]:
+            if edited == file:
+                assert text.count(old) == 1, f"{file} has this text {text.count(old)} times: {old}"
+                text = text.replace(old, new)
+        (folder / file).write_text(text)
+
+
+def losses(folder, out_dir, cache_dir):
+    """Run the job with the files of a folder; the losses and digests of all its rows."""
+    command = [sys.executable, "train.py", *JOB.split(), "--out_dir", out_dir, "--cache_dir",
+               cache_dir]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = ("event", "step", "loss", "grad_norm", "val_loss", "digest", "texts")
+    return [{name: row[name] for name in kept if name in row} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, cache_dir):
+    """The losses of the job with all rooms."""
+    folder = tmp_path_factory.mktemp("all")
+    delete({"rooms": {}, "edits": []}, folder)
+    return losses(folder, folder / "out", cache_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_room_can_be_deleted(name, tmp_path, expected, cache_dir):
+    """Without a feature no name is undefined, and the default job has bit-identical losses, digests
+    and samples. At most ten lines outside the rooms change.
+
+    Break: train.py: check_trackers(cfg) => check_trackers(cfg) or TRACKERS
+    """
+    feature = FEATURES[name]
+    n_lines = sum(max(old.count("\n"), 1) for _, old, _ in feature["edits"])
+    assert n_lines <= MOST_LINES
+    delete(feature, tmp_path)
+    lint = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--no-cache",
+         str(tmp_path)], capture_output=True, text=True)
+    assert lint.returncode == 0, lint.stdout
+    assert losses(tmp_path, tmp_path / "out", cache_dir) == expected
+
+
+def test_most_rooms_are_in_the_table():
+    """At least ten features are listed, and the rooms that they name exist.
+
+    Break: step.py: # ---- sparse rows => # ---- rows
+    """
+    assert len(FEATURES) >= 10
+    for feature in FEATURES.values():
+        for file, banners in feature["rooms"].items():
+            present = {banner for _, banner in test_names.rooms_of(file)}
+            assert {*banners} <= present, (file, banners)
