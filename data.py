@@ -1559,11 +1559,15 @@ def _token_cache_folder(cfg):
 
 
 def _readers():
-    """List the functions that decide which tokens a file and a tokenizer give."""
-    return (rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _json_rows, _parse_json,
-            _table_rows, _arrow_batches, _texts, _join_prompt, _check_messages, _encode_chat,
-            _answer_span, _render_chat, _encode_files, _write_shard, _write_documents, _ids_before,
-            _append_ids)
+    """List the functions that decide which tokens come from a file and a tokenizer."""
+    return (
+        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
+        _write_shard, _write_documents, _ids_before, _append_ids,
+        # prompts and chats
+        _join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span,
+        # file formats
+        _json_rows, _parse_json, _table_rows, _arrow_batches,
+    )
 
 
 def _cache_key(paths, tokenizer):
