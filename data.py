@@ -518,7 +518,7 @@ def check_disjoint(groups):
             names_of.setdefault(os.path.realpath(path), []).append(name)
     for path, names in sorted(names_of.items()):
         if len(names) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(names)}; remove it from one")
+            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
 
 
 # ---- text files to tokens
@@ -1482,8 +1482,9 @@ def _open_token_files(paths, seq_format, dtype, eod_id):
     vocab_size = seq_format["vocab_size"]
     is_id = eod_id >= 0 and (not vocab_size or eod_id < vocab_size)
     if seq_format["document_mask"] and not is_id:
-        raise ValueError(f"{paths[0]}: document_mask needs the id between the documents of token "
-                         f"files, and eod_id {eod_id} is not an id; set --eod_id (50256 for GPT-2)")
+        raise ValueError(f"{paths[0]}: with document_mask, token files need the id between "
+                         f"documents, and eod_id {eod_id} is not an id; set --eod_id (50256 for "
+                         "GPT-2)")
     shards = []
     for path in paths:
         # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
