@@ -460,7 +460,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 def split(dataset, val_frac):
     """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
 
-    No shard is cut into a part shorter than seq_len + 1. With packing, documents stay whole.
+    No shard is cut into a part shorter than seq_len + 1. With packing, no document is cut.
     Raises: ValueError when one side would have no sequence.
     """
     seq_format = dataset["seq_format"]
@@ -518,7 +518,7 @@ def check_disjoint(groups):
             names_of.setdefault(os.path.realpath(path), []).append(name)
     for path, names in sorted(names_of.items()):
         if len(names) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(names)}; remove it from one")
+            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
 
 
 # ---- text files to tokens
@@ -531,8 +531,9 @@ def expand(patterns, lenient=False, field="data"):
     """
     paths = {}  # by real path: a link is the file that it points to
     for pattern in map(str, patterns):
-        # The name of an existing file may have brackets, which are special in a glob.
-        names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        names = sorted(glob.glob(pattern, recursive=True))
+        if os.path.exists(pattern):  # its name may have brackets, which are special in a glob
+            names = [pattern]
         n_found = 0
         for name in names:
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
@@ -559,11 +560,16 @@ def tokenize_files(paths, tokenizer, folder):
     """Tokenize the documents of these files into one shard, in a subfolder of `folder`.
 
     The subfolder is named after the content of the files and the tokenizer; if it exists, it is
-    read. Of several processes one does the work, the others wait.
-    Returns {"name", "tokens", "documents": int64 [n, 2], the first token of each document and the
-    one after its last, "ignored": uint8, 1 for tokens that are not labels (absent: all are labels),
-    "token_offset": number of tokens before tokens[0] (not 0 in the second part of a split),
-    "counts": of what was read and skipped, "path", "file_size"}.
+    read. Of several processes one does the work, and the others wait.
+    Returns {
+        "name": for messages,
+        "tokens": a mapped file, [tokens],
+        "documents": int64 [documents, 2], first token of each and the one after its last,
+        "ignored": uint8 [tokens], 1 for tokens that are not labels; absent: all are labels,
+        "token_offset": number of tokens before tokens[0]; not 0 in the second part of a split,
+        "counts": {name: number of documents read, of documents skipped},
+        "path", "file_size": of a file that must not change}.
+    A shard of a token file has no "documents", "ignored" and "counts", but an "eod_id".
     """
     name = str(paths[0])
     if len(paths) > 1:
@@ -815,11 +821,17 @@ def make_tokenizer(name):
     """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved, or
     tiktoken:ENCODING.
 
-    Returns {"encode": text -> 1-D array, "encode_batch": texts -> 1-D arrays, "decode": ids ->
-    text, "n_bytes": ids -> bytes of their text, "vocab_size", "dtype" of ids, "bos", "eos": ids
-    around a document (bos None: an eos stands before it, too), "stops": ids that end a sample,
-    "chat": None or a function that loads transformers' tokenizer, "piece": characters of the pieces
-    in which a text is encoded (-1: all), "key": a JSON value that identifies the tokenizer}.
+    Returns {
+        "encode": text -> 1-D array of ids,
+        "encode_batch": the same for a list of texts,
+        "decode": ids -> text,
+        "n_bytes": ids -> number of bytes of their text,
+        "vocab_size", "dtype": of the ids,
+        "bos", "eos": ids around a document; bos None: an eos stands before it, too,
+        "stops": ids that end a sample,
+        "chat": None, or a function that loads transformers' tokenizer,
+        "piece": characters of the pieces in which a text is encoded; -1: in one,
+        "key": a JSON value that identifies the tokenizer}.
     """
     if name == "bytes":
         library = _bytes_tokenizer()
@@ -904,7 +916,7 @@ def fingerprint(dataset):
 def bytes_per_token(dataset, tokenizer):
     """Count the bytes of text per token in the first 2^20 tokens of each shard.
 
-    None unless all shards are text, and all of it labels.
+    Returns None if a shard is not text, or has tokens that are not labels.
     """
     special = [tokenizer[name] for name in ("bos", "eos") if tokenizer[name] is not None]
     n_bytes = 0
@@ -915,7 +927,7 @@ def bytes_per_token(dataset, tokenizer):
         # Split documents that are packed share their tokens.
         first = shard["documents"][0, 0] if "spans" in shard else 0
         ids = shard["tokens"][first : first + 2**20]
-        is_special = np.isin(ids, special)  # counts as one byte
+        is_special = np.isin(ids, special)  # each counts as one byte
         n_bytes += tokenizer["n_bytes"](ids[~is_special]) + int(is_special.sum())
         n_tokens += len(ids)
     return n_bytes / n_tokens
@@ -1470,8 +1482,9 @@ def _open_token_files(paths, seq_format, dtype, eod_id):
     vocab_size = seq_format["vocab_size"]
     is_id = eod_id >= 0 and (not vocab_size or eod_id < vocab_size)
     if seq_format["document_mask"] and not is_id:
-        raise ValueError(f"{paths[0]}: document_mask needs the id between the documents of token "
-                         f"files, and eod_id {eod_id} is not an id; set --eod_id (50256 for GPT-2)")
+        raise ValueError(f"{paths[0]}: with document_mask, token files need the id between "
+                         f"documents, and eod_id {eod_id} is not an id; set --eod_id (50256 for "
+                         "GPT-2)")
     shards = []
     for path in paths:
         # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
@@ -1547,11 +1560,15 @@ def _token_cache_folder(cfg):
 
 
 def _readers():
-    """List the functions that decide which tokens a file and a tokenizer give."""
-    return (rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _json_rows, _parse_json,
-            _table_rows, _arrow_batches, _texts, _join_prompt, _check_messages, _encode_chat,
-            _answer_span, _render_chat, _encode_files, _write_shard, _write_documents, _ids_before,
-            _append_ids)
+    """List the functions that decide which tokens come from a file and a tokenizer."""
+    return (
+        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
+        _write_shard, _write_documents, _ids_before, _append_ids,
+        # prompts and chats
+        _join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span,
+        # file formats
+        _json_rows, _parse_json, _table_rows, _arrow_batches,
+    )
 
 
 def _cache_key(paths, tokenizer):
@@ -1769,7 +1786,7 @@ def _hf_tokenizer(name):
     if chat_eos:
         stops.add(tok.token_to_id(chat_eos))
 
-    # What the tokenizer adds to an empty text, other than eos, is its bos.
+    # The first id that it adds to an empty text, other than eos, is its bos.
     added_ids = [i for i in tok.encode("").ids if i != eos]
     bos = added_ids[0] if added_ids else None
 

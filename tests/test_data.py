@@ -514,7 +514,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     with pytest.raises(ValueError, match=r"minus.npy: token id -1 is not"):
         data.open_dataset([tmp_path / "minus.npy"], BYTES, {"vocab_size": 100})
     seq_format = {"vocab_size": 100, "document_mask": True}
-    with pytest.raises(ValueError, match=r"99.bin: document_mask .* eod_id 100 is not an id; set"):
+    with pytest.raises(ValueError, match=r"99.bin: with document_mask.* eod_id 100 is not an id"):
         data.open_dataset([good], BYTES, seq_format, eod_id=100)
 
 
@@ -789,7 +789,7 @@ def test_the_cache_key_covers_all_readers():
     """Each function of data.py that tokenizing calls is in the list of readers, but for those that
     only raise errors or import a package; the list has no other function.
 
-    Break: data.py: _table_rows, _arrow_batches, => _table_rows,
+    Break: data.py: _json_rows, _parse_json, => _json_rows,
     """
     def names_in(code):
         nested = [names_in(x) for x in code.co_consts if hasattr(x, "co_names")]
@@ -849,7 +849,7 @@ def test_a_file_in_both(tmp_path):
     mixed = {"data": (), "mix": (f"{path}=1",)}
     twice = {"data": (), "val_data": (), "mix": (f"{path}=1", f"{tmp_path}/*.txt=2")}
     for change, words in (({}, "data and val_data"), (mixed, "mix .*a.txt and val_data"),
-                          (twice, r"mix .*a.txt and mix .*\*.txt; remove it from one")):
+                          (twice, r"mix .*a.txt and mix .*\*.txt; take it out of one")):
         with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
@@ -1154,7 +1154,7 @@ def test_token_files_that_cannot_be_used(tmp_path):
     np.save(tmp_path / "b.npy", np.arange(50, dtype=np.uint32))
     dataset = data.open_dataset([tmp_path / "a.npy", tmp_path / "b.npy"], BYTES, {"seq_len": 49})
     np.testing.assert_array_equal(data.batch_at(dataset, 0, 2)["labels"], [np.arange(1, 50)] * 2)
-    with pytest.raises(ValueError, match=r"a.npy: document_mask needs .* set --eod_id"):
+    with pytest.raises(ValueError, match=r"a.npy: with document_mask.* set --eod_id"):
         data.open_dataset([tmp_path / "a.npy"], BYTES, {"document_mask": True})
     data.open_dataset([tmp_path / "a.npy"], BYTES, {"document_mask": True}, eod_id=0)
     with pytest.raises(ValueError, match=r"a.npy: packing best_fit needs documents"):
