@@ -81,15 +81,13 @@ def fences(document):
 
 
 def code_spans(document):
-    """The texts in backticks outside fenced blocks. A table writes | as \\|."""
+    """The texts in backticks outside fenced blocks, where tables write a bar as \\|."""
     text = re.sub(r"^```.*?^```", "", read(document), flags=re.M | re.S)
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", text)]
 
 
 def is_command(text):
-    words = text.split()
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        words.pop(0)
+    words = re.sub(r"^([A-Z_]+=\S+ )+", "", text).split()
     return len(words) > 1 and words[0] in PROGRAMS
 
 
@@ -101,9 +99,27 @@ def commands_in(document):
     return found + [span for span in code_spans(document) if is_command(span)]
 
 
-# Each once, in the order of the documents.
-COMMANDS = list(dict.fromkeys(
-    command for document in DOCUMENTS for command in commands_in(document)))
+def all_commands():
+    """The commands of all documents, each once, in the order of the documents."""
+    found = []
+    for document in DOCUMENTS:
+        for command in commands_in(document):
+            if command not in found:
+                found.append(command)
+    return found
+
+
+COMMANDS = all_commands()
+
+
+def python_files(document):
+    """{name: text} of the fenced blocks of Python that begin with `# name.py`."""
+    files = {}
+    for info, text in fences(document):
+        name = re.match(r"# (\w+\.py)\n", text)
+        if info == "python" and name:
+            files[name[1]] = text
+    return files
 
 
 def flags_in(text):
@@ -118,6 +134,11 @@ def section(document, heading):
     """The text under a heading, up to the next one."""
     _, _, rest = read(document).partition(f"{heading}\n")
     return re.split(r"^#+ ", rest, maxsplit=1, flags=re.M)[0]
+
+
+def anchor(title):
+    """The name under which a link finds a heading."""
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
 
 
 def first_column(text):
@@ -263,9 +284,8 @@ def filled(tmp_path_factory):
             vocab_size = write_tokenizer(new / "models/Qwen3-0.6B")
             write_weights(new / "models/Qwen3-0.6B", vocab_size)
             for document in DOCUMENTS:
-                for info, text in fences(document):
-                    if name := info == "python" and re.match(r"# (\w+\.py)\n", text):
-                        (new / name[1]).write_text(text)
+                for name, text in python_files(document).items():
+                    (new / name).write_text(text)
             run_shell(new, f"python train.py {SMALL} --steps 2 --save_every 1")
             new.rename(folder)
     return folder
@@ -295,7 +315,7 @@ def test_a_command_runs(command, project):
 
 @pytest.mark.slow
 def test_the_hook_of_the_readme(project):
-    """It adds bits to each log row, of the loss over the same steps, and stops below 2 bits.
+    """The hook adds the loss in bits to each log row, and stops below 2 bits.
 
     Break: README.md: if row["bits"] < 2: => if row["bits"] < 1:
     """
@@ -305,22 +325,20 @@ def test_the_hook_of_the_readme(project):
     assert [row["step"] for row in rows] == [1, 2, 3]
     np.testing.assert_allclose([row["bits"] for row in rows],
                                [row["loss"] / np.log(2) for row in rows], rtol=1e-3)
-    code, = (text for info, text in fences("README.md") if info == "python")
     names = {}
-    exec(code, names)
+    exec(python_files("README.md")["my_hooks.py"], names)
     assert names["in_bits"]("eval", {"loss": 1.0}) is None
     assert names["in_bits"]("log", {"loss": 1.0})["stop"] == "good enough"
     assert "stop" not in names["in_bits"]("log", {"loss": 3.0})
 
 
 def test_the_setup_block_has_two_commands():
-    """That .ci/run reads from it.
+    """The README has one block `sh setup`, with the two commands that .ci/run runs.
 
     Break: README.md: ```sh setup => ```sh
     """
-    block, = (text for info, text in fences("README.md") if info == "sh setup")
-    assert len(block.splitlines()) == 2
-    assert 'README.md)' in (ROOT / ".ci/run").read_text()
+    blocks = [text for info, text in fences("README.md") if info == "sh setup"]
+    assert [len(text.splitlines()) for text in blocks] == [2]
 
 
 def test_flags_exist():
@@ -349,8 +367,7 @@ def test_paths_exist():
     """
     missing = []
     for document in (*DOCUMENTS, "tests/RESULTS.md"):
-        written = [name[1] for _, text in fences(document)
-                   if (name := re.match(r"# (\w+\.py)\n", text))]
+        written = python_files(document)
         for span in code_spans(document):
             is_path = re.fullmatch(r"(tests/)?(recipes/)?\w+\.(py|md|txt|yaml)", span)
             places = (ROOT / span, ROOT / "tests" / span, ROOT / "tests/recipes" / span)
@@ -363,8 +380,7 @@ def test_paths_exist():
                 missing.append(f"{document}: {path}")
             elif heading:
                 titles = re.findall(r"^#+ (.*)", target.read_text(), re.M)
-                anchors = [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
-                if heading not in anchors:
+                if heading not in map(anchor, titles):
                     missing.append(f"{document}: {path}#{heading}")
     assert not missing, "\n".join(missing)
 
