@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents cannot rot: each command in them runs, each flag and file that they name exists.
+
+A command runs as it stands, in a shell, in a copy of the project's folder with small files under
+the names that the documents use. Flags that make the run small are appended to it.
+"""
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ckpt
+import config
+import plan
+import train
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tests/recipes"))
+import clicks
+import digits
+import distill
+import dpo
+import on_ray
+import tune
+
+DOCUMENTS = ("README.md", "tests/COMMANDS.md", "tests/GUIDE.md")
+
+# A text in backticks that begins with one of these, after NAME=VALUE words, is a command.
+PROGRAMS = ("python", "python3", "pip", "printf", "mkdir", "touch", "grep", "srun", "mpirun",
+            "kubectl", ".venv/bin/pip")
+
+SHAPE = "--d_model 32 --n_layers 1 --n_heads 4"
+SMALL = f"--steps 3 --batch_size 16 --seq_len 32 --eval_batches 1 --sample_tokens 2 {SHAPE}"
+# Flags that are appended to a command, by its last script.
+FLAGS = {
+    "train.py": SMALL,
+    "plan.py": SHAPE,
+    "digits.py": "--steps 2 --eval_batches 1",
+    "dpo.py": SMALL,
+    "distill.py": SMALL,
+    "clicks.py": "--stop 2 --eval_batches 1 --tables user=2^8 item=2^8 category=2^8 history=2^8:4",
+    "audit.py": "--first 1 --last 2",
+}
+
+# The first reason whose pattern is in a command.
+SKIPPED = {
+    r"^(srun|mpirun|kubectl) |--coordinator": "needs a cluster",
+    r"-m venv|requirements\.txt": "the setup block: .ci/run runs it",
+    r"^(\S*/)?pip install (?!.*&&)": "only installs packages",
+    r"pytest|mutate\.py": "runs the tests",
+    r"bench\.py": "takes minutes",
+    r"tiktoken:": "tiktoken downloads its vocabulary",
+    r"(s3|gs)://": "needs a bucket",
+}
+# The package that only the extra of a requirement installs.
+EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray"}
+
+CHAT_TEMPLATE = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}\
+{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
+{% endif %}"""
+
+
+# ---- reading the documents
+
+def read(document):
+    path = ROOT / document
+    return path.read_text() if path.exists() else ""
+
+
+def fences(document):
+    """[(info string, text)] of the fenced blocks."""
+    return re.findall(r"^```([^\n]*)\n(.*?)^```", read(document), re.M | re.S)
+
+
+def code_spans(document):
+    """The texts in backticks outside fenced blocks, where tables write a bar as \\|."""
+    text = re.sub(r"^```.*?^```", "", read(document), flags=re.M | re.S)
+    return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", text)]
+
+
+def is_command(text):
+    words = re.sub(r"^([A-Z_]+=\S+ )+", "", text).split()
+    return len(words) > 1 and words[0] in PROGRAMS
+
+
+def commands_in(document):
+    found = []
+    for info, text in fences(document):
+        if info.split()[:1] == ["sh"]:
+            found += text.splitlines()
+    return found + [span for span in code_spans(document) if is_command(span)]
+
+
+def all_commands():
+    """The commands of all documents, each once, in the order of the documents."""
+    found = []
+    for document in DOCUMENTS:
+        for command in commands_in(document):
+            if command not in found:
+                found.append(command)
+    return found
+
+
+COMMANDS = all_commands()
+
+
+def python_files(document):
+    """{name: text} of the fenced blocks of Python that begin with `# name.py`."""
+    files = {}
+    for info, text in fences(document):
+        name = re.match(r"# (\w+\.py)\n", text)
+        if info == "python" and name:
+            files[name[1]] = text
+    return files
+
+
+def flags_in(text):
+    """The flags of this project's programs in a command or another text in backticks."""
+    *before, arguments = re.split(r"python \S+\.py ", text)
+    if not before and not text.startswith("--"):
+        return []
+    return re.findall(r"--(?:no_)?([a-z]\w*)", arguments)
+
+
+def section(document, heading):
+    """The text under a heading, up to the next one."""
+    _, _, rest = read(document).partition(f"{heading}\n")
+    return re.split(r"^#+ ", rest, maxsplit=1, flags=re.M)[0]
+
+
+def anchor(title):
+    """The name under which a link finds a heading."""
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+
+
+def first_column(text):
+    """The text in backticks at the beginning of each row of a table."""
+    return re.findall(r"^\| `(\w+)`", text, re.M)
+
+
+# ---- running the commands
+
+def reason_to_skip(command):
+    for pattern, reason in SKIPPED.items():
+        if re.search(pattern, command):
+            return reason
+    needed = re.findall(r"pip install (.*?) &&", command)
+    packages = " ".join(needed).replace("'", "").split()
+    if "from transformers" in command:
+        packages += ["transformers", "torch"]
+    for package in packages:
+        try:
+            importlib.metadata.version(EXTRAS.get(package, package))
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed"
+    return None
+
+
+def make_small(command):
+    """The command without its installations, and with flags that make its run small."""
+    command = re.sub(r"pip install .*? && ", "", command)
+    command = command.replace("Config(steps=20", "Config(steps=2, d_model=32, eval_batches=1")
+    command = command.replace("--profile 20:22", "--profile 1:2")
+    command = command.replace("--plan_sweep 4", "--plan_sweep 2")
+    command = re.sub(r"XLA_FLAGS=(\S+)", r'XLA_FLAGS="\1 $XLA_FLAGS"', command)
+    scripts = re.findall(r"(\w+\.py) ", command + " ")
+    flags = FLAGS.get(scripts[-1], "") if scripts and " -c " not in command else ""
+    if "--mode export" in command or "ckpt.py" in command:
+        flags = ""
+    return f"{command} {flags}".strip()
+
+
+def outputs_of(command):
+    """The folders in out/ that a command fills."""
+    return re.findall(r"(?:--out_dir|--export|make_clicks\.py) (out/\w[\w-]*)", command)
+
+
+def run_documented(folder, command):
+    """Run a command, and before it those of the documents that write the folders that it reads."""
+    for path in re.findall(r"out/\w[\w-]*", command):
+        if path not in outputs_of(command) and not (folder / path).exists():
+            writers = [each for each in COMMANDS if path in outputs_of(each)]
+            if writers:
+                run_documented(folder, writers[0])
+    run_shell(folder, make_small(command))
+
+
+def run_shell(folder, command):
+    """Run a command as a user's shell does, with caches beside the folder; its output."""
+    env = dict(os.environ, HOME=str(folder.parent / "home"), PYTHONDONTWRITEBYTECODE="1")
+    env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env["PATH"]
+    env["XLA_FLAGS"] = re.sub(r"--xla_force_host\S+", "", env["XLA_FLAGS"])
+    run = subprocess.run(["bash", "-c", command], cwd=folder, env=env, text=True, timeout=300,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0, f"{command}\nexit code {run.returncode}\n{run.stdout[-3000:]}"
+    return run.stdout
+
+
+def write_tokenizer(folder):
+    """Save a small tokenizer with a chat template; the number of its ids."""
+    from tokenizers import ByteLevelBPETokenizer
+    tokenizer = ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.train([str(ROOT / "config.py")], 300, special_tokens=special)
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+        "chat_template": CHAT_TEMPLATE}))
+    return tokenizer.get_vocab_size()
+
+
+def write_weights(folder, vocab_size):
+    """Save a Qwen3 of one layer, in the shape of SHAPE, as transformers does."""
+    from safetensors.numpy import save_file
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96,
+        "vocab_size": vocab_size, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "tie_word_embeddings": True, "sliding_window": None}))
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    shapes = {
+        "model.embed_tokens": (vocab_size, 32), f"{attention}.q_proj": (32, 32),
+        f"{attention}.k_proj": (32, 32), f"{attention}.v_proj": (32, 32),
+        f"{attention}.o_proj": (32, 32), f"{attention}.q_norm": (8,), f"{attention}.k_norm": (8,),
+        f"{mlp}.gate_proj": (96, 32), f"{mlp}.up_proj": (96, 32), f"{mlp}.down_proj": (32, 96),
+        "model.layers.0.input_layernorm": (32,), "model.layers.0.post_attention_layernorm": (32,),
+        "model.norm": (32,)}
+    random = np.random.default_rng(0)
+    save_file({f"{name}.weight": random.normal(0, 0.1, shape).astype(np.float32)
+               for name, shape in shapes.items()}, folder / "model.safetensors")
+
+
+def write_data(folder):
+    """Make small files of every format under the names that the documents use."""
+    from pyarrow import Table, ipc, parquet
+    tokens = np.random.default_rng(0).integers(0, 250, 5000).astype(np.uint16)
+    header = np.array([20240520, 1, len(tokens)] + [0] * 253, np.int32)
+    for name in ("train.bin", "val.bin"):
+        (folder / name).write_bytes(tokens.tobytes())
+    for name in ("fineweb_train_000001.bin", "fineweb_val_000000.bin"):
+        (folder / name).write_bytes(header.tobytes() + tokens.tobytes())
+    chats = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"},
+                           {"role": "assistant", "content": f"{i + 1}"}]} for i in range(400)]
+    for name in ("chats.jsonl", "val.jsonl"):
+        (folder / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    table = Table.from_pylist([{"text": f"{i} bottles of beer on the wall. " * 9}
+                               for i in range(200)])
+    parquet.write_table(table, folder / "web-0.parquet")
+    (folder / "web_val").mkdir()
+    with ipc.new_stream(folder / "web_val/data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table)
+    files = [{"filename": "data-00000-of-00001.arrow"}]
+    (folder / "web_val/state.json").write_text(json.dumps({"_data_files": files}))
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory):
+    """A copy of the project with small data files and a small run in `out`. All workers of a
+    session share it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "documents"
+    with open(shared / "documents.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            new = shared / "unfinished"
+            new.mkdir()
+            for path in (*ROOT.glob("*.py"), ROOT / "README.md"):
+                shutil.copy(path, new)
+            shutil.copytree(ROOT / "tests", new / "tests",
+                            ignore=shutil.ignore_patterns("__pycache__", "test_*", "*.png"))
+            write_data(new)
+            vocab_size = write_tokenizer(new / "models/Qwen3-0.6B")
+            write_weights(new / "models/Qwen3-0.6B", vocab_size)
+            for document in DOCUMENTS:
+                for name, text in python_files(document).items():
+                    (new / name).write_text(text)
+            run_shell(new, f"python train.py {SMALL} --steps 2 --save_every 1")
+            new.rename(folder)
+    return folder
+
+
+@pytest.fixture
+def project(filled):
+    """A folder to run one command in. Its neighbour `home` holds the caches of all commands."""
+    folder = filled.parent / f"project_{os.getpid()}"
+    shutil.copytree(filled, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:90])
+def test_a_command_runs(command, project):
+    """Each command of the documents ends with exit code 0.
+
+    Break: README.md: --mode sample --prompt 'def ' => --mode sample --prompts 'def '
+    """
+    reason = reason_to_skip(command)
+    if reason:
+        pytest.skip(reason)
+    run_documented(project, command)
+
+
+@pytest.mark.slow
+def test_the_hook_of_the_readme(project):
+    """The hook adds the loss in bits to each log row, and stops below 2 bits.
+
+    Break: README.md: if row["bits"] < 2: => if row["bits"] < 1:
+    """
+    command, = (each for each in COMMANDS if "my_hooks.py" in each)
+    run_shell(project, f"{make_small(command)} --log_every 1")
+    rows = [row for row in ckpt.read_log(project / "out/hooked") if row["event"] == "log"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    np.testing.assert_allclose([row["bits"] for row in rows],
+                               [row["loss"] / np.log(2) for row in rows], rtol=1e-3)
+    names = {}
+    exec(python_files("README.md")["my_hooks.py"], names)
+    assert names["in_bits"]("eval", {"loss": 1.0}) is None
+    assert names["in_bits"]("log", {"loss": 1.0})["stop"] == "good enough"
+    assert "stop" not in names["in_bits"]("log", {"loss": 3.0})
+
+
+def test_the_setup_block_has_two_commands():
+    """The README has one block `sh setup`, with the two commands that .ci/run runs.
+
+    Break: README.md: ```sh setup => ```sh
+    """
+    blocks = [text for info, text in fences("README.md") if info == "sh setup"]
+    assert [len(text.splitlines()) for text in blocks] == [2]
+
+
+def test_flags_exist():
+    """Each --flag in the documents is a field of a config, or an option of a tool.
+
+    Break: README.md: --val_frac 20% => --val_fraction 20%
+    """
+    kinds = (config.Config, plan.PlanConfig, clicks.ClicksConfig, digits.DigitsConfig,
+             distill.DistillConfig, dpo.DpoConfig, on_ray.RayConfig, tune.SweepConfig)
+    known = {"help"}
+    for kind in kinds:
+        known.update(field.name for field in dataclasses.fields(kind))
+    for tool in (*(ROOT / "tests").glob("[!t]*.py"), ROOT / "tests/recipes/audit.py"):
+        known.update(re.findall(r'"--(\w+)"', tool.read_text()))
+    unknown = []
+    for document in (*DOCUMENTS, "tests/RESULTS.md"):
+        for text in commands_in(document) + code_spans(document):
+            unknown += [f"{document}: --{flag}" for flag in flags_in(text) if flag not in known]
+    assert not unknown, "\n".join(unknown)
+
+
+def test_paths_exist():
+    """Each file that the documents link or name exists, and each heading that they link.
+
+    Break: README.md: (tests/GUIDE.md#hooks) => (tests/GUIDE.md#a-hook)
+    """
+    missing = []
+    for document in (*DOCUMENTS, "tests/RESULTS.md"):
+        written = python_files(document)
+        for span in code_spans(document):
+            is_path = re.fullmatch(r"(tests/)?(recipes/)?\w+\.(py|md|txt|yaml)", span)
+            places = (ROOT / span, ROOT / "tests" / span, ROOT / "tests/recipes" / span)
+            found = span in written or any(path.exists() for path in places)
+            if is_path and not found:
+                missing.append(f"{document}: {span}")
+        for path, heading in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", read(document)):
+            target = (ROOT / document).parent / path if path else ROOT / document
+            if not target.exists():
+                missing.append(f"{document}: {path}")
+            elif heading:
+                titles = re.findall(r"^#+ (.*)", target.read_text(), re.M)
+                if heading not in map(anchor, titles):
+                    missing.append(f"{document}: {path}#{heading}")
+    assert not missing, "\n".join(missing)
+
+
+def test_names_to_change_exist():
+    """Each function and table that the README says to edit is in a file that its row names.
+
+    Break: README.md: add a row to `SCHEDULES` => add a row to `SCHEDULE`
+    """
+    missing = []
+    for row in section("README.md", "## How to change it").splitlines():
+        spans = re.findall(r"`([^`]+)`", row)
+        sources = [read(span) for span in spans if span.endswith(".py")]
+        for name in spans:
+            is_name = re.fullmatch(r"[A-Za-z_]\w*", name)
+            if is_name and not any(re.search(rf"\b{name}\b", source) for source in sources):
+                missing.append(name)
+    assert not missing, missing
+
+
+def test_presets_are_those_of_the_config():
+    """COMMANDS.md lists each preset.
+
+    Break: tests/COMMANDS.md: `llama-70b`, => `llama-7b`,
+    """
+    row, = re.findall(r"^\| use a preset: (.*?) \|", read("tests/COMMANDS.md"), re.M)
+    assert re.findall(r"`(.*?)`", row) == [*config.PRESETS]
+
+
+def test_keys_of_a_task_are_those_of_the_code():
+    """The guide has a row for each required and each optional key.
+
+    Break: tests/GUIDE.md: | `memory_flags` | => | `memory_savers` |
+    """
+    required = first_column(section("tests/GUIDE.md", "### Required keys"))
+    optional = first_column(section("tests/GUIDE.md", "### Optional keys"))
+    assert required == [*train.REQUIRED_TASK_KEYS]
+    assert sorted(optional) == sorted({*train.TASK_DEFAULTS, "init"})
+    assert {*required, *optional} == {*train.TEXT}
+
+
+def test_events_of_a_run_are_in_the_guide(tiny):
+    """The table of events has a row for each event that a hook gets in a short run.
+
+    Break: tests/GUIDE.md: | `dispatch` | => | `before_step` |
+    """
+    seen = set()
+    train.main(tiny(steps=4, sample_every=2, sample_tokens=2),
+               hooks=[lambda event, value: seen.add(event)])
+    listed = first_column(section("tests/GUIDE.md", "## Hooks"))
+    assert len(listed) == len({*listed}) and len(seen) >= 14
+    assert seen <= {*listed}
+
+
+def test_no_two_commands_share_a_folder():
+    """Each `out/NAME` is the --out_dir of one command, so that all of them can be pasted.
+
+    Break: tests/COMMANDS.md: --out_dir out/adamw => --out_dir out/groups
+    """
+    folders = [path for command in COMMANDS for path in outputs_of(command)]
+    assert len(folders) > 20
+    assert sorted(folders) == sorted({*folders})
