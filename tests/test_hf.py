@@ -137,11 +137,11 @@ def assert_close(ours, theirs):
 
 
 @each_model
-def test_logits_and_tokens_of_theirs(name, tmp_path):
+def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
     """A model of transformers, read onto a mesh, has the logits that it has in PyTorch, to 2e-5 of
-    the largest, and continues with the same likeliest tokens; written again, all of its tensors
-    are the same bits, and its config.json gives the same fields. transformers loads what we wrote
-    without a missing or unknown tensor, as the same class, and has our logits.
+    the largest, and the same greedy tokens. Written again, all tensors are bit-identical and
+    config.json gives the same fields. transformers loads the written files as the same class,
+    without missing or unknown tensors, with the same logits.
 
     Break: model.py: block_sparse_moe.experts.{}.w1.weight => block_sparse_moe.experts.{}.w2.weight
     """
@@ -217,9 +217,9 @@ HUB = {  # as on the hub, written by transformers 4, and the fields that they me
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_config_json_of_the_hub(name):
-    """A config.json of transformers 4 gives the fields that its model has, where it is silent those
-    that transformers takes; ours of these fields gives them again.
+def test_config_json_of_hub_models(name):
+    """A config.json of transformers 4 gives the fields of its model; missing keys get the defaults
+    of transformers. The config.json written from these fields gives the same fields.
 
     Break: model.py: float(hf["rope_theta"]) => 1e4
     """
@@ -272,8 +272,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_expressed_is_refused_all_at_once(name):
-    """Each value that changes their forward pass and has no field here is named, with the rule.
+def test_an_unsupported_config_json_is_refused(name):
+    """One error lists every value of config.json that changes the forward pass and that no field
+    can express, with the rule.
 
     Break: model.py: if value is not None and value not in legal: => if False:
     """
@@ -284,8 +285,8 @@ def test_what_cannot_be_expressed_is_refused_all_at_once(name):
     assert all(word in str(fault.value) for word in words), fault.value
 
 
-def test_windows_of_qwen_that_all_layers_share_are_read():
-    """use_sliding_window with all layers below max_window_layers is no window, with none a window.
+def test_qwen_sliding_windows_shared_by_all_layers_are_read():
+    """A sliding window is read if every layer uses it, and is 0 if no layer does.
 
     Break: model.py: return window if n_sliding else 0 => return window
     """
@@ -297,8 +298,9 @@ def test_windows_of_qwen_that_all_layers_share_are_read():
     assert windows == [0, 8, 0, 8, 0]
 
 
-def test_fields_that_no_family_has_together_are_refused():
-    """Biases with qk_norm or with experts; special tokens are none.
+def test_field_combinations_that_no_family_has_are_refused():
+    """Biases together with qk_norm or with experts raise ValueError. The written config.json has
+    null for the special tokens.
 
     Break: model.py: qkv_bias=cfg.qkv_bias) => qkv_bias=False)
     """
@@ -320,8 +322,8 @@ def tuned(cfg):
 
 
 @pytest.mark.slow
-def test_lora_apart_and_merged(tmp_path):
-    """PEFT loads our LoRA factors on top of the model that they tune, and has our logits; so has
+def test_lora_as_a_separate_adapter_and_merged(tmp_path):
+    """PEFT loads the LoRA factors onto the base model and has the logits of this project. So does
     transformers with the merged weights.
 
     Break: model.py: product = cfg.lora_alpha / cfg.lora_rank => product = cfg.lora_alpha
@@ -355,8 +357,9 @@ def test_lora_apart_and_merged(tmp_path):
     assert_close(logits, their_logits(again.eval()))
 
 
-def test_lora_of_experts_is_refused_apart():
-    """PEFT tunes modules, and all experts of a layer are one parameter.
+def test_lora_of_experts_cannot_be_exported_as_an_adapter():
+    """A PEFT adapter tunes modules, but all experts of a layer are one parameter. The export of
+    LoRA on experts raises ValueError.
 
     Break: model.py: if cfg.n_experts and name.startswith("layers.w_"): => if False:
     """
@@ -406,8 +409,8 @@ def two_files(tensors):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("n_files", [1, 2])
 def test_tensors_become_stacked_arrays(dtype, n_files, tmp_path):
-    """NumPy arrays where there is no sharding, in the wanted dtype, from one file or several, in
-    slices of any size.
+    """Without a sharding, read_safetensors returns NumPy arrays of the requested dtype, from one
+    file or several.
 
     Break: ckpt.py: target = block[position] => target = block[0, 0]
     """
@@ -426,9 +429,9 @@ def test_tensors_become_stacked_arrays(dtype, n_files, tmp_path):
 @pytest.mark.parametrize("spec, sizes", [
     ((None, None, "a", "b"), (1, 5)), ((None, None, "a", "b"), (7, 1)),
     (("a", None, None, "b"), (2, 2)), ((None, "b", None, None), (2, 3)), ((), (2, 2))])
-def test_shards_hold_their_part(host, spec, sizes, slice_bytes, tmp_path, monkeypatch):
-    """On any sharding, read at once or, as for devices with memory of their own, layer by layer;
-    the array can be donated.
+def test_shards_hold_the_right_slices(host, spec, sizes, slice_bytes, tmp_path, monkeypatch):
+    """With any sharding and any slice size each shard has the right values, whether a stack is
+    read at once or, as for devices with separate memory, layer by layer. The array can be donated.
 
     Break: ckpt.py: stack, part.astype(stack.dtype), layer, 0) =>
     stack, part.astype(stack.dtype), 0, 0)
@@ -455,8 +458,9 @@ def test_shards_hold_their_part(host, spec, sizes, slice_bytes, tmp_path, monkey
     assert name == "e" and narrow.dtype == "bfloat16" and (narrow == tensors["e"]).all()
 
 
-def test_faults_of_tensors_are_told_all_at_once(tmp_path):
-    """Missing, of another shape, of integers, and unknown; those of `unused` may be there.
+def test_all_errors_of_tensors_are_listed(tmp_path):
+    """One error lists missing and unknown tensors, other shapes and integer dtypes. Tensors that
+    match `unused` are permitted.
 
     Break: ckpt.py: errors.append(f"{name} is missing") => pass
     """
@@ -493,8 +497,8 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_lies_is_named(name, tmp_path):
-    """Truncated, or with a header that is not one: a ValueError that names the file.
+def test_an_invalid_safetensors_file_is_named(name, tmp_path):
+    """A truncated file or a file with an invalid header raises ValueError that names the file.
 
     Break: ckpt.py: except (OSError, ValueError, safetensors.SafetensorError) as e: =>
     except (OSError, ValueError) as e:
@@ -507,7 +511,7 @@ def test_a_file_that_lies_is_named(name, tmp_path):
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
-    """As files that an older export left; none of both is taken.
+    """A tensor in two files, as an older export may leave, raises ValueError.
 
     Break: ckpt.py: if duplicates: => if False:
     """
@@ -519,8 +523,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         ckpt.read_safetensors(folder, wanted, like)
 
 
-def test_a_folder_without_safetensors_is_told(tmp_path):
-    """And that pytorch_model.bin can be converted.
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    """The error says that pytorch_model.bin can be converted.
 
     Break: ckpt.py: if not paths: => if False:
     """
@@ -529,9 +533,9 @@ def test_a_folder_without_safetensors_is_told(tmp_path):
         ckpt.read_safetensors(tmp_path, wanted, like)
 
 
-def test_files_are_split_as_theirs(tmp_path):
-    """Files of at most shard_bytes, each tensor in one, and an index that transformers reads;
-    arrays that are views are written in their own order; nothing else is left in the folder.
+def test_written_files_are_split_and_indexed(tmp_path):
+    """write_safetensors writes files of at most shard_bytes and an index that transformers reads,
+    and nothing else. Transposed views are written in their logical order.
 
     Break: ckpt.py: group[name] = np.ascontiguousarray(x) => group[name] = x
     """
@@ -551,8 +555,8 @@ def test_files_are_split_as_theirs(tmp_path):
     assert safe_open(tmp_path / files[0], "np").metadata() == {"format": "pt"}
 
 
-def test_safetensors_is_named_when_it_is_not_installed(tmp_path, monkeypatch):
-    """The sentence has the command that installs it.
+def test_a_missing_safetensors_package_is_an_error(tmp_path, monkeypatch):
+    """The error contains the command that installs safetensors.
 
     Break: ckpt.py: raise ValueError("safetensors is not installed => raise KeyError("safetensors
     """
@@ -601,9 +605,9 @@ print(top - before - 4 * 64)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("where, limit_mib", [("host", 24), ("devices", 64 + 48)])
-def test_memory_of_reading_is_the_result_and_some_slices(where, limit_mib, tmp_path):
-    """Beyond the result some slices of the tensors, 64 MiB each, where devices use the host's
-    memory, else a layer more; measured in a process of its own.
+def test_reading_needs_the_memory_of_the_result_and_some_slices(where, limit_mib, tmp_path):
+    """A separate process measures the memory beyond the result. It is some slices of the tensors
+    of 64 MiB if devices use the host's memory, else also one layer.
 
     Break: ckpt.py: SLICE_BYTES = 2**22 => SLICE_BYTES = 2**30
     """
@@ -637,7 +641,8 @@ ckpt.write_safetensors(root / "out", ckpt.each_tensor(got, wanted, "float32"), s
 
 @pytest.mark.slow
 def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path):
-    """The array over all devices of both, and the same tensors written again.
+    """Each of two processes reads its shards of an array over all devices. Process 0 writes the
+    same tensors again.
 
     Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
     """
@@ -677,10 +682,10 @@ def run_config(tiny, tmp_path, **changes):
 
 
 @pytest.mark.slow
-def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
-    """--init_from a folder sets the model's fields and the first parameters; --export leaves what
-    transformers loads, with the logits of the tuned parameters; --mode export does so later, in
-    another dtype; a tokenizer comes along.
+def test_a_run_tunes_and_exports_a_hugging_face_model(tiny, tmp_path, capsys):
+    """--init_from sets the model's fields and the first parameters. transformers loads the export
+    of the run and of --mode export, in another dtype, with the logits of the tuned parameters. The
+    tokenizer is copied.
 
     Break: train.py: cfg = dataclasses.replace(cfg, **fields) => pass
     """
@@ -719,9 +724,9 @@ def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
         train.main(dataclasses.replace(half, export=str(tmp_path / "ids.npy/within")))
 
 
-def test_the_tokenizer_of_init_from_is_the_run_s(tiny, tmp_path):
-    """A folder of init_from that has a tokenizer.json sets --tokenizer, unless it is given; one
-    without leaves it at bytes.
+def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path):
+    """A folder of init_from with a tokenizer.json sets --tokenizer unless this flag is given. A
+    folder without one leaves it at bytes.
 
     Break: train.py: fields["tokenizer"] = path => pass
     """
@@ -740,8 +745,9 @@ def test_the_tokenizer_of_init_from_is_the_run_s(tiny, tmp_path):
     assert chosen(tokenizer="another") == "another"
 
 
-def test_an_export_without_a_tokenizer_says_so(tiny, tmp_path, capsys):
-    """Files of a tokenizer of Hugging Face's come along, from a folder or by name; bytes have none.
+def test_an_export_without_a_tokenizer_prints_a_notice(tiny, tmp_path, capsys):
+    """An export copies the files of a Hugging Face tokenizer. For the byte tokenizer it prints
+    that the export has none.
 
     Break: train.py: if not has_tokenizer: => if False:
     """
@@ -763,8 +769,8 @@ def test_an_export_without_a_tokenizer_says_so(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
-    """PEFT's adapter on their model and the merged weights give the logits of the run.
+def test_a_lora_run_is_exported_as_an_adapter_and_merged(tiny, tmp_path):
+    """The PEFT adapter on the base model and the merged weights have the logits of the run.
 
     Break: train.py: params = model.merge_lora(params, cfg) => pass
     """
@@ -787,8 +793,8 @@ def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
     assert_close(ours, their_logits(peft.PeftModel.from_pretrained(base, tmp_path / "apart")))
 
 
-def test_an_adapter_has_no_place_for_more_than_its_factors():
-    """What is trained beside them would be lost, and is named.
+def test_an_adapter_cannot_hold_other_trained_parameters():
+    """An adapter holds only LoRA factors. The error names every other trained parameter.
 
     Break: model.py: if row["trained"] and ".lora_" not in name: => if False:
     """
@@ -802,8 +808,9 @@ def test_an_adapter_has_no_place_for_more_than_its_factors():
 
 
 @pytest.mark.slow
-def test_a_run_takes_a_part_of_their_weights(tiny, tmp_path):
-    """All but one from their folder, and of these the norms again from a run: the others are fresh.
+def test_a_run_loads_some_weights_of_a_hugging_face_model(tiny, tmp_path):
+    """The run loads all parameters but one from a Hugging Face folder, and the norms from another
+    run. The excluded parameter is initialized.
 
     Break: train.py: unused += tensors.values() => pass
     """
@@ -827,9 +834,9 @@ def test_a_run_takes_a_part_of_their_weights(tiny, tmp_path):
     assert (began[1]["final_norm"] != first["final_norm"]).any()
 
 
-def test_what_contradicts_their_config_is_refused(tiny, tmp_path):
-    """Fields that were set to something else, a model that is none of ours, a model that no family
-    of theirs has: before anything is read or trained.
+def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_path):
+    """Fields with other values than config.json, an unsupported model_type and a model that no
+    family has raise ValueError before anything is read or trained.
 
     Break: train.py: not in (value, getattr(default, name)): => not in (value, getattr(cfg,
     name)):

@@ -150,9 +150,9 @@ def ended(run, log, timeout_s=120):
 
 # ---- a run
 
-def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
-    """Events and their fields, config.json, checkpoints, the plot, what the screen says, and the
-    signal handlers that there were.
+def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch):
+    """A short run writes the documented events and fields, config.json, checkpoints and the plot,
+    and prints the expected lines. It restores the signal handlers.
 
     Break: train.py: "epoch": step * cfg.batch_size / run["train_data"]["n"], => "epoch_": 0,
     """
@@ -204,10 +204,10 @@ def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
     assert lines[-1].startswith("done: all 10 steps are done; ")
 
 
-def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
-    """Tokens, epochs, seconds, rates, MFU, goodput and memory, worked out from the config and from
-    a clock that this test moves; on 8 devices of 2 TFLOP/s. Two epochs and a bit set the steps; the
-    same command again says how to go further by epochs.
+def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, capsys):
+    """The test computes tokens, epochs, seconds, throughput, MFU, goodput and memory from the
+    config and a simulated clock, for 8 devices of 2 TFLOP/s. metrics.jsonl must have these values.
+    A finished run prints how to train further by epochs.
 
     Break: step.py: scale = units_per_s / n_devices / 1e12 => scale = units_per_s / 1e12
     """
@@ -265,8 +265,8 @@ def documents(tmp_path, **fields):
 
 
 def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path):
-    """Sums over labels by counts of labels, in float64 NumPy from the metrics of each step; the
-    rate and the gradient norm are those of the last step.
+    """A log row has sums over labels divided by label counts, as float64 NumPy computes them from
+    the metrics of each step. Learning rate and gradient norm are those of the last step.
 
     Break: train.py: values |= metric_means(window["sums"]) => pass
     """
@@ -291,9 +291,9 @@ def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_pat
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-12)
 
 
-def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
-    """A run that is saved and stopped between two log rows, then resumed, logs what an undisturbed
-    one does.
+def test_a_log_row_after_a_resume_averages_the_steps_before_it_too(tiny, tmp_path):
+    """A run saves and stops between two log rows and then resumes. Its log rows equal those of an
+    uninterrupted run.
 
     Break: train.py: new_window(meta.get("since_log", {})) => new_window({})
     """
@@ -307,8 +307,9 @@ def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
     assert losses(stopped.out_dir) == losses(straight.out_dir)
 
 
-def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypatch):
-    """With a long log_every they are added up now and then; the row is the same mean.
+def test_the_number_of_unread_metrics_on_the_device_is_bounded(tiny, monkeypatch):
+    """With a long log_every the loop reads the metrics every MAX_UNREAD_STEPS steps. The log row
+    is the same mean.
 
     Break: train.py: elif len(window["steps"]) >= MAX_UNREAD_STEPS: => elif False:
     """
@@ -331,8 +332,9 @@ def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypa
     np.testing.assert_allclose(rows(cfg.out_dir, "log")[0]["loss"], np.mean(losses), rtol=1e-12)
 
 
-def test_without_log_points_a_row_is_of_its_step_alone(tiny):
-    """Also after a save: of a loss that is not finite, with log_every 0.
+def test_without_log_every_a_row_covers_one_step(tiny):
+    """With log_every 0 only a step whose loss is not finite gets a log row. The row covers this
+    step alone, also after a save.
 
     Break: train.py: window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step] =>
     pass
@@ -350,9 +352,9 @@ def test_without_log_points_a_row_is_of_its_step_alone(tiny):
         assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
 
 
-def test_a_metric_that_only_some_rows_have_may_be_named_in_stop(tiny):
-    """One that the task gives in evaluations alone, one of some steps alone, and a function that
-    cannot take made-up numbers: none is refused.
+def test_stop_accepts_a_metric_that_only_some_rows_have(tiny):
+    """--stop accepts a metric that only evaluations have and a metric that only some steps have.
+    It also accepts a metrics function that fails on made-up numbers.
 
     Break: train.py: elif name not in run["known_metrics"] and has_been_logged( => elif
     has_been_logged(
@@ -374,7 +376,8 @@ def test_a_metric_that_only_some_rows_have_may_be_named_in_stop(tiny):
 
 
 def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
-    """Their rows have null and the screen says so; a bound of --stop does not see a 0.
+    """If no position of a batch has a label, the log row has null for the loss and the console
+    prints "no label". A stop condition on the loss does not apply.
 
     Break: train.py: means[name] = np.nan => means[name] = 0.0
     """
@@ -395,8 +398,9 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
     assert "step      2  no label  lr" in capsys.readouterr().out
 
 
-def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
-    """After a loss that is not finite the file has null, wherever the number stands.
+def test_metrics_jsonl_has_null_for_numbers_that_are_not_finite(tiny):
+    """Every line of metrics.jsonl is valid JSON: numbers that are not finite become null, also
+    inside lists and dicts.
 
     Break: ckpt.py: return x if isfinite(x) else None => return x
     """
@@ -421,7 +425,7 @@ def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
     ("val_loss/web>9", "no row of this run has the metric 'val_loss/web' (nearest: val_loss)"),
     ("tokens_per_s<1", "no row of this run has the metric 'tokens_per_s'")])
 def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
-    """A name that no row will have is refused before the first step.
+    """A stop condition on an unknown metric raises ValueError before the first step.
 
     Break: train.py: known_metrics = check_stop_metrics(setup, stops, programs["metrics"],
     train_data, val_data) => known_metrics = set()
@@ -431,8 +435,9 @@ def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
     assert not (Path(tiny().out_dir) / "metrics.jsonl").exists()
 
 
-def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
-    """Those of log rows but speeds, and those of evaluations.
+def test_stop_knows_every_metric_of_log_and_eval_rows(tiny):
+    """The known metrics include every number of a log row except the speeds, and every number of
+    an evaluation row.
 
     Break: train.py: known |= {prefix + name for name in added} => pass
     """
@@ -453,9 +458,9 @@ def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
         assert names - {"step"} <= known
 
 
-def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
-    """The evaluation is compiled when it is first needed, after the steps before it, and not beside
-    these, and its time is booked as compilation.
+def test_on_a_cpu_the_evaluation_is_compiled_when_it_is_first_needed(tiny, caplog):
+    """On a CPU the evaluation is compiled just before its first use, not in parallel with the
+    first steps. The time counts as compilation.
 
     Break: step.py: if mesh.devices.flat[0].platform == "cpu": => if False:
     """
@@ -479,7 +484,8 @@ def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
 
 @pytest.mark.slow
 def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
-    """No data, no network: --lr 3e-4 alone learns, here for a few small steps, and prints a sample.
+    """With --lr 3e-4 and no data set, the model trains on Python's standard library, here for a
+    few small steps. The loss falls and a sample is printed.
 
     Break: data.py: if patterns else _standard_library() => if patterns else []
     """
@@ -493,7 +499,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_epochs_set_the_steps(tiny):
-    """1.5 epochs is that many sequences, rounded up to a batch; step k has seen k batches.
+    """--epochs 1.5 trains for 1.5 times the number of sequences, rounded up to a batch.
 
     Break: train.py: steps = cfg.epochs * train_data["n"] / => steps = train_data["n"] /
     """
@@ -505,7 +511,8 @@ def test_epochs_set_the_steps(tiny):
 
 @pytest.mark.slow
 def test_overfit_batch_learns_one_batch(tiny):
-    """Batch 0 again and again goes to a loss near nothing, which the data as a whole cannot.
+    """--overfit_batch trains on batch 0 in every step. The loss falls further than it can on all
+    of the data.
 
     Break: train.py: 0 if pinned else index => index
     """
@@ -514,8 +521,9 @@ def test_overfit_batch_learns_one_batch(tiny):
     assert rows(tiny().out_dir, "log")[-1]["loss"] < 1.0
 
 
-def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
-    """A pinned function gives batch 0 for every index, another one the batch of its index.
+def test_a_pinned_batch_function_returns_batch_0_for_every_index(tiny):
+    """A pinned batch function returns batch 0 for every index. Otherwise the function returns the
+    batch of the index.
 
     Break: train.py: 0 if pinned else index => 0
     """
@@ -532,9 +540,9 @@ def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
 
 
 @pytest.mark.slow
-def test_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
-    """All held-out data in batches of 8 and of 24, alone and at the end of training: one number, to
-    float32 rounding.
+def test_the_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
+    """An evaluation on all validation data gives the same loss at the end of training, with
+    batches of 8, and in --mode eval, with batches of 24, up to float32 rounding.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
@@ -548,9 +556,10 @@ def test_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
-    """Each sum that the loss gives is a mean of "log" and "eval" rows, also the router's and one
-    that a hook adds; what the task's metrics make of them too, in training and alone.
+def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
+    """Log and eval rows have the mean of each sum of the loss function, also of the router's sums
+    and of a sum that a hook adds. They have the values of the task's "metrics" function too, in
+    training and in --mode eval.
 
     Break: train.py: values |= scalars(task["metrics"](means, val_data)) => pass
     """
@@ -580,7 +589,8 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
 
 @pytest.mark.slow
 def test_a_sample_shows_control_characters_as_escapes(capsys):
-    """Tabs, new lines and letters of any script as they are; what a terminal would obey is escaped.
+    """print_samples keeps tabs, newlines and letters of any script. It escapes characters that
+    control a terminal.
 
     Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
     """
@@ -589,9 +599,9 @@ def test_a_sample_shows_control_characters_as_escapes(capsys):
     assert said[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
 
 
-def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsys):
-    """With the run's config.json as defaults, the same text for the same seed; the training data
-    need not be there.
+def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
+    """--mode sample takes the config of the saved run as defaults, does not need the training
+    data, and prints the same text for the same seed.
 
     Break: model.py: texts.append(cfg.prompt + tokenizer => texts.append(tokenizer
     """
@@ -617,9 +627,9 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
         train.main(cfg, (), train.TEXT | {"sample": None})
 
 
-def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
-    """Also one that equals the default of Config, here over a run that was trained otherwise; and
-    only eval_step is compiled.
+def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
+    """In --mode eval a given flag overrides the saved config, even if its value is the default of
+    Config. Only eval_step is compiled.
 
     Break: config.py: defaults_file = str(saved) => defaults_file = ""
     """
@@ -641,9 +651,10 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
         train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
-def test_a_digest_of_what_is_saved_is_in_the_log_and_in_meta_json(tiny):
-    """That of the arrays as they are read back; of parameters alone where only they are saved. A
-    run over another mesh with the same parameters has their digest too.
+def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
+    """Each save row and its meta.json have the digest of the arrays as they are read back, and of
+    the parameters alone if only these are saved. A run with the same parameters on another mesh
+    has the same digest.
 
     Break: train.py: {"step": step, "kind": kind, "digest": digest, => {"step": step, "kind": kind,
     """
@@ -664,9 +675,10 @@ def test_a_digest_of_what_is_saved_is_in_the_log_and_in_meta_json(tiny):
     assert rows(other.out_dir, "save")[-1]["digest"]["params"] == saved["params"]
 
 
-def test_modes_without_training_use_the_state_or_parameters_given(tiny, tmp_path, capsys):
-    """An evaluation, a sample and an export of a state in memory are those of its checkpoint,
-    though out_dir holds another run; the caller's arrays stay; wrong names and shapes are listed.
+def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path, capsys):
+    """Evaluation, sampling and export of a given state or of given parameters equal those of the
+    checkpoint, even if out_dir holds another run. The caller's arrays remain valid, and errors
+    list wrong names and shapes.
 
     Break: train.py: return run_saved(cfg, task, hooks, state, params) =>
     return run_saved(cfg, task, hooks)
@@ -718,9 +730,9 @@ def test_modes_without_training_use_the_state_or_parameters_given(tiny, tmp_path
             train.main(dataclasses.replace(other, mode=mode), state=state)
 
 
-def test_init_from_is_evaluated_and_sampled_without_a_run(tiny, tmp_path):
-    """The parameters of init_from where out_dir holds no run; where it holds one of other sources,
-    it is refused, and where some parameters are in no source, they are named.
+def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp_path):
+    """If out_dir holds no run, evaluation and sampling use the parameters of init_from. A run with
+    another init_from in out_dir is an error, and so are parameters that no source has.
 
     Break: train.py: if meta and cfg.init_from != => if False and cfg.init_from !=
     """
@@ -741,9 +753,9 @@ def test_init_from_is_evaluated_and_sampled_without_a_run(tiny, tmp_path):
             f"{tiny().out_dir} exclude=final_norm",)))
 
 
-def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
-    """A checkpoint holds CPU, threads, flags and versions; on a resume the differences are printed,
-    and nothing where there is none.
+def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
+    """A checkpoint records CPU, threads, flags and versions. A resume prints the differences, or
+    nothing if all are equal.
 
     Break: train.py: changes = config.changes_since(meta, run_meta) => changes = []
     """
@@ -764,8 +776,9 @@ def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, c
             "empty, is new. The run continues") in capsys.readouterr().out
 
 
-def test_modes_without_training_refuse_another_model(tiny):
-    """One that its parameters would fit.
+def test_modes_without_training_refuse_another_architecture(tiny):
+    """Evaluation, sampling and export refuse a config with another rope_theta, although the shapes
+    of the parameters fit. --allow_change permits it.
 
     Break: train.py: config.raise_if_errors(mismatches, root) => pass
     """
@@ -776,8 +789,9 @@ def test_modes_without_training_refuse_another_model(tiny):
     train.main(tiny(mode="eval", rope_theta=10.0, allow_change=("rope_theta",)))
 
 
-def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
-    """A prompt whose cache could never be held, here of more tokens than there is memory for.
+def test_a_sample_that_fails_does_not_stop_training(tiny, capsys):
+    """Training continues if a sample fails, here because its cache needs more memory than any
+    machine has. The error is printed and logged.
 
     Break: train.py: f"no sample: {type(e).__name__}: {e}" => str(1 / 0)
     """
@@ -786,9 +800,9 @@ def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
     assert "error" in rows(tiny().out_dir, "sample")[0]
 
 
-def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
-    """Rows carry what a hook adds; an event that returns None changes nothing. Each update has its
-    own batch, and is announced under its number.
+def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
+    """A hook receives every event and may add to a row. A hook that returns None changes nothing,
+    and each step has its own batch and number.
 
     Break: train.py: value = new => pass
     """
@@ -811,8 +825,9 @@ def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
 
 
 @pytest.mark.slow
-def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
-    """Here it holds the first parameters for three steps: they are the saved ones at step 3.
+def test_a_hook_may_replace_the_state_of_each_step(tiny):
+    """A hook restores the first parameters after each of three steps. The checkpoint of step 3
+    holds these parameters.
 
     Break: train.py: state = run_hooks(run["hooks"], "state", state) =>
     run_hooks(run["hooks"], "state", state)
@@ -834,9 +849,10 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
 
 
 @pytest.mark.slow
-def test_a_hook_asks_for_a_stop_with_a_reason(tiny, capsys):
-    """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
-    words, and exit code 0; the metrics of every step are read. The same command goes on.
+def test_a_hook_stops_the_run_with_a_reason(tiny, capsys):
+    """A "stop" in the row of a step, a log or an evaluation saves and ends the run with this
+    reason and exit code 0. The metrics of every step are read, and the same command continues the
+    run.
 
     Break: train.py: progress["hook_stops"].append(str(row["stop"])) => pass
     """
@@ -857,10 +873,10 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, capsys):
     assert f"from its own checkpoint, at step {end}" in capsys.readouterr().out
 
 
-def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch):
-    """--hooks file.py:function; what is not there is one clear sentence, as is a resume with other
-    hooks; a fault inside the file keeps its traceback, as does every ValueError that no `raise` of
-    the six files made.
+def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys, monkeypatch):
+    """--hooks takes file.py:function. A missing function or file is a one-sentence error, and so
+    is a resume with other hooks. An error inside the file keeps its traceback, as does every
+    ValueError that no `raise` of the six files made.
 
     Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
@@ -901,10 +917,10 @@ def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
-    """--lora_rank on another run's parameters: held-out loss falls below that run's, and of the
-    checkpoint's arrays only low-rank ones differ. A run from that one starts where it ended, and is
-    refused if it would lose them.
+def test_lora_tunes_a_trained_model(tiny, tmp_path):
+    """LoRA on the parameters of another run lowers the validation loss and changes only the LoRA
+    factors. A new run starts from the tuned parameters, and an error is raised if it would discard
+    the factors.
 
     Break: model.py: y += _lora_product( => y -= 0 * _lora_product(
     """
@@ -931,10 +947,9 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_pruning_holds_its_sparsity(tiny, tmp_path):
-    """Pruning by magnitude, as three functions given by a hook: the optimizer's updates of pruned
-    weights are masked, forward sees pruned weights, and after each update the smallest half are
-    zero again. So half of each MLP matrix is zero in the checkpoint, and it learns.
+def test_pruning_hooks_keep_half_of_the_weights_zero(tiny, tmp_path):
+    """Hooks prune by magnitude in the loss function, the optimizer and the train step. Half of
+    each MLP matrix is zero in the checkpoint, and the model still learns.
 
     Break: step.py: override("train_step", partial( => (lambda name, f: f)("train_step", partial(
     """
@@ -968,9 +983,9 @@ def test_pruning_holds_its_sparsity(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_watched_is_logged(tiny):
-    """Histograms and gradient norms of parameters that match stand in the rows of metrics.jsonl, at
-    log points alone.
+def test_watched_parameters_are_logged(tiny):
+    """Log rows have histograms and gradient norms of the parameters that match --watch, and of no
+    others.
 
     Break: train.py: row["watch"] = => row["watched"] =
     """
@@ -985,9 +1000,10 @@ def test_what_is_watched_is_logged(tiny):
 
 @pytest.mark.parametrize("platform, capability, told", [
     ("gpu", "9.0", "cuda"), ("gpu", "gfx942", "gpu"), ("cpu", "", "cpu"), ("tpu", "", "tpu")])
-def test_a_task_is_told_its_platform(
+def test_a_task_receives_its_platform(
         tiny, monkeypatch, platform, capability, told):
-    """As "cuda" where it is, of the devices at hand or of others, before anything is made.
+    """The task's "resolve" function receives the platform before anything is allocated: "cuda" on
+    NVIDIA GPUs, for the available devices and for given ones.
 
     Break: train.py: platform = steplib.platform(devices[0]) => platform = devices[0].platform
     """
@@ -1008,8 +1024,9 @@ def test_a_task_is_told_its_platform(
     assert seen == 2 * [("mixed", told)]
 
 
-def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
-    """By the address and the numbers given, or by what jax.distributed finds out itself.
+def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
+    """jax.distributed.initialize receives the given address and numbers, or no arguments for
+    --coordinator auto.
 
     Break: step.py: if coordinator == "auto": => if False:
     """
@@ -1030,8 +1047,7 @@ def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
 # ---- the loop
 
 def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
-    """Between save points exactly one step is in flight when metrics are read, and nothing is
-    transferred unasked.
+    """The loop reads the metrics of a step while the next step runs, except at save points.
 
     Break: train.py: progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
     waited_s} => progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
@@ -1049,8 +1065,8 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
     assert lags == [1, 1, 1, 0, 1, 1, 1, 0]
 
 
-def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
-    """A batch left on the host would be copied at dispatch; the guard names it.
+def test_an_implicit_transfer_in_the_loop_is_an_error(tiny):
+    """The transfer guard raises an error for a batch that is still on the host at dispatch.
 
     Break: train.py: jax.transfer_guard("disallow") => jax.transfer_guard("allow")
     """
@@ -1062,7 +1078,7 @@ def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
 
 
 def test_a_run_compiles_its_step_once(tiny, caplog):
-    """By JAX's own log of compilations; evaluation too.
+    """JAX's log shows one compilation of train_step and one of eval_step.
 
     Break: train.py: state, metrics = programs["train_step"](state, batch) =>
     state, metrics = steplib.compile_steps(*step_args(run))["train_step"](state, batch)
@@ -1082,9 +1098,9 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
 
 
 @pytest.mark.slow
-def test_a_profile_holds_the_updates_asked_for(tiny):
-    """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
-    in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
+def test_a_profile_holds_the_requested_steps(tiny):
+    """JAX's own reader finds the executions of steps 3 to 5 in the trace, and at most the step
+    that was already running. The memory profile is written after step 5 and after an error.
 
     Break: step.py: and first <= row["step"] <= last: => and row["step"] == last:
     """
@@ -1106,9 +1122,9 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
 
 # ---- observers
 
-def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, capsys):
-    """It starts as the first is dispatched and stops once the last is done, or the run; memory is
-    written then, and after a failure whether or not it was running.
+def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_path, capsys):
+    """The profiler starts when the first requested step is dispatched and stops when the last one
+    or the run ends. It writes the memory profile then, and after every error.
 
     Break: step.py: if not traced: => if True:
     """
@@ -1143,8 +1159,8 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
 
 
 def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
-    """Observers that alter the row, return another, and ask for a stop: losses, metrics.jsonl, the
-    checkpoint's config and the rows of the next observer are those of a run without them.
+    """Observers change the row, return another row and request a stop. Losses, metrics.jsonl, the
+    saved config and the rows of the next observer are the same as without them.
 
     Break: train.py: observe(event, copied) => observe(event, row)
     """
@@ -1174,8 +1190,8 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
 
 
 def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
-    """One that fails at the first log row and one that fails at the end of all: the run ends
-    well, each is named once with event and exception, and the observers after it miss no row.
+    """One observer fails at the first log row and another at the last event. The run ends
+    normally, prints each error once with its event, and the other observers miss no row.
 
     Break: train.py: observers[:] = [other for other in observers if other is not observer] =>
     pass
@@ -1208,9 +1224,9 @@ def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
     assert seen.count("log") == len(rows(tiny().out_dir, "log")) == 8 and seen[-1] == "end"
 
 
-def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
-    """A hook's row has a list within itself, for which JSON has no form: training continues without
-    the file, and the line says so.
+def test_training_continues_if_metrics_jsonl_cannot_be_written(tiny, capsys):
+    """A hook adds a list that contains itself, which JSON cannot represent. Training continues
+    without metrics.jsonl, and a printed line says so.
 
     Break: train.py: lost = "; metrics.jsonl is no longer written" if => lost = "" if
     """
@@ -1229,8 +1245,8 @@ def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
     assert not rows(cfg.out_dir, "end")
 
 
-def test_an_interrupt_within_an_observer_is_no_error_of_it():
-    """KeyboardInterrupt passes, and the observer stays.
+def test_an_interrupt_within_an_observer_is_raised():
+    """KeyboardInterrupt is raised from the observer, and the observer is not removed.
 
     Break: train.py: except Exception as error: => except BaseException as error:
     """
@@ -1243,9 +1259,9 @@ def test_an_interrupt_within_an_observer_is_no_error_of_it():
     assert observers == [("screen", interrupted)]
 
 
-def test_an_observer_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
-    """One that raises as it hears of the error that ends a run: the error is still raised, and the
-    observers after it hear of it.
+def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
+    """An observer raises when it receives the error that ends the run. The original error is still
+    raised, and the other observers receive it.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
@@ -1263,9 +1279,9 @@ def test_an_observer_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
     assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
 
 
-def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, monkeypatch):
-    """The thread that watches the other processes ends this one, though an observer raises as it is
-    given the reason; the observers after it get it.
+def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch):
+    """The heartbeat thread ends this process after another process has failed, even if an observer
+    raises when it receives the reason. The other observers receive the reason.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
@@ -1286,9 +1302,9 @@ def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, mo
     assert codes == [1] and heard == [{"error": "process 0 has ended: its disk is gone"}]
 
 
-def test_a_log_goes_on_where_the_run_does(tmp_path):
-    """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
-    2; each new line is there as soon as it is written, but those of "step" and "dispatch".
+def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
+    """A resume at step 2 removes rows of later steps, rows of a stop, an end or an error, and torn
+    lines. New rows are written immediately; rows of "step" and "dispatch" are not written.
 
     Break: ckpt.py: if row["step"] <= step and => if row["step"] < step and
     """
@@ -1310,9 +1326,9 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
     assert ckpt.read_log(tmp_path / "none") == []
 
 
-def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
-    """Losses, rate, gradient norm and throughput over steps, drawn at the end; nothing where
-    nothing was logged.
+def test_the_plot_shows_the_log(tmp_path, monkeypatch):
+    """The plot shows losses, learning rate, gradient norm and throughput over steps. It is drawn
+    at the end, and not at all if nothing was logged.
 
     Break: train.py: ("eval", "o-") if label == "validation" else ("log", "-") => ("log", "-")
     """
@@ -1342,9 +1358,9 @@ def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path / "none")
 
 
-def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
-    """A line for each event, to the letter; on a terminal the log is a bar. A run that stopped says
-    how to go on.
+def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
+    """The console prints the exact line of each event; on a terminal a progress bar replaces the
+    log lines. After a stop it prints how to continue.
 
     Break: train.py: if bar.disable: => if not bar.disable:
     """
@@ -1415,8 +1431,9 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
     assert say(observe, ("end", lost)) == short + "\n"
 
 
-def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
-    """Also into a pipe; the other processes neither speak nor write.
+def test_print0_flushes_and_prints_on_process_0_only(tiny, monkeypatch):
+    """print0 flushes each line, also into a pipe. Other processes print nothing and write no
+    files.
 
     Break: train.py: stream.flush() => pass
     """
@@ -1433,9 +1450,9 @@ def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
     assert raw.getvalue() == b"two 2\n" and not Path(tiny().out_dir).exists()
 
 
-def test_the_headline_tells_how_many_parameters_are_trained(tiny):
-    """Without the embedding, 8,192 fewer than the 20,592 that there are; all of them where a task's
-    table does not say.
+def test_the_summary_shows_how_many_parameters_are_trained(tiny):
+    """The summary shows the number of trained parameters if some are frozen, and the total alone
+    if the task's table does not say which are trained.
 
     Break: train.py: if n_trained < n_params: => if False:
     """
@@ -1457,9 +1474,9 @@ def poison(event, value):
 
 @pytest.mark.parametrize("policy", [
     *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "stop")), "raise"])
-def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
-    """skip counts and goes on; stop saves and exits with 1; raise raises. No update happens in any
-    of them, and the row of such a step is in the log, or the error.
+def test_on_nonfinite_skips_stops_or_raises(tiny, policy):
+    """"skip" counts the step and continues, "stop" saves and exits with 1, and "raise" raises. The
+    parameters never change in such a step, and the step is in the log or in the error.
 
     Break: train.py: True) and cfg.on_nonfinite == "stop" => True) and cfg.on_nonfinite == "skip"
     """
@@ -1485,10 +1502,10 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
 # ---- going on
 
 @pytest.mark.slow
-def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
-    """4 steps, stopped at the last before its evaluation, then 8: the second makes up for that,
-    goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
-    once. From then on it is finished, and what would start over is refused.
+def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
+    """A run is stopped at its last step before the evaluation. The same command with more steps
+    evaluates and continues; metrics.jsonl has each event once. Launches that would start over a
+    finished run are refused.
 
     Break: train.py: step, _ = ckpt.newest_meta(root) => step = 0
     """
@@ -1529,8 +1546,9 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_an_epochs_run_goes_further_by_epochs(tiny, capsys):
-    """What is printed at the end of a finished run works when typed, and so does its config.json.
+def test_a_finished_epochs_run_trains_further_with_more_epochs(tiny, capsys):
+    """The --epochs flag that a finished run prints trains further, together with the run's
+    config.json.
 
     Break: train.py: if cfg.epochs else f"--steps {2 * step}" => if False else f"--steps {2 * step}"
     """
@@ -1543,9 +1561,9 @@ def test_an_epochs_run_goes_further_by_epochs(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_resume_never_and_must_and_overwrite(tiny):
-    """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
-    afresh.
+def test_resume_never_must_and_overwrite(tiny):
+    """"never" refuses a used folder and leaves it intact, "must" refuses an unused folder, and
+    "overwrite" starts a new run.
 
     Break: ckpt.py: (given or resume == "never"): => (given or resume == "none"):
     """
@@ -1561,9 +1579,9 @@ def test_resume_never_and_must_and_overwrite(tiny):
 
 
 @pytest.mark.slow
-def test_overwrite_deletes_nothing_before_it_can_start(tiny):
-    """A start that fails, here in a hook that is given the state, leaves the run that was to be
-    overwritten.
+def test_overwrite_deletes_nothing_if_the_launch_fails(tiny):
+    """A launch with --resume overwrite fails in a hook that receives the state. The old run
+    remains.
 
     Break: train.py: state = run_hooks(hooks, "load", state) =>
     __import__("shutil").rmtree(cfg.out_dir + "/ckpt"); state = run_hooks(hooks, "load", state)
@@ -1579,8 +1597,8 @@ def test_overwrite_deletes_nothing_before_it_can_start(tiny):
 
 
 def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
-    """The second is refused while the first lives, and not after; also one whose checkpoints would
-    lie in the same folder.
+    """A second run is refused while the first is alive, also if only its ckpt_dir is the same
+    folder. Later it is not refused.
 
     Break: ckpt.py: ("ckpt_dir", root)): => ("ckpt_dir", out_dir)):
     """
@@ -1598,9 +1616,9 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
-    """Stopped between the last save and the last evaluation: the same command evaluates and ends,
-    and only then is the run finished.
+def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
+    """A run is stopped between its last save and its last evaluation. The same command evaluates
+    and ends, and only then is the run finished.
 
     Break: train.py: ended = last["event"] == "end" and last["reason"] == => ended = True or
     """
@@ -1613,8 +1631,8 @@ def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
 
 
 @pytest.mark.slow
-def test_config_json_does_not_say_how_to_start(tiny):
-    """A run that was started with overwrite is continued, not deleted, by its own config.json.
+def test_config_json_does_not_contain_resume_overwrite(tiny):
+    """A run launched with --resume overwrite is continued, not deleted, by its own config.json.
 
     Break: train.py: config.to_json(config.repeatable(cfg)) => config.to_json(cfg)
     """
@@ -1624,8 +1642,9 @@ def test_config_json_does_not_say_how_to_start(tiny):
     assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 4]
 
 
-def test_a_run_that_fails_ends_once_its_save_has(tiny, monkeypatch):
-    """Before, another start in the same process, as in a notebook, would find the folder half full.
+def test_a_run_that_fails_waits_for_its_save(tiny, monkeypatch):
+    """A run that raises waits for its pending save. Otherwise a second run in the same process, as
+    in a notebook, would find a partial checkpoint.
 
     Break: train.py: save["future"].exception() => pass
     """
@@ -1644,8 +1663,8 @@ def test_a_run_that_fails_ends_once_its_save_has(tiny, monkeypatch):
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [1]
 
 
-def test_a_checkpoint_of_no_run_is_told(tiny, tmp_path):
-    """As another program wrote it, by ckpt.save.
+def test_a_checkpoint_of_another_program_is_refused(tiny, tmp_path):
+    """Training and sampling refuse a checkpoint that another program wrote with ckpt.save.
 
     Break: ckpt.py: if meta and "config" not in meta: => if False:
     """
@@ -1655,8 +1674,9 @@ def test_a_checkpoint_of_no_run_is_told(tiny, tmp_path):
             train.main(tiny(mode=mode, ckpt_dir=str(tmp_path / "foreign")))
 
 
-def test_a_row_of_a_hook_may_hold_anything(tiny):
-    """What is no number is not shown, and what JSON does not know is logged as text.
+def test_a_hook_may_add_values_of_any_type(tiny):
+    """The console skips values that are not numbers, and metrics.jsonl holds values that JSON does
+    not know as text.
 
     Break: train.py: for name in numbers(row): => for name in row:
     """
@@ -1669,9 +1689,9 @@ def test_a_row_of_a_hook_may_hold_anything(tiny):
 
 
 @pytest.mark.slow
-def test_a_given_state_never_joins_another_run(tiny):
-    """State or parameters to start from are refused where a run is, which stays whole; with
-    overwrite they start a run of their own.
+def test_a_given_state_starts_no_run_in_a_used_folder(tiny):
+    """A given state or given parameters are refused if out_dir holds a run, which remains intact.
+    With --resume overwrite they start a new run.
 
     Break: ckpt.py: if meta and (given or resume => if meta and (resume
     """
@@ -1687,8 +1707,8 @@ def test_a_given_state_never_joins_another_run(tiny):
 
 @pytest.mark.slow
 def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
-    """It goes on by a day each time that it is asked: a limit of an hour does not end the run, a
-    period of ten minutes saves nothing, and the wall time in the summary is right.
+    """The wall clock advances by a day at each call. A time limit of an hour does not end the run,
+    a save interval of ten minutes saves nothing, and the wall time in the summary is correct.
 
     Break: train.py: "elapsed_s": time.perf_counter() - => "elapsed_s": time.time() -
     """
@@ -1702,8 +1722,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4]
 
 
-def test_a_task_with_a_wrong_key_is_told_so(tiny):
-    """A key that no task has, and one that every task needs, before anything runs.
+def test_a_task_with_a_wrong_key_is_refused(tiny):
+    """An unknown key of a task and a missing required key raise ValueError before anything runs.
 
     Break: train.py: config.key_errors("task: ", task, TEXT, =>
     config.key_errors("task: ", TEXT, TEXT,
@@ -1730,9 +1750,9 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
      "batch 0: x is -1 to 6: must be from 0 to 3, or 4 for padding"),
 ])
-def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
-    """By a sentence, where JAX would say something else, or nothing: of a key of the task, a row of
-    the table, the source, the loss, a batch, ids beyond their table.
+def test_errors_in_a_custom_task_are_explained(tiny, change, words):
+    """An error in the keys, the table, the source, the loss or a batch of a custom task raises one
+    clear sentence, where JAX would raise something unclear or nothing.
 
     Break: train.py: f"table: {name}: ", row, known, => f"table: {name}: ", row, row,
     """
@@ -1752,8 +1772,9 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
         train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
 
 
-def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
-    """--freeze holds for any task, and a number of examples by NumPy can be saved.
+def test_a_custom_task_may_freeze_parameters_and_use_numpy_integers(tiny):
+    """--freeze works for any task, and a checkpoint can hold a number of examples that is a NumPy
+    integer.
 
     Break: model.py: in matching("freeze", cfg.freeze, table): => in ():
     """
@@ -1776,8 +1797,9 @@ def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
         train.main(tiny(freeze=("nosuch",)), task=task)
 
 
-def test_a_weight_of_ones_own_has_no_place_in_hugging_face_s_format(tiny, monkeypatch):
-    """It is named before anything is trained.
+def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, monkeypatch):
+    """A parameter that Hugging Face's format does not have is named in an error before training
+    starts.
 
     Break: model.py: if base not in hf_names: => if False:
     """
@@ -1789,9 +1811,9 @@ def test_a_weight_of_ones_own_has_no_place_in_hugging_face_s_format(tiny, monkey
     assert not Path(tiny().out_dir, "metrics.jsonl").exists()
 
 
-def test_what_hooks_return_by_accident(tiny):
-    """A row without its keys names the hook and the event; a "stop" that is empty stops nothing;
-    numbers and arrays of NumPy and JAX are written.
+def test_wrong_return_values_of_hooks(tiny):
+    """A row without its keys raises an error that names the hook and the event. An empty "stop"
+    stops nothing. NumPy and JAX values are written as numbers and lists.
 
     Break: train.py: if row.get("stop"): => if "stop" in row:
     """
@@ -1811,8 +1833,9 @@ def test_what_hooks_return_by_accident(tiny):
     assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
 
 
-def test_a_hook_s_file_runs_once_and_sees_what_lies_beside_it(tmp_path):
-    """Two functions of one file share what it holds.
+def test_a_hook_file_is_loaded_once_and_may_import_its_neighbors(tmp_path):
+    """Two functions of one hook file share its globals, and the file imports a module of its own
+    folder.
 
     Break: train.py: if path not in namespaces: => if True:
     """
@@ -1826,8 +1849,8 @@ def test_a_hook_s_file_runs_once_and_sees_what_lies_beside_it(tmp_path):
     assert two("log", {}) == ["beside"]
 
 
-def test_a_tracker_of_ones_own_needs_no_package_of_its_name(tiny, monkeypatch):
-    """It gets the events; that of a package which is not there is refused.
+def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
+    """A tracker that is added to TRACKERS receives the events, although no package has its name.
 
     Break: train.py: needs_package = TRACKERS[name] in (log_to_wandb, log_to_tensorboard) =>
     needs_package = True
@@ -1840,7 +1863,8 @@ def test_a_tracker_of_ones_own_needs_no_package_of_its_name(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
-    """Of the last step, as saved.
+    """The returned summary holds the saved state of the last step, the mesh and the path of the
+    checkpoint.
 
     Break: train.py: "state": state, "mesh": run["mesh"]} => "mesh": run["mesh"]}
     """
@@ -1860,9 +1884,9 @@ def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
         "rope_theta is 500000.0 in the saved config, 10000.0", "norm_eps is 1e-05 in"],
                  marks=pytest.mark.slow),
 ])
-def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, words):
-    """init_from with fitting shapes but another architecture lists what differs; a difference of
-    the forward pass may be wanted, and is then allowed by name.
+def test_parameters_of_another_architecture_are_refused(tiny, tmp_path, before, after, words):
+    """If the architecture differs, init_from raises an error that lists the differences, even if
+    all shapes fit. --allow_change permits differences of the forward pass.
 
     Break: ckpt.py: wrong = list(source.get("mismatches", [])) => wrong = []
     """
@@ -1878,8 +1902,9 @@ def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, 
 
 
 @pytest.mark.slow
-def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
-    """The mesh that a checkpoint was saved on is in its meta.json.
+def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
+    """A resume with another sp is refused, because experts would drop other tokens. meta.json
+    holds the mesh of the checkpoint.
 
     Break: train.py: config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), mesh_shape)
     => config.check_resumable(meta["config"], cfg, {}, {})
@@ -1892,9 +1917,9 @@ def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
     assert train.main(tiny(**more))["step"] == 3
 
 
-def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
-    """Some network file systems have no flock: that is said, and the run goes on, in a folder of
-    folders that are made; however few the epochs, for one step.
+def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
+    """On a file system without flock the run prints a notice and continues. It creates nested
+    folders, and a tiny fraction of an epoch is one step.
 
     Break: ckpt.py: NO_LOCKS = (errno.ENOLCK, => NO_LOCKS = (errno.EPERM,
     """
@@ -1907,8 +1932,8 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
-def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
-    """A save of --weights_every that never ended is gone at the next start.
+def test_a_partial_save_of_weights_is_deleted(tiny):
+    """The next launch deletes an unfinished save of --weights_every.
 
     Break: ckpt.py: clean(each, log) => clean(root, log)
     """
@@ -1919,8 +1944,9 @@ def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
     assert not left.parent.exists()
 
 
-def test_parameters_saved_by_time_are_kept(tiny):
-    """Unlike whole checkpoints by time, of which the next takes the place.
+def test_weights_saved_by_time_are_kept(tiny):
+    """Weights that are saved by time are kept. Of full checkpoints saved by time only the newest
+    is kept.
 
     Break: train.py: temporary = False => pass
     """
@@ -1929,8 +1955,8 @@ def test_parameters_saved_by_time_are_kept(tiny):
     assert (ckpt.steps(folder / "weights"), ckpt.steps(folder)) == ([1, 2, 3], [3])
 
 
-def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
-    """With a slash at its end; what was there is replaced.
+def test_an_export_path_may_end_with_a_slash(tiny):
+    """An export path may end with a slash, and a later export replaces the first.
 
     Break: ckpt.py: Path(f"{out}.partial") => Path(f"{folder}.partial")
     """
@@ -1940,8 +1966,8 @@ def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
     assert not os.path.exists(tiny().out_dir + "_hf.partial")
 
 
-def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
-    """A write that ends halfway leaves the config.json that there was.
+def test_config_json_is_replaced_atomically(tiny, monkeypatch):
+    """If a write ends halfway, the old config.json remains.
 
     Break: ckpt.py: partial_path.write_text(text) => path.write_text(text)
     """
@@ -1959,10 +1985,10 @@ def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
     assert Path(cfg.out_dir, "config.json").read_text() == before
 
 
-def test_an_export_that_cannot_be_made_is_told_first_and_one_that_failed_at_the_end(
+def test_an_export_that_fails_is_reported(
         tiny, monkeypatch):
-    """Without safetensors the run does not begin; where the last export fails, it ends with 1 and
-    says why, its checkpoint saved.
+    """Without safetensors the run does not start. If the last export fails, the run saves its
+    checkpoint and ends with exit code 1 and the reason.
 
     Break: train.py: ckpt.import_safetensors() => pass
     """
@@ -1981,9 +2007,10 @@ def test_an_export_that_cannot_be_made_is_told_first_and_one_that_failed_at_the_
     assert summary["checkpoint"] and ckpt.latest(Path(cfg.out_dir) / "ckpt") == 1
 
 
-def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, capsys):
-    """Only a cache_dir asked for by name must be had. Every program is kept there; JAX, which stays
-    with its first folder, is told to let go of that one.
+def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, capsys):
+    """If the default cache folder cannot be written, the run prints a notice; a given cache_dir
+    raises an error. Every program is cached, and JAX's cache is reset because JAX keeps its first
+    folder.
 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
@@ -2007,9 +2034,9 @@ def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_a_bug_of_a_fork_keeps_its_traceback(tiny, tmp_path):
-    """A ValueError that no `raise` of ours made, here in an edited copy of the project, is shown
-    whole; one of ours stays a sentence.
+def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
+    """A ValueError that no `raise` statement of the project made keeps its traceback, here in an
+    edited copy. An error of the config is one sentence.
 
     Break: train.py: in files and last.line.startswith("raise") => in files
     """
@@ -2030,9 +2057,10 @@ def train_files():
     return [f"{name}.py" for name in "train config model step data ckpt".split()]
 
 
-def test_what_comes_before_jax(monkeypatch):
-    """An old Python is told so by a sentence, before anything that needs a newer one is imported;
-    and malloc is asked to keep freed memory, by the numbers of glibc's malloc.h.
+def test_the_lines_before_the_import_of_jax(monkeypatch):
+    """On an old Python the program exits with one sentence before it imports anything that needs a
+    newer one. On a newer Python it configures malloc to keep freed memory, with the constants of
+    glibc's malloc.h.
 
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
@@ -2053,8 +2081,8 @@ def test_what_comes_before_jax(monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
-    """From the fourth update on hardly a page of the 280 MiB that each takes is new; and the
-    metrics of a step are told before the next is dispatched.
+    """From the fourth step on almost no memory page is new, although each step takes 280 MiB. The
+    metrics of a step are read before the next step is dispatched.
 
     Break: train.py: jax.config.update("jax_cpu_enable_async_dispatch", False) => None
     """
@@ -2078,9 +2106,9 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_screen_says_at_once_what_runs_and_fits_80_columns(tiny, tmp_path):
-    """On a terminal of 80 columns: what will run and that it compiles is there before it is
-    compiled, no line wraps, and the bar is wider than ten characters.
+def test_the_console_fits_80_columns(tiny, tmp_path):
+    """On a terminal of 80 columns no line wraps and the progress bar is wider than ten characters.
+    The run prints its summary and that it compiles before it compiles.
 
     Break: train.py: |{bar}| {elapsed}<{remaining}{postfix}" => |{bar}| {rate_fmt:>60}{postfix}"
     """
@@ -2108,8 +2136,9 @@ def test_the_screen_says_at_once_what_runs_and_fits_80_columns(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resume_under_another_config_lists_the_differences(tiny):
-    """Each with both values and whether it may be changed on purpose; then it may.
+def test_a_resume_with_another_config_lists_the_differences(tiny):
+    """The error lists each field with both values and says whether --allow_change permits the
+    change. A permitted change is accepted.
 
     Break: train.py: config.check_resumable(meta["config"], cfg, => print(meta["config"], cfg,
     """
@@ -2123,7 +2152,7 @@ def test_a_resume_under_another_config_lists_the_differences(tiny):
 
 
 def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
-    """The same file name with other text in it.
+    """A resume with other text in the same file raises ValueError. --allow_change permits it.
 
     Break: train.py: if saved[name] != value and name not in cfg.allow_change: => if False:
     """
@@ -2136,9 +2165,10 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_then_fresh(
+def test_the_start_is_state_then_params_then_checkpoint_then_init_from_then_fresh(
         tiny, tmp_path):
-    """The first that there is, by the origin in the start event and by the parameters themselves.
+    """A run starts from the first available source in this order. The origin in the start event
+    and the parameters show which one it used.
 
     Break: train.py: return start | {"origin": "the given state"} => return start | {"origin":
     "the given parameters"}
@@ -2180,10 +2210,10 @@ def flip(folder):
     chunk.write_bytes(damaged)
 
 
-def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, capsys):
-    """Of state, parameters, own checkpoint, init_from and none, each as it was given or saved. A
-    damaged checkpoint is passed over; one of other shapes says where its config is. overwrite
-    leaves config.json, which does not say so.
+def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
+    """The first state comes from the given state, the given parameters, the run's own checkpoint,
+    init_from or an initialization, in this order. Corrupted checkpoints are skipped, an error on
+    other shapes names the saved config, and overwrite leaves only config.json.
 
     Break: ckpt.py: restore_newest(root, saved, log) => restore_newest(root, saved, str)
     """
@@ -2247,9 +2277,9 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys):
-    """A flipped byte in the newest: the one before is used, it is said, and the end is equal to the
-    bit.
+def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys):
+    """The newest checkpoint has a flipped bit. The run logs this, resumes from the checkpoint
+    before it, and ends bit-identical to an uninterrupted run.
 
     Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") => pass
     """
@@ -2271,8 +2301,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys
 
 
 @pytest.mark.slow
-def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
-    """And none is started over: an error, however often it is tried.
+def test_if_every_checkpoint_is_corrupted_the_run_deletes_none(tiny):
+    """If no checkpoint can be read, each launch raises an error, deletes nothing and does not
+    start over.
 
     Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") =>
     delete_all(root)
@@ -2287,9 +2318,10 @@ def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
     assert ckpt.steps(root) == [4, 8]
 
 
-def test_a_failed_save_is_told_and_the_run_goes_on(tiny, capsys):
-    """A save that fails in the background (a file stands where its folder must go) is a row and a
-    line on the screen; the next save is whole. One that fails at the end ends the run with 1.
+def test_the_run_continues_after_a_failed_save(tiny, capsys):
+    """A file blocks the folder of a checkpoint, so the save fails in the background. The run logs
+    and prints the error and continues, and the next save is intact. If the last save fails, the
+    exit code is 1.
 
     Break: train.py: progress["save_errors"][kind] = str(e) => pass
     """
@@ -2327,8 +2359,8 @@ def saves_in(monkeypatch):
 
 
 def test_a_failed_save_is_logged_at_the_next_step(tiny, monkeypatch):
-    """A file stands where the folder of step 4 must go; once that save has failed, the next step
-    logs it, three steps before the next save.
+    """A file blocks the folder of step 4. The failed save is logged at the next step, three steps
+    before the next save.
 
     Break: train.py: if save["future"].done(): => if False:
     """
@@ -2350,9 +2382,9 @@ def test_a_failed_save_is_logged_at_the_next_step(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_100_saves(tiny, tmp_path):
-    """Live arrays after the 20th and the 100th save are no more than after the 2nd by half of what
-    a save copies; between those two the process grows by less than 40 copies.
+def test_memory_does_not_grow_over_100_saves(tiny, tmp_path):
+    """After 20 and 100 saves the live arrays exceed those after 2 saves by at most half of a
+    save's copy. Between these two the process grows by less than 40 copies.
 
     Break: ckpt.py: data = _snapshot(shard.data) => data = _snapshot(shard.data);
     _snapshot.kept = [*getattr(_snapshot, "kept", []), data]
@@ -2404,9 +2436,10 @@ def due(step, last=(), second=0.0, **fields):
     return train.due_events(run, step, progress)
 
 
-def test_what_is_due_when():
-    """Updates, epochs (of 2.5 updates), windows and seconds; each event once a step, and after the
-    last update those that always are; weights, reloads and exports only where they are wanted.
+def test_due_events_by_steps_epochs_windows_and_seconds():
+    """Intervals in steps, epochs (of 2.5 steps), windows and seconds give the expected steps. Each
+    event happens once a step. The last step has the final events; weights, reloads and exports
+    happen only if they are set.
 
     Break: train.py: return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
     => return completed(run, unit, step) % n == 0
@@ -2434,8 +2467,9 @@ def test_what_is_due_when():
     assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
 
 
-def test_parts_of_an_epoch_fall_on_their_updates():
-    """Of 2.5 updates an epoch, 0.4 epochs are one, though 1.2 // 0.4 is 2 in floating point.
+def test_fractions_of_an_epoch_are_due_at_the_right_steps():
+    """An epoch has 2.5 steps, so 0.4 epochs are one step, although 1.2 // 0.4 is 2 in floating
+    point.
 
     Break: train.py: train_data["n"] + 1e-9 => train_data["n"]
     """
@@ -2444,8 +2478,9 @@ def test_parts_of_an_epoch_fall_on_their_updates():
         assert found == list(range(n, 20, n)), period
 
 
-def test_rows_that_found_no_room_are_written_later(tiny, capsys):
-    """While files may not grow, each row is told of and kept; once they may, all are there.
+def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
+    """While the file cannot grow, each row is kept in memory and an error is printed. All rows are
+    written as soon as the file can grow again.
 
     Break: train.py: print0(f"{path}: {e}; make room: rows are kept until then") => raise
     """
@@ -2465,9 +2500,9 @@ def test_rows_that_found_no_room_are_written_later(tiny, capsys):
     assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2, 3]
 
 
-def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
-    """The clock gives one after each update; the run keeps the two by steps, and none of the
-    others.
+def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
+    """A save is due by time after each step. The run keeps only the two checkpoints that are due
+    by steps.
 
     Break: train.py: due[kind] == "second") => False)
     """
@@ -2482,9 +2517,9 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_path, capsys):
-    """LoRA factors alone are saved; a resumed run takes the rest from the run that it tunes, says
-    so, and ends equal to the bit to one that never stopped.
+def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tmp_path, capsys):
+    """Checkpoints hold only the LoRA factors. A resumed run loads the other parameters from
+    init_from, prints this, and ends bit-identical to an uninterrupted run.
 
     Break: ckpt.py: arrays = flatten(first)[0] | restored => arrays = restored | flatten(first)[0]
     """
@@ -2514,8 +2549,9 @@ def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_p
         train.main(make(steps=9, out_dir=half.out_dir))
 
 
-def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
-    """It starts anew when the run goes on; without that it could not be evaluated.
+def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
+    """A parameter that is trained but excluded from checkpoints is printed at the launch. A resume
+    initializes it again, and an evaluation raises an error.
 
     Break: train.py: print0(f"save_exclude: {', '.join(trained)} will => print(f"{',
     '.join(trained)} may
@@ -2528,9 +2564,10 @@ def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
         train.main(tiny(mode="eval", save_exclude=("embed",)))
 
 
-def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
-    """A run whose checkpoints are in --ckpt_dir is not started anew without it, and the folder's
-    name may be written otherwise; as a source it is found by its out_dir.
+def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
+    """A run whose checkpoints are in --ckpt_dir is not started anew without this flag. The
+    folder's path may be spelled differently, and init_from finds the checkpoints by the run's
+    out_dir.
 
     Break: ckpt.py: if is_elsewhere and => if False and
     """
@@ -2548,7 +2585,8 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
-    """The last one wins; what no source gives is fresh, and said; a table says what is from where.
+    """The last source that has a parameter wins. Parameters that no source has are initialized,
+    and a printed table shows the source of each parameter.
 
     Break: ckpt.py: sources[index]["take"] => sources[0]["take"]
     """
@@ -2572,7 +2610,8 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
-    """Its newest parameters replace those of the run; step, moments and the rate's schedule stay.
+    """A reload replaces the parameters of a dynamic source by its newest ones. Step, moments and
+    the schedule remain.
 
     Break: train.py: open_sources(run) if source["dynamic"]] =>
     open_sources(run) if not source["dynamic"]]
@@ -2605,9 +2644,9 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     assert any(abs(x).max() > 0 for x in mu)  # moments go on
 
 
-def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, capsys):
-    """Its folder is deleted after the first reload: each later reload is logged and printed as a
-    failure, and training continues with the parameters it has.
+def test_training_continues_if_a_dynamic_source_cannot_be_read(tiny, tmp_path, capsys):
+    """The folder of the source is deleted after the first reload. Each later reload is logged and
+    printed as an error, and training continues with the current parameters.
 
     Break: train.py: run["log_event"]("nonfatal_error", {"step": step, "error": f"reload: {e}"})
     => raise
@@ -2635,8 +2674,9 @@ def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, caps
 
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypatch):
-    """--ckpt_dir s3://...: stopped and resumed, a run ends as one on the disk, to the bit; another
-    starts from its parameters; overwriting it deletes it there; out_dir itself must be a folder.
+    """With --ckpt_dir s3://... a stopped and resumed run ends bit-identical to a run on disk,
+    another run starts from its parameters, and overwrite deletes its checkpoints. out_dir itself
+    must be a local folder.
 
     Break: ckpt.py: return ckpt_dir or => return
     """
@@ -2665,9 +2705,9 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
-    """Another out_dir is refused while a run lives, however the path is spelled; it may evaluate.
-    A killed run is continued at once from its own out_dir, and from another once the
-    heartbeat has stood still; of two copies of an out_dir one is refused.
+    """A run with another out_dir is refused while a run writes to the bucket, but it may evaluate.
+    A killed run continues immediately from its own out_dir, and from another out_dir after its
+    heartbeat has stopped. Of two copies of an out_dir one is refused.
 
     Break: ckpt.py: check = locks.enter_context(lock_bucket(root, owner, about, log)) => pass
     """
@@ -2725,7 +2765,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, monkeypatch):
-    """Its heartbeat finds another owner: the next save ends the run with the reason.
+    """The heartbeat finds another owner in the lock. The next save ends the run with this reason.
 
     Break: train.py: run["check_lock"]() => pass
     """
@@ -2749,9 +2789,9 @@ def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_resumed_float16_run_is_equal_to_the_bit(tiny, tmp_path, monkeypatch):
-    """The loss scale doubles every three finite steps here: scale and count are in the checkpoint,
-    and the run that was stopped between two doublings ends as one that was not.
+def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
+    """The loss scale doubles every three finite steps. A checkpoint between two doublings holds
+    the scale and the count, and the resumed run ends bit-identical to an uninterrupted run.
 
     Break: train.py: tree[name] = x => tree[name] = 0 * x if "scale" in name else x
     """
@@ -2813,9 +2853,9 @@ def kill_until_done(cfg, devices, n_kills, rng):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
-    """40 steps straight against 40 steps under 10 SIGKILLs: losses, evaluations and every array of
-    the state.
+def test_a_run_killed_at_any_moment_ends_bit_identical(tiny, tmp_path):
+    """A run of 40 steps with 10 SIGKILLs has the same losses, evaluations and state arrays as an
+    uninterrupted run.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
@@ -2832,9 +2872,9 @@ def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["eval", "export"])
-def test_a_run_killed_after_a_save_makes_up_for_the_rest_of_its_step(tiny, tmp_path, event):
-    """Killed once the save of step 4 is committed and before the evaluation or the export of that
-    step: the next launch makes it first, of the state at step 4.
+def test_a_run_killed_after_a_save_makes_up_for_the_evaluation_or_export(tiny, tmp_path, event):
+    """A run is killed after the save of step 4 is committed and before the evaluation or export of
+    that step. The next launch runs it first, on the state of step 4.
 
     Break: train.py: progress["last_done"][event] = (step, 0.0) => progress["last_done"] |=
     dict.fromkeys(config.EVENTS, (step, 0.0))
@@ -2870,10 +2910,10 @@ def test_a_run_killed_after_a_save_makes_up_for_the_rest_of_its_step(tiny, tmp_p
 
 
 @pytest.mark.slow
-def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_rounding(
+def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
         tiny, tmp_path):
-    """dp 2, fsdp 2, tp 2: stopped at 4 and gone on. The same checkpoint on 4 devices and on 1:
-    losses within 2e-6 relative.
+    """A run with dp 2, fsdp 2 and tp 2 stops at step 4. Resumed on 8 devices it is bit-identical
+    to an uninterrupted run. On 4 devices and on 1 the losses agree to 2e-6.
 
     Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
     """
@@ -2910,9 +2950,9 @@ two = partial(several, 2)
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(tiny, tmp_path):
-    """jax.distributed over gloo, fsdp 2: losses, evaluations, every array of the checkpoint, the
-    samples and the exported weights are those of one process with two devices, to float32 rounding.
+def test_two_processes_train_like_one(tiny, tmp_path):
+    """Two processes with fsdp 2 have the losses, evaluations, checkpoint arrays, samples and
+    exported weights of one process with two devices, up to float32 rounding.
 
     Break: train.py: 0 if pinned else index, rows) => 0 if pinned else index, rows - rows.min())
     """
@@ -2945,7 +2985,7 @@ def test_two_processes_train_as_one(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path):
-    """They agree on it at the next multiple of log_every, save, and exit with 0.
+    """Both processes stop at the next multiple of log_every, save, and exit with 0.
 
     Break: train.py: step % (run["cfg"].log_every or 10) == 0 => step % (run["cfg"].log_every or
     10) == 1
@@ -2965,8 +3005,9 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
 
 @pytest.mark.slow
 def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
-    """Process 1 found twice as much data, as in a folder that grows: both take the length that 0
-    found. A hook that asks for a stop on 1 alone stops both, at the next multiple of log_every.
+    """Process 1 finds twice as much data as process 0, as in a growing folder. Both use the length
+    that process 0 found. A stop request of a hook on process 1 stops both at the next multiple of
+    log_every.
 
     Break: train.py: hook_stops = ["a hook of another process requested it"] => pass
     """
@@ -2993,9 +3034,10 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 
 # ---- signals
 
-def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
-    """Of those three signals alone, under nohup without SIGHUP; after it, handlers are as they were
-    and the pipe is closed. A thread other than the main one, which has no handlers, catches none.
+def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypatch, capfd):
+    """catch_signals handles SIGINT, SIGTERM and SIGHUP, but not SIGHUP under nohup. Afterwards the
+    old handlers are restored and the pipe is closed. In a thread other than the main thread it
+    catches nothing.
 
     Break: train.py: os._exit(128 + number) => os._exit(number)
     """
@@ -3058,8 +3100,8 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
         signal.signal(signal.SIGHUP, handlers[2])
 
 
-def test_a_terminal_that_is_not_utf_8_shows_escapes(monkeypatch):
-    """Of a sample, say.
+def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
+    """A character that the encoding of stdout does not have is printed as an escape.
 
     Break: train.py: sys.stdout.reconfigure(errors="backslashreplace") => pass
     """
@@ -3068,9 +3110,9 @@ def test_a_terminal_that_is_not_utf_8_shows_escapes(monkeypatch):
     assert b"\n\xe9\\u2192\n" in sys.stdout.buffer.getvalue()
 
 
-def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
-    """A broken pipe and a closed terminal, under plain lines and under the bar; what is still
-    buffered does not fail at exit either. On a full disk lines come again once there is room.
+def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
+    """A broken pipe or a closed terminal ends no run, with lines or with the progress bar, and no
+    error occurs at exit. On a full disk printing works again when space is available.
 
     Break: train.py: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno()) => pass
     """
@@ -3101,8 +3143,8 @@ def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_closed_standard_streams_end_no_run(tiny, tmp_path):
-    """A run whose standard streams are closed, as a daemon's are, trains, saves and exits with 0.
-    Its output and that of a child process go to the open stream and into no file of the run.
+    """A run with closed standard streams, as in a daemon, trains, saves and exits with 0. Output
+    of the run and of a child process goes to the open stream and into no file of the run.
 
     Break: train.py: os.set_inheritable(stream.fileno(), True) => pass
     """
@@ -3136,10 +3178,10 @@ def test_closed_standard_streams_end_no_run(tiny, tmp_path):
     assert losses(started[0][1]) == losses(started[1][1]) == losses(started[2][1])
 
 
-def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
-    """Of two that were asked different things both take the later time, the signal, the file and
-    the wish of a hook; in between, and when asked again at the step, all is as before. One alone
-    asks no one.
+def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, monkeypatch):
+    """Two processes with different stop requests both get the later time, the signal, the stop
+    file and the hook's request. Between multiples of log_every nothing changes. One process alone
+    does not communicate.
 
     Break: train.py: gathered.max(axis=0) => gathered[0]
     """
@@ -3181,7 +3223,8 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
 
 
 def test_a_signal_during_an_evaluation_ends_it(tiny):
-    """At its first batch, at the last step: there is no evaluation, and the next start makes one.
+    """A signal arrives in the first batch of the evaluation at the last step. The evaluation ends
+    without a result, and the next launch runs it.
 
     Break: train.py: return save_only(signals) => return False
     """
@@ -3204,8 +3247,9 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     assert rows_of(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
 
 
-def test_a_signal_while_there_is_nothing_to_save_is_an_interrupt():
-    """KeyboardInterrupt with the name of the signal, until the loop has begun.
+def test_a_signal_before_the_loop_raises_keyboard_interrupt():
+    """Before the loop starts a signal raises KeyboardInterrupt with the name of the signal. In the
+    loop it is recorded.
 
     Break: train.py: raise KeyboardInterrupt(signal.Signals(number).name) => pass
     """
@@ -3221,8 +3265,9 @@ def test_a_signal_while_there_is_nothing_to_save_is_an_interrupt():
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
     ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGHUP", "eval")])
-def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
-    """In a step and during an evaluation; the next run goes on from there.
+def test_a_signal_finishes_the_step_and_saves(tiny, name, moment):
+    """A signal during a step or an evaluation ends the run after the step, with a save and exit
+    code 0.
 
     Break: train.py: caught.append(name) => pass
     """
@@ -3240,8 +3285,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["data", "compile"])
 def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
-    """While text is tokenized, and in a compilation that takes far longer than the run then lives;
-    nothing is left that a run goes on from, and the same command starts.
+    """A signal during tokenization or compilation ends the process within seconds. It leaves no
+    config.json.
 
     Break: train.py: if not in_loop.is_set(): => if False:
     """
@@ -3260,8 +3305,9 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_first_step_is_not_lost_in_a_finalizer(tiny, tmp_path):
-    """Python ignores what is raised there, here in the finalizer of an object of a hook.
+def test_a_signal_in_a_finalizer_before_the_first_step_is_not_lost(tiny, tmp_path):
+    """Python ignores exceptions that are raised in a finalizer, here of an object of a hook. The
+    signal ends the process nevertheless.
 
     Break: train.py: signal.pthread_kill(threading.main_thread().ident, number) => pass
     """
@@ -3279,8 +3325,9 @@ def test_a_signal_before_the_first_step_is_not_lost_in_a_finalizer(tiny, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(tiny, tmp_path):
-    """Even while the first is waiting for a long step, save or evaluation; here, a hook.
+def test_a_second_signal_ends_the_process_at_once(tiny, tmp_path):
+    """A second signal ends the process while the first one waits for a long step, save or
+    evaluation; here it waits for a hook.
 
     Break: train.py: os._exit(128 + number) => pass
     """
@@ -3298,9 +3345,9 @@ def test_a_second_signal_ends_at_once(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
-    """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
-    1e-4, and not those of rows that are not packed.
+def test_packed_rows_train_the_same_on_any_mesh(tiny, tmp_path):
+    """With short documents in packed rows and a document mask, the losses with fsdp 2, tp 2 and sp
+    2 are those with dp 8, to 1e-4. Without the mask they differ.
 
     Break: data.py: if seq_format["document_mask"]: => if False:
     """
@@ -3336,10 +3383,10 @@ def days(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
-    """There is an evaluation after each window. A run that is stopped in a window and resumed when
-    there are more files, of which one sorts before those it has read, reads on as if nothing had
-    come, then the new ones; meta.json says which windows it has seen.
+def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
+    """An evaluation follows each window. A run stops within a window, and new files appear, one of
+    which sorts before the files already read. The resumed run first reads the windows it had
+    planned, then the new files; meta.json lists the windows seen.
 
     Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
     """
@@ -3371,9 +3418,9 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_read_the_same_windows(days, tmp_path):
-    """Of two processes one decides which window comes next, and both read it: their losses are
-    those of one process to 1e-3 (float32, another mesh, steep gradients), and a file that appears
-    while they wait is read by both.
+    """One of two processes chooses the next window and both read it, also a file that appears
+    while they wait. The losses are those of one process to 1e-3 (float32, another mesh, steep
+    gradients).
 
     Break: data.py: if jax.process_index(): => if not jax.process_index():
     """
@@ -3391,9 +3438,9 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
         np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
 
 
-def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
-    """A run that was killed before its first save has left a list of other files. A run in another
-    order, whose checkpoints name no windows, does not go on in windows.
+def test_a_new_run_ignores_the_windows_of_an_earlier_run(days, tmp_path):
+    """A run that was killed before its first save has left a list of windows. A new run ignores
+    this list. A run in another order cannot be resumed with windows.
 
     Break: train.py: (meta.get("data", {}).get("windows", [])) => (meta["data"]["windows"]) if meta
     else None
@@ -3412,7 +3459,7 @@ def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_ends_the_wait_for_a_window(days):
-    """A run that waits for a file says so, and at SIGTERM saves and exits with 0.
+    """A run that waits for a file prints this. At SIGTERM it saves and exits with 0.
 
     Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
     """
@@ -3427,8 +3474,8 @@ def test_a_signal_ends_the_wait_for_a_window(days):
 
 
 @pytest.mark.slow
-def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
-    """When a file changes under a run it ends with an error, and the state is saved before.
+def test_an_error_in_the_data_loses_no_step(tiny, tmp_path):
+    """If a data file changes during a run, the run saves its state and ends with an error.
 
     Break: train.py: except (ValueError, OSError): => except ZeroDivisionError:
     """
@@ -3448,9 +3495,9 @@ def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
-    """Evaluation of a mixture has the loss of each source, as one run on that alone has it, and
-    their mean by labels.
+def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
+    """An evaluation of a mixture has the loss of each source, equal to an evaluation of that
+    source alone, and their mean weighted by labels.
 
     Break: train.py: float(np.divide(loss, n_labels)) => 1.0
     """
@@ -3476,9 +3523,9 @@ def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_whole_documents_count_what_they_use(tiny, tmp_path):
-    """With whole documents in rows, a log row has the share of padding, and the model's FLOPs are
-    those of the keys that queries see, by a count of our own.
+def test_flops_and_padding_of_packed_documents(tiny, tmp_path):
+    """With one document per row, a log row has the fraction of padding. The model's FLOPs count
+    only the attended keys, which the test counts independently.
 
     Break: model.py: if keys is None: => if True:
     """
@@ -3500,8 +3547,8 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
-    """Tuned on a few questions and their answers, packed by best fit, a small model answers each
-    in the template and ends its turn there.
+    """A small model is tuned on a few chats, packed by best fit. It answers each question in the
+    template and ends its turn.
 
     Break: data.py: start + 1 : stop], IGNORE, labels) => start + 1 : stop], labels, IGNORE)
     """
@@ -3523,8 +3570,9 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
 
 # ---- faults of the user's
 
-def test_a_file_that_may_not_be_read_is_named(capsys):
-    """Here one of Linux's own, which not even root may read: a sentence, no traceback.
+def test_a_file_without_read_permission_is_named(capsys):
+    """A file that may not be read, here a system file that not even root can read, gives a
+    one-line error with exit code 2.
 
     Break: train.py: if isinstance(error, PermissionError): => if False:
     """
@@ -3535,9 +3583,9 @@ def test_a_file_that_may_not_be_read_is_named(capsys):
     assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: '{closed}'\n"
 
 
-def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
-    """By the command line: exit code 2, a sentence with the name and the rule, no traceback, before
-    compilation.
+def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
+    """On the command line each bad value gives exit code 2 and one sentence with the field and the
+    rule, without a traceback and before compilation.
 
     Break: train.py: if not isinstance(error, ValueError): => if True:
     """
@@ -3587,9 +3635,9 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
 
 
 @pytest.mark.slow
-def test_data_mode_prepares_and_touches_no_device(tiny):
-    """--mode data tokenizes, says how many documents and tokens there are, and ends, where JAX has
-    no device at all; training then tokenizes nothing again.
+def test_data_mode_tokenizes_without_a_device(tiny):
+    """--mode data tokenizes, prints the number of documents and tokens, and ends, even if JAX has
+    no device. Training does not tokenize again.
 
     Break: train.py: print_data_summary(open_data(task, cfg, ("train", "val")), print) =>
     print_data_summary(open_data(task, cfg, ("train", "val")), print0)
@@ -3617,8 +3665,9 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     assert made == {p: p.stat().st_mtime_ns for p in made}
 
 
-def test_data_mode_adopts_what_init_from_says_of_the_model(tiny, capsys):
-    """Data is prepared in the form in which training will read it.
+def test_data_mode_adopts_the_config_of_init_from(tiny, capsys):
+    """--mode data prepares the data as training will read it, after the config of init_from is
+    adopted.
 
     Break: train.py: cfg = update_config(cfg) => pass
     """
@@ -3633,9 +3682,9 @@ def test_data_mode_adopts_what_init_from_says_of_the_model(tiny, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2, n_experts=4), dict(fsdp=1, tp=2, sp=4)])
-def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
-    """Greedy samples of 3 rows, which no mesh splits evenly, from sharded parameters, with fewer kv
-    heads than tp x sp as well; and XLA has nothing to warn of.
+def test_samples_on_a_mesh_equal_those_on_one_device(sizes, tiny, capfd):
+    """Greedy samples of 3 rows, which no mesh splits evenly, equal those on one device, also if tp
+    x sp exceeds the number of KV heads. XLA prints no warning.
 
     Break: model.py: K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp")) => K = cfg.n_kv_heads
     """
@@ -3657,10 +3706,10 @@ def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
 # ---- memory
 
 @pytest.mark.slow
-def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
-    """Bytes of parameters and moments are those counted by hand from shapes and specs, bytes in all
-    those that a run of the config logs, FLOPs a device's share; no array is made, and no folder,
-    and no data is needed.
+def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
+    """The bytes of parameters and moments equal a count by hand, the total equals the total that a
+    run logs, and FLOPs are per device. The plan allocates no array, makes no folder and needs no
+    data.
 
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
@@ -3688,9 +3737,9 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, capsys):
-    """On a device with a byte too few, by a run and by a plan alike: what it needs, what there is,
-    and the first thing to change, which is legal; a run leaves no checkpoint.
+def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch, capsys):
+    """The device has one byte too few. A run and a plan report the bytes needed, the bytes
+    available and a legal first change; the run leaves no checkpoint.
 
     Break: train.py: steplib.check_fits(programs["memory"], setup["mesh"]) => pass
     """
@@ -3759,10 +3808,10 @@ def parsed(flags):
 
 
 @pytest.mark.slow
-def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
-    """Where microbatches are enough, as few as fit, or a smaller batch; where they are not, with
-    the flag that helps and without the one that does not. What is printed fits when it is applied,
-    and does not without the last flag, or with fewer microbatches.
+def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
+    """The plan suggests as few microbatches as fit, or a smaller batch. If microbatches are not
+    enough, it adds the flag that helps. The suggestion fits, and it does not fit without its last
+    flag or with fewer microbatches.
 
     Break: step.py: < WORTH_IT * _excess(peaks, limit) => <= _excess(peaks, limit)
     """
@@ -3790,10 +3839,10 @@ def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
-    """When all flags together are not enough: how much is missing, and a smaller batch with which
-    they are; a limit below any batch's asks for more devices; one below the state says at once
-    what alone would help.
+def test_a_plan_suggests_a_batch_size_that_fits(tiny, monkeypatch):
+    """If all flags together are not enough, the plan reports the missing memory and a smaller
+    batch that fits. If no batch fits, it suggests more devices. If the state alone does not fit,
+    it suggests what reduces the state.
 
     Break: step.py: missing = (_largest(peaks) - limit) / => missing = _largest(peaks) /
     """
@@ -3817,9 +3866,9 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_a_plan_counts_every_program(tiny):
-    """By hand: the state and a batch beside an evaluation; the state and the keys and values of all
-    tokens beside a sample, if one is made; the state and the largest tensor beside an export, with
-    LoRA also the merged weights. A mode without training holds the parameters alone.
+    """The test counts by hand: the state and a batch for an evaluation, the state and the KV cache
+    for a sample, the state and the largest tensor for an export, with LoRA also the merged
+    weights. A mode without training holds only the parameters.
 
     Break: step.py: held = state if training else state["params"] => held = state["params"]
     """
@@ -3855,9 +3904,9 @@ def test_a_plan_counts_every_program(tiny):
 
 
 @pytest.mark.slow
-def test_an_evaluation_without_memory_loses_no_step(tiny, monkeypatch):
-    """An evaluation that does not fit is refused before it runs, once the state is saved, though no
-    save was due.
+def test_an_evaluation_that_does_not_fit_loses_no_step(tiny, monkeypatch):
+    """An evaluation that does not fit is refused before it runs. The run saves its state first,
+    although no save was due.
 
     Break: train.py: if not is_saved and jax.process_count() == 1: => if False:
     """
@@ -3873,8 +3922,8 @@ def test_an_evaluation_without_memory_loses_no_step(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
-    """With a byte too few for an evaluation or a sample beside the parameters, before these are
-    read; with as many as they need both run, though a step would need more.
+    """Evaluation and sampling run if memory suffices for them, even if a training step would not
+    fit. With one byte less they are refused before the parameters are read.
 
     Break: train.py: steplib.check_peaks(cost, setup["mesh"]) => pass
     """
@@ -3892,8 +3941,9 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
             train.main(alone)
 
 
-def test_patterns_choose_the_groups():
-    """The last that matches holds; one that matches nothing, or has no factor, is told.
+def test_patterns_select_the_parameter_groups():
+    """The last pattern that matches a parameter wins. A pattern that matches nothing or has no
+    value raises ValueError.
 
     Break: model.py: for text in getattr(cfg, field): => for text in reversed(getattr(cfg, field)):
     """
@@ -3945,7 +3995,8 @@ def test_patterns_choose_the_groups():
     ("loss>0.5", {"step": 20, "loss": 1.0, "hook_stops": ["x"]}, "loss 1 is above 0.5", 1),
     ("", {"step": 20, "hook_stops": ["enough"]}, "enough", 0)])
 def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
-    """Of a run of 20 updates that began at step 4.
+    """Each stop condition of a run of 20 steps that started at step 4 gives its reason and exit
+    code. If several apply, the first in a fixed order wins.
 
     Break: config.py: "test": operator.lt, => "test": operator.le,
     """
@@ -3962,16 +4013,19 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 @pytest.mark.parametrize("text", ["soon", "loss=3", "+", "loss<", "-5x", "", "3 h 2", "5%", "0",
                                   "-5", "+0", "0s", "step<5", "file>0"])
 def test_a_malformed_stop_is_refused(text):
-    """Break: config.py: if not parses(parse_stops, cfg): => if False:"""
+    """A malformed --stop raises ValueError that lists the valid forms.
+
+    Break: config.py: if not parses(parse_stops, cfg): => if False:
+    """
     with pytest.raises(ValueError, match="must be 500 .steps in all., .100 .more steps., 2h30m"):
         config.validate(config.Config(stop=(text,)), 1)
 
 
 @pytest.mark.slow
-def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
-    """By a number of updates of each start, by the kill file, which is gone afterwards, and by a
-    metric; each is saved, and in metrics.jsonl. A metric that no row has, though a hook might have
-    added it, ends the run, saved, at the first row that should have it.
+def test_a_run_stops_as_requested_and_continues(tiny, capsys):
+    """A run stops after a number of steps per launch, by the stop file, which it deletes, and by a
+    metric; each time it saves. A metric that no row has ends the run, saved, at the first row that
+    should have it.
 
     Break: train.py: Path(cfg.out_dir, "stop").unlink(missing_ok=True) => pass
     """
@@ -4002,8 +4056,9 @@ def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
         train.main(tiny(stop=("val_loss<3",), val_frac=0.0, out_dir=f"{out}v"))
 
 
-def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
-    """The metrics of a step are read while the next one runs, and that one's own no longer ask.
+def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
+    """Metrics are read while the next step runs. The run stops even if the metrics of the next
+    step no longer meet the condition.
 
     Break: train.py: progress["last_metrics"]) or stop => progress["last_metrics"])
     """
@@ -4014,8 +4069,8 @@ def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
     assert summary["reason"] == "odd 1 is above 0" == rows(cfg.out_dir, "stop")[0]["reason"]
 
 
-def test_time_within_a_step_goes_to_its_own_bucket(monkeypatch):
-    """Each second is charged to the innermost bucket, and a wait for data to "data".
+def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
+    """Each second is charged to the innermost bucket, and the wait for data to "data".
 
     Break: train.py: start_bucket(timers, outer) => pass
     """
@@ -4036,9 +4091,9 @@ def test_time_within_a_step_goes_to_its_own_bucket(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
-    """The folder has no new file; an event and the screen say so, once, and a second later the
-    kill file is there.
+def test_the_stop_file_ends_the_wait_for_data(days, capsys):
+    """The folder has no new file. The run logs and prints once that it waits for data, and the
+    stop file ends it a second later.
 
     Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
     """
@@ -4058,8 +4113,8 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
 
 # ---- events, time, trackers
 
-def test_epochs_are_events_and_any_row_may_ask_for_a_stop(tiny):
-    """After 1, 2 and 3 passes of 8 batches; the third's row asks for the end.
+def test_each_epoch_is_an_event_and_its_row_may_stop_the_run(tiny):
+    """An "epoch" row follows each pass of 8 batches. A stop request in the third row ends the run.
 
     Break: train.py: int(completed(run, event, step)) => step
     """
@@ -4078,7 +4133,7 @@ def test_epochs_are_events_and_any_row_may_ask_for_a_stop(tiny):
 
 
 def test_a_hook_that_fails_is_named(tiny):
-    """With the event, in a note to the exception that ends the run.
+    """The exception of a hook gets a note with the name of the hook and the event.
 
     Break: train.py: e.add_note( => str(
     """
@@ -4091,9 +4146,8 @@ def test_a_hook_that_fails_is_named(tiny):
     assert note.startswith("in the hook ") and note.endswith("divides, at the event data")
 
 
-def test_time_of_all_starts_is_counted_once(monkeypatch):
-    """The time of steps that a restart repeats is wasted. The time before them stays in its
-    bucket.
+def test_the_time_of_all_launches_is_counted_once(monkeypatch):
+    """Time of steps that a restart repeats is wasted. Time before these steps stays in its bucket.
 
     Break: train.py: if row_step <= step: => if row_step:
     """
@@ -4143,9 +4197,9 @@ def wandb_records(file):
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
-    """Offline, as there is no network: two starts of one run write one id, which is run_id, and
-    the resumed one knows it.
+def test_wandb_resumes_under_the_run_id(tiny, monkeypatch):
+    """Offline, two launches of one run write to the same wandb id, which is the run_id, and log
+    each loss.
 
     Break: train.py: id=row["run_id"] => id=None
     """
@@ -4166,8 +4220,9 @@ def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     assert losses == {row["step"]: row["loss"] for row in rows(cfg.out_dir, "log")}
 
 
-def test_tensorboard_reads_back_what_was_logged(tiny):
-    """By TensorBoard's own reader, also of a run that was resumed from before its last row.
+def test_tensorboard_reads_back_the_logged_values(tiny):
+    """TensorBoard's own reader finds the logged values, also of a run that resumed before its last
+    row.
 
     Break: train.py: status=SessionLog.START => status=SessionLog.STOP
     """
@@ -4205,7 +4260,7 @@ def of_a_run_that_fails(name, make, cfg):
 
 @pytest.mark.slow
 def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
-    """Offline: the file holds both rows, and the end of the run with exit code 1.
+    """Offline, the file holds both rows and the end of the run with exit code 1.
 
     Break: train.py: run.finish(row.get("exit_code", 1)) => pass
     """
@@ -4223,7 +4278,8 @@ def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
 
 
 def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
-    """Both rows are in its file as soon as the run has ended, and no thread is left to write more.
+    """The file holds both rows when the run has ended, and no thread remains that could write
+    more.
 
     Break: train.py: writer.close() => pass
     """
@@ -4238,8 +4294,8 @@ def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
 
 
 def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys):
-    """One that cannot be made, one that fails at the second row, one that never returns and whose
-    queue runs full: the run ends as without them, and says it of each.
+    """One tracker cannot be created, one fails at its second row, and one hangs while its queue
+    fills. The run ends as without them and prints the reason for each.
 
     Break: train.py: thread.join(TRACKER_S) => thread.join()
     """
@@ -4279,9 +4335,9 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
 # ---- memory that runs out later
 
 @pytest.mark.slow
-def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
-    """A real process whose address space is too small for the first update, though large enough to
-    compile: one sentence, flags that need less, exit code 2, and an "error" row.
+def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
+    """A real process has too little address space for its first step, but enough to compile. It
+    prints one sentence with flags that need less memory, logs an "error" row and exits with 2.
 
     Break: step.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
     """
@@ -4300,9 +4356,9 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
 
 # ---- many processes
 
-def test_which_process_ends_a_run():
-    """One with an error, one without a heartbeat, and, when all wait, the one furthest behind; not
-    one that is done.
+def test_dead_peer_reason_names_the_process_that_ends_the_run():
+    """The reason names a process with an error, a process without a heartbeat, or, if all
+    processes wait, the one furthest behind. A process that is done is not named.
 
     Break: step.py: key=lambda heartbeat: heartbeat["n_calls"] =>
     key=lambda heartbeat: -heartbeat["n_calls"]
@@ -4333,8 +4389,9 @@ def test_which_process_ends_a_run():
 
 
 @pytest.mark.slow
-def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
-    """One or both, by SIGKILL; what is left ends by itself: tests/faults.py.
+def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
+    """tests/faults.py kills one or both of two processes by SIGKILL. The other process ends
+    automatically, and the resumed run is bit-identical to an uninterrupted one.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
@@ -4352,8 +4409,9 @@ def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
     (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh"),
     (2, "data", "has ended: ValueError: oh")])
 def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
-    """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
-    code 1 and words that name it, its host and its number there; what was saved stays.
+    """A process is killed, stopped, stuck, or fails in a hook or in its data. Within seconds the
+    others end with exit code 1 and a message that names the process and its host. The checkpoints
+    remain.
 
     Break: step.py: os.pwrite(file, text, 0) => (file, text, 0)
     """
@@ -4391,7 +4449,8 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
 
 @pytest.mark.slow
 def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
-    """With the default limit the run waits HEARTBEAT_TIMEOUT_S, neither less nor for ever.
+    """With the default limit the run ends after HEARTBEAT_TIMEOUT_S without a heartbeat, not
+    earlier.
 
     Break: step.py: HEARTBEAT_TIMEOUT_S = 30 => HEARTBEAT_TIMEOUT_S = 5
     """
@@ -4409,9 +4468,9 @@ def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_one_process_costs_one_save(tiny):
-    """Files that process 1 writes end at 2,000 bytes until step 6: the save at 4 fails on both,
-    that at 8 is whole, and the run ends as if nothing had been.
+def test_a_disk_that_is_full_for_one_process_fails_one_save(tiny):
+    """Process 1 cannot write files of more than 2,000 bytes until step 6. The save at step 4 fails
+    on both processes, the save at step 8 is intact, and the run ends normally.
 
     Break: ckpt.py: store.write(f"{save_id}.failed", text.encode()).result() => pass
     """
@@ -4430,8 +4489,9 @@ def test_a_disk_that_is_full_for_one_process_costs_one_save(tiny):
 
 
 @pytest.mark.slow
-def test_processes_with_other_flags_do_not_train(tiny):
-    """Each is told: the one that differs in what, the other that it is so; nothing is written.
+def test_processes_with_different_flags_do_not_train(tiny):
+    """Process 1 prints which flag differs and process 0 that another process has other flags. Both
+    exit with 2 and write nothing.
 
     Break: train.py: if any_errors: => if False:
     """
