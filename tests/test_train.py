@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole: runs that end, stop, are killed, go on, and leave what they promise."""
+"""Tests of whole runs through train.py: output, hooks, stops, resumes, kills, many processes."""
 import contextlib
 import ctypes
 import dataclasses
@@ -51,26 +51,26 @@ from test_data import chat_folder
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def whole_rows(out):
-    """Those of out/metrics.jsonl, which a run may be writing: less a line that has no end yet."""
+def complete_rows(out):
+    """Return the complete rows of out/metrics.jsonl, to which a run may still write."""
     text = (Path(out) / "metrics.jsonl").read_text()
     return map(json.loads, text[: text.rfind("\n") + 1].splitlines())
 
 
 def rows(out, event):
-    """Rows of one event in out/metrics.jsonl."""
-    return [row for row in whole_rows(out) if row["event"] == event]
+    """Return the rows of one event in out/metrics.jsonl."""
+    return [row for row in complete_rows(out) if row["event"] == event]
 
 
-def rows_of(out, events):
-    """(event, step) of these events, in the order of metrics.jsonl."""
-    return [(row["event"], row["step"]) for row in whole_rows(out)
+def event_steps(out, events):
+    """Return (event, step) of these events, in the order of metrics.jsonl."""
+    return [(row["event"], row["step"]) for row in complete_rows(out)
             if row["event"] in events.split()]
 
 
 def losses(out):
-    """Everything of a run that must be equal to the bit: losses, gradient norms and rates,
-    evaluations, and the digest of the state that was saved last.
+    """Return everything of a run that must be bit-identical: losses, gradient norms, rates,
+    evaluations, and the digest of the last saved state.
     """
     saves = [(r["step"], r["digest"]) for r in rows(out, "save") if r["kind"] == "save"]
     return ([(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows(out, "log")],
@@ -78,7 +78,7 @@ def losses(out):
 
 
 def arrays(out):
-    """{name: array} of the newest checkpoint, as NumPy, on no mesh."""
+    """Return {name: NumPy array} of the newest checkpoint."""
     root = Path(out) / "ckpt"
     step = ckpt.latest(root)
     like = {name: np.zeros(d["shape"], d["dtype"])
@@ -91,14 +91,14 @@ def same(a, b):
 
 
 def stop_at(step):
-    """A hook that stops the run, by a signal, once it has saved `step`."""
+    """Return a hook that stops the run by a signal after it has saved `step`."""
     def hook(event, value):
         if event == "save" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
             frame = sys._getframe()
-            while "signals" not in frame.f_locals:  # those of the run that calls this
+            while "signals" not in frame.f_locals:  # a local of the run that calls this hook
                 frame = frame.f_back
-            wait_for(lambda: frame.f_locals["signals"])  # a thread reads them
+            wait_for(lambda: frame.f_locals["signals"])  # another thread sets it
     return hook
 
 
@@ -110,24 +110,25 @@ def wait_for(ready, timeout_s=60):
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])  # imports once, before JAX has a device or a thread
+FORKS.set_forkserver_preload(["train"])  # import once, before JAX has devices or threads
 
 
 def _run(argv, devices, log):
     for stream, mode in ((1, os.O_CREAT | os.O_TRUNC), (2, os.O_APPEND)):
         os.dup2(os.open(log, os.O_WRONLY | mode), stream)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whatever started the tests may ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests' parent may ignore SIGHUP
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
-    train.plot = lambda cfg: lambda event, row: None  # see tiny
+    train.plot = lambda cfg: lambda event, row: None  # as in the fixture `tiny`
     code = train.cli(argv)
-    jax.distributed.shutdown()  # as JAX does at exit, which a fork leaves out: waits for the others
+    jax.distributed.shutdown()  # waits for the other processes; a fork skips JAX's exit handlers
     sys.exit(code)
 
 
 def command(cfg, devices=1, flags=()):
-    """(process, log): a real process that runs train.py's command line for cfg, started; log is the
-    path of what it says.
+    """Start a real process that runs train.py's command line for cfg.
+
+    Return the process and the path of its log.
     """
     Path(cfg.out_dir).parent.mkdir(parents=True, exist_ok=True)
     path, log = Path(cfg.out_dir + ".json"), Path(f"{cfg.out_dir}{'.'.join(flags[-1:])}.log")
@@ -140,7 +141,7 @@ def command(cfg, devices=1, flags=()):
 
 
 def ended(run, log, timeout_s=120):
-    """(exit code, what it said)."""
+    """Wait for a process of `command`; return (exit code, output)."""
     run.join(timeout_s)
     if run.exitcode is None:
         run.kill()
@@ -156,13 +157,13 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
 
     Break: train.py: "epoch": step * cfg.batch_size / run["train_data"]["n"], => "epoch_": 0,
     """
-    monkeypatch.undo()  # with the plot
+    monkeypatch.undo()  # `tiny` disables the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
-    out, said = Path(cfg.out_dir), capsys.readouterr().out
+    out, output = Path(cfg.out_dir), capsys.readouterr().out
     assert {"start", "log", "eval", "save", "sample", "stop", "end"} == {
         json.loads(line)["event"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     for event, fields in {
@@ -180,7 +181,7 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert ckpt.steps(out / "ckpt") == [8, 10]
     assert config.from_json((out / "config.json").read_text()).steps == 10
     assert (out / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    start, log, held = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
+    start, log, evals = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
     assert (start["devices"], start["processes"], start["unit"]) == ("8 x cpu", 1, "token")
     assert start["n_params"] == 256 * 32 + 32 * (2 * 32 + 2 * 16 + 3 * 96) + 3 * 32 + 2 * 8
     assert start["tokens_per_step"] == 8 * 16 and re.fullmatch("[0-9a-f]{8}", start["run_id"])
@@ -188,9 +189,9 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert log[0]["mfu"] is None
     assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
-    assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == held[-1]["val_loss"]
+    assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == evals[-1]["val_loss"]
     assert not {"finite", "stop", "eval_s"} & set(summary)
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1] == f"{start['config']['dtype']}, attention xla, 128 tokens per step"
     assert lines[2] == "train data: 19,244 tokens, 1,203 sequences, 1 documents"
@@ -198,8 +199,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
                           "compiling the training step, for 10 steps ..."]
     assert "per device; from a fresh initialization, at step 0" in lines[5]
     for row in log:
-        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said
-    assert said.count(" sample -") == len(rows(out, "sample")) == 2
+        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in output
+    assert output.count(" sample -") == len(rows(out, "sample")) == 2
     assert lines[-2].startswith("step 10, validation loss ")
     assert lines[-1].startswith("done: all 10 steps are done; ")
 
@@ -213,7 +214,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
-    now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data is an eighth of a second
+    now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data takes 0.125 s
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
     seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100,
@@ -230,8 +231,8 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
     flops, recomputed, _ = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
     opened = data.open_text(("train", "val"), cfg)["train"]
     assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
-    # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
-    # the save and the evaluation after step 4 took 110. Of a step an eighth is a wait.
+    # Each step takes 1 s, of which 0.125 s is a wait for data. The launch takes 15 s. The save and
+    # the evaluation after step 4 take 110 s.
     for row, goodput in ((four, 3.5 / 19), (eight, 7 / 133)):
         assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
         assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
@@ -252,12 +253,12 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
     assert set(start["versions"]) == {"python", "jax", "jaxlib", "numpy", "optax", "tensorstore"}
     capsys.readouterr()
     assert train.main(cfg)["reason"] == "finished before"
-    said = capsys.readouterr().out
-    assert "is finished, at step 8. To train further: --epochs 4.2." in said
+    output = capsys.readouterr().out
+    assert "is finished, at step 8. To train further: --epochs 4.2." in output
 
 
 def documents(tmp_path, **fields):
-    """Fields of a run on documents of different lengths: batches have different label counts."""
+    """Return fields of a run on documents of different lengths, whose batches differ in labels."""
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 33)))
     return dict(data=(str(path),), packing="none", seq_len=32, val_frac=0.0,
@@ -313,11 +314,11 @@ def test_the_number_of_unread_metrics_on_the_device_is_bounded(tiny, monkeypatch
 
     Break: train.py: elif len(window["steps"]) >= MAX_UNREAD_STEPS: => elif False:
     """
-    held, losses = [], []
+    counts, losses = [], []
     add_up = train.add_to_window
 
     def count(window, last_step):
-        held.append(len(window["steps"]))
+        counts.append(len(window["steps"]))
         add_up(window, last_step)
 
     def keep(event, row):
@@ -328,7 +329,7 @@ def test_the_number_of_unread_metrics_on_the_device_is_bounded(tiny, monkeypatch
     monkeypatch.setattr(train, "add_to_window", count)
     cfg = tiny(steps=12, log_every=12, eval_every=0, save_every=0)
     train.main(cfg, hooks=[keep])
-    assert max(held) <= 4 and len(held) > 3
+    assert max(counts) <= 4 and len(counts) > 3
     np.testing.assert_allclose(rows(cfg.out_dir, "log")[0]["loss"], np.mean(losses), rtol=1e-12)
 
 
@@ -469,7 +470,7 @@ def test_on_a_cpu_the_evaluation_is_compiled_when_it_is_first_needed(tiny, caplo
     def note(event, row):
         done = [r.getMessage() for r in caplog.records]
         if event == "log":
-            time.sleep(0.2)  # a compilation in the background would get this far
+            time.sleep(0.2)  # enough time for a compilation in the background
             order.append(any("compilation of jit(eval_step)" in line for line in done))
 
     jax.config.update("jax_log_compiles", True)
@@ -566,7 +567,7 @@ def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
     def with_ones(event, value):
         def loss(params, batch, cfg):
             sums, counts = value(params, batch, cfg)
-            histogram = jnp.full(3, 2.0) * counts["loss"]  # a vector: for metrics, not for rows
+            histogram = jnp.full(3, 2.0) * counts["loss"]  # vectors are for "metrics", not for rows
             return (sums | {"ones": counts["loss"], "vector": histogram},
                     counts | {"ones": counts["loss"], "vector": counts["loss"]})
         return loss if event == "loss_fn" else None
@@ -595,8 +596,8 @@ def test_a_sample_shows_control_characters_as_escapes(capsys):
     Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
     """
     train.print_samples(["def f():\n\treturn 'é', '字'\x1b[2J\x0e\x07\r\x9b\ud800"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
+    output = capsys.readouterr().out.splitlines()
+    assert output[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
 
 
 def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
@@ -616,13 +617,13 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
 
-    def its_key(params, key, cfg):
+    def key_as_text(params, key, cfg):
         return [str(jax.random.key_data(key))]
 
     cfg = tiny(mode="sample", seed=3, sample_tokens=5)
     key = jax.random.fold_in(jax.random.key(3), 0)
-    assert train.main(cfg, (), train.TEXT | {"sample": its_key}) == {
-        "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, key, None)}
+    assert train.main(cfg, (), train.TEXT | {"sample": key_as_text}) == {
+        "step": 8, "reason": "sample", "exit_code": 0, "texts": key_as_text(None, key, None)}
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(cfg, (), train.TEXT | {"sample": None})
 
@@ -641,8 +642,8 @@ def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
         summary = train.main(config.parse([*flags, "--eval_batches", "0"]))
     finally:
         jax.config.update("jax_log_compiles", False)
-    said = " ".join(r.getMessage() for r in caplog.records)
-    compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", said))
+    output = " ".join(r.getMessage() for r in caplog.records)
+    compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", output))
     assert "eval_step" in compiled and not {"train_step", "init_state"} & compiled
     n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
     assert summary["val_n_labels"] == n_labels and n_labels % (8 * 16)
@@ -739,12 +740,12 @@ def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp
     train.main(tiny(steps=4))
     new = tiny(out_dir=str(tmp_path / "new"), init_from=(tiny().out_dir,))
     for mode in ("eval", "sample"):
-        own = train.main(tiny(mode=mode, sample_tokens=8))
+        saved = train.main(tiny(mode=mode, sample_tokens=8))
         loaded = train.main(dataclasses.replace(new, mode=mode, sample_tokens=8))
-        assert own.pop("step") == 4 and loaded.pop("step") == 0
-        own.pop("eval_s", None)
+        assert saved.pop("step") == 4 and loaded.pop("step") == 0
+        saved.pop("eval_s", None)
         loaded.pop("eval_s", None)
-        assert own == loaded
+        assert saved == loaded
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"out holds a run, whose own checkpoint mode eval would"):
         train.main(tiny(mode="eval", init_from=(str(tmp_path / "elsewhere"),)))
@@ -806,22 +807,22 @@ def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
 
     Break: train.py: value = new => pass
     """
-    seen, batches, updates = [], set(), []
+    seen, batches, dispatched = [], set(), []
 
     def hook(event, value):
         seen.append(event)
         if event == "data":
             batches.add(np.asarray(value["tokens"]).tobytes())
         if event == "dispatch":
-            updates.append(value["step"])
-        return value | {"mine": 1} if event == "eval" else None
+            dispatched.append(value["step"])
+        return value | {"extra": 1} if event == "eval" else None
 
     train.main(tiny(sample_tokens=2), hooks=[hook])
-    assert len(batches) == 8 and updates == list(range(1, 9))
+    assert len(batches) == 8 and dispatched == list(range(1, 9))
     assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "dispatch",
                          "state", "step", "log", "save", "eval", "sample", "stop", "end"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
-    assert all(row["mine"] == 1 for row in rows(tiny().out_dir, "eval"))
+    assert all(row["extra"] == 1 for row in rows(tiny().out_dir, "eval"))
 
 
 @pytest.mark.slow
@@ -834,14 +835,14 @@ def test_a_hook_may_replace_the_state_of_each_step(tiny):
     """
     first = []
 
-    def hold(event, value):
+    def restore_first(event, value):
         if event == "load":
             first.append(jax.tree.map(jnp.copy, value["params"]))
         if event == "state" and int(value["step"]) <= 3:
             return value | {"params": jax.tree.map(jnp.copy, first[0])}
         return None
 
-    train.main(tiny(steps=3, eval_every=0, save_every=0), hooks=[hold])
+    train.main(tiny(steps=3, eval_every=0, save_every=0), hooks=[restore_first])
     saved = arrays(tiny().out_dir)
     assert saved["step"] == 3 and saved["opt/0/mu/embed"].any()
     assert same({k: v for k, v in saved.items() if k.startswith("params/")},
@@ -865,7 +866,7 @@ def test_a_hook_stops_the_run_with_a_reason(tiny, capsys):
 
         summary = train.main(cfg, hooks=[enough])
         assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
-        assert summary["step"] == end  # of a step or a log: read while the next step runs
+        assert summary["step"] == end  # rows of a step or log are read while the next step runs
         assert steps == list(range(1, end + 1))
         assert "stopped: enough of it" in capsys.readouterr().out
         assert ckpt.steps(Path(cfg.out_dir) / "ckpt")[-2:] == [(end - 1) // 3 * 3, end]
@@ -880,38 +881,39 @@ def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys, monkeypa
 
     Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
-    mine = tmp_path / "mine.py"
-    mine.write_text("def double(event, row):\n"
-                    "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
-                    "def fault(event, value):\n    a, b = 1, 2, 3\n")
+    hook_file = tmp_path / "my_hooks.py"
+    hook_file.write_text("def double(event, row):\n"
+                         "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
+                         "def fail(event, value):\n    a, b = 1, 2, 3\n")
     Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(eval_every=0)))
     argv = ["--config", tiny().out_dir + ".json", "--hooks"]
-    assert train.cli([*argv, f"{mine}:double"]) == 0
+    assert train.cli([*argv, f"{hook_file}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
-    for name, words in ((f"{mine}:duoble", "has no 'duoble' (nearest: double)"),
-                        ("mine", "file.py:function"),
+    for name, words in ((f"{hook_file}:duoble", "has no 'duoble' (nearest: double)"),
+                        ("my_hooks", "file.py:function"),
                         (f"{tmp_path}/none.py:f", "none.py' is not a file with functions")):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
-    assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # left out
+    assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # no --hooks
     with pytest.raises(ValueError, match="too many values to unpack"):
-        train.cli([*argv, f"{mine}:fault", "--steps", "9", "--allow_change", "hooks"])
+        train.cli([*argv, f"{hook_file}:fail", "--steps", "9", "--allow_change", "hooks"])
 
-    def in_words(*_):  # a ValueError of a function called by one of ours
+    def format_error(*_):  # a ValueError that Python raises in a function of train.py
         train.format_metrics({"loss": "high"}, ["loss"])
 
-    def of_another(*_):  # a `raise` of another module
+    def error_of_shutil(*_):  # a ValueError that another module raises
         shutil.make_archive("none", "no such format")
 
-    def interrupted(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    for fault, words in ((in_words, "Unknown format code"), (of_another, "unknown archive format")):
+    for raise_error, words in ((format_error, "Unknown format code"),
+                               (error_of_shutil, "unknown archive format")):
         with pytest.raises(ValueError, match=words):
-            train.cli([], main=fault)
+            train.cli([], main=raise_error)
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    train.cli([], main=interrupted)
+    train.cli([], main=interrupt)
     assert codes == [130]
     assert capsys.readouterr().err.endswith("SIGINT: ended; nothing to save\n")
 
@@ -998,10 +1000,9 @@ def test_watched_parameters_are_logged(tiny):
         assert 0 < row["watch"]["layers.w_gate"]["grad_norm"] < row["grad_norm"]
 
 
-@pytest.mark.parametrize("platform, capability, told", [
+@pytest.mark.parametrize("platform, capability, expected", [
     ("gpu", "9.0", "cuda"), ("gpu", "gfx942", "gpu"), ("cpu", "", "cpu"), ("tpu", "", "tpu")])
-def test_a_task_receives_its_platform(
-        tiny, monkeypatch, platform, capability, told):
+def test_a_task_receives_its_platform(tiny, monkeypatch, platform, capability, expected):
     """The task's "resolve" function receives the platform before anything is allocated: "cuda" on
     NVIDIA GPUs, for the available devices and for given ones.
 
@@ -1021,7 +1022,7 @@ def test_a_task_receives_its_platform(
         with pytest.raises(StopIteration):
             train.setup_run(tiny(dtype="mixed", batch_size=n, fsdp=n, dp=1),
                           train.TEXT | {"resolve": resolve}, devices)
-    assert seen == 2 * [("mixed", told)]
+    assert seen == 2 * [("mixed", expected)]
 
 
 def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
@@ -1030,10 +1031,10 @@ def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
 
     Break: step.py: if coordinator == "auto": => if False:
     """
-    asked = []
+    received = []
 
     def initialize(*args):
-        asked.append(args)
+        received.append(args)
         raise StopIteration
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
@@ -1041,7 +1042,7 @@ def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
                    dict(coordinator="auto")):
         with pytest.raises(StopIteration):
             train.main(tiny(**change))
-    assert asked == [("host:1234", 3, 2), ()]
+    assert received == [("host:1234", 3, 2), ()]
 
 
 # ---- the loop
@@ -1083,18 +1084,18 @@ def test_a_run_compiles_its_step_once(tiny, caplog):
     Break: train.py: state, metrics = programs["train_step"](state, batch) =>
     state, metrics = steplib.compile_steps(*step_args(run))["train_step"](state, batch)
     """
-    for thread in threading.enumerate():  # those in which an earlier test's run still compiles
+    for thread in threading.enumerate():  # compilations of an earlier test's run
         if thread.name.startswith("ThreadPoolExecutor"):
             thread.join()
-    # The context manager does not reach the compiler's threads.
+    # The context manager has no effect in the compiler's threads.
     jax.config.update("jax_log_compiles", True)
     try:
         train.main(tiny())
     finally:
         jax.config.update("jax_log_compiles", False)
-    said = [r.getMessage() for r in caplog.records]
+    output = [r.getMessage() for r in caplog.records]
     for name in ("train_step", "eval_step"):
-        assert sum(f"Finished XLA compilation of jit({name})" in line for line in said) == 1
+        assert sum(f"Finished XLA compilation of jit({name})" in line for line in output) == 1
 
 
 @pytest.mark.slow
@@ -1144,15 +1145,15 @@ def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_p
         return seen
 
     loop = [(event, i + ahead) for i in range(8) for event, ahead in (("dispatch", 1), ("step", 0))]
-    whole = ["dispatch 3: start", "step 5: stop", "step 5: profile/memory_5.prof"]
-    assert feed("3:5", *loop, ("stop", 7)) == whole
+    expected = ["dispatch 3: start", "step 5: stop", "step 5: profile/memory_5.prof"]
+    assert feed("3:5", *loop, ("stop", 7)) == expected
     assert capsys.readouterr().out == f"traced steps 3 to 5 into {tmp_path}/profile\n"
     assert feed("3:5", *loop[:8], ("log", 4), ("stop", 4)) == [
-        whole[0], "stop 4: stop", "stop 4: profile/memory_4.prof"]
+        expected[0], "stop 4: stop", "stop 4: profile/memory_4.prof"]
     failure = "error 4: profile/memory_at_failure.prof"
     assert not (tmp_path / "profile").exists()
     assert feed("3:5", *loop[:8], ("error", 4)) == [
-        whole[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
+        expected[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
     assert (tmp_path / "profile").is_dir()
     assert feed("9:9", *loop, ("error", 4)) == [failure]
     assert feed("", *loop, ("error", 4)) == []
@@ -1165,7 +1166,7 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
     Break: train.py: observe(event, copied) => observe(event, row)
     """
     def spoil(event, row):
-        row.update(loss=-1.0, step=-1, stop="an observer asks", spoiled=True)
+        row.update(loss=-1.0, step=-1, stop="stop of an observer", spoiled=True)
         row.get("config", {}).clear()
         return {"step": 5}
 
@@ -1182,7 +1183,7 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
     assert losses(watched.out_dir) == losses(plain.out_dir)
     logged = [(row["step"], row["loss"]) for row in rows(plain.out_dir, "log")]
     assert [(row["step"], row["loss"]) for row in named("log", seen)] == logged
-    assert not any("spoiled" in row for row in [*seen, *whole_rows(watched.out_dir)])
+    assert not any("spoiled" in row for row in [*seen, *complete_rows(watched.out_dir)])
     asked_for = dataclasses.asdict(train.setup_run(watched)["cfg"])
     assert named("start", seen)[0]["config"] == asked_for
     meta = ckpt.read_meta(Path(watched.out_dir) / "ckpt", 8)
@@ -1214,12 +1215,12 @@ def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(train, "OBSERVERS", (chart, *train.OBSERVERS, last))
     assert train.main(tiny(eval_every=0, save_every=0))["exit_code"] == 0
-    said = capsys.readouterr().out
-    assert said.count("observer ") == 2
+    output = capsys.readouterr().out
+    assert output.count("observer ") == 2
     assert ("observer chart: at the event log: KeyError: 'no such chart'; it is removed, and the "
-            "run continues\n") in said
+            "run continues\n") in output
     assert ("observer last: at the event end: RuntimeError: too late; it is removed, and the run "
-            "continues\n") in said
+            "continues\n") in output
     assert calls.count("log") == 1 and calls[-1] == "log" and "end" not in calls
     assert seen.count("log") == len(rows(tiny().out_dir, "log")) == 8 and seen[-1] == "end"
 
@@ -1237,11 +1238,11 @@ def test_training_continues_if_metrics_jsonl_cannot_be_written(tiny, capsys):
 
     cfg = tiny(eval_every=0, save_every=0)
     assert train.main(cfg, [odd])["step"] == 8
-    said = capsys.readouterr().out
-    assert "observer jsonl: at the event log: RecursionError: " in said
-    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in said
-    assert "\nstep      4  loss " in said and [row["step"] for row in rows(cfg.out_dir, "log")] == [
-        1, 2]
+    output = capsys.readouterr().out
+    assert "observer jsonl: at the event log: RecursionError: " in output
+    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in output
+    assert "\nstep      4  loss " in output
+    assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2]
     assert not rows(cfg.out_dir, "end")
 
 
@@ -1288,18 +1289,19 @@ def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch):
     def fails(event, row):
         raise OSError("no room")
 
-    codes, heard, cfg = [], [], tiny()
+    codes, received, cfg = [], [], tiny()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(ckpt, "broadcast_from_main", lambda make: make())
-    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for the others
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for others
     monkeypatch.setattr(os, "_exit", codes.append)
-    train.start_heartbeats(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
+    train.start_heartbeats(cfg, [
+        ("chart", fails), ("plain", lambda event, row: received.append(row))])
     own = Path(cfg.out_dir, ".alive/1")
     wait_for(lambda: own.exists() and own.read_text())
     peer = json.loads(own.read_text()) | {"name": "process 0", "fault": "its disk is gone"}
     Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
     wait_for(lambda: codes)
-    assert codes == [1] and heard == [{"error": "process 0 has ended: its disk is gone"}]
+    assert codes == [1] and received == [{"error": "process 0 has ended: its disk is gone"}]
 
 
 def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
@@ -1376,10 +1378,11 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
     start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
              "compile_s": 1.25, "origin": "nothing"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
-    held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
-    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
-                        "time_s": {"start": 10.0, "compile": 0.25, "wasted": 989.75}}
-    events = [("start", start), ("step", row), ("log", row), ("eval", held),
+    evaluated = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
+    end = row | evaluated | {
+        "reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
+        "time_s": {"start": 10.0, "compile": 0.25, "wasted": 989.75}}
+    events = [("start", start), ("step", row), ("log", row), ("eval", evaluated),
               ("sample", {"step": 4, "texts": ["one", "two"]}),
               ("sample", {"step": 4, "texts": [], "error": "no sample: none left"}),
               ("save", {"step": 4})]
@@ -1396,39 +1399,39 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
         steps=9, out_dir="out", ckpt_dir="", resume="auto", stop=()), []
     monkeypatch.setattr(train, "tqdm", Bar)
 
-    def say(observe, *events):
+    def printed_by(observe, *events):
         calls.clear()
         for event in events:
             observe(*event)
-        said = capsys.readouterr()
-        assert said.err == ""
-        return said.out
+        output = capsys.readouterr()
+        assert output.err == ""
+        return output.out
 
     observe = train.console(cfg)
-    assert calls == [("bar", None, None, True)]  # no bar before the start
-    assert say(observe, *events) == compiled + log + rest
+    assert calls == [("bar", None, None, True)]  # the bar appears with the event "start"
+    assert printed_by(observe, *events) == compiled + log + rest
     assert calls == [("bar", 9, 3, True), ("update",), (
         "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     observe = train.console(cfg)
-    assert say(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
-    assert say(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
-    go_on = "the same command{} continues from here\n"
+    assert printed_by(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
+    assert printed_by(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
+    hint = "the same command{} continues from here\n"
     for resume, change, words in (
-            ("auto", {}, done.format("stopped: SIGTERM") + go_on.format("")),
-            ("must", {}, done.format("stopped: SIGTERM") + go_on.format("")),
-            ("never", {}, done.format("stopped: SIGTERM") + go_on.format(" with --resume auto")),
+            ("auto", {}, done.format("stopped: SIGTERM") + hint.format("")),
+            ("must", {}, done.format("stopped: SIGTERM") + hint.format("")),
+            ("never", {}, done.format("stopped: SIGTERM") + hint.format(" with --resume auto")),
             ("auto", {"exit_code": 1}, done.format("stopped: SIGTERM")),
             ("auto", {"reason": "all 4 steps are done"}, done.format(
                 "done: all 4 steps are done"))):
         cfg.resume = resume
-        assert say(observe, ("end", end | change)) == words and calls == [("close",)]
+        assert printed_by(observe, ("end", end | change)) == words and calls == [("close",)]
     alone = {k: end[k] for k in ("step", "reason", "checkpoint", "wall_s", "time_s")}
     alone |= {"exit_code": 1}
     short = table + "step 4\nstopped: SIGTERM; 62 s"
-    assert say(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
-    lost = alone | {"checkpoint": None}
-    assert say(observe, ("end", lost)) == short + "\n"
+    assert printed_by(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
+    unsaved = alone | {"checkpoint": None}
+    assert printed_by(observe, ("end", unsaved)) == short + "\n"
 
 
 def test_print0_flushes_and_prints_on_process_0_only(tiny, monkeypatch):
@@ -1466,7 +1469,7 @@ def test_the_summary_shows_how_many_parameters_are_trained(tiny):
 # ---- bad numbers
 
 def poison(event, value):
-    """A load hook that makes one parameter NaN."""
+    """Make one parameter NaN when the state is loaded."""
     if event == "load":
         params = value["params"]
         return value | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
@@ -1491,7 +1494,7 @@ def test_on_nonfinite_skips_stops_or_raises(tiny, policy):
     summary = train.main(cfg, hooks=[poison])
     assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 2))
     assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
-    if policy == "stop":  # at the last step as well
+    if policy == "stop":  # also at the last step
         last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
         assert train.main(last, hooks=[poison])["exit_code"] == 1
     saved = arrays(cfg.out_dir)
@@ -1499,7 +1502,7 @@ def test_on_nonfinite_skips_stops_or_raises(tiny, policy):
     assert not saved["opt/0/mu/embed"].any() and np.isfinite(saved["params/embed"]).all()
 
 
-# ---- going on
+# ---- resume
 
 @pytest.mark.slow
 def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
@@ -1513,17 +1516,17 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
     out = Path(tiny().out_dir)
     summary = train.main(make(steps=4), hooks=[stop_at(4)])
     assert (summary["reason"], summary["exit_code"]) == ("SIGTERM", 0)
-    assert rows_of(out, "save eval") == [("save", 4)]
+    assert event_steps(out, "save eval") == [("save", 4)]
     half = out / "ckpt/000000099/abcd0123"
-    half.mkdir(parents=True)  # as of a process that was killed in a save
+    half.mkdir(parents=True)  # a process killed during a save leaves such a folder
     (half / "zarr.json").touch()
     assert train.main(make(steps=8), hooks=[stop_at(8)])["step"] == 8
     assert not list(out.glob("ckpt/*99*"))
     summary = train.main(make(steps=8))
     assert (summary["reason"], summary["step"]) == ("all 8 steps are done", 8)
     assert "val_loss" in summary and summary["checkpoint"] == str(out / "ckpt/000000008")
-    assert rows_of(out, "log") == [("log", i) for i in range(1, 9)]
-    assert rows_of(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
+    assert event_steps(out, "log") == [("log", i) for i in range(1, 9)]
+    assert event_steps(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
     first, second, third = rows(out, "start")
     assert [r["step"] for r in (first, second, third)] == [0, 4, 8]
     assert first["run_id"] == second["run_id"] == third["run_id"]
@@ -1531,9 +1534,9 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
     for steps in (8, 6):
         assert train.main(make(steps=steps)) == {
             "step": 8, "reason": "finished before", "exit_code": 0}
-        said = capsys.readouterr().out
-        assert "is finished, at step 8. To train further: --steps 16." in said
-        assert "To export it: --mode export." in said
+        output = capsys.readouterr().out
+        assert "is finished, at step 8. To train further: --steps 16." in output
+        assert "To export it: --mode export." in output
     for change, given, words in (
             (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
             ({}, dict(state={}), "holds a run at step 8, which this launch"),
@@ -1654,11 +1657,11 @@ def test_a_run_that_fails_waits_for_its_save(tiny, monkeypatch):
 
     def fails(event, value):
         if event == "state" and int(value["step"]) == 2:
-            raise RuntimeError("of a hook")
+            raise RuntimeError("error in a hook")
 
     monkeypatch.setattr(ckpt, "_commit", slowly)
     cfg = tiny(eval_every=0, save_every=1)
-    with pytest.raises(RuntimeError, match="of a hook"):
+    with pytest.raises(RuntimeError, match="error in a hook"):
         train.main(cfg, hooks=[fails])
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [1]
 
@@ -1701,7 +1704,7 @@ def test_a_given_state_starts_no_run_in_a_used_folder(tiny):
             train.main(tiny(), **given)
     assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
     assert train.main(tiny(steps=2, resume="overwrite"), params=state["params"])["step"] == 2
-    for _ in range(2):  # the state given stays whole
+    for _ in range(2):  # the given state remains valid
         assert train.main(tiny(steps=5, resume="overwrite"), state=state)["step"] == 5
 
 
@@ -1792,7 +1795,7 @@ def test_a_custom_task_may_freeze_parameters_and_use_numpy_integers(tiny):
     params = train.main(cfg, task=task)["state"]["params"]
     begun = model.init(jax.random.key(cfg.seed), cfg, task["table"](cfg))
     moved = {name: float(abs(params[name] - begun[name]).max()) for name in begun}
-    assert moved["w"] < 1e-6 and moved["v"] > 1e-3  # compiled, init rounds otherwise
+    assert moved["w"] < 1e-6 and moved["v"] > 1e-3  # `init` rounds differently when it is compiled
     with pytest.raises(ValueError, match="freeze 'nosuch': matches no parameter; there are w, v"):
         train.main(tiny(freeze=("nosuch",)), task=task)
 
@@ -1840,11 +1843,11 @@ def test_a_hook_file_is_loaded_once_and_may_import_its_neighbors(tmp_path):
     Break: train.py: if path not in namespaces: => if True:
     """
     (tmp_path / "beside_it.py").write_text("SEEN = 'beside'\n")
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "my_hooks.py").write_text(
         "import beside_it\nseen = []\n"
         "def one(event, value): seen.append(beside_it.SEEN)\n"
         "def two(event, value): return seen\n")
-    one, two = train.load_hooks([f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:two"])
+    one, two = train.load_hooks([f"{tmp_path}/my_hooks.py:{name}" for name in ("one", "two")])
     one("log", {})
     assert two("log", {}) == ["beside"]
 
@@ -1856,8 +1859,8 @@ def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
     needs_package = True
     """
     seen = []
-    monkeypatch.setitem(train.TRACKERS, "mine", lambda cfg: lambda event, row: seen.append(event))
-    train.main(tiny(eval_every=0, save_every=0, track=("mine",)))
+    monkeypatch.setitem(train.TRACKERS, "custom", lambda cfg: lambda event, row: seen.append(event))
+    train.main(tiny(eval_every=0, save_every=0, track=("custom",)))
     assert seen[0] == "start" and seen[-1] == "end"
 
 
@@ -2029,8 +2032,8 @@ def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, caps
     train.use_compilation_cache(tiny(cache_dir=config.Config.cache_dir))
     assert "compiled programs are not kept between runs" in capsys.readouterr().out
     assert jax.config.jax_compilation_cache_dir is None
-    with pytest.raises(ValueError, match="cache_dir .*file/mine.*: cannot be written"):
-        train.use_compilation_cache(tiny(cache_dir=str(tmp_path / "file/mine")))
+    with pytest.raises(ValueError, match="cache_dir .*file/cache.*: cannot be written"):
+        train.use_compilation_cache(tiny(cache_dir=str(tmp_path / "file/cache")))
 
 
 @pytest.mark.slow
@@ -2064,19 +2067,19 @@ def test_the_lines_before_the_import_of_jax(monkeypatch):
 
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
-    head, asked = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
+    head, mallopt_calls = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(
-        mallopt=lambda *pair: asked.append(pair)))
+        mallopt=lambda *pair: mallopt_calls.append(pair)))
     for version in ((3, 10, 9), (2, 12)):
         monkeypatch.setattr(sys, "version_info", version)
         with pytest.raises(SystemExit, match="Sixfile needs Python 3.11 or later, as JAX does"):
             exec(head, {})
-    assert not asked
+    assert not mallopt_calls
     for version in ((3, 11, 0), (3, 11)):
         monkeypatch.setattr(sys, "version_info", version)
         exec(head, {})
     mmap_max, trim_threshold, top_pad, mib = -4, -1, -2, 2**20
-    assert asked == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
+    assert mallopt_calls == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
 
 
 @pytest.mark.slow
@@ -2102,7 +2105,7 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert [(event, int(step)) for event, step, _ in rows] == [
         (event, step) for step in range(1, 9) for event in ("dispatch", "step")]
-    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # 70,000 are in use
+    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # a step uses 70,000 pages
 
 
 @pytest.mark.slow
@@ -2120,7 +2123,7 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
                             cfg.out_dir + ".json"], stdout=child, stderr=child, close_fds=True)
     os.close(child)
     seen = b""
-    with contextlib.suppress(OSError):  # at the end
+    with contextlib.suppress(OSError):  # os.read raises at the end
         while part := os.read(parent, 4096):
             seen += part
     assert run.wait() == 0
@@ -2205,9 +2208,9 @@ def test_the_start_is_state_then_params_then_checkpoint_then_init_from_then_fres
 def flip(folder):
     """Flip one bit of the embedding in a checkpoint."""
     chunk = next(folder.glob("*/.small/c/0"))
-    damaged = bytearray(chunk.read_bytes())
-    damaged[7] ^= 1
-    chunk.write_bytes(damaged)
+    content = bytearray(chunk.read_bytes())
+    content[7] ^= 1
+    chunk.write_bytes(content)
 
 
 def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
@@ -2219,9 +2222,9 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
     """
     cfg = tiny(seed=3, init_from=(str(tmp_path / "other"),))
     run = train.setup_run(cfg)
-    whole = NamedSharding(run["mesh"], jax.P())
-    like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=whole), "params": {
-        name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=whole)
+    replicated = NamedSharding(run["mesh"], jax.P())
+    like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=replicated), "params": {
+        name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=replicated)
         for name, row in run["table"].items()}}
     programs = {"state": like, "from_params": lambda key, params: ("from", key, params),
                 "init": lambda key: ("init", key)}
@@ -2239,7 +2242,7 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
         return chosen["origin"], train.load_start(a_run, chosen, programs, *both(given))
 
     def values(tree):
-        assert all(x.sharding == whole for x in jax.tree.leaves(tree))
+        assert all(x.sharding == replicated for x in jax.tree.leaves(tree))
         return {float(np.asarray(x).mean()) for x in jax.tree.leaves(tree)}
 
     for folder, steps in (("out", (4, 8)), ("other", (5, 6))):
@@ -2285,7 +2288,7 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys)
     """
     make = partial(tiny, steps=12, schedule="cosine")
     train.main(make())
-    whole, expected = arrays(tiny().out_dir), losses(tiny().out_dir)
+    expected_arrays, expected_losses = arrays(tiny().out_dir), losses(tiny().out_dir)
     shutil.rmtree(tiny().out_dir)
     root = Path(tiny().out_dir) / "ckpt"
     train.main(make(), hooks=[stop_at(8)])
@@ -2294,9 +2297,10 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys)
     assert train.main(make(mode="eval"))["step"] == 4
     capsys.readouterr()
     train.main(make())
-    said = capsys.readouterr().out
-    assert "skipping a corrupted checkpoint: " in said and "000000008: array " in said
-    assert losses(tiny().out_dir) == expected and same(arrays(tiny().out_dir), whole)
+    output = capsys.readouterr().out
+    assert "skipping a corrupted checkpoint: " in output and "000000008: array " in output
+    assert losses(tiny().out_dir) == expected_losses
+    assert same(arrays(tiny().out_dir), expected_arrays)
     assert ckpt.steps(root) == [8, 12] and not ckpt.verify(root)
 
 
@@ -2347,7 +2351,7 @@ def test_the_run_continues_after_a_failed_save(tiny, capsys):
 
 
 def saves_in(monkeypatch):
-    """[Future of each checkpoint that runs in this process start]"""
+    """Return a list to which every checkpoint save of this process adds its future."""
     futures, save = [], ckpt.save
 
     def noted(*args):
@@ -2404,7 +2408,7 @@ def look(event, value):
     while ckpt.latest(root) != value["step"] - 1:  # committed
         time.sleep(0.01)
     gc.collect()
-    # The thread of a save lets go of its copies a moment after that.
+    # The thread of a save frees its copies a moment later.
     limit = found["live"][0] + found["copied"] / 2 if "live" in found else 0
     deadline = time.monotonic() + (10 if limit else 1)
     while (live := sum(x.nbytes for x in jax.live_arrays())) > limit and (
@@ -2415,8 +2419,8 @@ def look(event, value):
     found.setdefault("resident", []).append(4096 * pages)
     pathlib.Path({str(found)!r}).write_text(json.dumps(found))
 """)
-    code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:look",))), 300)
-    assert code == 0, said
+    code, output = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:look",))), 300)
+    assert code == 0, output
     found = json.loads(found.read_text())
     (first, *others), copied, resident = found["live"], found["copied"], found["resident"]
     assert first > copied > 2**20 and len(others) == 2
@@ -2424,10 +2428,10 @@ def look(event, value):
     assert resident[2] - resident[1] < 40 * copied, found
 
 
-# ---- how often, what is left out, and from where
+# ---- intervals, excluded parameters, sources
 
 def due(step, last=(), second=0.0, **fields):
-    """due_events of a run of 20 updates, 4 sequences of 10 each, with windows of 3 updates."""
+    """Return due_events of a run of 20 steps, with epochs of 2.5 steps and windows of 3."""
     cfg = config.Config(**dict(steps=20, batch_size=4, eval_every=0, save_every=0, sample_every=0)
                         | fields)
     train_data = {"n": 10, "n_finished": lambda step: step // 3}
@@ -2453,7 +2457,7 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
     assert steps(save_every="1epoch") == [3, 5, 8, 10, 13, 15, 18]
     assert steps(sample_every="2 epochs") == [5, 10, 15]
     assert steps(reload_every="2windows") == [6, 12, 18]
-    assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # one after each window
+    assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # windows set the evaluations
     assert steps(weights_every="5,1window") == [3, 5, 6, 9, 10, 12, 15, 18]
     assert due(4, {"save": (4, 0.0)}, save_every=4) == {}
     assert due(4, {"save": (3, 60.0)}, 119.9, save_every="1m") == {}
@@ -2526,25 +2530,25 @@ def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tm
     base = tiny(steps=5, eval_every=0)
     train.main(base)
     newest = Path(base.out_dir, "ckpt/000000005")
-    newest.rename(tmp_path / "newest")  # as if it had not got there yet
+    newest.rename(tmp_path / "newest")  # the first launch does not find this checkpoint
     make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, save_exclude=("*", "!*.lora_?"),
                    eval_every=0, schedule="constant")
-    whole = train.main(make(steps=8, out_dir=str(tmp_path / "whole")))
+    straight = train.main(make(steps=8, out_dir=str(tmp_path / "straight")))
     half = make(steps=4, out_dir=str(tmp_path / "half"))
     train.main(half)
     names = ckpt.newest_meta(half.out_dir + "/ckpt")[1]["arrays"]
     assert all(".lora_" in name for name in names if name.startswith("params/"))
     capsys.readouterr()
     summary = train.main(make(steps=8, out_dir=half.out_dir))
-    assert same(summary["state"]["params"], whole["state"]["params"])
+    assert same(summary["state"]["params"], straight["state"]["params"])
     assert rows(half.out_dir, "start")[-1]["step"] == 4
     row = train.main(make(mode="eval", out_dir=half.out_dir))
-    assert row["val_loss"] == whole["val_loss"]
-    said = " ".join(capsys.readouterr().out.split())
-    assert "from its own checkpoint, at step 4" in said
-    assert "13 of 27 parameters from " in said and "will be trained" not in said
-    assert ".lora_" not in said  # of its own it says nothing
-    (tmp_path / "newest").rename(newest)  # the run that it tunes goes on
+    assert row["val_loss"] == straight["val_loss"]
+    output = " ".join(capsys.readouterr().out.split())
+    assert "from its own checkpoint, at step 4" in output
+    assert "13 of 27 parameters from " in output and "will be trained" not in output
+    assert ".lora_" not in output  # parameters of its own checkpoint are not listed
+    (tmp_path / "newest").rename(newest)  # the base run gets a newer checkpoint
     with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
         train.main(make(steps=9, out_dir=half.out_dir))
 
@@ -2602,10 +2606,10 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
     for name, x in began[0].items():
         source = second if name.startswith("layers.w") else first
         assert (x == 1).all() if name == "final_norm" else (x == source[name]).all(), name
-    said = capsys.readouterr().out
-    assert "1 of 13 parameters from a fresh initialization: final_norm" in said
+    output = capsys.readouterr().out
+    assert "1 of 13 parameters from a fresh initialization: final_norm" in output
     assert f"7 of 13 parameters from {runs[1].out_dir}/ckpt/weights: layers.wq, layers.wk" in (
-        " ".join(said.split()))
+        " ".join(output.split()))
 
 
 @pytest.mark.slow
@@ -2641,7 +2645,7 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     assert after["step"] == 5
     moments = jax.tree_util.tree_leaves_with_path(after["opt"])
     mu = [x for path, x in moments if "embed" in str(path)]
-    assert any(abs(x).max() > 0 for x in mu)  # moments go on
+    assert any(abs(x).max() > 0 for x in mu)  # the moments are not reset
 
 
 def test_training_continues_if_a_dynamic_source_cannot_be_read(tiny, tmp_path, capsys):
@@ -2664,7 +2668,7 @@ def test_training_continues_if_a_dynamic_source_cannot_be_read(tiny, tmp_path, c
                init_from=(f"{other} load=final_norm dynamic=yes",))
     summary = train.main(cfg, [delete])
     assert (summary["step"], summary["exit_code"]) == (6, 0)
-    assert rows_of(cfg.out_dir, "reload nonfatal_error") == [
+    assert event_steps(cfg.out_dir, "reload nonfatal_error") == [
         ("reload", 2), ("nonfatal_error", 4), ("nonfatal_error", 6)]
     words = f"reload: init_from {other}: holds no checkpoint and no weights"
     assert rows(cfg.out_dir, "nonfatal_error")[0]["error"].startswith(words)
@@ -2680,7 +2684,7 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
 
     Break: ckpt.py: return ckpt_dir or => return
     """
-    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
     make = partial(tiny, eval_every=0, schedule="constant")
@@ -2711,12 +2715,12 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
 
     Break: ckpt.py: check = locks.enter_context(lock_bucket(root, owner, about, log)) => pass
     """
-    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
     monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.2)
     hook = tmp_path / "hurry.py"
-    # The process that starts the others may be older than this test's environment.
+    # The fork server may have started before this test set the environment.
     keys = {key: "true" for key in os.environ if key.startswith("AWS_")}
     hook.write_text(f"import os, ckpt\nos.environ.update({keys})\nckpt.BEAT_S = 0.2\n"
                     "def nothing(event, value): pass\n")
@@ -2729,7 +2733,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
             ckpt_dir=root.replace("shared", "shared/"))
 
         def killed_after_a_save(cfg, also=lambda: None):
-            """The log of a run that was killed once it had saved; also() is called before that."""
+            """Kill a run after it has saved and also() was called; return its output."""
             (run, log), before = command(cfg), ckpt.latest(root)
             wait_for(lambda: not run.is_alive() or ckpt.latest(root) != before)
             try:
@@ -2739,28 +2743,28 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
                 run.kill()
             return ended(run, log)[1]
 
-        def others():
-            code, said = ended(*command(other))
+        def check_others():
+            code, output = ended(*command(other))
             holder = rf"process \d+ on {re.escape(socket.gethostname())}, out_dir {tmp_path}/out;"
             words = f"error: ckpt_dir '.*shared/.*': another run is writing to it, {holder} choose"
-            assert code == 2 and re.search(words, said), said
+            assert code == 2 and re.search(words, output), output
             shutil.copytree(endless.out_dir, tmp_path / "copy")
             with pytest.raises(ValueError, match="another run is writing to it"):
                 train.main(dataclasses.replace(endless, out_dir=str(tmp_path / "copy")))
             reader = dataclasses.replace(endless, mode="eval", out_dir=str(tmp_path / "reader"))
             assert train.main(reader)["val_loss"] > 0
 
-        said = killed_after_a_save(endless, others)
-        assert "is held by" not in said
-        said = killed_after_a_save(endless)
-        assert "is held by" not in said and "from its own checkpoint" in said
+        output = killed_after_a_save(endless, check_others)
+        assert "is held by" not in output
+        output = killed_after_a_save(endless)
+        assert "is held by" not in output and "from its own checkpoint" in output
         monkeypatch.setattr(ckpt, "STALE_S", 1)
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             step = ckpt.latest(root) + 1
             summary = train.main(dataclasses.replace(other, steps=step))
         assert summary["step"] == step
-        assert f"out_dir {tmp_path}/out: waiting up to 1 s to see whether" in said.getvalue()
+        assert f"out_dir {tmp_path}/out: waiting up to 1 s to see whether" in output.getvalue()
         assert ckpt._read_lock(ckpt._open(root))[0] == {}  # released at the end
 
 
@@ -2769,7 +2773,7 @@ def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, mo
 
     Break: train.py: run["check_lock"]() => pass
     """
-    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
     monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
@@ -2804,16 +2808,17 @@ def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
     half = arrays(tiny().out_dir)
     assert (half["step"], half["scale/value"], half["scale/good"]) == (4, 2.0**5, 1)
     train.main(make())
-    ours, theirs = arrays(tiny().out_dir), arrays(straight.out_dir)
-    assert same(ours, theirs) and ours["scale/value"] == 2.0**6 and ours["scale/good"] == 2
+    resumed, expected = arrays(tiny().out_dir), arrays(straight.out_dir)
+    assert same(resumed, expected)
+    assert resumed["scale/value"] == 2.0**6 and resumed["scale/good"] == 2
     assert losses(tiny().out_dir) == losses(straight.out_dir)
 
 
-# ---- kill
+# ---- kills
 
 def kill_until_done(cfg, devices, n_kills, rng):
-    """Start, kill at a moment (in a step, in a save, in a prune, at any time), start again ...,
-    then let it end.
+    """Launch a run and kill it n_kills times: in a step, in a save, in a prune, at any time. Then
+    let it end; return the moments of the kills.
     """
     out, moments = Path(cfg.out_dir), []
     log_file = out / "metrics.jsonl"
@@ -2822,7 +2827,7 @@ def kill_until_done(cfg, devices, n_kills, rng):
         return log_file.stat().st_size if log_file.exists() else 0
 
     def half():
-        """What the newest checkpoint that is not whole is in: a save, or a prune."""
+        """Return "save" or "prune", whichever is in progress, else an empty value."""
         folders = sorted(out.glob("ckpt/0*"))
         torn = [folder for folder in folders if not (folder / "meta.json").exists()]
         return torn and ("save" if torn[-1] == folders[-1] else "prune")
@@ -2844,11 +2849,11 @@ def kill_until_done(cfg, devices, n_kills, rng):
                     break
                 time.sleep(0.0005)
         run.kill()
-        code, said = ended(run, log)
-        assert code == -signal.SIGKILL or "done: all" in said or "is finished" in said, said
+        code, output = ended(run, log)
+        assert code == -signal.SIGKILL or "done: all" in output or "is finished" in output, output
         moments.append(wanted if code else "after the end")
-    code, said = ended(*command(cfg, devices))
-    assert code == 0, said
+    code, output = ended(*command(cfg, devices))
+    assert code == 0, output
     return moments
 
 
@@ -2892,13 +2897,13 @@ def test_a_run_killed_after_a_save_makes_up_for_the_evaluation_or_export(tiny, t
     cfg = tiny(steps=4, hooks=(f"{hook}:kill",), eval_every=4 * (event == "eval"),
                **{"export": hf, "export_every": 4} if event == "export" else {})
     run = command(cfg)
-    code, said = ended(*run)
-    assert code == -signal.SIGKILL, said
+    code, output = ended(*run)
+    assert code == -signal.SIGKILL, output
     assert ckpt.steps(f"{cfg.out_dir}/ckpt") == [4]
     assert not rows(cfg.out_dir, event) and not Path(hf).exists()
-    code, said = ended(*command(cfg))
-    assert code == 0, said
-    assert rows_of(cfg.out_dir, f"start {event}") == [("start", 0), ("start", 4), (event, 4)]
+    code, output = ended(*command(cfg))
+    assert code == 0, output
+    assert event_steps(cfg.out_dir, f"start {event}") == [("start", 0), ("start", 4), (event, 4)]
     if event == "eval":
         straight = tiny(steps=4, out_dir=str(tmp_path / "straight"))
         assert ended(*command(straight))[0] == 0
@@ -2919,7 +2924,7 @@ def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
     """
     mesh = dict(dp=2, fsdp=2, tp=2, steps=8, schedule="cosine", dtype="float32")
     train.main(tiny(**mesh))
-    expected, whole = losses(tiny().out_dir), arrays(tiny().out_dir)
+    straight_losses, straight_arrays = losses(tiny().out_dir), arrays(tiny().out_dir)
     half = tiny(**mesh, out_dir=str(tmp_path / "half"))
     train.main(half, hooks=[stop_at(4)])
     assert ckpt.steps(tmp_path / "half/ckpt") == [4]
@@ -2929,16 +2934,16 @@ def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
         shutil.copytree(half.out_dir, out)
         runs[devices, out] = command(dataclasses.replace(half, out_dir=str(out), **sizes), devices)
     for (devices, out), run in runs.items():
-        code, said = ended(*run)
-        assert code == 0, said
+        code, output = ended(*run)
+        assert code == 0, output
         if devices == 8:
-            assert losses(out) == expected and same(arrays(out), whole)
-        for ours, theirs in zip(losses(out)[:2], expected):
-            np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
+            assert losses(out) == straight_losses and same(arrays(out), straight_arrays)
+        for actual, expected in zip(losses(out)[:2], straight_losses):
+            np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
 
 
 def several(n, cfg, *flags):
-    """All n processes of a run, started: [(process, log), ...]."""
+    """Start all n processes of a run; return [(process, log path), ...]."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -2961,26 +2966,26 @@ def test_two_processes_train_like_one(tiny, tmp_path):
                export=str(tmp_path / "two_exported"))
     alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"),
                                 export=str(tmp_path / "one_exported"))
-    one = command(alone, 2)  # at the same time
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in two(cfg)]
-    assert (code_0, code_1) == (0, 0), said_0 + said_1
-    assert "done:" in said_0 and "done:" not in said_1
+    one = command(alone, 2)  # runs in parallel
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in two(cfg)]
+    assert (code_0, code_1) == (0, 0), output_0 + output_1
+    assert "done:" in output_0 and "done:" not in output_1
     assert ended(*one)[0] == 0
-    for ours, theirs in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
-        np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
-    ours, theirs = arrays(cfg.out_dir), arrays(alone.out_dir)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for actual, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
+        np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
+    actual, expected = arrays(cfg.out_dir), arrays(alone.out_dir)
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
     texts = [[r.get("texts") for r in rows(c.out_dir, "sample")] for c in (cfg, alone)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 and texts[0][0]
-    exported, theirs = ({name: x for file in Path(c.export).glob("*.safetensors")
-                         for name, x in safetensors.numpy.load_file(file).items()}
-                        for c in (cfg, alone))
-    assert exported.keys() == theirs.keys()
+    exported, expected = ({name: x for file in Path(c.export).glob("*.safetensors")
+                           for name, x in safetensors.numpy.load_file(file).items()}
+                          for c in (cfg, alone))
+    assert exported.keys() == expected.keys()
     for name in exported:
-        np.testing.assert_allclose(exported[name], theirs[name], rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], ours["params/embed"])
+        np.testing.assert_allclose(exported[name], expected[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], actual["params/embed"])
 
 
 @pytest.mark.slow
@@ -2996,8 +3001,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
     log = Path(cfg.out_dir, "metrics.jsonl")
     wait_for(lambda: (log.exists() and rows(cfg.out_dir, "log")) or not runs[0][0].is_alive(), 120)
     os.kill(runs[1][0].pid, signal.SIGTERM)
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
-    assert (code_0, code_1) == (0, 0), said_0 + said_1
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
+    assert (code_0, code_1) == (0, 0), output_0 + output_1
     stop = rows(cfg.out_dir, "stop")[-1]
     assert stop["reason"] == "SIGTERM" and stop["step"] % 7 == 0
     assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
@@ -3024,9 +3029,9 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
                     "    return sources\n"
                     "opened, train.TEXT['open'] = train.TEXT['open'], more\n")
     runs = two(cfg, "--hooks", f"{hook}:stop")
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
-    assert (code_0, code_1) == (0, 0), said_0 + said_1
-    assert re.search("of .* steps", said_0)[0] == re.search("of .* steps", said_1)[0]
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
+    assert (code_0, code_1) == (0, 0), output_0 + output_1
+    assert re.search("of .* steps", output_0)[0] == re.search("of .* steps", output_1)[0]
     stop = rows(cfg.out_dir, "stop")[-1]
     assert stop["reason"] == "a hook of another process requested it" and stop["step"] % 7 == 0
     assert 14 <= stop["step"] < 50 and ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
@@ -3064,7 +3069,7 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
             for n in (signal.SIGUSR1, signal.SIGTERM):
                 os.kill(os.getpid(), n)
             wait_for(lambda: caught)
-            os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does, to the process and its group
+            os.kill(os.getpid(), signal.SIGTERM)  # `timeout` signals the process and its group
             time.sleep(1.1)
             assert caught == ["SIGTERM"] and not codes
             os.kill(os.getpid(), signal.SIGINT)
@@ -3120,15 +3125,15 @@ def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
              "memory_bytes_per_device": {"total": 1}}
     log = {"step": 1, "loss": 1.0, "lr": 1e-3, "tokens_per_s": 1.0, "data_wait_s": 0.0}
     for make in (os.pipe, pty.openpty):
-        here, there = make()
-        with open(there, "w") as stdout, open(os.dup(there), "w") as stderr, \
+        reading_end, writing_end = make()
+        with open(writing_end, "w") as stdout, open(os.dup(writing_end), "w") as stderr, \
                 monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
             observe = train.console(tiny())
             observe("start", start)
-            assert b"compiled in 1.0 s" in os.read(here, 10**4)
-            os.close(here)
+            assert b"compiled in 1.0 s" in os.read(reading_end, 10**4)
+            os.close(reading_end)
             for _ in range(2):
                 train.print0("a line")
                 observe("step", {"step": 1})
@@ -3191,7 +3196,7 @@ def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, m
         gathered.append(int(found[2]))
         return np.stack([found, np.float32(other)])
 
-    def asked(step, signals, before=None, log_every=7):
+    def poll(step, signals, before=None, log_every=7):
         run = {"cfg": tiny(log_every=log_every)}
         progress = train.init_progress(0.0) | {"hook_stops": hook_stops}
         if before:
@@ -3200,26 +3205,26 @@ def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, m
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
-    assert asked(3, []) == {"step": 3, "elapsed_s": 100, "stop_file": False, "signal": None,
-                            "hook_stops": hook_stops}
-    assert asked(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
+    assert poll(3, []) == {"step": 3, "elapsed_s": 100, "stop_file": False, "signal": None,
+                           "hook_stops": hook_stops}
+    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
     stop.touch()
-    assert asked(3, [])["stop_file"] is True
+    assert poll(3, [])["stop_file"] is True
     stop.unlink()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert not train.save_only(["SIGINT"]) and not gathered
     before = {"step": 7, "elapsed_s": 5.0}
-    assert asked(8, ["SIGINT"], before) is asked(7, ["SIGINT"], before) is before and not gathered
+    assert poll(8, ["SIGINT"], before) is poll(7, ["SIGINT"], before) is before and not gathered
     other[:] = 250, 1, signal.SIGTERM, 1
     for step, log_every in ((14, 7), (20, 0)):
-        assert asked(step, ["SIGINT"], before, log_every) == {
+        assert poll(step, ["SIGINT"], before, log_every) == {
             "step": step, "elapsed_s": 250, "stop_file": True, "signal": "SIGTERM",
             "hook_stops": ["a hook of another process requested it"]}
-    assert gathered == [2, 2] and asked(14, [], before, 0) is before
+    assert gathered == [2, 2] and poll(14, [], before, 0) is before
     hook_stops.append("enough")
-    assert asked(14, [])["hook_stops"] == ["enough"]
+    assert poll(14, [])["hook_stops"] == ["enough"]
 
 
 def test_a_signal_during_an_evaluation_ends_it(tiny):
@@ -3234,7 +3239,7 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
         def batch(index, rows):
             if index == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)  # a thread hears the signal
+            time.sleep(0.1)  # time for the signal thread
             return val["batch"](index, rows)
 
         return sources | {"val": val | {"batch": batch}}
@@ -3242,9 +3247,9 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     cfg = tiny(steps=2, eval_batches=0)
     summary = train.main(cfg, task=train.TEXT | {"open": open_text})
     assert summary["exit_code"] == 0 and "val_loss" not in summary
-    assert rows_of(cfg.out_dir, "save eval") == [("save", 2)]
+    assert event_steps(cfg.out_dir, "save eval") == [("save", 2)]
     assert "val_loss" in train.main(cfg)
-    assert rows_of(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
+    assert event_steps(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
 
 
 def test_a_signal_before_the_loop_raises_keyboard_interrupt():
@@ -3255,7 +3260,7 @@ def test_a_signal_before_the_loop_raises_keyboard_interrupt():
     """
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"), train.catch_signals():
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(1)  # a moment for the handler
+        time.sleep(1)  # time for the handler
     with train.catch_signals() as (caught, in_loop):
         in_loop.set()
         signal.raise_signal(signal.SIGTERM)
@@ -3277,8 +3282,8 @@ def test_a_signal_finishes_the_step_and_saves(tiny, name, moment):
     n = {"step": 1, "eval": 5}[moment]
     wait_for(lambda: rows_or_none(out) and len(rows(out, "log")) >= n)
     os.kill(run.pid, getattr(signal, name))
-    code, said = ended(run, log)
-    assert code == 0 and f"stopped: {name}" in said, said
+    code, output = ended(run, log)
+    assert code == 0 and f"stopped: {name}" in output, output
     assert ckpt.latest(out / "ckpt") == rows(out, "stop")[-1]["step"] > 0
 
 
@@ -3299,9 +3304,9 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
     wait_for(lambda: (out / ".lock").exists() and (moment == "data" or words in log.read_text()))
     time.sleep(0.3)
     os.kill(run.pid, signal.SIGTERM)
-    code, said = ended(run, log, 5)
-    assert code == 0 and said.endswith("SIGTERM: ended; nothing to save\n"), said
-    assert (words in said) == (moment == "compile") and not (out / "config.json").exists()
+    code, output = ended(run, log, 5)
+    assert code == 0 and output.endswith("SIGTERM: ended; nothing to save\n"), output
+    assert (words in output) == (moment == "compile") and not (out / "config.json").exists()
 
 
 @pytest.mark.slow
@@ -3319,9 +3324,9 @@ def test_a_signal_in_a_finalizer_before_the_first_step_is_not_lost(tiny, tmp_pat
     run, log = command(tiny(hooks=(f"{tmp_path}/last.py:hook",)))
     wait_for((tmp_path / "there").exists)
     os.kill(run.pid, signal.SIGTERM)
-    code, said = ended(run, log, 10)
-    assert code == 0 and "Exception ignored" in said, said
-    assert said.endswith("SIGTERM: ended; nothing to save\n"), said
+    code, output = ended(run, log, 10)
+    assert code == 0 and "Exception ignored" in output, output
+    assert output.endswith("SIGTERM: ended; nothing to save\n"), output
 
 
 @pytest.mark.slow
@@ -3364,11 +3369,13 @@ def test_packed_rows_train_the_same_on_any_mesh(tiny, tmp_path):
     assert np.abs(seen["other"] - seen["dp"]).max() > 1e-3
 
 
-# ---- windows, mixtures, whole documents
+# ---- windows, mixtures, packed documents
 
 @pytest.fixture
 def days(tiny, tmp_path):
-    """days(**fields): a run in windows of 3 batches, 2 and 2, one file a day, another held out."""
+    """days(**fields) is a config with windows of 3, 2 and 2 batches, one file a day, and separate
+    validation data.
+    """
     (tmp_path / "days").mkdir()
     for day, letter, n in ((1, "a", 24), (2, "b", 16), (9, "c", 16)):
         (tmp_path / "days" / f"day{day}.txt").write_text(letter * (16 * n - 1))
@@ -3399,7 +3406,7 @@ def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
         map(json.loads, Path(cfg.out_dir, "windows.jsonl").read_text().splitlines())))
     assert meta["step"] == 5 and begun[:2] == ["day1.txt", "day2.txt"]
     assert begun[: len(saved)] == saved
-    assert begun[2:] in ([], ["day9.txt"])  # as far ahead as batches were made
+    assert begun[2:] in ([], ["day9.txt"])  # batches are prepared some steps ahead
     for day in ("day0.txt", "day3.txt"):
         (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
     letters = []
@@ -3410,10 +3417,10 @@ def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
     (tmp_path / "in_order").mkdir()
     for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
         shutil.copy(json.loads(line)["name"], tmp_path / f"in_order/{i}.txt")
-    whole = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "whole"),
-                 data=(str(tmp_path / "in_order/*.txt"),))
-    train.main(whole)
-    assert losses(whole.out_dir) == losses(cfg.out_dir)
+    straight = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "straight"),
+                    data=(str(tmp_path / "in_order/*.txt"),))
+    train.main(straight)
+    assert losses(straight.out_dir) == losses(cfg.out_dir)
 
 
 @pytest.mark.slow
@@ -3430,8 +3437,8 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
              or not all(run.is_alive() for run, _ in runs), 120)
     (tmp_path / "new.txt").write_text("d" * (16 * 16 - 1))
     (tmp_path / "new.txt").rename(tmp_path / "days" / "day10.txt")
-    said = [ended(*run) for run in runs]
-    assert [code for code, _ in said] == [0, 0], said
+    output = [ended(*run) for run in runs]
+    assert [code for code, _ in output] == [0, 0], output
     alone = days(dp=1, fsdp=2, tp=4, steps=9, out_dir=str(tmp_path / "alone"))
     train.main(alone)
     for both, one in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)):
@@ -3468,8 +3475,8 @@ def test_a_signal_ends_the_wait_for_a_window(days):
     wait_for(lambda: "waiting for 1e+06 s" in log.read_text() or not run.is_alive(), 120)
     time.sleep(0.5)
     os.kill(run.pid, signal.SIGTERM)
-    code, said = ended(run, log)
-    assert code == 0 and "stopped: SIGTERM" in said, said
+    code, output = ended(run, log)
+    assert code == 0 and "stopped: SIGTERM" in output, output
     assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == 7
 
 
@@ -3490,7 +3497,7 @@ def test_an_error_in_the_data_loses_no_step(tiny, tmp_path):
         train.main(cfg, hooks=[cut])
     last = ckpt.latest(Path(cfg.out_dir) / "ckpt")
     assert 3 <= last <= 7
-    # The row of the last step, too, which was not read yet.
+    # The row of the last step was pending and is in the log too.
     assert [row["step"] for row in rows(cfg.out_dir, "log")] == list(range(1, last + 1))
 
 
@@ -3568,7 +3575,7 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
         assert summary["texts"] == [prompt + answer]
 
 
-# ---- faults of the user's
+# ---- errors of the user
 
 def test_a_file_without_read_permission_is_named(capsys):
     """A file that may not be read, here a system file that not even root can read, gives a
@@ -3623,9 +3630,10 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     }.items():
         Path(tiny().out_dir + ".json").write_text(config.to_json(tiny()))
         code = train.cli(["--config", tiny().out_dir + ".json", *flags.split()])
-        said = capsys.readouterr()
-        assert code == 2 and said.err.startswith("error: ") and words in said.err, (flags, said)
-        assert "compil" not in said.out
+        output = capsys.readouterr()
+        assert code == 2, (flags, output)
+        assert output.err.startswith("error: ") and words in output.err, (flags, output)
+        assert "compil" not in output.out
     monkeypatch.setattr(sys, "argv", ["train.py", "--n_layers", "0"])
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -3703,7 +3711,7 @@ def test_samples_on_a_mesh_equal_those_on_one_device(sizes, tiny, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
-# ---- memory
+# ---- plans and memory
 
 @pytest.mark.slow
 def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
@@ -3714,10 +3722,10 @@ def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
     cfg = tiny(mode="plan", dp=1, fsdp=2, tp=2, sp=2, n_kv_heads=4)
-    gc.collect()  # of what other tests left, nothing may go meanwhile
+    gc.collect()  # arrays of other tests must not be freed later
     before = len(jax.live_arrays())
     cost = train.main(dataclasses.replace(cfg, data=("/nowhere",)))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert len(jax.live_arrays()) == before and not Path(cfg.out_dir).exists()
     assert cost["exit_code"] == 0 and cost["fits"]
     full = config.derive_text(dataclasses.replace(cfg, vocab_size=256))
@@ -3725,15 +3733,15 @@ def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
         f"'{axis}'" in str(row["spec"]) for axis in config.MESH if getattr(cfg, axis) == 2)
                   for row in model.param_table(full).values())
     assert cost["memory"]["parameters"] == by_hand
-    assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
+    assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its steps
     train.main(dataclasses.replace(cfg, mode="train", steps=1))
     start = rows(cfg.out_dir, "start")[0]
     assert cost["memory"] == start["memory_bytes_per_device"]
     tflop = start["flops_per_token"] * start["tokens_per_step"] / 8 / 1e12
-    assert f"{tflop:10,.4g} TFLOP  model: " in said
+    assert f"{tflop:10,.4g} TFLOP  model: " in output
     for words in ("GiB  parameters", "GiB  in all during a step", "recomputed by remat",
                   "fits in"):
-        assert words in said
+        assert words in output
 
 
 @pytest.mark.slow
@@ -3746,20 +3754,20 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     cfg = tiny(batch_size=64, remat="full")
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
-    needed, said = cost["memory"]["total"], capsys.readouterr().out.splitlines()
+    needed, output = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
     flops, recomputed, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
-    assert list(cost["flop"].items()) == [  # of 64 x 16 tokens, on each of 8 devices
+    assert list(cost["flop"].items()) == [  # 64 x 16 tokens over 8 devices
         (f"model: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
-    assert said[0].startswith("0.02M parameters on 8 x cpu")
-    assert said[1].endswith(", 1,024 tokens per step; for each device:")
-    assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
+    assert output[0].startswith("0.02M parameters on 8 x cpu")
+    assert output[1].endswith(", 1,024 tokens per step; for each device:")
+    assert output[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
     in_all = {"in all during a step": needed,
               "in all during evaluation": cost["peaks"]["evaluation"]}
     amounts = {kind: n for kind, n in cost["memory"].items() if kind != "total"} | in_all
-    assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
+    assert output[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
     limit = steplib.memory_limit(train.setup_run(cfg)["mesh"]) / 2**30
-    assert said[-1] == f"fits in {limit:,.4g} GiB"
+    assert output[-1] == f"fits in {limit:,.4g} GiB"
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="a step needs .* GiB on each device, which has .*; "
                                          r"to change: --grad_accum_steps 2 \(0.0.* GiB\), "):
@@ -3776,7 +3784,7 @@ def rows_or_none(out):
 
 
 def deep_loss(params, batch, cfg):
-    """Wide layers over the rows of x, in cfg.mlp_tiles parts one after the other."""
+    """Apply wide layers to the rows of x, in cfg.mlp_tiles parts one after the other."""
     @jax.checkpoint
     def part(x):
         for _ in range(4):
@@ -3788,7 +3796,7 @@ def deep_loss(params, batch, cfg):
     return {"objective": parts.sum()}, {"objective": jnp.float32(x.size)}
 
 
-# A task whose step compiles quickly. --remat does nothing for it.
+# A task whose step compiles quickly. --remat saves it no memory.
 DEEP = {"table": lambda cfg: {"up": dict(shape=(8, 256), spec=P(), init=("normal", 1.0))},
         "loss": deep_loss, "open": None,
         "batch": lambda cfg: {"x": ((cfg.batch_size, 64, 8), jnp.float32, P("fsdp"))},
@@ -3796,13 +3804,13 @@ DEEP = {"table": lambda cfg: {"up": dict(shape=(8, 256), spec=P(), init=("normal
 
 
 def planned(cfg, measure=False, **changes):
-    """train.estimate of DEEP on one device."""
+    """Return train.estimate of DEEP on one device."""
     run = train.setup_run(dataclasses.replace(cfg, **changes), DEEP, jax.devices()[:1])
     return train.estimate(run, measure)
 
 
 def parsed(flags):
-    """{field: value} of flags in a message."""
+    """Return {field: value} of the flags in a message."""
     words = re.findall(r"--(\w+) (\S+)", flags)
     return {name: int(value) for name, value in words}
 
@@ -3816,10 +3824,10 @@ def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
     Break: step.py: < WORTH_IT * _excess(peaks, limit) => <= _excess(peaks, limit)
     """
     cfg = tiny(batch_size=96, dp=1, mode="plan")
-    whole, rows, least = (planned(cfg, **changes)["peaks"]["update"] for changes in (
+    all_at_once, rows, least = (planned(cfg, **changes)["peaks"]["update"] for changes in (
         {}, dict(grad_accum_steps=96), dict(grad_accum_steps=96, mlp_tiles=8)))
-    assert least < rows < whole / 4
-    for limit, names in (((whole + rows) // 2, ["grad_accum_steps"]),
+    assert least < rows < all_at_once / 4
+    for limit, names in (((all_at_once + rows) // 2, ["grad_accum_steps"]),
                          ((rows + least) // 2, ["grad_accum_steps", "mlp_tiles"])):
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, limit=limit: limit)
         flags, _, batch = planned(cfg, True)["error"].partition("to change: ")[2].partition(", or ")
@@ -3851,8 +3859,8 @@ def test_a_plan_suggests_a_batch_size_that_fits(tiny, monkeypatch):
     one = planned(cfg, batch_size=2, grad_accum_steps=2, mlp_tiles=8)
     limit = (one["peaks"]["update"] + least) // 2
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: limit)
-    fault = planned(cfg, True)["error"]
-    all_flags, _, smaller = fault.partition("to change: ")[2].partition("; with a smaller batch ")
+    error = planned(cfg, True)["error"]
+    all_flags, _, smaller = error.partition("to change: ")[2].partition("; with a smaller batch ")
     missing = float(re.search(r"is (\S+) GiB too much", all_flags)[1])
     assert missing == pytest.approx((least - limit) / 2**30, rel=0.01)
     found = parsed(smaller)
@@ -3882,7 +3890,7 @@ def test_a_plan_counts_every_program(tiny):
     assert list(cost["peaks"]) == ["update", "evaluation", "sampling", "export"]
     n_params = 1024 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 3 * 32 + 2 * 8
     assert cost["memory"]["parameters"] == 4 * n_params
-    state, params = 3 * 4 * n_params + 4 + 8, 4 * n_params  # Adam's count; step and skipped
+    state, params = 3 * 4 * n_params + 4 + 8, 4 * n_params  # Adam's count, step and skipped
     evaluation = cost["programs"]["evaluation"].memory_analysis()
     assert cost["peaks"]["evaluation"] == (state + 2 * 4 * 8 * 16 + evaluation.temp_size_in_bytes
                                            + evaluation.output_size_in_bytes)
@@ -3898,9 +3906,9 @@ def test_a_plan_counts_every_program(tiny):
         assert alone == {program: cost["peaks"][program] - (state - params)}
     lora = counted(lora_rank=2, freeze=("*", "!*.lora_?"))
     merged = 4 * (n_params - 1024 * 32 - 3 * 32 - 2 * 8)
-    held = steplib.held_bytes(steplib.lower_steps(*train.step_args(train.setup_run(
+    lora_state = steplib.held_bytes(steplib.lower_steps(*train.step_args(train.setup_run(
         dataclasses.replace(cfg, lora_rank=2), devices=jax.devices()[:1])))["state"])
-    assert merged + largest <= lora["peaks"]["export"] - held < 3 * (merged + largest)
+    assert merged + largest <= lora["peaks"]["export"] - lora_state < 3 * (merged + largest)
 
 
 @pytest.mark.slow
@@ -3965,7 +3973,7 @@ def test_patterns_select_the_parameter_groups():
             train.setup_run(config.Config(**changes), devices=jax.devices()[:1])
 
 
-# ---- every stop, and what it says
+# ---- stops
 
 @pytest.mark.parametrize("stop, values, reason, code", [
     ("", {"step": 20}, "all 20 steps are done", 0),
@@ -3985,7 +3993,7 @@ def test_patterns_select_the_parameter_groups():
     ("", {"signal": "SIGTERM"}, "SIGTERM", 0),
     ("", {"finite": False}, "a loss or gradient is not finite near step 4; the last good state is "
                             "saved", 1),
-    # Of several the first in this order.
+    # If several apply, the first in this order wins.
     ("9 +5 1s", {"step": 9, "elapsed_s": 1.0, "stop_file": True},
      "5 steps since the start are done", 0),
     ("9 1s", {"step": 9, "elapsed_s": 1.0, "stop_file": True}, "step 9 is reached", 0),
@@ -4168,8 +4176,10 @@ def test_the_time_of_all_launches_is_counted_once(monkeypatch):
 
 
 def leveldb_records(data, first):
-    """Of LevelDB's log format: blocks of 32 KiB, of which `first` bytes are gone; each part has a
-    checksum, its length and whether it is whole (1), first, in the middle or last (4).
+    """Yield the records of a LevelDB log, of which the first `first` bytes are cut off.
+
+    The format has blocks of 32 KiB. Each part has a checksum, its length and its kind: complete
+    (1), first (2), middle (3) or last (4).
     """
     at, text = 0, b""
     while at + 7 <= len(data):
@@ -4185,7 +4195,7 @@ def leveldb_records(data, first):
 
 
 def wandb_records(file):
-    """The records of a run's file, once wandb's process has written the last, that of its exit."""
+    """Wait until wandb's process has written the exit record; return all records of the file."""
     from wandb.proto import wandb_internal_pb2
 
     def read():
@@ -4248,8 +4258,8 @@ def test_tensorboard_reads_back_the_logged_values(tiny):
     assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
 
 
-def of_a_run_that_fails(name, make, cfg):
-    """Give a tracker, in its thread, the events of a run that an exception ends after step 2."""
+def run_failing_tracker(name, make, cfg):
+    """Pass a tracker, in its thread, the events of a run that an exception ends after step 2."""
     Path(cfg.out_dir).mkdir()
     observe = train.run_in_thread(name, make, cfg)
     observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
@@ -4268,7 +4278,7 @@ def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     cfg = tiny()
-    of_a_run_that_fails("wandb", train.log_to_wandb, cfg)
+    run_failing_tracker("wandb", train.log_to_wandb, cfg)
     file, = Path(cfg.out_dir, "wandb").glob("offline-run-*/run-0badcafe.wandb")
     records = wandb_records(file)
     logged = [{item.key or "/".join(item.nested_key): json.loads(item.value_json)
@@ -4286,7 +4296,7 @@ def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                  reason="TensorBoard is not installed")
     cfg, before = tiny(), threading.enumerate()
-    of_a_run_that_fails("tensorboard", train.log_to_tensorboard, cfg)
+    run_failing_tracker("tensorboard", train.log_to_tensorboard, cfg)
     assert set(threading.enumerate()) <= set(before)
     found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
     found.Reload()
@@ -4326,13 +4336,13 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
     finished.set()
     assert not freed.is_set() and summary["exit_code"] == 0 and summary["loss"] == expected
     freed.set()
-    said = capsys.readouterr().out
-    assert "unmade: OSError: no key; it is removed, and the run continues" in said
-    assert "failing: KeyError: 'no such chart'; it is removed, and the run continues" in said
-    assert "hanging: not done after 0.2 s; its last rows may be lost" in said
+    output = capsys.readouterr().out
+    assert "unmade: OSError: no key; it is removed, and the run continues" in output
+    assert "failing: KeyError: 'no such chart'; it is removed, and the run continues" in output
+    assert "hanging: not done after 0.2 s; its last rows may be lost" in output
 
 
-# ---- memory that runs out later
+# ---- out of memory during the run
 
 @pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
@@ -4348,9 +4358,9 @@ def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
                     "        used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
                     "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, 2**62))\n"
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
-    code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
-    assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
-    assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", said), said
+    code, output = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
+    assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in output, output
+    assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", output), output
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
 
 
@@ -4363,8 +4373,8 @@ def test_dead_peer_reason_names_the_process_that_ends_the_run():
     Break: step.py: key=lambda heartbeat: heartbeat["n_calls"] =>
     key=lambda heartbeat: -heartbeat["n_calls"]
     """
-    def fault(*changes):
-        """Three processes at time 100 whose last heartbeats and calls were at 99."""
+    def reason(*changes):
+        """Return the reason at time 100 for processes with heartbeats and calls at 99."""
         peers = []
         for rank, change in enumerate(changes):
             heartbeat = {"name": f"process {rank}", "n_calls": 9, "doing": "step", "step": 5}
@@ -4373,19 +4383,19 @@ def test_dead_peer_reason_names_the_process_that_ends_the_run():
                           "called_at": change.get("called_at", 99)})
         return steplib.dead_peer_reason(peers, 100, timeout_s=20, silent_s=3)
 
-    assert fault({}, {}, {}) is None
-    assert fault({}, {"heartbeat": {"fault": "OSError: no"}}, {}) == (
+    assert reason({}, {}, {}) is None
+    assert reason({}, {"heartbeat": {"fault": "OSError: no"}}, {}) == (
         "process 1 has ended: OSError: no")
-    assert fault({}, {}, {"received_at": 96}) == (
+    assert reason({}, {}, {"received_at": 96}) == (
         "process 2 sent no heartbeat for 4 s: it is dead, stopped or cut off")
-    assert fault({}, {}, {"received_at": 96, "heartbeat": {"done": True}}) is None
+    assert reason({}, {}, {"received_at": 96, "heartbeat": {"done": True}}) is None
     waits = {"called_at": 79}
-    assert fault(waits, waits, {}) is None
-    assert fault(waits, {"heartbeat": {"n_calls": 8, "doing": "dispatch"}} | waits, waits) == (
+    assert reason(waits, waits, {}) is None
+    assert reason(waits, {"heartbeat": {"n_calls": 8, "doing": "dispatch"}} | waits, waits) == (
         "no process has done anything for 20 s; the furthest behind is process 1, after dispatch "
         "at step 5")
     may_compile = {"heartbeat": {"n_calls": 0}} | waits
-    assert fault(waits, waits, may_compile) is None
+    assert reason(waits, waits, may_compile) is None
 
 
 @pytest.mark.slow
@@ -4421,17 +4431,17 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
                     "    late = event == 'step' and value['step'] * jax.process_index() == 6\n"
                     f"    if late and {how == 'hang'}: time.sleep(99)\n"
                     f"    if late and {how == 'raise'}: raise RuntimeError('oh')\n"
-                    "def fault(step, rows):\n"
+                    "def failing(step, rows):\n"
                     "    if step * jax.process_index() == 6: raise ValueError('oh')\n"
                     "    return batch(step, rows)\n"
-                    "def faulty(cfg, parts):\n"
+                    "def failing_open(cfg, parts):\n"
                     "    global batch\n"
                     "    sources = opened(cfg, parts)\n"
-                    "    batch, sources['train']['batch'] = sources['train']['batch'], fault\n"
+                    "    batch, sources['train']['batch'] = sources['train']['batch'], failing\n"
                     "    return sources\n"
                     f"if {how == 'data'}:\n"
                     "    import train\n"
-                    "    opened, train.TEXT['open'] = train.TEXT['open'], faulty\n")
+                    "    opened, train.TEXT['open'] = train.TEXT['open'], failing_open\n")
     runs = several(n, cfg, "--hooks", f"{hook}:lose")
     wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
     try:
@@ -4440,9 +4450,10 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
         found = [ended(*run, 40) for i, run in enumerate(runs) if i != 1]
     finally:
         runs[1][0].kill()
-    for i, (code, said) in enumerate(found):  # one that JAX ends has seen that process 0 is gone
-        assert code == 1 or (i and code == -signal.SIGABRT), said
-        assert code != 1 or (words in said and f"process 1 (pid {runs[1][0].pid} on" in said), said
+    for i, (code, output) in enumerate(found):  # JAX aborts a process that has lost process 0
+        assert code == 1 or (i and code == -signal.SIGABRT), output
+        process_1 = f"process 1 (pid {runs[1][0].pid} on"
+        assert code != 1 or (words in output and process_1 in output), output
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
     assert "process 1" in rows(cfg.out_dir, "error")[-1]["error"]
 
@@ -4459,12 +4470,12 @@ def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
     wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
     try:
         os.kill(stopped.pid, signal.SIGSTOP)
-        code, said = ended(main, log)
+        code, output = ended(main, log)
     finally:
         stopped.kill()
     silence = re.search(rf"process 1 \(pid {stopped.pid} on .*\) sent no heartbeat for "
-                        r"(\d+) s: it is dead, stopped or cut off", said)
-    assert code == 1 and int(silence[1]) >= 30, said
+                        r"(\d+) s: it is dead, stopped or cut off", output)
+    assert code == 1 and int(silence[1]) >= 30, output
 
 
 @pytest.mark.slow
@@ -4500,8 +4511,8 @@ def test_processes_with_different_flags_do_not_train(tiny):
         port = server.getsockname()[1]
     flags = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", "2", "--process_id"]
     runs = [command(cfg, 1, [*flags, "0"]), command(cfg, 1, ["--lr", "0.5", *flags, "1"])]
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
     assert (code_0, code_1) == (2, 2)
-    assert "another process was given other flags than process 0" in said_0
-    assert "lr is 0.5 in process 1, 0.002 in 0" in said_1
+    assert "another process was given other flags than process 0" in output_0
+    assert "lr is 0.5 in process 1, 0.002 in 0" in output_1
     assert not (Path(cfg.out_dir) / "config.json").exists()
