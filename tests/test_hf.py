@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Hugging Face, in and out: against transformers and PEFT, both in PyTorch."""
+"""Tests of Hugging Face weights, read and written: comparisons with transformers and PEFT."""
 import dataclasses
 import json
 import os
@@ -28,7 +28,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=
               high_freq_factor=4.0, original_max_position_embeddings=16)
 QWEN_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
                 norm_topk_prob=True)
-# Their config class, its values, and a mesh (dp, fsdp, ep, tp, sp) to load it on.
+# Prefix of the config class in transformers, its values, and a mesh (dp, fsdp, ep, tp, sp).
 MODELS = {
     "llama": ("Llama", {}, (1, 2, 1, 2, 2)),
     "llama scaled": ("Llama", dict(tie_word_embeddings=True, head_dim=8, rope_parameters=LLAMA3),
@@ -61,25 +61,25 @@ def torch_and_transformers():
     return torch, transformers
 
 
-def make_theirs(name, folder, **how):
-    """A model of theirs, every parameter at random, saved in folder; scales about 1."""
+def make_hf_model(name, folder, **how):
+    """Save a model of transformers with random parameters, scales about 1, to folder; return it."""
     torch, transformers = torch_and_transformers()
     kind, changes, _ = MODELS[name]
-    theirs = transformers.AutoModelForCausalLM.from_config(
+    hf_model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, f"{kind}Config")(**SIZES | changes))
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for key, x in theirs.named_parameters():
+        for key, x in hf_model.named_parameters():
             x.normal_(0, 0.3, generator=rng)
             x.add_(float(x.ndim == 1 and "norm" in key))
-    theirs.eval().save_pretrained(folder, **how)
-    return theirs
+    hf_model.eval().save_pretrained(folder, **how)
+    return hf_model
 
 
-def their_logits(theirs):
+def hf_logits(hf_model):
     torch, _ = torch_and_transformers()
     with torch.no_grad():
-        return theirs(torch.from_numpy(TOKENS).long()).logits.numpy()
+        return hf_model(torch.from_numpy(TOKENS).long()).logits.numpy()
 
 
 def read_config(folder, **changes):
@@ -107,7 +107,7 @@ def read_params(folder, cfg, mesh, dtype="float32"):
     return ckpt.read_safetensors(folder, pieces, {k: like[k] for k in pieces}, model.HF_UNUSED)
 
 
-def our_logits(params, cfg, mesh):
+def jax_logits(params, cfg, mesh):
     with jax.set_mesh(mesh):
         return np.asarray(jax.jit(lambda p: model.forward(p, {"tokens": TOKENS}, cfg)[0])(params))
 
@@ -124,16 +124,16 @@ def read_files(folder):
 
 
 def draw(cfg, seed=0):
-    """Parameters at random, as a fresh initialization but with norms and biases that matter."""
+    """Return random parameters; norms and biases differ from their initial 1 and 0."""
     params = jax.jit(lambda key: model.init(key, cfg))(jax.random.key(seed))
     rng = np.random.default_rng(seed)
     return {k: np.asarray(x) + rng.normal(0, 0.2, x.shape).astype(np.float32)
             for k, x in params.items()}
 
 
-def assert_close(ours, theirs):
-    assert ours.std() > 0.1
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+def assert_close(actual, expected):
+    assert actual.std() > 0.1
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 @each_model
@@ -146,33 +146,33 @@ def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
     Break: model.py: block_sparse_moe.experts.{}.w1.weight => block_sparse_moe.experts.{}.w2.weight
     """
     torch, transformers = torch_and_transformers()
-    theirs, mesh = make_theirs(name, tmp_path / "theirs"), make_mesh(MODELS[name][2])
-    cfg = read_config(tmp_path / "theirs", temperature=0.0)
-    params = read_params(tmp_path / "theirs", cfg, mesh)
+    hf_model, mesh = make_hf_model(name, tmp_path / "hf"), make_mesh(MODELS[name][2])
+    cfg = read_config(tmp_path / "hf", temperature=0.0)
+    params = read_params(tmp_path / "hf", cfg, mesh)
     for key, x in params.items():
         assert x.sharding.is_equivalent_to(like_of(cfg, mesh)[key].sharding, x.ndim)
-    logits = our_logits(params, cfg, mesh)
-    assert_close(logits, their_logits(theirs))
+    logits = jax_logits(params, cfg, mesh)
+    assert_close(logits, hf_logits(hf_model))
     with jax.set_mesh(mesh):
-        ours = model.generate(params, TOKENS, np.full(4, 24, np.int32), cfg, jax.random.key(0), 8)
-    new = theirs.generate(torch.from_numpy(TOKENS).long(), max_new_tokens=8, do_sample=False,
+        tokens = model.generate(params, TOKENS, np.full(4, 24, np.int32), cfg, jax.random.key(0), 8)
+    new = hf_model.generate(torch.from_numpy(TOKENS).long(), max_new_tokens=8, do_sample=False,
                           attention_mask=torch.ones(TOKENS.shape, dtype=torch.int64))
-    assert (np.asarray(ours) == new[:, 24:].numpy()).all()
-    write(tmp_path / "ours", params, cfg, shard_bytes=4000)
-    old, new = read_files(tmp_path / "theirs"), read_files(tmp_path / "ours")
+    assert (np.asarray(tokens) == new[:, 24:].numpy()).all()
+    write(tmp_path / "exported", params, cfg, shard_bytes=4000)
+    old, new = read_files(tmp_path / "hf"), read_files(tmp_path / "exported")
     assert old.keys() == new.keys()
     assert all(old[k].dtype == new[k].dtype and (old[k] == new[k]).all() for k in old)
-    assert read_config(tmp_path / "ours", temperature=0.0) == cfg
-    back, told = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True, dtype="float32")
-    assert not any(told[key] for key in told), told
-    assert type(back) is type(theirs)
-    assert_close(logits, their_logits(back.eval()))
+    assert read_config(tmp_path / "exported", temperature=0.0) == cfg
+    back, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True, dtype="float32")
+    assert not any(info[key] for key in info), info
+    assert type(back) is type(hf_model)
+    assert_close(logits, hf_logits(back.eval()))
 
 
 # ---- config.json
 
-HUB = {  # as on the hub, written by transformers 4, and the fields that they mean
+HUB = {  # config.json files written by transformers 4, and the fields that they give
     "Llama-3.1-8B": (dict(
         model_type="llama", attention_bias=False, hidden_act="silu", hidden_size=4096,
         intermediate_size=14336, max_position_embeddings=131072, mlp_bias=False,
@@ -186,7 +186,7 @@ HUB = {  # as on the hub, written by transformers 4, and the fields that they me
         model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=11008,
         num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-06, vocab_size=32000),
         dict(n_kv_heads=32, head_dim=128, rope_theta=1e4, rope_factor=1.0, sliding_window=0)),
-    "no scaling in words": (dict(
+    "rope_scaling with factor 1": (dict(
         model_type="llama", hidden_act="silu", hidden_size=64, intermediate_size=128,
         num_attention_heads=4, num_hidden_layers=2, rms_norm_eps=1e-06, vocab_size=320,
         rope_scaling=dict(LLAMA3, factor=1.0, rope_theta=1e4)), dict(rope_factor=1.0)),
@@ -223,10 +223,10 @@ def test_config_json_of_hub_models(name):
 
     Break: model.py: float(hf["rope_theta"]) => 1e4
     """
-    theirs, fields = HUB[name]
-    got = model.hf_fields(theirs)
+    hf, fields = HUB[name]
+    got = model.hf_fields(hf)
     assert got | fields == got
-    assert got["rope_theta"] == theirs.get("rope_theta", 1e4)
+    assert got["rope_theta"] == hf.get("rope_theta", 1e4)
     cfg = config.Config(**got, seq_len=64)
     config.validate(cfg, None, {}, config.text_errors)
     assert model.hf_fields(json.loads(json.dumps(model.hf_config(cfg)))) == got
@@ -244,7 +244,7 @@ REFUSED = {
          "partial_rotary_factor 0.5: must be 1", "quantization_config"]),
     "llama3 without a factor": (dict(rope_scaling=dict(rope_type="llama3")),
                                 ["factor: is missing"]),
-    "llama3 of other bounds": (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)),
+    "llama3 with other bounds": (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)),
                                ["high_freq_factor 8.0: must be 4"]),
     "rope by layer": (dict(rope_parameters={"full_attention": dict(rope_type="default")}),
                       ["full_attention {'rope_type': 'default'}: must be null"]),
@@ -279,10 +279,10 @@ def test_an_unsupported_config_json_is_refused(name):
     Break: model.py: if value is not None and value not in legal: => if False:
     """
     changes, words = REFUSED[name]
-    with pytest.raises(ValueError) as fault:
+    with pytest.raises(ValueError) as error:
         model.hf_fields(dict(model_type="llama", num_experts_per_tok=2, rope_theta=1e4)
                         | SIZES | changes)
-    assert all(word in str(fault.value) for word in words), fault.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_qwen_sliding_windows_shared_by_all_layers_are_read():
@@ -315,7 +315,7 @@ def test_field_combinations_that_no_family_has_are_refused():
 # ---- LoRA
 
 def tuned(cfg):
-    """(cfg with LoRA, parameters whose updates matter)."""
+    """Return cfg with LoRA, and parameters with LoRA factors that are not zero."""
     cfg = config.derive_text(dataclasses.replace(
         cfg, lora_rank=3, lora_alpha=5.0, lora_targets=("layers.w*", "!*.wk", "!*.w_up")))
     return cfg, draw(cfg, 1)
@@ -330,31 +330,31 @@ def test_lora_as_a_separate_adapter_and_merged(tmp_path):
     """
     _, transformers = torch_and_transformers()
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    make_theirs("qwen3", tmp_path / "theirs")
-    cfg, params = tuned(read_config(tmp_path / "theirs"))
+    make_hf_model("qwen3", tmp_path / "hf")
+    cfg, params = tuned(read_config(tmp_path / "hf"))
     assert "layers.wq.lora_a" in params and "layers.wk.lora_a" not in params
-    theirs = read_params(tmp_path / "theirs", cfg, make_mesh(None))
-    params |= theirs
-    logits = our_logits(params, cfg, make_mesh(None))
-    assert np.abs(logits - our_logits(theirs, dataclasses.replace(
+    base_params = read_params(tmp_path / "hf", cfg, make_mesh(None))
+    params |= base_params
+    logits = jax_logits(params, cfg, make_mesh(None))
+    assert np.abs(logits - jax_logits(base_params, dataclasses.replace(
         cfg, lora_rank=0, freeze=()), make_mesh(None))).max() > 0.1
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    (apart / "adapter_config.json").write_text(
-        json.dumps(model.peft_config(cfg, str(tmp_path / "theirs"))))
-    ckpt.write_safetensors(apart, ckpt.each_tensor(
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps(model.peft_config(cfg, str(tmp_path / "hf"))))
+    ckpt.write_safetensors(folder, ckpt.each_tensor(
         params, model.hf_pieces(cfg, adapter=True), "float32"), stem="adapter_model")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="float32")
-    base_logits = their_logits(base)
-    adapted = peft.PeftModel.from_pretrained(base, apart)
-    for adapter in (adapted.eval(), adapted.train()):  # in training too: no dropout
-        assert_close(logits, their_logits(adapter))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    base_logits = hf_logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, folder)
+    for adapter in (adapted.eval(), adapted.train()):  # also in training mode: no dropout
+        assert_close(logits, hf_logits(adapter))
     assert np.abs(base_logits - logits).max() > 0.1
     merged = jax.jit(lambda p: model.merge_lora(p, cfg))(params)
-    assert merged.keys() == theirs.keys()
+    assert merged.keys() == base_params.keys()
     write(tmp_path / "merged", merged, cfg)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
-    assert_close(logits, their_logits(again.eval()))
+    assert_close(logits, hf_logits(again.eval()))
 
 
 def test_lora_of_experts_cannot_be_exported_as_an_adapter():
@@ -376,7 +376,7 @@ def test_lora_of_experts_cannot_be_exported_as_an_adapter():
 # ---- safetensors
 
 def stored(folder, files, **metadata):
-    """A folder with {file: {tensor: array}} and, if there are several, an index."""
+    """Write {file: {tensor: array}} to a folder, with an index if there are several files."""
     from safetensors.numpy import save_file
     folder.mkdir()
     for file, tensors in files.items():
@@ -388,7 +388,9 @@ def stored(folder, files, **metadata):
 
 
 def stack(dtype=np.float32):
-    """({tensor: array}, wanted, like) of 2 x 3 matrices [5, 7] stacked and transposed, and one."""
+    """Return ({tensor: array}, wanted, like) of one matrix and of 2 x 3 matrices [5, 7] that are
+    stacked and transposed.
+    """
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     rng = np.random.default_rng(0)
     tensors = {f"{i}.{e}.w": rng.normal(size=(5, 7)).astype(dtype)
@@ -469,16 +471,16 @@ def test_all_errors_of_tensors_are_listed(tmp_path):
     tensors |= {"1.1.w": np.zeros((7, 5), np.float32), "e": np.zeros((11, 4), np.int8),
                 "x.inv_freq": np.zeros(3, np.float32), "strange": np.zeros(3, np.float32)}
     folder = stored(tmp_path / "hf", {"model.safetensors": tensors})
-    with pytest.raises(ValueError) as fault:
+    with pytest.raises(ValueError) as error:
         ckpt.read_safetensors(folder, wanted, like, ("*.inv_freq",))
-    assert str(fault.value).split("\n  ") == [
+    assert str(error.value).split("\n  ") == [
         f"{folder}:", "0.1.w is missing",
         "1.1.w is [7, 5] in the checkpoint, [5, 7] in this model", "1.2.w is missing",
         "e has dtype I8, not a float of 16 bits or more", "strange is not a tensor of this model"]
 
 
-def lie(folder, change):
-    """Change the first bytes of a file in folder."""
+def corrupt(folder, change):
+    """Change the bytes of the last file in folder; return its name."""
     path = sorted(folder.glob("*.safetensors"))[-1]
     content = bytearray(path.read_bytes())
     path.write_bytes(change(content))
@@ -491,7 +493,7 @@ BAD_FILES = {
     "empty": lambda x: b"",
     "header of 2**62 bytes": lambda x: struct.pack("<Q", 2**62) + x[8:],
     "header of 90 MB": lambda x: struct.pack("<Q", 90 * 10**6) + x[8:],
-    "no JSON": lambda x: x[:8] + b"x" * 30 + x[38:],
+    "invalid JSON": lambda x: x[:8] + b"x" * 30 + x[38:],
     "offsets": lambda x: x.replace(b'"data_offsets":[0', b'"data_offsets":[4'),
 }
 
@@ -505,7 +507,7 @@ def test_an_invalid_safetensors_file_is_named(name, tmp_path):
     """
     tensors, wanted, like = stack()
     folder = stored(tmp_path / "hf", two_files(tensors))
-    file = lie(folder, BAD_FILES[name])
+    file = corrupt(folder, BAD_FILES[name])
     with pytest.raises(ValueError, match=f"{file}: cannot be read: "):
         ckpt.read_safetensors(folder, wanted, like)
 
@@ -672,7 +674,7 @@ def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path)
 # ---- through train.py
 
 def run_config(tiny, tmp_path, **changes):
-    """A run on ids below 40, whose model is left to what it starts from."""
+    """Return a config with token ids below 40; the source of the weights sets the model."""
     np.save(tmp_path / "ids.npy", TOKENS.ravel().repeat(9).astype(np.uint16))
     default = config.Config()
     fields = {name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
@@ -690,35 +692,35 @@ def test_a_run_tunes_and_exports_a_hugging_face_model(tiny, tmp_path, capsys):
     Break: train.py: cfg = dataclasses.replace(cfg, **fields) => pass
     """
     torch, transformers = torch_and_transformers()
-    make_theirs("qwen3", tmp_path / "theirs")
-    (tmp_path / "theirs/tokenizer_config.json").write_text('{"model_max_length": 77}')
+    make_hf_model("qwen3", tmp_path / "hf")
+    (tmp_path / "hf/tokenizer_config.json").write_text('{"model_max_length": 77}')
     began = []
-    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "theirs"),), export_every=2,
-                     export=str(tmp_path / "ours"), tokenizer=str(tmp_path / "theirs"),
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), export_every=2,
+                     export=str(tmp_path / "exported"), tokenizer=str(tmp_path / "hf"),
                      sample_tokens=0, vocab_size=40)
-    (tmp_path / "theirs/tokenizer.json").write_text(json.dumps({
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [], "model": {
             "type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "</s>"}}))
     summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
         value["params"])) if event == "load" else None])
     assert "exported to" in capsys.readouterr().out
-    plain = read_config(tmp_path / "theirs")
-    first = read_params(tmp_path / "theirs", plain, make_mesh(None))
+    plain = read_config(tmp_path / "hf")
+    first = read_params(tmp_path / "hf", plain, make_mesh(None))
     assert all((began[0][name] == first[name]).all() for name in first)
     params = jax.device_get(summary["state"]["params"])
     assert not (params["embed"] == first["embed"]).all()
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert_close(our_logits(params, plain, make_mesh(None)), their_logits(back))
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_close(jax_logits(params, plain, make_mesh(None)), hf_logits(back))
     assert back.config.max_position_embeddings == SIZES["max_position_embeddings"]
-    assert (tmp_path / "ours/tokenizer_config.json").read_text() == '{"model_max_length": 77}'
+    assert (tmp_path / "exported/tokenizer_config.json").read_text() == '{"model_max_length": 77}'
     half = dataclasses.replace(cfg, mode="export", export_dtype="bfloat16")
     assert train.main(half)["exit_code"] == 0
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
     assert back.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"theirs: exists, and no export of this run wrote it"):
-        train.main(dataclasses.replace(half, export=str(tmp_path / "theirs")))
-    (tmp_path / "ours/sixfile.json").write_text('{"out_dir": "another"}')
-    with pytest.raises(ValueError, match=r"ours: exists, and no export of this run wrote it"):
+    with pytest.raises(ValueError, match=r"hf: exists, and no export of this run wrote it"):
+        train.main(dataclasses.replace(half, export=str(tmp_path / "hf")))
+    (tmp_path / "exported/sixfile.json").write_text('{"out_dir": "another"}')
+    with pytest.raises(ValueError, match=r"exported: exists, and no export of this run wrote it"):
         train.main(half)
     with pytest.raises(ValueError, match=r"export .*: could not be written: "):
         train.main(dataclasses.replace(half, export=str(tmp_path / "ids.npy/within")))
@@ -777,20 +779,20 @@ def test_a_lora_run_is_exported_as_an_adapter_and_merged(tiny, tmp_path):
     torch_and_transformers()
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     import transformers
-    make_theirs("llama", tmp_path / "theirs")
-    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "theirs"),), lora_rank=2, lr=0.1,
+    make_hf_model("llama", tmp_path / "hf")
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), lora_rank=2, lr=0.1,
                      vocab_size=40, export=str(tmp_path / "merged"))
     summary = train.main(cfg)
-    train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "apart"),
+    train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "adapter"),
                                    export_lora="apart"))
     run = train.setup_run(cfg)["cfg"]
-    ours = our_logits(jax.device_get(summary["state"]["params"]),
-                      dataclasses.replace(run, seq_len=64), make_mesh(None))
+    logits = jax_logits(jax.device_get(summary["state"]["params"]),
+                        dataclasses.replace(run, seq_len=64), make_mesh(None))
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert_close(ours, their_logits(merged))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-    assert np.abs(their_logits(base) - ours).max() > 0.01
-    assert_close(ours, their_logits(peft.PeftModel.from_pretrained(base, tmp_path / "apart")))
+    assert_close(logits, hf_logits(merged))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert np.abs(hf_logits(base) - logits).max() > 0.01
+    assert_close(logits, hf_logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")))
 
 
 def test_an_adapter_cannot_hold_other_trained_parameters():
@@ -815,8 +817,8 @@ def test_a_run_loads_some_weights_of_a_hugging_face_model(tiny, tmp_path):
     Break: train.py: unused += tensors.values() => pass
     """
     torch_and_transformers()
-    make_theirs("qwen3", tmp_path / "theirs")
-    part = f"{tmp_path / 'theirs'} exclude=layers.wq strict=no"
+    make_hf_model("qwen3", tmp_path / "hf")
+    part = f"{tmp_path / 'hf'} exclude=layers.wq strict=no"
     one = run_config(tiny, tmp_path, init_from=(part,), steps=1, out_dir=str(tmp_path / "one"))
     two = dataclasses.replace(one, init_from=(part, f"{one.out_dir} load=*norm"),
                               out_dir=str(tmp_path / "two"))
@@ -825,7 +827,7 @@ def test_a_run_loads_some_weights_of_a_hugging_face_model(tiny, tmp_path):
         summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
             value["params"])) if event == "load" else None])
         ended.append(jax.device_get(summary["state"]["params"]))
-    first = read_params(tmp_path / "theirs", read_config(tmp_path / "theirs"), make_mesh(None))
+    first = read_params(tmp_path / "hf", read_config(tmp_path / "hf"), make_mesh(None))
     for params in began:
         assert [n for n in first if (params[n] != first[n]).any() and "norm" not in n] == [
             "layers.wq"]
@@ -841,7 +843,7 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
     Break: train.py: not in (value, getattr(default, name)): => not in (value, getattr(cfg,
     name)):
     """
-    folder = tmp_path / "theirs"
+    folder = tmp_path / "hf"
     stored(folder, {"model.safetensors": {"x": np.ones(3, np.float32)}})
     hf = SIZES | dict(model_type="llama", rms_norm_eps=1e-5)
     (folder / "config.json").write_text(json.dumps(hf))
