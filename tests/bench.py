@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours and its peers in turn: speed of a step, a start, a checkpoint, a loader, attention; memory
-of a loss.
+"""Compare this project with other libraries, in speed and memory.
+
+The rows are steps, launches, checkpoints, data loaders, tokenization, attention and the loss.
 
     python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
 
-Every figure is taken in a process of its own; the contestants of a row take turns, and the table
-shows medians and ratios. Peers come from tests/requirements-bench.txt; one that is not installed
-is named and left out.
+A separate process takes every figure. The runs of the contestants are interleaved, and the table
+shows medians and ratios. tests/requirements-bench.txt lists the other libraries; a library that is
+not installed is named and skipped.
 """
 import argparse
 import contextlib
@@ -40,7 +41,7 @@ SIZES = ("n_layers", "d_model", "n_heads", "vocab_size", "seq_len", "batch_size"
 
 
 def rate(step, tokens, seconds=6.0):
-    """Tokens a second of step(), which returns when its update is done: the median of its calls."""
+    """Return the median tokens per second of step(), which returns when its step is done."""
     step(), step()
     times, began = [], time.perf_counter()
     while len(times) < 3 or time.perf_counter() - began < seconds:
@@ -53,7 +54,11 @@ def rate(step, tokens, seconds=6.0):
 # ---- a training step
 
 def our_config(shape, dtype, **changes):
-    """As a run would have it: on a CPU bfloat16 is that of products, as in torch's autocast."""
+    """Return the config as a run would use it.
+
+    On a CPU "bfloat16" becomes "mixed": only matrix products are in bfloat16, as in torch's
+    autocast.
+    """
     import dataclasses
 
     import jax
@@ -74,7 +79,7 @@ def our_programs(cfg):
 
     import model
     import step
-    import train  # noqa: F401  sets the allocator, as every run does
+    import train  # noqa: F401  configures malloc as in every run
     mesh, table = step.make_mesh(cfg), model.param_table(cfg)
     tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len), jnp.int32)
     return mesh, step.compile_steps(cfg, mesh, table, model.loss_fn, model.init,
@@ -86,7 +91,7 @@ def step_ours(dtype, shape):
     import numpy as np
 
     import data
-    import train  # noqa: F401  before JAX has threads
+    import train  # noqa: F401  import before JAX has threads
     cfg = our_config(shape, dtype)
     mesh, programs = our_programs(cfg)
     rows = np.random.default_rng(0).integers(
@@ -105,8 +110,8 @@ def step_ours(dtype, shape):
     return rate(update, rows[:, 1:].size)
 
 
-def torch_update(shape, dtype, compiled):
-    """A PyTorch GPT with nanoGPT's choices, as functions of its tensors: (step(), tokens)."""
+def torch_train_step(shape, dtype, compiled):
+    """Return (step(), tokens per step) of a PyTorch GPT with nanoGPT's choices."""
     import torch
     import torch.nn.functional as F
     L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
@@ -119,17 +124,17 @@ def torch_update(shape, dtype, compiled):
     def ones():
         return torch.ones(D, device=device, requires_grad=True)
 
-    embed, places, last = make(V, D), make(T, D), ones()
+    embed, positions, last = make(V, D), make(T, D), ones()
     small = 0.02 / math.sqrt(2 * L)
     layers = [dict(n1=ones(), qkv=make(3 * D, D), o=make(D, D, std=small),
                    n2=ones(), up=make(4 * D, D), down=make(D, 4 * D, std=small)) for _ in range(L)]
-    params = [embed, places, last, *(p for w in layers for p in w.values())]
+    params = [embed, positions, last, *(p for w in layers for p in w.values())]
     groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
               {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), fused=device == "cuda")
 
     def loss_fn(tokens, labels):
-        x = F.embedding(tokens, embed) + places
+        x = F.embedding(tokens, embed) + positions
         for w in layers:
             heads = F.linear(F.layer_norm(x, (D,), w["n1"]), w["qkv"]).split(D, dim=2)
             q, k, v = (h.view(B, T, N, D // N).transpose(1, 2) for h in heads)
@@ -157,15 +162,15 @@ def torch_update(shape, dtype, compiled):
 
 
 def step_torch(dtype, shape):
-    return rate(*torch_update(shape, dtype, compiled=False))
+    return rate(*torch_train_step(shape, dtype, compiled=False))
 
 
 def step_torch_compile(dtype, shape):
-    return rate(*torch_update(shape, dtype, compiled=True))
+    return rate(*torch_train_step(shape, dtype, compiled=True))
 
 
 def step_flax(dtype, shape):
-    """A Flax GPT in the manner of nanodo: linen modules, LayerNorm, GELU, optax.adamw."""
+    """Measure a Flax GPT like nanodo's: linen modules, LayerNorm, GELU, optax.adamw."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -211,15 +216,15 @@ def step_flax(dtype, shape):
         updates, opt = optimizer.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), loss
 
-    def one():
+    def step():
         nonlocal state
         state, loss = update(*state)
         loss.block_until_ready()
 
-    return rate(one, B * T)
+    return rate(step, B * T)
 
 
-# ---- from the command to the end of the first step
+# ---- launch: from the command to the end of the first step
 
 def seconds_until(command, words):
     began = time.perf_counter()
@@ -232,7 +237,7 @@ def seconds_until(command, words):
     finally:
         run.kill()
         run.wait()
-    raise RuntimeError(f"{command} ended before it said {words!r}")
+    raise RuntimeError(f"{command} ended before it printed {words!r}")
 
 
 def start_ours(cache_dir):
@@ -265,7 +270,7 @@ def start_torch_compile():
 
 
 def first_torch(compiled=False):
-    torch_update("char", "float32", compiled)[0]()
+    torch_train_step("char", "float32", compiled)[0]()
     print("first step", flush=True)
     return 0.0
 
@@ -277,7 +282,7 @@ def first_torch_compile():
 # ---- checkpoints: a state of 124M parameters and two moments
 
 def one_parameter():
-    """A task whose update takes next to nothing."""
+    """Return a task whose step takes almost no time."""
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import PartitionSpec as P
@@ -295,7 +300,7 @@ def one_parameter():
 
 
 def loop_ours(*track, n=20_000):
-    """Wall time of an update of one parameter, from the first to the last row of its log."""
+    """Return the microseconds per step of a model with one parameter, by its log."""
     import train
     os.environ["WANDB_MODE"] = "offline"
     with scratch() as folder, contextlib.redirect_stdout(sys.stderr):
@@ -312,7 +317,7 @@ def loop_tracked():
 
 
 def loop_bare(n=20_000):
-    """The same compiled update and one batch, called again and again; of each, one flag is read."""
+    """Call the same compiled step on one batch n times and read one flag of each step."""
     import jax
 
     import train
@@ -330,15 +335,17 @@ def loop_bare(n=20_000):
 
 
 def state_like(case="state"):
-    """(what is saved, what is restored): shapes and shardings of the 124M parameters and two
-    moments; "params": of the parameters; "mesh": of these over 8 devices, rows as fsdp has them,
-    then columns; "leaves": of 10,000 arrays of 100 numbers.
+    """Return an iterator over two trees of shapes and shardings: to save and to restore.
+
+    "state" has 124M parameters and two moments, "params" has the parameters. "mesh" has the
+    parameters over 8 devices, saved split by rows and restored split by columns. "leaves" has
+    10,000 arrays of 100 numbers.
     """
     if case == "mesh":
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     import jax
 
-    import train  # noqa: F401  sets the allocator, as every run does
+    import train  # noqa: F401  configures malloc as in every run
     shapes = [(50304, 768)] + [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
     shapes.append((12, 2048, 768))
     kinds = ("params", "mu", "nu") if case == "state" else ("params",)
@@ -352,7 +359,7 @@ def state_like(case="state"):
 
 
 def state_124m(case="state"):
-    """Arrays of random numbers as the first of `state_like` has them."""
+    """Return random arrays for the saved state of `state_like`."""
     import jax
     import numpy as np
     rng = np.random.default_rng(0)
@@ -362,14 +369,14 @@ def state_124m(case="state"):
 
 @contextlib.contextmanager
 def scratch():
-    """An empty folder on the disk that the project is on, gone afterwards."""
+    """Yield an empty folder on the project's disk; delete it afterwards."""
     (ROOT / "out").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "out") as folder:
         yield Path(folder)
 
 
 def save_times(folder, case, peer):
-    """Seconds that a save blocks and takes; ours, or Orbax's."""
+    """Return the seconds that a save blocks and takes, by this project or by Orbax."""
     state = state_124m(case)
     if peer == "orbax":
         import orbax.checkpoint as ocp
@@ -387,7 +394,7 @@ def save_times(folder, case, peer):
 
 
 def ckpt_ours(folder, case="state", peer="ours"):
-    """Those, in another process, and seconds of a restore, which has new memory as a resume has."""
+    """Return `save_times` of another process, and the seconds of a restore into new memory."""
     saved = subprocess.run([sys.executable, __file__, "--one", "save_times", folder, case, peer],
                            check=True, stdout=subprocess.PIPE).stdout
     _, like = state_like(case)
@@ -427,7 +434,7 @@ def ckpt_leaves_orbax(folder):
 
 
 def ckpt_memory(folder, peer="ours"):
-    """Host memory that a save takes at its peak, over the size of the state."""
+    """Return the peak host memory of a save, divided by the size of the state."""
     import jax
     state = state_124m("params")
     jax.block_until_ready(state)
@@ -440,7 +447,7 @@ def ckpt_memory(folder, peer="ours"):
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
     else:
         import ckpt
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before_kb = kb("VmRSS")
     if peer == "orbax":
         checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
@@ -455,7 +462,7 @@ def ckpt_memory_orbax(folder):
 
 
 def ckpt_raw(folder):
-    """The same bytes, one write and fsync, one read."""
+    """Write the same bytes once with fsync, and read them once."""
     import numpy as np
     payload = b"".join(np.asarray(x).tobytes() for x in state_124m().values())
     path = folder / "raw"
@@ -477,7 +484,7 @@ LLAMA_TENSORS = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo":
 
 
 def make_tensors():
-    """Two files with five layers of those and an embedding, float32; the bytes."""
+    """Write two float32 files with five layers of LLAMA_TENSORS and an embedding."""
     import numpy as np
 
     import ckpt
@@ -495,7 +502,7 @@ def tensors_folder():
 
 
 def tensors_rate(read):
-    """GB a second of read(folder); the files are made in another process, whose memory is gone."""
+    """Return the GB per second of read(folder); another process writes the files."""
     folder = tensors_folder()
     if not folder.exists():
         subprocess.run([sys.executable, __file__, "--one", "make_tensors"], check=True)
@@ -507,7 +514,7 @@ def tensors_rate(read):
 
 
 def tensors_ours():
-    """Into stacked and transposed arrays on the device."""
+    """Read into stacked and transposed arrays on the device."""
     import jax
     import jax.numpy as jnp
 
@@ -523,7 +530,7 @@ def tensors_ours():
 
 
 def tensors_load_file():
-    """Into NumPy arrays as they are."""
+    """Read into NumPy arrays without a change."""
     from safetensors.numpy import load_file
     return tensors_rate(lambda folder: [load_file(p) for p in folder.glob("*.safetensors")])
 
@@ -539,7 +546,7 @@ def token_file():
 
 
 def loader_rate(batch, seconds=4.0):
-    """Million tokens a second of batch(i), over some seconds."""
+    """Return the million tokens per second of batch(i), measured for some seconds."""
     batch(0)
     n, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -555,7 +562,7 @@ def loader_ours():
 
 
 def loader_shards():
-    """From 1,000 files of 100,000 tokens."""
+    """Load from 1,000 files of 100,000 tokens."""
     import numpy as np
 
     import data
@@ -571,7 +578,7 @@ def loader_shards():
 
 
 def loader_mix():
-    """From 5 sources of 200 files each, at 50, 20, 10, 10 and 10%."""
+    """Load from 5 datasets of 200 files each, at 50, 20, 10, 10 and 10%."""
     import data
     loader_shards()  # makes the files
     folder, tok = Path(tempfile.gettempdir()) / "sixfile_bench_shards", data.make_tokenizer("bytes")
@@ -582,7 +589,7 @@ def loader_mix():
 
 
 def loader_nanogpt():
-    """nanoGPT's way: torch.randint, a stack of slices, int64."""
+    """Load as nanoGPT does: torch.randint, a stack of slices, int64."""
     import numpy as np
     import torch
 
@@ -619,7 +626,7 @@ def loader_torch():
     return loader_rate(lambda i: next(batches), seconds=0.5)
 
 
-# ---- text to tokens: 100 MB of Python's own sources, and packing
+# ---- text to tokens: 100 MB of Python's standard library, and packing
 
 def text_file():
     import data
@@ -631,7 +638,7 @@ def text_file():
 
 
 def bpe_file():
-    """A BPE tokenizer of 8,192 tokens, trained on a part of the text."""
+    """Return the file of a BPE tokenizer with 8,192 tokens, trained on the first 10 MB of text."""
     from tokenizers import ByteLevelBPETokenizer
     path = Path(tempfile.gettempdir()) / "sixfile_bench_bpe.json"
     if not path.exists():
@@ -643,7 +650,7 @@ def bpe_file():
 
 
 def prepare_ours(tokenizer):
-    """MB of text a second, from files to files."""
+    """Return the MB of text per second, from text files to token files."""
     import data
     tok, path = data.make_tokenizer(tokenizer), text_file()
     with tempfile.TemporaryDirectory() as folder:
@@ -661,7 +668,7 @@ def prepare_bpe():
 
 
 def prepare_copy():
-    """The same text read, checked for UTF-8 and written, and nothing else."""
+    """Only read the same text, check that it is UTF-8 and write it."""
     text, began = text_file(), time.perf_counter()
     with tempfile.NamedTemporaryFile() as file:
         file.write(text.read_text().encode())
@@ -670,7 +677,7 @@ def prepare_copy():
 
 
 def prepare_library():
-    """tokenizers' encode_batch alone, of documents of some 4,000 characters in memory."""
+    """Only call tokenizers' encode_batch on documents of 4,000 characters in memory."""
     from tokenizers import Tokenizer
     tok, text = Tokenizer.from_file(str(bpe_file())), text_file().read_text()
     texts = [text[i : i + 4000] for i in range(0, len(text), 4000)]
@@ -681,7 +688,7 @@ def prepare_library():
 
 
 def pack_ours():
-    """Seconds to pack 10 million documents of 5 to 300 tokens into rows of 1,024."""
+    """Measure packing of 10 million documents of 5 to 300 tokens into rows of 1,024."""
     import numpy as np
 
     import data
@@ -692,7 +699,7 @@ def pack_ours():
     return {"s": time.perf_counter() - began, "padding %": 100 * padding}
 
 
-# ---- memory of a step's temporaries at a vocabulary of 50304
+# ---- memory of a step's temporaries, vocabulary 50304
 
 def memory_mib(tiles):
     cfg = our_config("30M", "float32", logit_tiles=tiles, batch_size=8)
@@ -716,7 +723,7 @@ def attention_rate(T, dense_len):
 
     import config
     import model
-    import train  # noqa: F401  sets the allocator, as every run does
+    import train  # noqa: F401  configures malloc as in every run
     model.DENSE_LEN, T = dense_len, int(T)
     rng, cfg = np.random.default_rng(0), config.Config()
     qkv = [jnp.asarray(rng.normal(size=(8192 // T, 4, T, 64)), jnp.float32) for _ in range(3)]
@@ -734,7 +741,7 @@ def attention_dense(T):
     return attention_rate(T, 8192)
 
 
-# ---- a click model, of which an update touches few rows
+# ---- a click model whose steps change few rows
 
 def click_config(rows=10**6, **changes):
     import clicks
@@ -743,7 +750,7 @@ def click_config(rows=10**6, **changes):
 
 
 def click_batches(cfg, n=20):
-    """Batches of ids by Zipf's law, of which a fifth is clicked."""
+    """Return batches with ids by Zipf's law; 20% of the examples are clicked."""
     import clicks
     import numpy as np
 
@@ -780,7 +787,7 @@ def clicks_ours(rows=10**6):
 
 
 def torch_clicks(cfg, params):
-    """An update of the same model from the same float32 parameters: batch -> loss."""
+    """Return a function batch -> loss that trains the same model from the same parameters."""
     import clicks
     import numpy as np
     import torch
@@ -825,9 +832,9 @@ def clicks_torch(rows=10**6):
 
 # ---- the table
 
-# Peers have no "mixed": they compute in float32 there.
+# Other libraries have no "mixed" and compute in float32 there.
 STEPS = [f"{dtype} {shape}" for shape in SHAPES for dtype in ("float32", "bfloat16", "mixed")]
-ROWS = {  # name: (unit, whether more is better, {contestant: function name}); ours first
+ROWS = {  # name: (unit, whether more is better, {contestant: function}); this project is "ours"
     **{f"step {row}": ("tokens/s", True, {
         who: f"step_{who.replace('.', '_')} "
              f"{row if who == 'ours' else row.replace('mixed', 'float32')}"
@@ -860,7 +867,7 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function name}); o
 
 
 def measure(call):
-    """What a function of this file returns in a process of its own, by part; None when it fails."""
+    """Run a function of this file in a new process; return {part: value}, or None if it fails."""
     run = subprocess.run([sys.executable, __file__, "--one", *call.split()], capture_output=True,
                          text=True, cwd=ROOT)
     if run.returncode:
@@ -871,14 +878,14 @@ def measure(call):
 
 
 def compare(name, runs):
-    """Print the medians of a row and how much better ours is; {contestant: {part: values}}."""
+    """Print the medians of a row and the ratios; return {contestant: {part: values}}."""
     unit, more, contestants = ROWS[name]
-    values, gone = {who: {} for who in contestants}, set()
+    values, failed = {who: {} for who in contestants}, set()
     for _ in range(runs):
         for who, call in contestants.items():
-            if who not in gone and (parts := measure(call)) is None:
-                gone.add(who)
-            elif who not in gone:
+            if who not in failed and (parts := measure(call)) is None:
+                failed.add(who)
+            elif who not in failed:
                 for part, value in parts.items():
                     values[who].setdefault(part, []).append(value)
     for part, ours in values["ours"].items():
@@ -886,15 +893,15 @@ def compare(name, runs):
         words = [f"ours {ours:,.4g} {unit}"]
         for who, parts in values.items():
             if who != "ours" and part in parts:
-                theirs = statistics.median(parts[part])
-                ratio = ours / theirs if more else theirs / ours
-                words.append(f"{who} {theirs:,.4g} (ours {ratio:.2f}x)")
+                other = statistics.median(parts[part])
+                ratio = ours / other if more else other / ours
+                words.append(f"{who} {other:,.4g} (ours {ratio:.2f}x)")
         print(f"{name} {part}".strip() + ": " + ", ".join(words), flush=True)
     return values
 
 
 def hardware():
-    """Processor, cores and versions, in a line."""
+    """Return one line with processor, cores and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     versions = [f"{p} {importlib.metadata.version(p)}" for p in PACKAGES
@@ -906,10 +913,12 @@ def hardware():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="words that a row's name holds")
-    parser.add_argument("--runs", type=int, default=3, help="turns of each contestant")
+    parser.add_argument("--only", nargs="+", default=[""],
+                        help="run the rows whose name contains one of these words")
+    parser.add_argument("--runs", type=int, default=3, help="interleaved runs of each contestant")
     parser.add_argument("--json", default="", help="file for all figures")
-    parser.add_argument("--one", nargs="+", help="take one figure here: a function and arguments")
+    parser.add_argument("--one", nargs="+",
+                        help="measure one function of this file in this process: name, arguments")
     args = parser.parse_args()
     if args.one:
         name, *rest = args.one

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight fake CPU devices, quick compilation, no silent broadcasting; puts the project's folder on
-the path.
+"""Settings of all tests: eight fake CPU devices, quick compilation, no implicit broadcasting, and
+the project's folder on the path.
 """
 import gc
 import os
 import sys
 from pathlib import Path
 
-# The older fusion emitters halve the time of compilation. `--xla_cpu_use_fusion_emitters=false`
-# chooses them up to jax 0.10 alone, and an unknown flag ends the process; an extra option does not.
-# Code is generated in one piece: splitting it for threads costs a seventh of the compilation, and
-# the other worker has the other core.
+# The older fusion emitters halve the compile time. `--xla_cpu_use_fusion_emitters=false` selects
+# them only up to jax 0.10. An unknown flag ends the process; an unknown extra option does not.
+# Code generation is not split over threads: the split costs a seventh of the compile time, and
+# another test worker uses the other core.
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
@@ -18,7 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"])
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Programs that do not say where in the source each operation is from compile a tenth faster.
+# Programs without the source location of each operation compile a tenth faster.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,30 +30,31 @@ import config
 import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-gc.set_threshold(50_000, 20, 20)  # tracing allocates much, little of it in cycles
+gc.set_threshold(50_000, 20, 20)  # tracing allocates many objects, few of them in cycles
 
 
 def pytest_collection_modifyitems(items):
-    """Slow tests first: most of them wait for processes, while others use the cores."""
+    """Run slow tests first: most of them wait for processes while other tests use the cores."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what is imported stays; each full collection would look at all of it
+    gc.freeze()  # full collections need not visit imported objects
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
-    """Compilation cache shared by all runs of the session, of all its workers."""
+    """Return the folder of the compilation cache, which all workers of the session share."""
     base = tmp_path_factory.getbasetemp()
     return str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache")
 
 
 @pytest.fixture
 def tiny(tmp_path, cache_dir, monkeypatch):
-    """tiny(**changes): a Config that trains in seconds, on its own text, into its own folder. Its
-    rate does not depend on the number of steps, so runs of any length share one compiled update.
-    Without the plot, which takes longer than such a run.
+    """tiny(**changes) returns a Config that trains in seconds, with its own text and out_dir.
+
+    The learning rate does not depend on the number of steps, so runs of any length share one
+    compiled step. The plot is disabled, because it takes longer than such a run.
     """
     monkeypatch.setattr(train, "plot", lambda cfg: lambda event, row: None)
     text = tmp_path / "text.txt"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print losses and digests of short runs, at full precision, to compare two states of the code.
+"""Print losses and digests of short runs at full precision, to compare two versions of the code.
 
     python tests/golden.py > before.txt
     python tests/golden.py > after.txt
     diff before.txt after.txt
 
-A change of form leaves every line as it is. The figures are those of one machine and one version of
-JAX, so no file of them is kept.
+A refactoring changes no line. The numbers depend on the machine and on the version of JAX, so the
+project has no file of them.
 """
 import argparse
 import json
@@ -37,7 +37,7 @@ KEPT = ("loss", "objective", "grad_norm", "lr", "acc", "val_loss", "val_acc", "d
 
 
 def run(name):
-    """Lines of one run: its log rows, evaluations and saves."""
+    """Run train.py; return a line for each log row, evaluation, save and sample."""
     flags, n_devices = RUNS[name]
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n_devices}"}
     with tempfile.TemporaryDirectory() as out:
@@ -57,7 +57,7 @@ def run(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"which of {', '.join(RUNS)}; default: all")
+    parser.add_argument("names", nargs="*", help=f"runs among {', '.join(RUNS)}; default: all")
     for name in parser.parse_args().names or RUNS:
         print("\n".join(run(name)), flush=True)
 

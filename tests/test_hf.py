@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Hugging Face, in and out: against transformers and PEFT, both in PyTorch."""
+"""Tests of Hugging Face weights, read and written: comparisons with transformers and PEFT."""
 import dataclasses
 import json
 import os
@@ -28,7 +28,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=
               high_freq_factor=4.0, original_max_position_embeddings=16)
 QWEN_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
                 norm_topk_prob=True)
-# Their config class, its values, and a mesh (dp, fsdp, ep, tp, sp) to load it on.
+# Prefix of the config class in transformers, its values, and a mesh (dp, fsdp, ep, tp, sp).
 MODELS = {
     "llama": ("Llama", {}, (1, 2, 1, 2, 2)),
     "llama scaled": ("Llama", dict(tie_word_embeddings=True, head_dim=8, rope_parameters=LLAMA3),
@@ -61,25 +61,25 @@ def torch_and_transformers():
     return torch, transformers
 
 
-def make_theirs(name, folder, **how):
-    """A model of theirs, every parameter at random, saved in folder; scales about 1."""
+def make_hf_model(name, folder, **how):
+    """Save a model of transformers with random parameters, scales about 1, to folder; return it."""
     torch, transformers = torch_and_transformers()
     kind, changes, _ = MODELS[name]
-    theirs = transformers.AutoModelForCausalLM.from_config(
+    hf_model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, f"{kind}Config")(**SIZES | changes))
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for key, x in theirs.named_parameters():
+        for key, x in hf_model.named_parameters():
             x.normal_(0, 0.3, generator=rng)
             x.add_(float(x.ndim == 1 and "norm" in key))
-    theirs.eval().save_pretrained(folder, **how)
-    return theirs
+    hf_model.eval().save_pretrained(folder, **how)
+    return hf_model
 
 
-def their_logits(theirs):
+def hf_logits(hf_model):
     torch, _ = torch_and_transformers()
     with torch.no_grad():
-        return theirs(torch.from_numpy(TOKENS).long()).logits.numpy()
+        return hf_model(torch.from_numpy(TOKENS).long()).logits.numpy()
 
 
 def read_config(folder, **changes):
@@ -107,7 +107,7 @@ def read_params(folder, cfg, mesh, dtype="float32"):
     return ckpt.read_safetensors(folder, pieces, {k: like[k] for k in pieces}, model.HF_UNUSED)
 
 
-def our_logits(params, cfg, mesh):
+def jax_logits(params, cfg, mesh):
     with jax.set_mesh(mesh):
         return np.asarray(jax.jit(lambda p: model.forward(p, {"tokens": TOKENS}, cfg)[0])(params))
 
@@ -124,55 +124,55 @@ def read_files(folder):
 
 
 def draw(cfg, seed=0):
-    """Parameters at random, as a fresh initialization but with norms and biases that matter."""
+    """Return random parameters; norms and biases differ from their initial 1 and 0."""
     params = jax.jit(lambda key: model.init(key, cfg))(jax.random.key(seed))
     rng = np.random.default_rng(seed)
     return {k: np.asarray(x) + rng.normal(0, 0.2, x.shape).astype(np.float32)
             for k, x in params.items()}
 
 
-def assert_close(ours, theirs):
-    assert ours.std() > 0.1
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+def assert_close(actual, expected):
+    assert actual.std() > 0.1
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 @each_model
-def test_logits_and_tokens_of_theirs(name, tmp_path):
+def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
     """A model of transformers, read onto a mesh, has the logits that it has in PyTorch, to 2e-5 of
-    the largest, and continues with the same likeliest tokens; written again, all of its tensors
-    are the same bits, and its config.json gives the same fields. transformers loads what we wrote
-    without a missing or unknown tensor, as the same class, and has our logits.
+    the largest, and the same greedy tokens. Written again, all tensors are bit-identical and
+    config.json gives the same fields. transformers loads the written files as the same class,
+    without missing or unknown tensors, with the same logits.
 
     Break: model.py: block_sparse_moe.experts.{}.w1.weight => block_sparse_moe.experts.{}.w2.weight
     """
     torch, transformers = torch_and_transformers()
-    theirs, mesh = make_theirs(name, tmp_path / "theirs"), make_mesh(MODELS[name][2])
-    cfg = read_config(tmp_path / "theirs", temperature=0.0)
-    params = read_params(tmp_path / "theirs", cfg, mesh)
+    hf_model, mesh = make_hf_model(name, tmp_path / "hf"), make_mesh(MODELS[name][2])
+    cfg = read_config(tmp_path / "hf", temperature=0.0)
+    params = read_params(tmp_path / "hf", cfg, mesh)
     for key, x in params.items():
         assert x.sharding.is_equivalent_to(like_of(cfg, mesh)[key].sharding, x.ndim)
-    logits = our_logits(params, cfg, mesh)
-    assert_close(logits, their_logits(theirs))
+    logits = jax_logits(params, cfg, mesh)
+    assert_close(logits, hf_logits(hf_model))
     with jax.set_mesh(mesh):
-        ours = model.generate(params, TOKENS, np.full(4, 24, np.int32), cfg, jax.random.key(0), 8)
-    new = theirs.generate(torch.from_numpy(TOKENS).long(), max_new_tokens=8, do_sample=False,
+        tokens = model.generate(params, TOKENS, np.full(4, 24, np.int32), cfg, jax.random.key(0), 8)
+    new = hf_model.generate(torch.from_numpy(TOKENS).long(), max_new_tokens=8, do_sample=False,
                           attention_mask=torch.ones(TOKENS.shape, dtype=torch.int64))
-    assert (np.asarray(ours) == new[:, 24:].numpy()).all()
-    write(tmp_path / "ours", params, cfg, shard_bytes=4000)
-    old, new = read_files(tmp_path / "theirs"), read_files(tmp_path / "ours")
+    assert (np.asarray(tokens) == new[:, 24:].numpy()).all()
+    write(tmp_path / "exported", params, cfg, shard_bytes=4000)
+    old, new = read_files(tmp_path / "hf"), read_files(tmp_path / "exported")
     assert old.keys() == new.keys()
     assert all(old[k].dtype == new[k].dtype and (old[k] == new[k]).all() for k in old)
-    assert read_config(tmp_path / "ours", temperature=0.0) == cfg
-    back, told = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", output_loading_info=True, dtype="float32")
-    assert not any(told[key] for key in told), told
-    assert type(back) is type(theirs)
-    assert_close(logits, their_logits(back.eval()))
+    assert read_config(tmp_path / "exported", temperature=0.0) == cfg
+    back, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True, dtype="float32")
+    assert not any(info[key] for key in info), info
+    assert type(back) is type(hf_model)
+    assert_close(logits, hf_logits(back.eval()))
 
 
 # ---- config.json
 
-HUB = {  # as on the hub, written by transformers 4, and the fields that they mean
+HUB = {  # config.json files written by transformers 4, and the fields that they give
     "Llama-3.1-8B": (dict(
         model_type="llama", attention_bias=False, hidden_act="silu", hidden_size=4096,
         intermediate_size=14336, max_position_embeddings=131072, mlp_bias=False,
@@ -186,7 +186,7 @@ HUB = {  # as on the hub, written by transformers 4, and the fields that they me
         model_type="llama", hidden_act="silu", hidden_size=4096, intermediate_size=11008,
         num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-06, vocab_size=32000),
         dict(n_kv_heads=32, head_dim=128, rope_theta=1e4, rope_factor=1.0, sliding_window=0)),
-    "no scaling in words": (dict(
+    "rope_scaling with factor 1": (dict(
         model_type="llama", hidden_act="silu", hidden_size=64, intermediate_size=128,
         num_attention_heads=4, num_hidden_layers=2, rms_norm_eps=1e-06, vocab_size=320,
         rope_scaling=dict(LLAMA3, factor=1.0, rope_theta=1e4)), dict(rope_factor=1.0)),
@@ -217,16 +217,16 @@ HUB = {  # as on the hub, written by transformers 4, and the fields that they me
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_config_json_of_the_hub(name):
-    """A config.json of transformers 4 gives the fields that its model has, where it is silent those
-    that transformers takes; ours of these fields gives them again.
+def test_config_json_of_hub_models(name):
+    """A config.json of transformers 4 gives the fields of its model; missing keys get the defaults
+    of transformers. The config.json written from these fields gives the same fields.
 
     Break: model.py: float(hf["rope_theta"]) => 1e4
     """
-    theirs, fields = HUB[name]
-    got = model.hf_fields(theirs)
+    hf, fields = HUB[name]
+    got = model.hf_fields(hf)
     assert got | fields == got
-    assert got["rope_theta"] == theirs.get("rope_theta", 1e4)
+    assert got["rope_theta"] == hf.get("rope_theta", 1e4)
     cfg = config.Config(**got, seq_len=64)
     config.validate(cfg, None, {}, config.text_errors)
     assert model.hf_fields(json.loads(json.dumps(model.hf_config(cfg)))) == got
@@ -244,7 +244,7 @@ REFUSED = {
          "partial_rotary_factor 0.5: must be 1", "quantization_config"]),
     "llama3 without a factor": (dict(rope_scaling=dict(rope_type="llama3")),
                                 ["factor: is missing"]),
-    "llama3 of other bounds": (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)),
+    "llama3 with other bounds": (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)),
                                ["high_freq_factor 8.0: must be 4"]),
     "rope by layer": (dict(rope_parameters={"full_attention": dict(rope_type="default")}),
                       ["full_attention {'rope_type': 'default'}: must be null"]),
@@ -272,20 +272,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_expressed_is_refused_all_at_once(name):
-    """Each value that changes their forward pass and has no field here is named, with the rule.
+def test_an_unsupported_config_json_is_refused(name):
+    """One error lists every value of config.json that changes the forward pass and that no field
+    can express, with the rule.
 
     Break: model.py: if value is not None and value not in legal: => if False:
     """
     changes, words = REFUSED[name]
-    with pytest.raises(ValueError) as fault:
+    with pytest.raises(ValueError) as error:
         model.hf_fields(dict(model_type="llama", num_experts_per_tok=2, rope_theta=1e4)
                         | SIZES | changes)
-    assert all(word in str(fault.value) for word in words), fault.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
-def test_windows_of_qwen_that_all_layers_share_are_read():
-    """use_sliding_window with all layers below max_window_layers is no window, with none a window.
+def test_qwen_sliding_windows_shared_by_all_layers_are_read():
+    """A sliding window is read if every layer uses it, and is 0 if no layer does.
 
     Break: model.py: return window if n_sliding else 0 => return window
     """
@@ -297,8 +298,9 @@ def test_windows_of_qwen_that_all_layers_share_are_read():
     assert windows == [0, 8, 0, 8, 0]
 
 
-def test_fields_that_no_family_has_together_are_refused():
-    """Biases with qk_norm or with experts; special tokens are none.
+def test_field_combinations_that_no_family_has_are_refused():
+    """Biases together with qk_norm or with experts raise ValueError. The written config.json has
+    null for the special tokens.
 
     Break: model.py: qkv_bias=cfg.qkv_bias) => qkv_bias=False)
     """
@@ -313,50 +315,51 @@ def test_fields_that_no_family_has_together_are_refused():
 # ---- LoRA
 
 def tuned(cfg):
-    """(cfg with LoRA, parameters whose updates matter)."""
+    """Return cfg with LoRA, and parameters with LoRA factors that are not zero."""
     cfg = config.derive_text(dataclasses.replace(
         cfg, lora_rank=3, lora_alpha=5.0, lora_targets=("layers.w*", "!*.wk", "!*.w_up")))
     return cfg, draw(cfg, 1)
 
 
 @pytest.mark.slow
-def test_lora_apart_and_merged(tmp_path):
-    """PEFT loads our LoRA factors on top of the model that they tune, and has our logits; so has
+def test_lora_as_a_separate_adapter_and_merged(tmp_path):
+    """PEFT loads the LoRA factors onto the base model and has the logits of this project. So does
     transformers with the merged weights.
 
     Break: model.py: product = cfg.lora_alpha / cfg.lora_rank => product = cfg.lora_alpha
     """
     _, transformers = torch_and_transformers()
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    make_theirs("qwen3", tmp_path / "theirs")
-    cfg, params = tuned(read_config(tmp_path / "theirs"))
+    make_hf_model("qwen3", tmp_path / "hf")
+    cfg, params = tuned(read_config(tmp_path / "hf"))
     assert "layers.wq.lora_a" in params and "layers.wk.lora_a" not in params
-    theirs = read_params(tmp_path / "theirs", cfg, make_mesh(None))
-    params |= theirs
-    logits = our_logits(params, cfg, make_mesh(None))
-    assert np.abs(logits - our_logits(theirs, dataclasses.replace(
+    base_params = read_params(tmp_path / "hf", cfg, make_mesh(None))
+    params |= base_params
+    logits = jax_logits(params, cfg, make_mesh(None))
+    assert np.abs(logits - jax_logits(base_params, dataclasses.replace(
         cfg, lora_rank=0, freeze=()), make_mesh(None))).max() > 0.1
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    (apart / "adapter_config.json").write_text(
-        json.dumps(model.peft_config(cfg, str(tmp_path / "theirs"))))
-    ckpt.write_safetensors(apart, ckpt.each_tensor(
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps(model.peft_config(cfg, str(tmp_path / "hf"))))
+    ckpt.write_safetensors(folder, ckpt.each_tensor(
         params, model.hf_pieces(cfg, adapter=True), "float32"), stem="adapter_model")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="float32")
-    base_logits = their_logits(base)
-    adapted = peft.PeftModel.from_pretrained(base, apart)
-    for adapter in (adapted.eval(), adapted.train()):  # in training too: no dropout
-        assert_close(logits, their_logits(adapter))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    base_logits = hf_logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, folder)
+    for adapter in (adapted.eval(), adapted.train()):  # also in training mode: no dropout
+        assert_close(logits, hf_logits(adapter))
     assert np.abs(base_logits - logits).max() > 0.1
     merged = jax.jit(lambda p: model.merge_lora(p, cfg))(params)
-    assert merged.keys() == theirs.keys()
+    assert merged.keys() == base_params.keys()
     write(tmp_path / "merged", merged, cfg)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
-    assert_close(logits, their_logits(again.eval()))
+    assert_close(logits, hf_logits(again.eval()))
 
 
-def test_lora_of_experts_is_refused_apart():
-    """PEFT tunes modules, and all experts of a layer are one parameter.
+def test_lora_of_experts_cannot_be_exported_as_an_adapter():
+    """A PEFT adapter tunes modules, but all experts of a layer are one parameter. The export of
+    LoRA on experts raises ValueError.
 
     Break: model.py: if cfg.n_experts and name.startswith("layers.w_"): => if False:
     """
@@ -373,7 +376,7 @@ def test_lora_of_experts_is_refused_apart():
 # ---- safetensors
 
 def stored(folder, files, **metadata):
-    """A folder with {file: {tensor: array}} and, if there are several, an index."""
+    """Write {file: {tensor: array}} to a folder, with an index if there are several files."""
     from safetensors.numpy import save_file
     folder.mkdir()
     for file, tensors in files.items():
@@ -385,7 +388,9 @@ def stored(folder, files, **metadata):
 
 
 def stack(dtype=np.float32):
-    """({tensor: array}, wanted, like) of 2 x 3 matrices [5, 7] stacked and transposed, and one."""
+    """Return ({tensor: array}, wanted, like) of one matrix and of 2 x 3 matrices [5, 7] that are
+    stacked and transposed.
+    """
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     rng = np.random.default_rng(0)
     tensors = {f"{i}.{e}.w": rng.normal(size=(5, 7)).astype(dtype)
@@ -406,8 +411,8 @@ def two_files(tensors):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("n_files", [1, 2])
 def test_tensors_become_stacked_arrays(dtype, n_files, tmp_path):
-    """NumPy arrays where there is no sharding, in the wanted dtype, from one file or several, in
-    slices of any size.
+    """Without a sharding, read_safetensors returns NumPy arrays of the requested dtype, from one
+    file or several.
 
     Break: ckpt.py: target = block[position] => target = block[0, 0]
     """
@@ -426,9 +431,9 @@ def test_tensors_become_stacked_arrays(dtype, n_files, tmp_path):
 @pytest.mark.parametrize("spec, sizes", [
     ((None, None, "a", "b"), (1, 5)), ((None, None, "a", "b"), (7, 1)),
     (("a", None, None, "b"), (2, 2)), ((None, "b", None, None), (2, 3)), ((), (2, 2))])
-def test_shards_hold_their_part(host, spec, sizes, slice_bytes, tmp_path, monkeypatch):
-    """On any sharding, read at once or, as for devices with memory of their own, layer by layer;
-    the array can be donated.
+def test_shards_hold_the_right_slices(host, spec, sizes, slice_bytes, tmp_path, monkeypatch):
+    """With any sharding and any slice size each shard has the right values, whether a stack is
+    read at once or, as for devices with separate memory, layer by layer. The array can be donated.
 
     Break: ckpt.py: stack, part.astype(stack.dtype), layer, 0) =>
     stack, part.astype(stack.dtype), 0, 0)
@@ -455,8 +460,9 @@ def test_shards_hold_their_part(host, spec, sizes, slice_bytes, tmp_path, monkey
     assert name == "e" and narrow.dtype == "bfloat16" and (narrow == tensors["e"]).all()
 
 
-def test_faults_of_tensors_are_told_all_at_once(tmp_path):
-    """Missing, of another shape, of integers, and unknown; those of `unused` may be there.
+def test_all_errors_of_tensors_are_listed(tmp_path):
+    """One error lists missing and unknown tensors, other shapes and integer dtypes. Tensors that
+    match `unused` are permitted.
 
     Break: ckpt.py: errors.append(f"{name} is missing") => pass
     """
@@ -465,16 +471,16 @@ def test_faults_of_tensors_are_told_all_at_once(tmp_path):
     tensors |= {"1.1.w": np.zeros((7, 5), np.float32), "e": np.zeros((11, 4), np.int8),
                 "x.inv_freq": np.zeros(3, np.float32), "strange": np.zeros(3, np.float32)}
     folder = stored(tmp_path / "hf", {"model.safetensors": tensors})
-    with pytest.raises(ValueError) as fault:
+    with pytest.raises(ValueError) as error:
         ckpt.read_safetensors(folder, wanted, like, ("*.inv_freq",))
-    assert str(fault.value).split("\n  ") == [
+    assert str(error.value).split("\n  ") == [
         f"{folder}:", "0.1.w is missing",
         "1.1.w is [7, 5] in the checkpoint, [5, 7] in this model", "1.2.w is missing",
         "e has dtype I8, not a float of 16 bits or more", "strange is not a tensor of this model"]
 
 
-def lie(folder, change):
-    """Change the first bytes of a file in folder."""
+def corrupt(folder, change):
+    """Change the bytes of the last file in folder; return its name."""
     path = sorted(folder.glob("*.safetensors"))[-1]
     content = bytearray(path.read_bytes())
     path.write_bytes(change(content))
@@ -487,27 +493,27 @@ BAD_FILES = {
     "empty": lambda x: b"",
     "header of 2**62 bytes": lambda x: struct.pack("<Q", 2**62) + x[8:],
     "header of 90 MB": lambda x: struct.pack("<Q", 90 * 10**6) + x[8:],
-    "no JSON": lambda x: x[:8] + b"x" * 30 + x[38:],
+    "invalid JSON": lambda x: x[:8] + b"x" * 30 + x[38:],
     "offsets": lambda x: x.replace(b'"data_offsets":[0', b'"data_offsets":[4'),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_lies_is_named(name, tmp_path):
-    """Truncated, or with a header that is not one: a ValueError that names the file.
+def test_an_invalid_safetensors_file_is_named(name, tmp_path):
+    """A truncated file or a file with an invalid header raises ValueError that names the file.
 
     Break: ckpt.py: except (OSError, ValueError, safetensors.SafetensorError) as e: =>
     except (OSError, ValueError) as e:
     """
     tensors, wanted, like = stack()
     folder = stored(tmp_path / "hf", two_files(tensors))
-    file = lie(folder, BAD_FILES[name])
+    file = corrupt(folder, BAD_FILES[name])
     with pytest.raises(ValueError, match=f"{file}: cannot be read: "):
         ckpt.read_safetensors(folder, wanted, like)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
-    """As files that an older export left; none of both is taken.
+    """A tensor in two files, as an older export may leave, raises ValueError.
 
     Break: ckpt.py: if duplicates: => if False:
     """
@@ -519,8 +525,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         ckpt.read_safetensors(folder, wanted, like)
 
 
-def test_a_folder_without_safetensors_is_told(tmp_path):
-    """And that pytorch_model.bin can be converted.
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    """The error says that pytorch_model.bin can be converted.
 
     Break: ckpt.py: if not paths: => if False:
     """
@@ -529,9 +535,9 @@ def test_a_folder_without_safetensors_is_told(tmp_path):
         ckpt.read_safetensors(tmp_path, wanted, like)
 
 
-def test_files_are_split_as_theirs(tmp_path):
-    """Files of at most shard_bytes, each tensor in one, and an index that transformers reads;
-    arrays that are views are written in their own order; nothing else is left in the folder.
+def test_written_files_are_split_and_indexed(tmp_path):
+    """write_safetensors writes files of at most shard_bytes and an index that transformers reads,
+    and nothing else. Transposed views are written in their logical order.
 
     Break: ckpt.py: group[name] = np.ascontiguousarray(x) => group[name] = x
     """
@@ -551,8 +557,8 @@ def test_files_are_split_as_theirs(tmp_path):
     assert safe_open(tmp_path / files[0], "np").metadata() == {"format": "pt"}
 
 
-def test_safetensors_is_named_when_it_is_not_installed(tmp_path, monkeypatch):
-    """The sentence has the command that installs it.
+def test_a_missing_safetensors_package_is_an_error(tmp_path, monkeypatch):
+    """The error contains the command that installs safetensors.
 
     Break: ckpt.py: raise ValueError("safetensors is not installed => raise KeyError("safetensors
     """
@@ -601,9 +607,9 @@ print(top - before - 4 * 64)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("where, limit_mib", [("host", 24), ("devices", 64 + 48)])
-def test_memory_of_reading_is_the_result_and_some_slices(where, limit_mib, tmp_path):
-    """Beyond the result some slices of the tensors, 64 MiB each, where devices use the host's
-    memory, else a layer more; measured in a process of its own.
+def test_reading_needs_the_memory_of_the_result_and_some_slices(where, limit_mib, tmp_path):
+    """A separate process measures the memory beyond the result. It is some slices of the tensors
+    of 64 MiB if devices use the host's memory, else also one layer.
 
     Break: ckpt.py: SLICE_BYTES = 2**22 => SLICE_BYTES = 2**30
     """
@@ -637,7 +643,8 @@ ckpt.write_safetensors(root / "out", ckpt.each_tensor(got, wanted, "float32"), s
 
 @pytest.mark.slow
 def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path):
-    """The array over all devices of both, and the same tensors written again.
+    """Each of two processes reads its shards of an array over all devices. Process 0 writes the
+    same tensors again.
 
     Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
     """
@@ -667,7 +674,7 @@ def test_with_two_processes_each_reads_its_shards_and_process_0_writes(tmp_path)
 # ---- through train.py
 
 def run_config(tiny, tmp_path, **changes):
-    """A run on ids below 40, whose model is left to what it starts from."""
+    """Return a config with token ids below 40; the source of the weights sets the model."""
     np.save(tmp_path / "ids.npy", TOKENS.ravel().repeat(9).astype(np.uint16))
     default = config.Config()
     fields = {name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
@@ -677,51 +684,51 @@ def run_config(tiny, tmp_path, **changes):
 
 
 @pytest.mark.slow
-def test_a_run_tunes_their_weights_and_hands_them_back(tiny, tmp_path, capsys):
-    """--init_from a folder sets the model's fields and the first parameters; --export leaves what
-    transformers loads, with the logits of the tuned parameters; --mode export does so later, in
-    another dtype; a tokenizer comes along.
+def test_a_run_tunes_and_exports_a_hugging_face_model(tiny, tmp_path, capsys):
+    """--init_from sets the model's fields and the first parameters. transformers loads the export
+    of the run and of --mode export, in another dtype, with the logits of the tuned parameters. The
+    tokenizer is copied.
 
     Break: train.py: cfg = dataclasses.replace(cfg, **fields) => pass
     """
     torch, transformers = torch_and_transformers()
-    make_theirs("qwen3", tmp_path / "theirs")
-    (tmp_path / "theirs/tokenizer_config.json").write_text('{"model_max_length": 77}')
+    make_hf_model("qwen3", tmp_path / "hf")
+    (tmp_path / "hf/tokenizer_config.json").write_text('{"model_max_length": 77}')
     began = []
-    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "theirs"),), export_every=2,
-                     export=str(tmp_path / "ours"), tokenizer=str(tmp_path / "theirs"),
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), export_every=2,
+                     export=str(tmp_path / "exported"), tokenizer=str(tmp_path / "hf"),
                      sample_tokens=0, vocab_size=40)
-    (tmp_path / "theirs/tokenizer.json").write_text(json.dumps({
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [], "model": {
             "type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "</s>"}}))
     summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
         value["params"])) if event == "load" else None])
     assert "exported to" in capsys.readouterr().out
-    plain = read_config(tmp_path / "theirs")
-    first = read_params(tmp_path / "theirs", plain, make_mesh(None))
+    plain = read_config(tmp_path / "hf")
+    first = read_params(tmp_path / "hf", plain, make_mesh(None))
     assert all((began[0][name] == first[name]).all() for name in first)
     params = jax.device_get(summary["state"]["params"])
     assert not (params["embed"] == first["embed"]).all()
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert_close(our_logits(params, plain, make_mesh(None)), their_logits(back))
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_close(jax_logits(params, plain, make_mesh(None)), hf_logits(back))
     assert back.config.max_position_embeddings == SIZES["max_position_embeddings"]
-    assert (tmp_path / "ours/tokenizer_config.json").read_text() == '{"model_max_length": 77}'
+    assert (tmp_path / "exported/tokenizer_config.json").read_text() == '{"model_max_length": 77}'
     half = dataclasses.replace(cfg, mode="export", export_dtype="bfloat16")
     assert train.main(half)["exit_code"] == 0
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
     assert back.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"theirs: exists, and no export of this run wrote it"):
-        train.main(dataclasses.replace(half, export=str(tmp_path / "theirs")))
-    (tmp_path / "ours/sixfile.json").write_text('{"out_dir": "another"}')
-    with pytest.raises(ValueError, match=r"ours: exists, and no export of this run wrote it"):
+    with pytest.raises(ValueError, match=r"hf: exists, and no export of this run wrote it"):
+        train.main(dataclasses.replace(half, export=str(tmp_path / "hf")))
+    (tmp_path / "exported/sixfile.json").write_text('{"out_dir": "another"}')
+    with pytest.raises(ValueError, match=r"exported: exists, and no export of this run wrote it"):
         train.main(half)
     with pytest.raises(ValueError, match=r"export .*: could not be written: "):
         train.main(dataclasses.replace(half, export=str(tmp_path / "ids.npy/within")))
 
 
-def test_the_tokenizer_of_init_from_is_the_run_s(tiny, tmp_path):
-    """A folder of init_from that has a tokenizer.json sets --tokenizer, unless it is given; one
-    without leaves it at bytes.
+def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path):
+    """A folder of init_from with a tokenizer.json sets --tokenizer unless this flag is given. A
+    folder without one leaves it at bytes.
 
     Break: train.py: fields["tokenizer"] = path => pass
     """
@@ -740,8 +747,9 @@ def test_the_tokenizer_of_init_from_is_the_run_s(tiny, tmp_path):
     assert chosen(tokenizer="another") == "another"
 
 
-def test_an_export_without_a_tokenizer_says_so(tiny, tmp_path, capsys):
-    """Files of a tokenizer of Hugging Face's come along, from a folder or by name; bytes have none.
+def test_an_export_without_a_tokenizer_prints_a_notice(tiny, tmp_path, capsys):
+    """An export copies the files of a Hugging Face tokenizer. For the byte tokenizer it prints
+    that the export has none.
 
     Break: train.py: if not has_tokenizer: => if False:
     """
@@ -763,32 +771,32 @@ def test_an_export_without_a_tokenizer_says_so(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_lora_run_is_exported_apart_and_merged(tiny, tmp_path):
-    """PEFT's adapter on their model and the merged weights give the logits of the run.
+def test_a_lora_run_is_exported_as_an_adapter_and_merged(tiny, tmp_path):
+    """The PEFT adapter on the base model and the merged weights have the logits of the run.
 
     Break: train.py: params = model.merge_lora(params, cfg) => pass
     """
     torch_and_transformers()
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     import transformers
-    make_theirs("llama", tmp_path / "theirs")
-    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "theirs"),), lora_rank=2, lr=0.1,
+    make_hf_model("llama", tmp_path / "hf")
+    cfg = run_config(tiny, tmp_path, init_from=(str(tmp_path / "hf"),), lora_rank=2, lr=0.1,
                      vocab_size=40, export=str(tmp_path / "merged"))
     summary = train.main(cfg)
-    train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "apart"),
+    train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "adapter"),
                                    export_lora="apart"))
     run = train.setup_run(cfg)["cfg"]
-    ours = our_logits(jax.device_get(summary["state"]["params"]),
-                      dataclasses.replace(run, seq_len=64), make_mesh(None))
+    logits = jax_logits(jax.device_get(summary["state"]["params"]),
+                        dataclasses.replace(run, seq_len=64), make_mesh(None))
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert_close(ours, their_logits(merged))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-    assert np.abs(their_logits(base) - ours).max() > 0.01
-    assert_close(ours, their_logits(peft.PeftModel.from_pretrained(base, tmp_path / "apart")))
+    assert_close(logits, hf_logits(merged))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert np.abs(hf_logits(base) - logits).max() > 0.01
+    assert_close(logits, hf_logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")))
 
 
-def test_an_adapter_has_no_place_for_more_than_its_factors():
-    """What is trained beside them would be lost, and is named.
+def test_an_adapter_cannot_hold_other_trained_parameters():
+    """An adapter holds only LoRA factors. The error names every other trained parameter.
 
     Break: model.py: if row["trained"] and ".lora_" not in name: => if False:
     """
@@ -802,14 +810,15 @@ def test_an_adapter_has_no_place_for_more_than_its_factors():
 
 
 @pytest.mark.slow
-def test_a_run_takes_a_part_of_their_weights(tiny, tmp_path):
-    """All but one from their folder, and of these the norms again from a run: the others are fresh.
+def test_a_run_loads_some_weights_of_a_hugging_face_model(tiny, tmp_path):
+    """The run loads all parameters but one from a Hugging Face folder, and the norms from another
+    run. The excluded parameter is initialized.
 
     Break: train.py: unused += tensors.values() => pass
     """
     torch_and_transformers()
-    make_theirs("qwen3", tmp_path / "theirs")
-    part = f"{tmp_path / 'theirs'} exclude=layers.wq strict=no"
+    make_hf_model("qwen3", tmp_path / "hf")
+    part = f"{tmp_path / 'hf'} exclude=layers.wq strict=no"
     one = run_config(tiny, tmp_path, init_from=(part,), steps=1, out_dir=str(tmp_path / "one"))
     two = dataclasses.replace(one, init_from=(part, f"{one.out_dir} load=*norm"),
                               out_dir=str(tmp_path / "two"))
@@ -818,7 +827,7 @@ def test_a_run_takes_a_part_of_their_weights(tiny, tmp_path):
         summary = train.main(cfg, hooks=[lambda event, value: began.append(jax.device_get(
             value["params"])) if event == "load" else None])
         ended.append(jax.device_get(summary["state"]["params"]))
-    first = read_params(tmp_path / "theirs", read_config(tmp_path / "theirs"), make_mesh(None))
+    first = read_params(tmp_path / "hf", read_config(tmp_path / "hf"), make_mesh(None))
     for params in began:
         assert [n for n in first if (params[n] != first[n]).any() and "norm" not in n] == [
             "layers.wq"]
@@ -827,14 +836,14 @@ def test_a_run_takes_a_part_of_their_weights(tiny, tmp_path):
     assert (began[1]["final_norm"] != first["final_norm"]).any()
 
 
-def test_what_contradicts_their_config_is_refused(tiny, tmp_path):
-    """Fields that were set to something else, a model that is none of ours, a model that no family
-    of theirs has: before anything is read or trained.
+def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_path):
+    """Fields with other values than config.json, an unsupported model_type and a model that no
+    family has raise ValueError before anything is read or trained.
 
     Break: train.py: not in (value, getattr(default, name)): => not in (value, getattr(cfg,
     name)):
     """
-    folder = tmp_path / "theirs"
+    folder = tmp_path / "hf"
     stored(folder, {"model.safetensors": {"x": np.ones(3, np.float32)}})
     hf = SIZES | dict(model_type="llama", rms_norm_eps=1e-5)
     (folder / "config.json").write_text(json.dumps(hf))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole: runs that end, stop, are killed, go on, and leave what they promise."""
+"""Tests of whole runs through train.py: output, hooks, stops, resumes, kills, many processes."""
 import contextlib
 import ctypes
 import dataclasses
@@ -51,26 +51,26 @@ from test_data import chat_folder
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def whole_rows(out):
-    """Those of out/metrics.jsonl, which a run may be writing: less a line that has no end yet."""
+def complete_rows(out):
+    """Return the complete rows of out/metrics.jsonl, to which a run may still write."""
     text = (Path(out) / "metrics.jsonl").read_text()
     return map(json.loads, text[: text.rfind("\n") + 1].splitlines())
 
 
 def rows(out, event):
-    """Rows of one event in out/metrics.jsonl."""
-    return [row for row in whole_rows(out) if row["event"] == event]
+    """Return the rows of one event in out/metrics.jsonl."""
+    return [row for row in complete_rows(out) if row["event"] == event]
 
 
-def rows_of(out, events):
-    """(event, step) of these events, in the order of metrics.jsonl."""
-    return [(row["event"], row["step"]) for row in whole_rows(out)
+def event_steps(out, events):
+    """Return (event, step) of these events, in the order of metrics.jsonl."""
+    return [(row["event"], row["step"]) for row in complete_rows(out)
             if row["event"] in events.split()]
 
 
 def losses(out):
-    """Everything of a run that must be equal to the bit: losses, gradient norms and rates,
-    evaluations, and the digest of the state that was saved last.
+    """Return everything of a run that must be bit-identical: losses, gradient norms, rates,
+    evaluations, and the digest of the last saved state.
     """
     saves = [(r["step"], r["digest"]) for r in rows(out, "save") if r["kind"] == "save"]
     return ([(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows(out, "log")],
@@ -78,7 +78,7 @@ def losses(out):
 
 
 def arrays(out):
-    """{name: array} of the newest checkpoint, as NumPy, on no mesh."""
+    """Return {name: NumPy array} of the newest checkpoint."""
     root = Path(out) / "ckpt"
     step = ckpt.latest(root)
     like = {name: np.zeros(d["shape"], d["dtype"])
@@ -91,14 +91,14 @@ def same(a, b):
 
 
 def stop_at(step):
-    """A hook that stops the run, by a signal, once it has saved `step`."""
+    """Return a hook that stops the run by a signal after it has saved `step`."""
     def hook(event, value):
         if event == "save" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
             frame = sys._getframe()
-            while "signals" not in frame.f_locals:  # those of the run that calls this
+            while "signals" not in frame.f_locals:  # a local of the run that calls this hook
                 frame = frame.f_back
-            wait_for(lambda: frame.f_locals["signals"])  # a thread reads them
+            wait_for(lambda: frame.f_locals["signals"])  # another thread sets it
     return hook
 
 
@@ -110,24 +110,25 @@ def wait_for(ready, timeout_s=60):
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train"])  # imports once, before JAX has a device or a thread
+FORKS.set_forkserver_preload(["train"])  # import once, before JAX has devices or threads
 
 
 def _run(argv, devices, log):
     for stream, mode in ((1, os.O_CREAT | os.O_TRUNC), (2, os.O_APPEND)):
         os.dup2(os.open(log, os.O_WRONLY | mode), stream)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whatever started the tests may ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests' parent may ignore SIGHUP
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(
         "device_count=8", f"device_count={devices}")
-    train.plot = lambda cfg: lambda event, row: None  # see tiny
+    train.plot = lambda cfg: lambda event, row: None  # as in the fixture `tiny`
     code = train.cli(argv)
-    jax.distributed.shutdown()  # as JAX does at exit, which a fork leaves out: waits for the others
+    jax.distributed.shutdown()  # waits for the other processes; a fork skips JAX's exit handlers
     sys.exit(code)
 
 
 def command(cfg, devices=1, flags=()):
-    """(process, log): a real process that runs train.py's command line for cfg, started; log is the
-    path of what it says.
+    """Start a real process that runs train.py's command line for cfg.
+
+    Return the process and the path of its log.
     """
     Path(cfg.out_dir).parent.mkdir(parents=True, exist_ok=True)
     path, log = Path(cfg.out_dir + ".json"), Path(f"{cfg.out_dir}{'.'.join(flags[-1:])}.log")
@@ -140,7 +141,7 @@ def command(cfg, devices=1, flags=()):
 
 
 def ended(run, log, timeout_s=120):
-    """(exit code, what it said)."""
+    """Wait for a process of `command`; return (exit code, output)."""
     run.join(timeout_s)
     if run.exitcode is None:
         run.kill()
@@ -150,19 +151,19 @@ def ended(run, log, timeout_s=120):
 
 # ---- a run
 
-def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
-    """Events and their fields, config.json, checkpoints, the plot, what the screen says, and the
-    signal handlers that there were.
+def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch):
+    """A short run writes the documented events and fields, config.json, checkpoints and the plot,
+    and prints the expected lines. It restores the signal handlers.
 
     Break: train.py: "epoch": step * cfg.batch_size / run["train_data"]["n"], => "epoch_": 0,
     """
-    monkeypatch.undo()  # with the plot
+    monkeypatch.undo()  # `tiny` disables the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
-    out, said = Path(cfg.out_dir), capsys.readouterr().out
+    out, output = Path(cfg.out_dir), capsys.readouterr().out
     assert {"start", "log", "eval", "save", "sample", "stop", "end"} == {
         json.loads(line)["event"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     for event, fields in {
@@ -180,7 +181,7 @@ def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
     assert ckpt.steps(out / "ckpt") == [8, 10]
     assert config.from_json((out / "config.json").read_text()).steps == 10
     assert (out / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    start, log, held = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
+    start, log, evals = rows(out, "start")[0], rows(out, "log"), rows(out, "eval")
     assert (start["devices"], start["processes"], start["unit"]) == ("8 x cpu", 1, "token")
     assert start["n_params"] == 256 * 32 + 32 * (2 * 32 + 2 * 16 + 3 * 96) + 3 * 32 + 2 * 8
     assert start["tokens_per_step"] == 8 * 16 and re.fullmatch("[0-9a-f]{8}", start["run_id"])
@@ -188,9 +189,9 @@ def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
     assert log[0]["mfu"] is None
     assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
-    assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == held[-1]["val_loss"]
+    assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == evals[-1]["val_loss"]
     assert not {"finite", "stop", "eval_s"} & set(summary)
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1] == f"{start['config']['dtype']}, attention xla, 128 tokens per step"
     assert lines[2] == "train data: 19,244 tokens, 1,203 sequences, 1 documents"
@@ -198,22 +199,22 @@ def test_a_run_leaves_what_it_promises(tiny, capsys, monkeypatch):
                           "compiling the training step, for 10 steps ..."]
     assert "per device; from a fresh initialization, at step 0" in lines[5]
     for row in log:
-        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in said
-    assert said.count(" sample -") == len(rows(out, "sample")) == 2
+        assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in output
+    assert output.count(" sample -") == len(rows(out, "sample")) == 2
     assert lines[-2].startswith("step 10, validation loss ")
     assert lines[-1].startswith("done: all 10 steps are done; ")
 
 
-def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
-    """Tokens, epochs, seconds, rates, MFU, goodput and memory, worked out from the config and from
-    a clock that this test moves; on 8 devices of 2 TFLOP/s. Two epochs and a bit set the steps; the
-    same command again says how to go further by epochs.
+def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, capsys):
+    """The test computes tokens, epochs, seconds, throughput, MFU, goodput and memory from the
+    config and a simulated clock, for 8 devices of 2 TFLOP/s. metrics.jsonl must have these values.
+    A finished run prints how to train further by epochs.
 
     Break: step.py: scale = units_per_s / n_devices / 1e12 => scale = units_per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
-    now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data is an eighth of a second
+    now, waits = [100.0], itertools.count(0, 0.125)  # each wait for data takes 0.125 s
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(data, "time", types.SimpleNamespace(perf_counter=lambda: next(waits)))
     seconds = {"loss_fn": 3, "load": 5, "start": 7, "data": 1, "save": 10, "eval": 100,
@@ -230,8 +231,8 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     flops, recomputed, _ = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
     opened = data.open_text(("train", "val"), cfg)["train"]
     assert recomputed > 0 and flops == start["flops_per_token"] and start["compile_s"] == 3
-    # Steps take a second each, and the first two before a metric is read. Starting took 15 seconds,
-    # the save and the evaluation after step 4 took 110. Of a step an eighth is a wait.
+    # Each step takes 1 s, of which 0.125 s is a wait for data. The launch takes 15 s. The save and
+    # the evaluation after step 4 take 110 s.
     for row, goodput in ((four, 3.5 / 19), (eight, 7 / 133)):
         assert row["tokens"] == row["step"] * 8 * 16 and row["epoch"] == row["step"] * 8 / 30
         assert (row["step_s"], row["tokens_per_s"], row["data_wait_s"]) == (1, 128, 0.125)
@@ -252,12 +253,12 @@ def test_figures_in_metrics_jsonl_are_what_they_say(tiny, monkeypatch, capsys):
     assert set(start["versions"]) == {"python", "jax", "jaxlib", "numpy", "optax", "tensorstore"}
     capsys.readouterr()
     assert train.main(cfg)["reason"] == "finished before"
-    said = capsys.readouterr().out
-    assert "is finished, at step 8. To train further: --epochs 4.2." in said
+    output = capsys.readouterr().out
+    assert "is finished, at step 8. To train further: --epochs 4.2." in output
 
 
 def documents(tmp_path, **fields):
-    """Fields of a run on documents of different lengths: batches have different label counts."""
+    """Return fields of a run on documents of different lengths, whose batches differ in labels."""
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 33)))
     return dict(data=(str(path),), packing="none", seq_len=32, val_frac=0.0,
@@ -265,8 +266,8 @@ def documents(tmp_path, **fields):
 
 
 def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path):
-    """Sums over labels by counts of labels, in float64 NumPy from the metrics of each step; the
-    rate and the gradient norm are those of the last step.
+    """A log row has sums over labels divided by label counts, as float64 NumPy computes them from
+    the metrics of each step. Learning rate and gradient norm are those of the last step.
 
     Break: train.py: values |= metric_means(window["sums"]) => pass
     """
@@ -291,9 +292,9 @@ def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_pat
         np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-12)
 
 
-def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
-    """A run that is saved and stopped between two log rows, then resumed, logs what an undisturbed
-    one does.
+def test_a_log_row_after_a_resume_averages_the_steps_before_it_too(tiny, tmp_path):
+    """A run saves and stops between two log rows and then resumes. Its log rows equal those of an
+    uninterrupted run.
 
     Break: train.py: new_window(meta.get("since_log", {})) => new_window({})
     """
@@ -307,16 +308,17 @@ def test_a_row_after_a_resume_is_also_a_mean_over_all_its_steps(tiny, tmp_path):
     assert losses(stopped.out_dir) == losses(straight.out_dir)
 
 
-def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypatch):
-    """With a long log_every they are added up now and then; the row is the same mean.
+def test_the_number_of_unread_metrics_on_the_device_is_bounded(tiny, monkeypatch):
+    """With a long log_every the loop reads the metrics every MAX_UNREAD_STEPS steps. The log row
+    is the same mean.
 
     Break: train.py: elif len(window["steps"]) >= MAX_UNREAD_STEPS: => elif False:
     """
-    held, losses = [], []
+    counts, losses = [], []
     add_up = train.add_to_window
 
     def count(window, last_step):
-        held.append(len(window["steps"]))
+        counts.append(len(window["steps"]))
         add_up(window, last_step)
 
     def keep(event, row):
@@ -327,12 +329,13 @@ def test_metrics_wait_on_the_device_for_a_bounded_number_of_steps(tiny, monkeypa
     monkeypatch.setattr(train, "add_to_window", count)
     cfg = tiny(steps=12, log_every=12, eval_every=0, save_every=0)
     train.main(cfg, hooks=[keep])
-    assert max(held) <= 4 and len(held) > 3
+    assert max(counts) <= 4 and len(counts) > 3
     np.testing.assert_allclose(rows(cfg.out_dir, "log")[0]["loss"], np.mean(losses), rtol=1e-12)
 
 
-def test_without_log_points_a_row_is_of_its_step_alone(tiny):
-    """Also after a save: of a loss that is not finite, with log_every 0.
+def test_without_log_every_a_row_covers_one_step(tiny):
+    """With log_every 0 only a step whose loss is not finite gets a log row. The row covers this
+    step alone, also after a save.
 
     Break: train.py: window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step] =>
     pass
@@ -350,9 +353,9 @@ def test_without_log_points_a_row_is_of_its_step_alone(tiny):
         assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
 
 
-def test_a_metric_that_only_some_rows_have_may_be_named_in_stop(tiny):
-    """One that the task gives in evaluations alone, one of some steps alone, and a function that
-    cannot take made-up numbers: none is refused.
+def test_stop_accepts_a_metric_that_only_some_rows_have(tiny):
+    """--stop accepts a metric that only evaluations have and a metric that only some steps have.
+    It also accepts a metrics function that fails on made-up numbers.
 
     Break: train.py: elif name not in run["known_metrics"] and has_been_logged( => elif
     has_been_logged(
@@ -374,7 +377,8 @@ def test_a_metric_that_only_some_rows_have_may_be_named_in_stop(tiny):
 
 
 def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
-    """Their rows have null and the screen says so; a bound of --stop does not see a 0.
+    """If no position of a batch has a label, the log row has null for the loss and the console
+    prints "no label". A stop condition on the loss does not apply.
 
     Break: train.py: means[name] = np.nan => means[name] = 0.0
     """
@@ -395,8 +399,9 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
     assert "step      2  no label  lr" in capsys.readouterr().out
 
 
-def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
-    """After a loss that is not finite the file has null, wherever the number stands.
+def test_metrics_jsonl_has_null_for_numbers_that_are_not_finite(tiny):
+    """Every line of metrics.jsonl is valid JSON: numbers that are not finite become null, also
+    inside lists and dicts.
 
     Break: ckpt.py: return x if isfinite(x) else None => return x
     """
@@ -421,7 +426,7 @@ def test_no_number_in_metrics_jsonl_is_outside_of_json(tiny):
     ("val_loss/web>9", "no row of this run has the metric 'val_loss/web' (nearest: val_loss)"),
     ("tokens_per_s<1", "no row of this run has the metric 'tokens_per_s'")])
 def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
-    """A name that no row will have is refused before the first step.
+    """A stop condition on an unknown metric raises ValueError before the first step.
 
     Break: train.py: known_metrics = check_stop_metrics(setup, stops, programs["metrics"],
     train_data, val_data) => known_metrics = set()
@@ -431,8 +436,9 @@ def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
     assert not (Path(tiny().out_dir) / "metrics.jsonl").exists()
 
 
-def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
-    """Those of log rows but speeds, and those of evaluations.
+def test_stop_knows_every_metric_of_log_and_eval_rows(tiny):
+    """The known metrics include every number of a log row except the speeds, and every number of
+    an evaluation row.
 
     Break: train.py: known |= {prefix + name for name in added} => pass
     """
@@ -453,9 +459,9 @@ def test_every_metric_of_a_row_may_be_named_in_stop(tiny):
         assert names - {"step"} <= known
 
 
-def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
-    """The evaluation is compiled when it is first needed, after the steps before it, and not beside
-    these, and its time is booked as compilation.
+def test_on_a_cpu_the_evaluation_is_compiled_when_it_is_first_needed(tiny, caplog):
+    """On a CPU the evaluation is compiled just before its first use, not in parallel with the
+    first steps. The time counts as compilation.
 
     Break: step.py: if mesh.devices.flat[0].platform == "cpu": => if False:
     """
@@ -464,7 +470,7 @@ def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
     def note(event, row):
         done = [r.getMessage() for r in caplog.records]
         if event == "log":
-            time.sleep(0.2)  # a compilation in the background would get this far
+            time.sleep(0.2)  # enough time for a compilation in the background
             order.append(any("compilation of jit(eval_step)" in line for line in done))
 
     jax.config.update("jax_log_compiles", True)
@@ -479,7 +485,8 @@ def test_the_first_steps_on_a_cpu_share_it_with_no_compilation(tiny, caplog):
 
 @pytest.mark.slow
 def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
-    """No data, no network: --lr 3e-4 alone learns, here for a few small steps, and prints a sample.
+    """With --lr 3e-4 and no data set, the model trains on Python's standard library, here for a
+    few small steps. The loss falls and a sample is printed.
 
     Break: data.py: if patterns else _standard_library() => if patterns else []
     """
@@ -493,7 +500,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_epochs_set_the_steps(tiny):
-    """1.5 epochs is that many sequences, rounded up to a batch; step k has seen k batches.
+    """--epochs 1.5 trains for 1.5 times the number of sequences, rounded up to a batch.
 
     Break: train.py: steps = cfg.epochs * train_data["n"] / => steps = train_data["n"] /
     """
@@ -505,7 +512,8 @@ def test_epochs_set_the_steps(tiny):
 
 @pytest.mark.slow
 def test_overfit_batch_learns_one_batch(tiny):
-    """Batch 0 again and again goes to a loss near nothing, which the data as a whole cannot.
+    """--overfit_batch trains on batch 0 in every step. The loss falls further than it can on all
+    of the data.
 
     Break: train.py: 0 if pinned else index => index
     """
@@ -514,8 +522,9 @@ def test_overfit_batch_learns_one_batch(tiny):
     assert rows(tiny().out_dir, "log")[-1]["loss"] < 1.0
 
 
-def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
-    """A pinned function gives batch 0 for every index, another one the batch of its index.
+def test_a_pinned_batch_function_returns_batch_0_for_every_index(tiny):
+    """A pinned batch function returns batch 0 for every index. Otherwise the function returns the
+    batch of the index.
 
     Break: train.py: 0 if pinned else index => 0
     """
@@ -532,9 +541,9 @@ def test_a_batch_is_of_its_index_or_of_0_when_training_is_pinned(tiny):
 
 
 @pytest.mark.slow
-def test_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
-    """All held-out data in batches of 8 and of 24, alone and at the end of training: one number, to
-    float32 rounding.
+def test_the_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
+    """An evaluation on all validation data gives the same loss at the end of training, with
+    batches of 8, and in --mode eval, with batches of 24, up to float32 rounding.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
@@ -548,16 +557,17 @@ def test_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
-    """Each sum that the loss gives is a mean of "log" and "eval" rows, also the router's and one
-    that a hook adds; what the task's metrics make of them too, in training and alone.
+def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
+    """Log and eval rows have the mean of each sum of the loss function, also of the router's sums
+    and of a sum that a hook adds. They have the values of the task's "metrics" function too, in
+    training and in --mode eval.
 
     Break: train.py: values |= scalars(task["metrics"](means, val_data)) => pass
     """
     def with_ones(event, value):
         def loss(params, batch, cfg):
             sums, counts = value(params, batch, cfg)
-            histogram = jnp.full(3, 2.0) * counts["loss"]  # a vector: for metrics, not for rows
+            histogram = jnp.full(3, 2.0) * counts["loss"]  # vectors are for "metrics", not for rows
             return (sums | {"ones": counts["loss"], "vector": histogram},
                     counts | {"ones": counts["loss"], "vector": counts["loss"]})
         return loss if event == "loss_fn" else None
@@ -580,18 +590,19 @@ def test_every_sum_and_the_task_s_metrics_are_in_training_and_evaluation(tiny):
 
 @pytest.mark.slow
 def test_a_sample_shows_control_characters_as_escapes(capsys):
-    """Tabs, new lines and letters of any script as they are; what a terminal would obey is escaped.
+    """print_samples keeps tabs, newlines and letters of any script. It escapes characters that
+    control a terminal.
 
     Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
     """
     train.print_samples(["def f():\n\treturn 'é', '字'\x1b[2J\x0e\x07\r\x9b\ud800"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
+    output = capsys.readouterr().out.splitlines()
+    assert output[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
 
 
-def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsys):
-    """With the run's config.json as defaults, the same text for the same seed; the training data
-    need not be there.
+def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
+    """--mode sample takes the config of the saved run as defaults, does not need the training
+    data, and prints the same text for the same seed.
 
     Break: model.py: texts.append(cfg.prompt + tokenizer => texts.append(tokenizer
     """
@@ -606,20 +617,20 @@ def test_sample_mode_continues_the_prompt_of_a_saved_model(tiny, tmp_path, capsy
         texts.append(capsys.readouterr().out)
     assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
 
-    def its_key(params, key, cfg):
+    def key_as_text(params, key, cfg):
         return [str(jax.random.key_data(key))]
 
     cfg = tiny(mode="sample", seed=3, sample_tokens=5)
     key = jax.random.fold_in(jax.random.key(3), 0)
-    assert train.main(cfg, (), train.TEXT | {"sample": its_key}) == {
-        "step": 8, "reason": "sample", "exit_code": 0, "texts": its_key(None, key, None)}
+    assert train.main(cfg, (), train.TEXT | {"sample": key_as_text}) == {
+        "step": 8, "reason": "sample", "exit_code": 0, "texts": key_as_text(None, key, None)}
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(cfg, (), train.TEXT | {"sample": None})
 
 
-def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
-    """Also one that equals the default of Config, here over a run that was trained otherwise; and
-    only eval_step is compiled.
+def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
+    """In --mode eval a given flag overrides the saved config, even if its value is the default of
+    Config. Only eval_step is compiled.
 
     Break: config.py: defaults_file = str(saved) => defaults_file = ""
     """
@@ -631,8 +642,8 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
         summary = train.main(config.parse([*flags, "--eval_batches", "0"]))
     finally:
         jax.config.update("jax_log_compiles", False)
-    said = " ".join(r.getMessage() for r in caplog.records)
-    compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", said))
+    output = " ".join(r.getMessage() for r in caplog.records)
+    compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", output))
     assert "eval_step" in compiled and not {"train_step", "init_state"} & compiled
     n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
     assert summary["val_n_labels"] == n_labels and n_labels % (8 * 16)
@@ -641,9 +652,10 @@ def test_in_eval_mode_a_flag_given_is_a_flag_meant(tiny, caplog):
         train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
-def test_a_digest_of_what_is_saved_is_in_the_log_and_in_meta_json(tiny):
-    """That of the arrays as they are read back; of parameters alone where only they are saved. A
-    run over another mesh with the same parameters has their digest too.
+def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
+    """Each save row and its meta.json have the digest of the arrays as they are read back, and of
+    the parameters alone if only these are saved. A run with the same parameters on another mesh
+    has the same digest.
 
     Break: train.py: {"step": step, "kind": kind, "digest": digest, => {"step": step, "kind": kind,
     """
@@ -664,9 +676,10 @@ def test_a_digest_of_what_is_saved_is_in_the_log_and_in_meta_json(tiny):
     assert rows(other.out_dir, "save")[-1]["digest"]["params"] == saved["params"]
 
 
-def test_modes_without_training_use_the_state_or_parameters_given(tiny, tmp_path, capsys):
-    """An evaluation, a sample and an export of a state in memory are those of its checkpoint,
-    though out_dir holds another run; the caller's arrays stay; wrong names and shapes are listed.
+def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path, capsys):
+    """Evaluation, sampling and export of a given state or of given parameters equal those of the
+    checkpoint, even if out_dir holds another run. The caller's arrays remain valid, and errors
+    list wrong names and shapes.
 
     Break: train.py: return run_saved(cfg, task, hooks, state, params) =>
     return run_saved(cfg, task, hooks)
@@ -718,21 +731,21 @@ def test_modes_without_training_use_the_state_or_parameters_given(tiny, tmp_path
             train.main(dataclasses.replace(other, mode=mode), state=state)
 
 
-def test_init_from_is_evaluated_and_sampled_without_a_run(tiny, tmp_path):
-    """The parameters of init_from where out_dir holds no run; where it holds one of other sources,
-    it is refused, and where some parameters are in no source, they are named.
+def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp_path):
+    """If out_dir holds no run, evaluation and sampling use the parameters of init_from. A run with
+    another init_from in out_dir is an error, and so are parameters that no source has.
 
     Break: train.py: if meta and cfg.init_from != => if False and cfg.init_from !=
     """
     train.main(tiny(steps=4))
     new = tiny(out_dir=str(tmp_path / "new"), init_from=(tiny().out_dir,))
     for mode in ("eval", "sample"):
-        own = train.main(tiny(mode=mode, sample_tokens=8))
+        saved = train.main(tiny(mode=mode, sample_tokens=8))
         loaded = train.main(dataclasses.replace(new, mode=mode, sample_tokens=8))
-        assert own.pop("step") == 4 and loaded.pop("step") == 0
-        own.pop("eval_s", None)
+        assert saved.pop("step") == 4 and loaded.pop("step") == 0
+        saved.pop("eval_s", None)
         loaded.pop("eval_s", None)
-        assert own == loaded
+        assert saved == loaded
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"out holds a run, whose own checkpoint mode eval would"):
         train.main(tiny(mode="eval", init_from=(str(tmp_path / "elsewhere"),)))
@@ -741,9 +754,9 @@ def test_init_from_is_evaluated_and_sampled_without_a_run(tiny, tmp_path):
             f"{tiny().out_dir} exclude=final_norm",)))
 
 
-def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
-    """A checkpoint holds CPU, threads, flags and versions; on a resume the differences are printed,
-    and nothing where there is none.
+def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
+    """A checkpoint records CPU, threads, flags and versions. A resume prints the differences, or
+    nothing if all are equal.
 
     Break: train.py: changes = config.changes_since(meta, run_meta) => changes = []
     """
@@ -764,8 +777,9 @@ def test_a_resume_says_what_changed_in_software_and_machine(tiny, monkeypatch, c
             "empty, is new. The run continues") in capsys.readouterr().out
 
 
-def test_modes_without_training_refuse_another_model(tiny):
-    """One that its parameters would fit.
+def test_modes_without_training_refuse_another_architecture(tiny):
+    """Evaluation, sampling and export refuse a config with another rope_theta, although the shapes
+    of the parameters fit. --allow_change permits it.
 
     Break: train.py: config.raise_if_errors(mismatches, root) => pass
     """
@@ -776,8 +790,9 @@ def test_modes_without_training_refuse_another_model(tiny):
     train.main(tiny(mode="eval", rope_theta=10.0, allow_change=("rope_theta",)))
 
 
-def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
-    """A prompt whose cache could never be held, here of more tokens than there is memory for.
+def test_a_sample_that_fails_does_not_stop_training(tiny, capsys):
+    """Training continues if a sample fails, here because its cache needs more memory than any
+    machine has. The error is printed and logged.
 
     Break: train.py: f"no sample: {type(e).__name__}: {e}" => str(1 / 0)
     """
@@ -786,47 +801,48 @@ def test_a_preview_that_fails_does_not_stop_training(tiny, capsys):
     assert "error" in rows(tiny().out_dir, "sample")[0]
 
 
-def test_hooks_see_the_events_and_may_replace_what_they_are_given(tiny):
-    """Rows carry what a hook adds; an event that returns None changes nothing. Each update has its
-    own batch, and is announced under its number.
+def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
+    """A hook receives every event and may add to a row. A hook that returns None changes nothing,
+    and each step has its own batch and number.
 
     Break: train.py: value = new => pass
     """
-    seen, batches, updates = [], set(), []
+    seen, batches, dispatched = [], set(), []
 
     def hook(event, value):
         seen.append(event)
         if event == "data":
             batches.add(np.asarray(value["tokens"]).tobytes())
         if event == "dispatch":
-            updates.append(value["step"])
-        return value | {"mine": 1} if event == "eval" else None
+            dispatched.append(value["step"])
+        return value | {"extra": 1} if event == "eval" else None
 
     train.main(tiny(sample_tokens=2), hooks=[hook])
-    assert len(batches) == 8 and updates == list(range(1, 9))
+    assert len(batches) == 8 and dispatched == list(range(1, 9))
     assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "dispatch",
                          "state", "step", "log", "save", "eval", "sample", "stop", "end"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
-    assert all(row["mine"] == 1 for row in rows(tiny().out_dir, "eval"))
+    assert all(row["extra"] == 1 for row in rows(tiny().out_dir, "eval"))
 
 
 @pytest.mark.slow
-def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
-    """Here it holds the first parameters for three steps: they are the saved ones at step 3.
+def test_a_hook_may_replace_the_state_of_each_step(tiny):
+    """A hook restores the first parameters after each of three steps. The checkpoint of step 3
+    holds these parameters.
 
     Break: train.py: state = run_hooks(run["hooks"], "state", state) =>
     run_hooks(run["hooks"], "state", state)
     """
     first = []
 
-    def hold(event, value):
+    def restore_first(event, value):
         if event == "load":
             first.append(jax.tree.map(jnp.copy, value["params"]))
         if event == "state" and int(value["step"]) <= 3:
             return value | {"params": jax.tree.map(jnp.copy, first[0])}
         return None
 
-    train.main(tiny(steps=3, eval_every=0, save_every=0), hooks=[hold])
+    train.main(tiny(steps=3, eval_every=0, save_every=0), hooks=[restore_first])
     saved = arrays(tiny().out_dir)
     assert saved["step"] == 3 and saved["opt/0/mu/embed"].any()
     assert same({k: v for k, v in saved.items() if k.startswith("params/")},
@@ -834,9 +850,10 @@ def test_a_hook_sees_the_state_of_each_step_and_may_replace_it(tiny):
 
 
 @pytest.mark.slow
-def test_a_hook_asks_for_a_stop_with_a_reason(tiny, capsys):
-    """A "stop" in the row of a step, a log or an evaluation ends the run there, saved, with these
-    words, and exit code 0; the metrics of every step are read. The same command goes on.
+def test_a_hook_stops_the_run_with_a_reason(tiny, capsys):
+    """A "stop" in the row of a step, a log or an evaluation saves and ends the run with this
+    reason and exit code 0. The metrics of every step are read, and the same command continues the
+    run.
 
     Break: train.py: progress["hook_stops"].append(str(row["stop"])) => pass
     """
@@ -849,7 +866,7 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, capsys):
 
         summary = train.main(cfg, hooks=[enough])
         assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
-        assert summary["step"] == end  # of a step or a log: read while the next step runs
+        assert summary["step"] == end  # rows of a step or log are read while the next step runs
         assert steps == list(range(1, end + 1))
         assert "stopped: enough of it" in capsys.readouterr().out
         assert ckpt.steps(Path(cfg.out_dir) / "ckpt")[-2:] == [(end - 1) // 3 * 3, end]
@@ -857,54 +874,55 @@ def test_a_hook_asks_for_a_stop_with_a_reason(tiny, capsys):
     assert f"from its own checkpoint, at step {end}" in capsys.readouterr().out
 
 
-def test_hooks_are_named_on_the_command_line(tiny, tmp_path, capsys, monkeypatch):
-    """--hooks file.py:function; what is not there is one clear sentence, as is a resume with other
-    hooks; a fault inside the file keeps its traceback, as does every ValueError that no `raise` of
-    the six files made.
+def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys, monkeypatch):
+    """--hooks takes file.py:function. A missing function or file is a one-sentence error, and so
+    is a resume with other hooks. An error inside the file keeps its traceback, as does every
+    ValueError that no `raise` of the six files made.
 
     Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
-    mine = tmp_path / "mine.py"
-    mine.write_text("def double(event, row):\n"
-                    "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
-                    "def fault(event, value):\n    a, b = 1, 2, 3\n")
+    hook_file = tmp_path / "my_hooks.py"
+    hook_file.write_text("def double(event, row):\n"
+                         "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
+                         "def fail(event, value):\n    a, b = 1, 2, 3\n")
     Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(eval_every=0)))
     argv = ["--config", tiny().out_dir + ".json", "--hooks"]
-    assert train.cli([*argv, f"{mine}:double"]) == 0
+    assert train.cli([*argv, f"{hook_file}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
-    for name, words in ((f"{mine}:duoble", "has no 'duoble' (nearest: double)"),
-                        ("mine", "file.py:function"),
+    for name, words in ((f"{hook_file}:duoble", "has no 'duoble' (nearest: double)"),
+                        ("my_hooks", "file.py:function"),
                         (f"{tmp_path}/none.py:f", "none.py' is not a file with functions")):
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
-    assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # left out
+    assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # no --hooks
     with pytest.raises(ValueError, match="too many values to unpack"):
-        train.cli([*argv, f"{mine}:fault", "--steps", "9", "--allow_change", "hooks"])
+        train.cli([*argv, f"{hook_file}:fail", "--steps", "9", "--allow_change", "hooks"])
 
-    def in_words(*_):  # a ValueError of a function called by one of ours
+    def format_error(*_):  # a ValueError that Python raises in a function of train.py
         train.format_metrics({"loss": "high"}, ["loss"])
 
-    def of_another(*_):  # a `raise` of another module
+    def error_of_shutil(*_):  # a ValueError that another module raises
         shutil.make_archive("none", "no such format")
 
-    def interrupted(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    for fault, words in ((in_words, "Unknown format code"), (of_another, "unknown archive format")):
+    for raise_error, words in ((format_error, "Unknown format code"),
+                               (error_of_shutil, "unknown archive format")):
         with pytest.raises(ValueError, match=words):
-            train.cli([], main=fault)
+            train.cli([], main=raise_error)
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    train.cli([], main=interrupted)
+    train.cli([], main=interrupt)
     assert codes == [130]
     assert capsys.readouterr().err.endswith("SIGINT: ended; nothing to save\n")
 
 
 @pytest.mark.slow
-def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
-    """--lora_rank on another run's parameters: held-out loss falls below that run's, and of the
-    checkpoint's arrays only low-rank ones differ. A run from that one starts where it ended, and is
-    refused if it would lose them.
+def test_lora_tunes_a_trained_model(tiny, tmp_path):
+    """LoRA on the parameters of another run lowers the validation loss and changes only the LoRA
+    factors. A new run starts from the tuned parameters, and an error is raised if it would discard
+    the factors.
 
     Break: model.py: y += _lora_product( => y -= 0 * _lora_product(
     """
@@ -931,10 +949,9 @@ def test_low_rank_updates_of_a_trained_model(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_pruning_holds_its_sparsity(tiny, tmp_path):
-    """Pruning by magnitude, as three functions given by a hook: the optimizer's updates of pruned
-    weights are masked, forward sees pruned weights, and after each update the smallest half are
-    zero again. So half of each MLP matrix is zero in the checkpoint, and it learns.
+def test_pruning_hooks_keep_half_of_the_weights_zero(tiny, tmp_path):
+    """Hooks prune by magnitude in the loss function, the optimizer and the train step. Half of
+    each MLP matrix is zero in the checkpoint, and the model still learns.
 
     Break: step.py: override("train_step", partial( => (lambda name, f: f)("train_step", partial(
     """
@@ -968,9 +985,9 @@ def test_pruning_holds_its_sparsity(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_watched_is_logged(tiny):
-    """Histograms and gradient norms of parameters that match stand in the rows of metrics.jsonl, at
-    log points alone.
+def test_watched_parameters_are_logged(tiny):
+    """Log rows have histograms and gradient norms of the parameters that match --watch, and of no
+    others.
 
     Break: train.py: row["watch"] = => row["watched"] =
     """
@@ -983,11 +1000,11 @@ def test_what_is_watched_is_logged(tiny):
         assert 0 < row["watch"]["layers.w_gate"]["grad_norm"] < row["grad_norm"]
 
 
-@pytest.mark.parametrize("platform, capability, told", [
+@pytest.mark.parametrize("platform, capability, expected", [
     ("gpu", "9.0", "cuda"), ("gpu", "gfx942", "gpu"), ("cpu", "", "cpu"), ("tpu", "", "tpu")])
-def test_a_task_is_told_its_platform(
-        tiny, monkeypatch, platform, capability, told):
-    """As "cuda" where it is, of the devices at hand or of others, before anything is made.
+def test_a_task_receives_its_platform(tiny, monkeypatch, platform, capability, expected):
+    """The task's "resolve" function receives the platform before anything is allocated: "cuda" on
+    NVIDIA GPUs, for the available devices and for given ones.
 
     Break: train.py: platform = steplib.platform(devices[0]) => platform = devices[0].platform
     """
@@ -1005,18 +1022,19 @@ def test_a_task_is_told_its_platform(
         with pytest.raises(StopIteration):
             train.setup_run(tiny(dtype="mixed", batch_size=n, fsdp=n, dp=1),
                           train.TEXT | {"resolve": resolve}, devices)
-    assert seen == 2 * [("mixed", told)]
+    assert seen == 2 * [("mixed", expected)]
 
 
-def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
-    """By the address and the numbers given, or by what jax.distributed finds out itself.
+def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
+    """jax.distributed.initialize receives the given address and numbers, or no arguments for
+    --coordinator auto.
 
     Break: step.py: if coordinator == "auto": => if False:
     """
-    asked = []
+    received = []
 
     def initialize(*args):
-        asked.append(args)
+        received.append(args)
         raise StopIteration
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
@@ -1024,14 +1042,13 @@ def test_processes_find_each_other_as_they_are_told(tiny, monkeypatch):
                    dict(coordinator="auto")):
         with pytest.raises(StopIteration):
             train.main(tiny(**change))
-    assert asked == [("host:1234", 3, 2), ()]
+    assert received == [("host:1234", 3, 2), ()]
 
 
 # ---- the loop
 
 def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
-    """Between save points exactly one step is in flight when metrics are read, and nothing is
-    transferred unasked.
+    """The loop reads the metrics of a step while the next step runs, except at save points.
 
     Break: train.py: progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
     waited_s} => progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
@@ -1049,8 +1066,8 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
     assert lags == [1, 1, 1, 0, 1, 1, 1, 0]
 
 
-def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
-    """A batch left on the host would be copied at dispatch; the guard names it.
+def test_an_implicit_transfer_in_the_loop_is_an_error(tiny):
+    """The transfer guard raises an error for a batch that is still on the host at dispatch.
 
     Break: train.py: jax.transfer_guard("disallow") => jax.transfer_guard("allow")
     """
@@ -1062,29 +1079,29 @@ def test_an_unasked_transfer_in_the_loop_is_an_error(tiny):
 
 
 def test_a_run_compiles_its_step_once(tiny, caplog):
-    """By JAX's own log of compilations; evaluation too.
+    """JAX's log shows one compilation of train_step and one of eval_step.
 
     Break: train.py: state, metrics = programs["train_step"](state, batch) =>
     state, metrics = steplib.compile_steps(*step_args(run))["train_step"](state, batch)
     """
-    for thread in threading.enumerate():  # those in which an earlier test's run still compiles
+    for thread in threading.enumerate():  # compilations of an earlier test's run
         if thread.name.startswith("ThreadPoolExecutor"):
             thread.join()
-    # The context manager does not reach the compiler's threads.
+    # The context manager has no effect in the compiler's threads.
     jax.config.update("jax_log_compiles", True)
     try:
         train.main(tiny())
     finally:
         jax.config.update("jax_log_compiles", False)
-    said = [r.getMessage() for r in caplog.records]
+    output = [r.getMessage() for r in caplog.records]
     for name in ("train_step", "eval_step"):
-        assert sum(f"Finished XLA compilation of jit({name})" in line for line in said) == 1
+        assert sum(f"Finished XLA compilation of jit({name})" in line for line in output) == 1
 
 
 @pytest.mark.slow
-def test_a_profile_holds_the_updates_asked_for(tiny):
-    """The trace of updates 3 to 5 holds these executions of train_step, and at most the one already
-    in flight behind them, by JAX's own reader; memory is there as pprof, and after a failure.
+def test_a_profile_holds_the_requested_steps(tiny):
+    """JAX's own reader finds the executions of steps 3 to 5 in the trace, and at most the step
+    that was already running. The memory profile is written after step 5 and after an error.
 
     Break: step.py: and first <= row["step"] <= last: => and row["step"] == last:
     """
@@ -1106,9 +1123,9 @@ def test_a_profile_holds_the_updates_asked_for(tiny):
 
 # ---- observers
 
-def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, capsys):
-    """It starts as the first is dispatched and stops once the last is done, or the run; memory is
-    written then, and after a failure whether or not it was running.
+def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_path, capsys):
+    """The profiler starts when the first requested step is dispatched and stops when the last one
+    or the run ends. It writes the memory profile then, and after every error.
 
     Break: step.py: if not traced: => if True:
     """
@@ -1128,28 +1145,28 @@ def test_the_profiler_runs_for_the_updates_asked_for(monkeypatch, tmp_path, caps
         return seen
 
     loop = [(event, i + ahead) for i in range(8) for event, ahead in (("dispatch", 1), ("step", 0))]
-    whole = ["dispatch 3: start", "step 5: stop", "step 5: profile/memory_5.prof"]
-    assert feed("3:5", *loop, ("stop", 7)) == whole
+    expected = ["dispatch 3: start", "step 5: stop", "step 5: profile/memory_5.prof"]
+    assert feed("3:5", *loop, ("stop", 7)) == expected
     assert capsys.readouterr().out == f"traced steps 3 to 5 into {tmp_path}/profile\n"
     assert feed("3:5", *loop[:8], ("log", 4), ("stop", 4)) == [
-        whole[0], "stop 4: stop", "stop 4: profile/memory_4.prof"]
+        expected[0], "stop 4: stop", "stop 4: profile/memory_4.prof"]
     failure = "error 4: profile/memory_at_failure.prof"
     assert not (tmp_path / "profile").exists()
     assert feed("3:5", *loop[:8], ("error", 4)) == [
-        whole[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
+        expected[0], "error 4: stop", "error 4: profile/memory_4.prof", failure]
     assert (tmp_path / "profile").is_dir()
     assert feed("9:9", *loop, ("error", 4)) == [failure]
     assert feed("", *loop, ("error", 4)) == []
 
 
 def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
-    """Observers that alter the row, return another, and ask for a stop: losses, metrics.jsonl, the
-    checkpoint's config and the rows of the next observer are those of a run without them.
+    """Observers change the row, return another row and request a stop. Losses, metrics.jsonl, the
+    saved config and the rows of the next observer are the same as without them.
 
     Break: train.py: observe(event, copied) => observe(event, row)
     """
     def spoil(event, row):
-        row.update(loss=-1.0, step=-1, stop="an observer asks", spoiled=True)
+        row.update(loss=-1.0, step=-1, stop="stop of an observer", spoiled=True)
         row.get("config", {}).clear()
         return {"step": 5}
 
@@ -1166,7 +1183,7 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
     assert losses(watched.out_dir) == losses(plain.out_dir)
     logged = [(row["step"], row["loss"]) for row in rows(plain.out_dir, "log")]
     assert [(row["step"], row["loss"]) for row in named("log", seen)] == logged
-    assert not any("spoiled" in row for row in [*seen, *whole_rows(watched.out_dir)])
+    assert not any("spoiled" in row for row in [*seen, *complete_rows(watched.out_dir)])
     asked_for = dataclasses.asdict(train.setup_run(watched)["cfg"])
     assert named("start", seen)[0]["config"] == asked_for
     meta = ckpt.read_meta(Path(watched.out_dir) / "ckpt", 8)
@@ -1174,8 +1191,8 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
 
 
 def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
-    """One that fails at the first log row and one that fails at the end of all: the run ends
-    well, each is named once with event and exception, and the observers after it miss no row.
+    """One observer fails at the first log row and another at the last event. The run ends
+    normally, prints each error once with its event, and the other observers miss no row.
 
     Break: train.py: observers[:] = [other for other in observers if other is not observer] =>
     pass
@@ -1198,19 +1215,19 @@ def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(train, "OBSERVERS", (chart, *train.OBSERVERS, last))
     assert train.main(tiny(eval_every=0, save_every=0))["exit_code"] == 0
-    said = capsys.readouterr().out
-    assert said.count("observer ") == 2
+    output = capsys.readouterr().out
+    assert output.count("observer ") == 2
     assert ("observer chart: at the event log: KeyError: 'no such chart'; it is removed, and the "
-            "run continues\n") in said
+            "run continues\n") in output
     assert ("observer last: at the event end: RuntimeError: too late; it is removed, and the run "
-            "continues\n") in said
+            "continues\n") in output
     assert calls.count("log") == 1 and calls[-1] == "log" and "end" not in calls
     assert seen.count("log") == len(rows(tiny().out_dir, "log")) == 8 and seen[-1] == "end"
 
 
-def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
-    """A hook's row has a list within itself, for which JSON has no form: training continues without
-    the file, and the line says so.
+def test_training_continues_if_metrics_jsonl_cannot_be_written(tiny, capsys):
+    """A hook adds a list that contains itself, which JSON cannot represent. Training continues
+    without metrics.jsonl, and a printed line says so.
 
     Break: train.py: lost = "; metrics.jsonl is no longer written" if => lost = "" if
     """
@@ -1221,16 +1238,16 @@ def test_metrics_jsonl_that_cannot_be_written_any_more_is_named(tiny, capsys):
 
     cfg = tiny(eval_every=0, save_every=0)
     assert train.main(cfg, [odd])["step"] == 8
-    said = capsys.readouterr().out
-    assert "observer jsonl: at the event log: RecursionError: " in said
-    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in said
-    assert "\nstep      4  loss " in said and [row["step"] for row in rows(cfg.out_dir, "log")] == [
-        1, 2]
+    output = capsys.readouterr().out
+    assert "observer jsonl: at the event log: RecursionError: " in output
+    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in output
+    assert "\nstep      4  loss " in output
+    assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2]
     assert not rows(cfg.out_dir, "end")
 
 
-def test_an_interrupt_within_an_observer_is_no_error_of_it():
-    """KeyboardInterrupt passes, and the observer stays.
+def test_an_interrupt_within_an_observer_is_raised():
+    """KeyboardInterrupt is raised from the observer, and the observer is not removed.
 
     Break: train.py: except Exception as error: => except BaseException as error:
     """
@@ -1243,9 +1260,9 @@ def test_an_interrupt_within_an_observer_is_no_error_of_it():
     assert observers == [("screen", interrupted)]
 
 
-def test_an_observer_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
-    """One that raises as it hears of the error that ends a run: the error is still raised, and the
-    observers after it hear of it.
+def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
+    """An observer raises when it receives the error that ends the run. The original error is still
+    raised, and the other observers receive it.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
@@ -1263,32 +1280,33 @@ def test_an_observer_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
     assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
 
 
-def test_an_observer_does_not_keep_a_process_alive_whose_peer_has_ended(tiny, monkeypatch):
-    """The thread that watches the other processes ends this one, though an observer raises as it is
-    given the reason; the observers after it get it.
+def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch):
+    """The heartbeat thread ends this process after another process has failed, even if an observer
+    raises when it receives the reason. The other observers receive the reason.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
     def fails(event, row):
         raise OSError("no room")
 
-    codes, heard, cfg = [], [], tiny()
+    codes, received, cfg = [], [], tiny()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(ckpt, "broadcast_from_main", lambda make: make())
-    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for the others
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for others
     monkeypatch.setattr(os, "_exit", codes.append)
-    train.start_heartbeats(cfg, [("chart", fails), ("plain", lambda event, row: heard.append(row))])
+    train.start_heartbeats(cfg, [
+        ("chart", fails), ("plain", lambda event, row: received.append(row))])
     own = Path(cfg.out_dir, ".alive/1")
     wait_for(lambda: own.exists() and own.read_text())
     peer = json.loads(own.read_text()) | {"name": "process 0", "fault": "its disk is gone"}
     Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
     wait_for(lambda: codes)
-    assert codes == [1] and heard == [{"error": "process 0 has ended: its disk is gone"}]
+    assert codes == [1] and received == [{"error": "process 0 has ended: its disk is gone"}]
 
 
-def test_a_log_goes_on_where_the_run_does(tmp_path):
-    """Lines of later steps, of a stop and an end, torn ones and errors go when a run starts at step
-    2; each new line is there as soon as it is written, but those of "step" and "dispatch".
+def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
+    """A resume at step 2 removes rows of later steps, rows of a stop, an end or an error, and torn
+    lines. New rows are written immediately; rows of "step" and "dispatch" are not written.
 
     Break: ckpt.py: if row["step"] <= step and => if row["step"] < step and
     """
@@ -1310,9 +1328,9 @@ def test_a_log_goes_on_where_the_run_does(tmp_path):
     assert ckpt.read_log(tmp_path / "none") == []
 
 
-def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
-    """Losses, rate, gradient norm and throughput over steps, drawn at the end; nothing where
-    nothing was logged.
+def test_the_plot_shows_the_log(tmp_path, monkeypatch):
+    """The plot shows losses, learning rate, gradient norm and throughput over steps. It is drawn
+    at the end, and not at all if nothing was logged.
 
     Break: train.py: ("eval", "o-") if label == "validation" else ("log", "-") => ("log", "-")
     """
@@ -1342,9 +1360,9 @@ def test_the_plot_is_of_the_log(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path / "none")
 
 
-def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
-    """A line for each event, to the letter; on a terminal the log is a bar. A run that stopped says
-    how to go on.
+def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
+    """The console prints the exact line of each event; on a terminal a progress bar replaces the
+    log lines. After a stop it prints how to continue.
 
     Break: train.py: if bar.disable: => if not bar.disable:
     """
@@ -1360,10 +1378,11 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
     start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
              "compile_s": 1.25, "origin": "nothing"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
-    held = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
-    end = row | held | {"reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
-                        "time_s": {"start": 10.0, "compile": 0.25, "wasted": 989.75}}
-    events = [("start", start), ("step", row), ("log", row), ("eval", held),
+    evaluated = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
+    end = row | evaluated | {
+        "reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
+        "time_s": {"start": 10.0, "compile": 0.25, "wasted": 989.75}}
+    events = [("start", start), ("step", row), ("log", row), ("eval", evaluated),
               ("sample", {"step": 4, "texts": ["one", "two"]}),
               ("sample", {"step": 4, "texts": [], "error": "no sample: none left"}),
               ("save", {"step": 4})]
@@ -1380,43 +1399,44 @@ def test_the_screen_in_words_and_as_a_bar(monkeypatch, capsys):
         steps=9, out_dir="out", ckpt_dir="", resume="auto", stop=()), []
     monkeypatch.setattr(train, "tqdm", Bar)
 
-    def say(observe, *events):
+    def printed_by(observe, *events):
         calls.clear()
         for event in events:
             observe(*event)
-        said = capsys.readouterr()
-        assert said.err == ""
-        return said.out
+        output = capsys.readouterr()
+        assert output.err == ""
+        return output.out
 
     observe = train.console(cfg)
-    assert calls == [("bar", None, None, True)]  # no bar before the start
-    assert say(observe, *events) == compiled + log + rest
+    assert calls == [("bar", None, None, True)]  # the bar appears with the event "start"
+    assert printed_by(observe, *events) == compiled + log + rest
     assert calls == [("bar", 9, 3, True), ("update",), (
         "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     observe = train.console(cfg)
-    assert say(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
-    assert say(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
-    go_on = "the same command{} continues from here\n"
+    assert printed_by(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
+    assert printed_by(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
+    hint = "the same command{} continues from here\n"
     for resume, change, words in (
-            ("auto", {}, done.format("stopped: SIGTERM") + go_on.format("")),
-            ("must", {}, done.format("stopped: SIGTERM") + go_on.format("")),
-            ("never", {}, done.format("stopped: SIGTERM") + go_on.format(" with --resume auto")),
+            ("auto", {}, done.format("stopped: SIGTERM") + hint.format("")),
+            ("must", {}, done.format("stopped: SIGTERM") + hint.format("")),
+            ("never", {}, done.format("stopped: SIGTERM") + hint.format(" with --resume auto")),
             ("auto", {"exit_code": 1}, done.format("stopped: SIGTERM")),
             ("auto", {"reason": "all 4 steps are done"}, done.format(
                 "done: all 4 steps are done"))):
         cfg.resume = resume
-        assert say(observe, ("end", end | change)) == words and calls == [("close",)]
+        assert printed_by(observe, ("end", end | change)) == words and calls == [("close",)]
     alone = {k: end[k] for k in ("step", "reason", "checkpoint", "wall_s", "time_s")}
     alone |= {"exit_code": 1}
     short = table + "step 4\nstopped: SIGTERM; 62 s"
-    assert say(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
-    lost = alone | {"checkpoint": None}
-    assert say(observe, ("end", lost)) == short + "\n"
+    assert printed_by(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
+    unsaved = alone | {"checkpoint": None}
+    assert printed_by(observe, ("end", unsaved)) == short + "\n"
 
 
-def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
-    """Also into a pipe; the other processes neither speak nor write.
+def test_print0_flushes_and_prints_on_process_0_only(tiny, monkeypatch):
+    """print0 flushes each line, also into a pipe. Other processes print nothing and write no
+    files.
 
     Break: train.py: stream.flush() => pass
     """
@@ -1433,9 +1453,9 @@ def test_what_is_said_is_out_at_once_and_by_one_process(tiny, monkeypatch):
     assert raw.getvalue() == b"two 2\n" and not Path(tiny().out_dir).exists()
 
 
-def test_the_headline_tells_how_many_parameters_are_trained(tiny):
-    """Without the embedding, 8,192 fewer than the 20,592 that there are; all of them where a task's
-    table does not say.
+def test_the_summary_shows_how_many_parameters_are_trained(tiny):
+    """The summary shows the number of trained parameters if some are frozen, and the total alone
+    if the task's table does not say which are trained.
 
     Break: train.py: if n_trained < n_params: => if False:
     """
@@ -1449,7 +1469,7 @@ def test_the_headline_tells_how_many_parameters_are_trained(tiny):
 # ---- bad numbers
 
 def poison(event, value):
-    """A load hook that makes one parameter NaN."""
+    """Make one parameter NaN when the state is loaded."""
     if event == "load":
         params = value["params"]
         return value | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
@@ -1457,9 +1477,9 @@ def poison(event, value):
 
 @pytest.mark.parametrize("policy", [
     *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "stop")), "raise"])
-def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
-    """skip counts and goes on; stop saves and exits with 1; raise raises. No update happens in any
-    of them, and the row of such a step is in the log, or the error.
+def test_on_nonfinite_skips_stops_or_raises(tiny, policy):
+    """"skip" counts the step and continues, "stop" saves and exits with 1, and "raise" raises. The
+    parameters never change in such a step, and the step is in the log or in the error.
 
     Break: train.py: True) and cfg.on_nonfinite == "stop" => True) and cfg.on_nonfinite == "skip"
     """
@@ -1474,7 +1494,7 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
     summary = train.main(cfg, hooks=[poison])
     assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 2))
     assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
-    if policy == "stop":  # at the last step as well
+    if policy == "stop":  # also at the last step
         last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
         assert train.main(last, hooks=[poison])["exit_code"] == 1
     saved = arrays(cfg.out_dir)
@@ -1482,13 +1502,13 @@ def test_a_nan_is_skipped_or_stops_or_raises(tiny, policy):
     assert not saved["opt/0/mu/embed"].any() and np.isfinite(saved["params/embed"]).all()
 
 
-# ---- going on
+# ---- resume
 
 @pytest.mark.slow
-def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
-    """4 steps, stopped at the last before its evaluation, then 8: the second makes up for that,
-    goes on at 4, and is stopped likewise; the third evaluates and ends. The file has each event
-    once. From then on it is finished, and what would start over is refused.
+def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
+    """A run is stopped at its last step before the evaluation. The same command with more steps
+    evaluates and continues; metrics.jsonl has each event once. Launches that would start over a
+    finished run are refused.
 
     Break: train.py: step, _ = ckpt.newest_meta(root) => step = 0
     """
@@ -1496,17 +1516,17 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     out = Path(tiny().out_dir)
     summary = train.main(make(steps=4), hooks=[stop_at(4)])
     assert (summary["reason"], summary["exit_code"]) == ("SIGTERM", 0)
-    assert rows_of(out, "save eval") == [("save", 4)]
+    assert event_steps(out, "save eval") == [("save", 4)]
     half = out / "ckpt/000000099/abcd0123"
-    half.mkdir(parents=True)  # as of a process that was killed in a save
+    half.mkdir(parents=True)  # a process killed during a save leaves such a folder
     (half / "zarr.json").touch()
     assert train.main(make(steps=8), hooks=[stop_at(8)])["step"] == 8
     assert not list(out.glob("ckpt/*99*"))
     summary = train.main(make(steps=8))
     assert (summary["reason"], summary["step"]) == ("all 8 steps are done", 8)
     assert "val_loss" in summary and summary["checkpoint"] == str(out / "ckpt/000000008")
-    assert rows_of(out, "log") == [("log", i) for i in range(1, 9)]
-    assert rows_of(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
+    assert event_steps(out, "log") == [("log", i) for i in range(1, 9)]
+    assert event_steps(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
     first, second, third = rows(out, "start")
     assert [r["step"] for r in (first, second, third)] == [0, 4, 8]
     assert first["run_id"] == second["run_id"] == third["run_id"]
@@ -1514,9 +1534,9 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
     for steps in (8, 6):
         assert train.main(make(steps=steps)) == {
             "step": 8, "reason": "finished before", "exit_code": 0}
-        said = capsys.readouterr().out
-        assert "is finished, at step 8. To train further: --steps 16." in said
-        assert "To export it: --mode export." in said
+        output = capsys.readouterr().out
+        assert "is finished, at step 8. To train further: --steps 16." in output
+        assert "To export it: --mode export." in output
     for change, given, words in (
             (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
             ({}, dict(state={}), "holds a run at step 8, which this launch"),
@@ -1529,8 +1549,9 @@ def test_the_same_command_with_more_steps_goes_on(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_an_epochs_run_goes_further_by_epochs(tiny, capsys):
-    """What is printed at the end of a finished run works when typed, and so does its config.json.
+def test_a_finished_epochs_run_trains_further_with_more_epochs(tiny, capsys):
+    """The --epochs flag that a finished run prints trains further, together with the run's
+    config.json.
 
     Break: train.py: if cfg.epochs else f"--steps {2 * step}" => if False else f"--steps {2 * step}"
     """
@@ -1543,9 +1564,9 @@ def test_an_epochs_run_goes_further_by_epochs(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_resume_never_and_must_and_overwrite(tiny):
-    """never refuses a used folder and leaves it whole; must refuses an unused one; overwrite starts
-    afresh.
+def test_resume_never_must_and_overwrite(tiny):
+    """"never" refuses a used folder and leaves it intact, "must" refuses an unused folder, and
+    "overwrite" starts a new run.
 
     Break: ckpt.py: (given or resume == "never"): => (given or resume == "none"):
     """
@@ -1561,9 +1582,9 @@ def test_resume_never_and_must_and_overwrite(tiny):
 
 
 @pytest.mark.slow
-def test_overwrite_deletes_nothing_before_it_can_start(tiny):
-    """A start that fails, here in a hook that is given the state, leaves the run that was to be
-    overwritten.
+def test_overwrite_deletes_nothing_if_the_launch_fails(tiny):
+    """A launch with --resume overwrite fails in a hook that receives the state. The old run
+    remains.
 
     Break: train.py: state = run_hooks(hooks, "load", state) =>
     __import__("shutil").rmtree(cfg.out_dir + "/ckpt"); state = run_hooks(hooks, "load", state)
@@ -1579,8 +1600,8 @@ def test_overwrite_deletes_nothing_before_it_can_start(tiny):
 
 
 def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
-    """The second is refused while the first lives, and not after; also one whose checkpoints would
-    lie in the same folder.
+    """A second run is refused while the first is alive, also if only its ckpt_dir is the same
+    folder. Later it is not refused.
 
     Break: ckpt.py: ("ckpt_dir", root)): => ("ckpt_dir", out_dir)):
     """
@@ -1598,9 +1619,9 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
-    """Stopped between the last save and the last evaluation: the same command evaluates and ends,
-    and only then is the run finished.
+def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
+    """A run is stopped between its last save and its last evaluation. The same command evaluates
+    and ends, and only then is the run finished.
 
     Break: train.py: ended = last["event"] == "end" and last["reason"] == => ended = True or
     """
@@ -1613,8 +1634,8 @@ def test_what_was_cut_off_after_the_last_save_is_made_up_for(tiny):
 
 
 @pytest.mark.slow
-def test_config_json_does_not_say_how_to_start(tiny):
-    """A run that was started with overwrite is continued, not deleted, by its own config.json.
+def test_config_json_does_not_contain_resume_overwrite(tiny):
+    """A run launched with --resume overwrite is continued, not deleted, by its own config.json.
 
     Break: train.py: config.to_json(config.repeatable(cfg)) => config.to_json(cfg)
     """
@@ -1624,8 +1645,9 @@ def test_config_json_does_not_say_how_to_start(tiny):
     assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 4]
 
 
-def test_a_run_that_fails_ends_once_its_save_has(tiny, monkeypatch):
-    """Before, another start in the same process, as in a notebook, would find the folder half full.
+def test_a_run_that_fails_waits_for_its_save(tiny, monkeypatch):
+    """A run that raises waits for its pending save. Otherwise a second run in the same process, as
+    in a notebook, would find a partial checkpoint.
 
     Break: train.py: save["future"].exception() => pass
     """
@@ -1635,17 +1657,17 @@ def test_a_run_that_fails_ends_once_its_save_has(tiny, monkeypatch):
 
     def fails(event, value):
         if event == "state" and int(value["step"]) == 2:
-            raise RuntimeError("of a hook")
+            raise RuntimeError("error in a hook")
 
     monkeypatch.setattr(ckpt, "_commit", slowly)
     cfg = tiny(eval_every=0, save_every=1)
-    with pytest.raises(RuntimeError, match="of a hook"):
+    with pytest.raises(RuntimeError, match="error in a hook"):
         train.main(cfg, hooks=[fails])
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [1]
 
 
-def test_a_checkpoint_of_no_run_is_told(tiny, tmp_path):
-    """As another program wrote it, by ckpt.save.
+def test_a_checkpoint_of_another_program_is_refused(tiny, tmp_path):
+    """Training and sampling refuse a checkpoint that another program wrote with ckpt.save.
 
     Break: ckpt.py: if meta and "config" not in meta: => if False:
     """
@@ -1655,8 +1677,9 @@ def test_a_checkpoint_of_no_run_is_told(tiny, tmp_path):
             train.main(tiny(mode=mode, ckpt_dir=str(tmp_path / "foreign")))
 
 
-def test_a_row_of_a_hook_may_hold_anything(tiny):
-    """What is no number is not shown, and what JSON does not know is logged as text.
+def test_a_hook_may_add_values_of_any_type(tiny):
+    """The console skips values that are not numbers, and metrics.jsonl holds values that JSON does
+    not know as text.
 
     Break: train.py: for name in numbers(row): => for name in row:
     """
@@ -1669,9 +1692,9 @@ def test_a_row_of_a_hook_may_hold_anything(tiny):
 
 
 @pytest.mark.slow
-def test_a_given_state_never_joins_another_run(tiny):
-    """State or parameters to start from are refused where a run is, which stays whole; with
-    overwrite they start a run of their own.
+def test_a_given_state_starts_no_run_in_a_used_folder(tiny):
+    """A given state or given parameters are refused if out_dir holds a run, which remains intact.
+    With --resume overwrite they start a new run.
 
     Break: ckpt.py: if meta and (given or resume => if meta and (resume
     """
@@ -1681,14 +1704,14 @@ def test_a_given_state_never_joins_another_run(tiny):
             train.main(tiny(), **given)
     assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
     assert train.main(tiny(steps=2, resume="overwrite"), params=state["params"])["step"] == 2
-    for _ in range(2):  # the state given stays whole
+    for _ in range(2):  # the given state remains valid
         assert train.main(tiny(steps=5, resume="overwrite"), state=state)["step"] == 5
 
 
 @pytest.mark.slow
 def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
-    """It goes on by a day each time that it is asked: a limit of an hour does not end the run, a
-    period of ten minutes saves nothing, and the wall time in the summary is right.
+    """The wall clock advances by a day at each call. A time limit of an hour does not end the run,
+    a save interval of ten minutes saves nothing, and the wall time in the summary is correct.
 
     Break: train.py: "elapsed_s": time.perf_counter() - => "elapsed_s": time.time() -
     """
@@ -1702,8 +1725,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4]
 
 
-def test_a_task_with_a_wrong_key_is_told_so(tiny):
-    """A key that no task has, and one that every task needs, before anything runs.
+def test_a_task_with_a_wrong_key_is_refused(tiny):
+    """An unknown key of a task and a missing required key raise ValueError before anything runs.
 
     Break: train.py: config.key_errors("task: ", task, TEXT, =>
     config.key_errors("task: ", TEXT, TEXT,
@@ -1730,9 +1753,9 @@ def test_a_task_with_a_wrong_key_is_told_so(tiny):
     (dict(table={"ids": ("x",)}, batch=np.int32([0, 1, 2, 3, 4, 5, 6, -1])),
      "batch 0: x is -1 to 6: must be from 0 to 3, or 4 for padding"),
 ])
-def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
-    """By a sentence, where JAX would say something else, or nothing: of a key of the task, a row of
-    the table, the source, the loss, a batch, ids beyond their table.
+def test_errors_in_a_custom_task_are_explained(tiny, change, words):
+    """An error in the keys, the table, the source, the loss or a batch of a custom task raises one
+    clear sentence, where JAX would raise something unclear or nothing.
 
     Break: train.py: f"table: {name}: ", row, known, => f"table: {name}: ", row, row,
     """
@@ -1752,8 +1775,9 @@ def test_a_task_of_ones_own_with_a_fault_is_told_so(tiny, change, words):
         train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
 
 
-def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
-    """--freeze holds for any task, and a number of examples by NumPy can be saved.
+def test_a_custom_task_may_freeze_parameters_and_use_numpy_integers(tiny):
+    """--freeze works for any task, and a checkpoint can hold a number of examples that is a NumPy
+    integer.
 
     Break: model.py: in matching("freeze", cfg.freeze, table): => in ():
     """
@@ -1771,13 +1795,14 @@ def test_a_task_of_ones_own_may_freeze_and_count_in_numpy_s_numbers(tiny):
     params = train.main(cfg, task=task)["state"]["params"]
     begun = model.init(jax.random.key(cfg.seed), cfg, task["table"](cfg))
     moved = {name: float(abs(params[name] - begun[name]).max()) for name in begun}
-    assert moved["w"] < 1e-6 and moved["v"] > 1e-3  # compiled, init rounds otherwise
+    assert moved["w"] < 1e-6 and moved["v"] > 1e-3  # `init` rounds differently when it is compiled
     with pytest.raises(ValueError, match="freeze 'nosuch': matches no parameter; there are w, v"):
         train.main(tiny(freeze=("nosuch",)), task=task)
 
 
-def test_a_weight_of_ones_own_has_no_place_in_hugging_face_s_format(tiny, monkeypatch):
-    """It is named before anything is trained.
+def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, monkeypatch):
+    """A parameter that Hugging Face's format does not have is named in an error before training
+    starts.
 
     Break: model.py: if base not in hf_names: => if False:
     """
@@ -1789,9 +1814,9 @@ def test_a_weight_of_ones_own_has_no_place_in_hugging_face_s_format(tiny, monkey
     assert not Path(tiny().out_dir, "metrics.jsonl").exists()
 
 
-def test_what_hooks_return_by_accident(tiny):
-    """A row without its keys names the hook and the event; a "stop" that is empty stops nothing;
-    numbers and arrays of NumPy and JAX are written.
+def test_wrong_return_values_of_hooks(tiny):
+    """A row without its keys raises an error that names the hook and the event. An empty "stop"
+    stops nothing. NumPy and JAX values are written as numbers and lists.
 
     Break: train.py: if row.get("stop"): => if "stop" in row:
     """
@@ -1811,36 +1836,38 @@ def test_what_hooks_return_by_accident(tiny):
     assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
 
 
-def test_a_hook_s_file_runs_once_and_sees_what_lies_beside_it(tmp_path):
-    """Two functions of one file share what it holds.
+def test_a_hook_file_is_loaded_once_and_may_import_its_neighbors(tmp_path):
+    """Two functions of one hook file share its globals, and the file imports a module of its own
+    folder.
 
     Break: train.py: if path not in namespaces: => if True:
     """
     (tmp_path / "beside_it.py").write_text("SEEN = 'beside'\n")
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "my_hooks.py").write_text(
         "import beside_it\nseen = []\n"
         "def one(event, value): seen.append(beside_it.SEEN)\n"
         "def two(event, value): return seen\n")
-    one, two = train.load_hooks([f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:two"])
+    one, two = train.load_hooks([f"{tmp_path}/my_hooks.py:{name}" for name in ("one", "two")])
     one("log", {})
     assert two("log", {}) == ["beside"]
 
 
-def test_a_tracker_of_ones_own_needs_no_package_of_its_name(tiny, monkeypatch):
-    """It gets the events; that of a package which is not there is refused.
+def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
+    """A tracker that is added to TRACKERS receives the events, although no package has its name.
 
     Break: train.py: needs_package = TRACKERS[name] in (log_to_wandb, log_to_tensorboard) =>
     needs_package = True
     """
     seen = []
-    monkeypatch.setitem(train.TRACKERS, "mine", lambda cfg: lambda event, row: seen.append(event))
-    train.main(tiny(eval_every=0, save_every=0, track=("mine",)))
+    monkeypatch.setitem(train.TRACKERS, "custom", lambda cfg: lambda event, row: seen.append(event))
+    train.main(tiny(eval_every=0, save_every=0, track=("custom",)))
     assert seen[0] == "start" and seen[-1] == "end"
 
 
 @pytest.mark.slow
 def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
-    """Of the last step, as saved.
+    """The returned summary holds the saved state of the last step, the mesh and the path of the
+    checkpoint.
 
     Break: train.py: "state": state, "mesh": run["mesh"]} => "mesh": run["mesh"]}
     """
@@ -1860,9 +1887,9 @@ def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
         "rope_theta is 500000.0 in the saved config, 10000.0", "norm_eps is 1e-05 in"],
                  marks=pytest.mark.slow),
 ])
-def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, words):
-    """init_from with fitting shapes but another architecture lists what differs; a difference of
-    the forward pass may be wanted, and is then allowed by name.
+def test_parameters_of_another_architecture_are_refused(tiny, tmp_path, before, after, words):
+    """If the architecture differs, init_from raises an error that lists the differences, even if
+    all shapes fit. --allow_change permits differences of the forward pass.
 
     Break: ckpt.py: wrong = list(source.get("mismatches", [])) => wrong = []
     """
@@ -1878,8 +1905,9 @@ def test_parameters_of_another_model_are_refused(tiny, tmp_path, before, after, 
 
 
 @pytest.mark.slow
-def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
-    """The mesh that a checkpoint was saved on is in its meta.json.
+def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
+    """A resume with another sp is refused, because experts would drop other tokens. meta.json
+    holds the mesh of the checkpoint.
 
     Break: train.py: config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), mesh_shape)
     => config.check_resumable(meta["config"], cfg, {}, {})
@@ -1892,9 +1920,9 @@ def test_a_resume_over_another_sp_is_refused_where_experts_drop_tokens(tiny):
     assert train.main(tiny(**more))["step"] == 3
 
 
-def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
-    """Some network file systems have no flock: that is said, and the run goes on, in a folder of
-    folders that are made; however few the epochs, for one step.
+def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
+    """On a file system without flock the run prints a notice and continues. It creates nested
+    folders, and a tiny fraction of an epoch is one step.
 
     Break: ckpt.py: NO_LOCKS = (errno.ENOLCK, => NO_LOCKS = (errno.EPERM,
     """
@@ -1907,8 +1935,8 @@ def test_a_folder_without_locks_is_used_all_the_same(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
-def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
-    """A save of --weights_every that never ended is gone at the next start.
+def test_a_partial_save_of_weights_is_deleted(tiny):
+    """The next launch deletes an unfinished save of --weights_every.
 
     Break: ckpt.py: clean(each, log) => clean(root, log)
     """
@@ -1919,8 +1947,9 @@ def test_what_a_kill_left_of_parameters_alone_is_deleted(tiny):
     assert not left.parent.exists()
 
 
-def test_parameters_saved_by_time_are_kept(tiny):
-    """Unlike whole checkpoints by time, of which the next takes the place.
+def test_weights_saved_by_time_are_kept(tiny):
+    """Weights that are saved by time are kept. Of full checkpoints saved by time only the newest
+    is kept.
 
     Break: train.py: temporary = False => pass
     """
@@ -1929,8 +1958,8 @@ def test_parameters_saved_by_time_are_kept(tiny):
     assert (ckpt.steps(folder / "weights"), ckpt.steps(folder)) == ([1, 2, 3], [3])
 
 
-def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
-    """With a slash at its end; what was there is replaced.
+def test_an_export_path_may_end_with_a_slash(tiny):
+    """An export path may end with a slash, and a later export replaces the first.
 
     Break: ckpt.py: Path(f"{out}.partial") => Path(f"{folder}.partial")
     """
@@ -1940,8 +1969,8 @@ def test_an_export_may_be_named_as_a_shell_completes_it(tiny):
     assert not os.path.exists(tiny().out_dir + "_hf.partial")
 
 
-def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
-    """A write that ends halfway leaves the config.json that there was.
+def test_config_json_is_replaced_atomically(tiny, monkeypatch):
+    """If a write ends halfway, the old config.json remains.
 
     Break: ckpt.py: partial_path.write_text(text) => path.write_text(text)
     """
@@ -1959,10 +1988,10 @@ def test_config_json_is_whole_at_any_moment(tiny, monkeypatch):
     assert Path(cfg.out_dir, "config.json").read_text() == before
 
 
-def test_an_export_that_cannot_be_made_is_told_first_and_one_that_failed_at_the_end(
+def test_an_export_that_fails_is_reported(
         tiny, monkeypatch):
-    """Without safetensors the run does not begin; where the last export fails, it ends with 1 and
-    says why, its checkpoint saved.
+    """Without safetensors the run does not start. If the last export fails, the run saves its
+    checkpoint and ends with exit code 1 and the reason.
 
     Break: train.py: ckpt.import_safetensors() => pass
     """
@@ -1981,9 +2010,10 @@ def test_an_export_that_cannot_be_made_is_told_first_and_one_that_failed_at_the_
     assert summary["checkpoint"] and ckpt.latest(Path(cfg.out_dir) / "ckpt") == 1
 
 
-def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, capsys):
-    """Only a cache_dir asked for by name must be had. Every program is kept there; JAX, which stays
-    with its first folder, is told to let go of that one.
+def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, capsys):
+    """If the default cache folder cannot be written, the run prints a notice; a given cache_dir
+    raises an error. Every program is cached, and JAX's cache is reset because JAX keeps its first
+    folder.
 
     Break: train.py: if cfg.cache_dir != config.Config.cache_dir: => if True:
     """
@@ -2002,14 +2032,14 @@ def test_a_home_that_cannot_be_written_is_a_notice(tiny, tmp_path, monkeypatch, 
     train.use_compilation_cache(tiny(cache_dir=config.Config.cache_dir))
     assert "compiled programs are not kept between runs" in capsys.readouterr().out
     assert jax.config.jax_compilation_cache_dir is None
-    with pytest.raises(ValueError, match="cache_dir .*file/mine.*: cannot be written"):
-        train.use_compilation_cache(tiny(cache_dir=str(tmp_path / "file/mine")))
+    with pytest.raises(ValueError, match="cache_dir .*file/cache.*: cannot be written"):
+        train.use_compilation_cache(tiny(cache_dir=str(tmp_path / "file/cache")))
 
 
 @pytest.mark.slow
-def test_a_bug_of_a_fork_keeps_its_traceback(tiny, tmp_path):
-    """A ValueError that no `raise` of ours made, here in an edited copy of the project, is shown
-    whole; one of ours stays a sentence.
+def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
+    """A ValueError that no `raise` statement of the project made keeps its traceback, here in an
+    edited copy. An error of the config is one sentence.
 
     Break: train.py: in files and last.line.startswith("raise") => in files
     """
@@ -2030,31 +2060,32 @@ def train_files():
     return [f"{name}.py" for name in "train config model step data ckpt".split()]
 
 
-def test_what_comes_before_jax(monkeypatch):
-    """An old Python is told so by a sentence, before anything that needs a newer one is imported;
-    and malloc is asked to keep freed memory, by the numbers of glibc's malloc.h.
+def test_the_lines_before_the_import_of_jax(monkeypatch):
+    """On an old Python the program exits with one sentence before it imports anything that needs a
+    newer one. On a newer Python it configures malloc to keep freed memory, with the constants of
+    glibc's malloc.h.
 
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
-    head, asked = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
+    head, mallopt_calls = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(
-        mallopt=lambda *pair: asked.append(pair)))
+        mallopt=lambda *pair: mallopt_calls.append(pair)))
     for version in ((3, 10, 9), (2, 12)):
         monkeypatch.setattr(sys, "version_info", version)
         with pytest.raises(SystemExit, match="Sixfile needs Python 3.11 or later, as JAX does"):
             exec(head, {})
-    assert not asked
+    assert not mallopt_calls
     for version in ((3, 11, 0), (3, 11)):
         monkeypatch.setattr(sys, "version_info", version)
         exec(head, {})
     mmap_max, trim_threshold, top_pad, mib = -4, -1, -2, 2**20
-    assert asked == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
+    assert mallopt_calls == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
 
 
 @pytest.mark.slow
 def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
-    """From the fourth update on hardly a page of the 280 MiB that each takes is new; and the
-    metrics of a step are told before the next is dispatched.
+    """From the fourth step on almost no memory page is new, although each step takes 280 MiB. The
+    metrics of a step are read before the next step is dispatched.
 
     Break: train.py: jax.config.update("jax_cpu_enable_async_dispatch", False) => None
     """
@@ -2074,13 +2105,13 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert [(event, int(step)) for event, step, _ in rows] == [
         (event, step) for step in range(1, 9) for event in ("dispatch", "step")]
-    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # 70,000 are in use
+    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # a step uses 70,000 pages
 
 
 @pytest.mark.slow
-def test_the_screen_says_at_once_what_runs_and_fits_80_columns(tiny, tmp_path):
-    """On a terminal of 80 columns: what will run and that it compiles is there before it is
-    compiled, no line wraps, and the bar is wider than ten characters.
+def test_the_console_fits_80_columns(tiny, tmp_path):
+    """On a terminal of 80 columns no line wraps and the progress bar is wider than ten characters.
+    The run prints its summary and that it compiles before it compiles.
 
     Break: train.py: |{bar}| {elapsed}<{remaining}{postfix}" => |{bar}| {rate_fmt:>60}{postfix}"
     """
@@ -2092,7 +2123,7 @@ def test_the_screen_says_at_once_what_runs_and_fits_80_columns(tiny, tmp_path):
                             cfg.out_dir + ".json"], stdout=child, stderr=child, close_fds=True)
     os.close(child)
     seen = b""
-    with contextlib.suppress(OSError):  # at the end
+    with contextlib.suppress(OSError):  # os.read raises at the end
         while part := os.read(parent, 4096):
             seen += part
     assert run.wait() == 0
@@ -2108,8 +2139,9 @@ def test_the_screen_says_at_once_what_runs_and_fits_80_columns(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resume_under_another_config_lists_the_differences(tiny):
-    """Each with both values and whether it may be changed on purpose; then it may.
+def test_a_resume_with_another_config_lists_the_differences(tiny):
+    """The error lists each field with both values and says whether --allow_change permits the
+    change. A permitted change is accepted.
 
     Break: train.py: config.check_resumable(meta["config"], cfg, => print(meta["config"], cfg,
     """
@@ -2123,7 +2155,7 @@ def test_a_resume_under_another_config_lists_the_differences(tiny):
 
 
 def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
-    """The same file name with other text in it.
+    """A resume with other text in the same file raises ValueError. --allow_change permits it.
 
     Break: train.py: if saved[name] != value and name not in cfg.allow_change: => if False:
     """
@@ -2136,9 +2168,10 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_then_fresh(
+def test_the_start_is_state_then_params_then_checkpoint_then_init_from_then_fresh(
         tiny, tmp_path):
-    """The first that there is, by the origin in the start event and by the parameters themselves.
+    """A run starts from the first available source in this order. The origin in the start event
+    and the parameters show which one it used.
 
     Break: train.py: return start | {"origin": "the given state"} => return start | {"origin":
     "the given parameters"}
@@ -2175,23 +2208,23 @@ def test_where_to_start_given_state_then_params_then_checkpoint_then_init_from_t
 def flip(folder):
     """Flip one bit of the embedding in a checkpoint."""
     chunk = next(folder.glob("*/.small/c/0"))
-    damaged = bytearray(chunk.read_bytes())
-    damaged[7] ^= 1
-    chunk.write_bytes(damaged)
+    content = bytearray(chunk.read_bytes())
+    content[7] ^= 1
+    chunk.write_bytes(content)
 
 
-def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, capsys):
-    """Of state, parameters, own checkpoint, init_from and none, each as it was given or saved. A
-    damaged checkpoint is passed over; one of other shapes says where its config is. overwrite
-    leaves config.json, which does not say so.
+def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
+    """The first state comes from the given state, the given parameters, the run's own checkpoint,
+    init_from or an initialization, in this order. Corrupted checkpoints are skipped, an error on
+    other shapes names the saved config, and overwrite leaves only config.json.
 
     Break: ckpt.py: restore_newest(root, saved, log) => restore_newest(root, saved, str)
     """
     cfg = tiny(seed=3, init_from=(str(tmp_path / "other"),))
     run = train.setup_run(cfg)
-    whole = NamedSharding(run["mesh"], jax.P())
-    like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=whole), "params": {
-        name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=whole)
+    replicated = NamedSharding(run["mesh"], jax.P())
+    like = {"step": jax.ShapeDtypeStruct((), np.int32, sharding=replicated), "params": {
+        name: jax.ShapeDtypeStruct(row["shape"], np.float32, sharding=replicated)
         for name, row in run["table"].items()}}
     programs = {"state": like, "from_params": lambda key, params: ("from", key, params),
                 "init": lambda key: ("init", key)}
@@ -2209,7 +2242,7 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
         return chosen["origin"], train.load_start(a_run, chosen, programs, *both(given))
 
     def values(tree):
-        assert all(x.sharding == whole for x in jax.tree.leaves(tree))
+        assert all(x.sharding == replicated for x in jax.tree.leaves(tree))
         return {float(np.asarray(x).mean()) for x in jax.tree.leaves(tree)}
 
     for folder, steps in (("out", (4, 8)), ("other", (5, 6))):
@@ -2247,15 +2280,15 @@ def test_the_first_state_is_of_the_first_source_that_there_is(tiny, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys):
-    """A flipped byte in the newest: the one before is used, it is said, and the end is equal to the
-    bit.
+def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys):
+    """The newest checkpoint has a flipped bit. The run logs this, resumes from the checkpoint
+    before it, and ends bit-identical to an uninterrupted run.
 
     Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") => pass
     """
     make = partial(tiny, steps=12, schedule="cosine")
     train.main(make())
-    whole, expected = arrays(tiny().out_dir), losses(tiny().out_dir)
+    expected_arrays, expected_losses = arrays(tiny().out_dir), losses(tiny().out_dir)
     shutil.rmtree(tiny().out_dir)
     root = Path(tiny().out_dir) / "ckpt"
     train.main(make(), hooks=[stop_at(8)])
@@ -2264,15 +2297,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_equal(tiny, capsys
     assert train.main(make(mode="eval"))["step"] == 4
     capsys.readouterr()
     train.main(make())
-    said = capsys.readouterr().out
-    assert "skipping a corrupted checkpoint: " in said and "000000008: array " in said
-    assert losses(tiny().out_dir) == expected and same(arrays(tiny().out_dir), whole)
+    output = capsys.readouterr().out
+    assert "skipping a corrupted checkpoint: " in output and "000000008: array " in output
+    assert losses(tiny().out_dir) == expected_losses
+    assert same(arrays(tiny().out_dir), expected_arrays)
     assert ckpt.steps(root) == [8, 12] and not ckpt.verify(root)
 
 
 @pytest.mark.slow
-def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
-    """And none is started over: an error, however often it is tried.
+def test_if_every_checkpoint_is_corrupted_the_run_deletes_none(tiny):
+    """If no checkpoint can be read, each launch raises an error, deletes nothing and does not
+    start over.
 
     Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") =>
     delete_all(root)
@@ -2287,9 +2322,10 @@ def test_when_every_checkpoint_is_damaged_none_is_touched(tiny):
     assert ckpt.steps(root) == [4, 8]
 
 
-def test_a_failed_save_is_told_and_the_run_goes_on(tiny, capsys):
-    """A save that fails in the background (a file stands where its folder must go) is a row and a
-    line on the screen; the next save is whole. One that fails at the end ends the run with 1.
+def test_the_run_continues_after_a_failed_save(tiny, capsys):
+    """A file blocks the folder of a checkpoint, so the save fails in the background. The run logs
+    and prints the error and continues, and the next save is intact. If the last save fails, the
+    exit code is 1.
 
     Break: train.py: progress["save_errors"][kind] = str(e) => pass
     """
@@ -2315,7 +2351,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tiny, capsys):
 
 
 def saves_in(monkeypatch):
-    """[Future of each checkpoint that runs in this process start]"""
+    """Return a list to which every checkpoint save of this process adds its future."""
     futures, save = [], ckpt.save
 
     def noted(*args):
@@ -2327,8 +2363,8 @@ def saves_in(monkeypatch):
 
 
 def test_a_failed_save_is_logged_at_the_next_step(tiny, monkeypatch):
-    """A file stands where the folder of step 4 must go; once that save has failed, the next step
-    logs it, three steps before the next save.
+    """A file blocks the folder of step 4. The failed save is logged at the next step, three steps
+    before the next save.
 
     Break: train.py: if save["future"].done(): => if False:
     """
@@ -2350,9 +2386,9 @@ def test_a_failed_save_is_logged_at_the_next_step(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_100_saves(tiny, tmp_path):
-    """Live arrays after the 20th and the 100th save are no more than after the 2nd by half of what
-    a save copies; between those two the process grows by less than 40 copies.
+def test_memory_does_not_grow_over_100_saves(tiny, tmp_path):
+    """After 20 and 100 saves the live arrays exceed those after 2 saves by at most half of a
+    save's copy. Between these two the process grows by less than 40 copies.
 
     Break: ckpt.py: data = _snapshot(shard.data) => data = _snapshot(shard.data);
     _snapshot.kept = [*getattr(_snapshot, "kept", []), data]
@@ -2372,7 +2408,7 @@ def look(event, value):
     while ckpt.latest(root) != value["step"] - 1:  # committed
         time.sleep(0.01)
     gc.collect()
-    # The thread of a save lets go of its copies a moment after that.
+    # The thread of a save frees its copies a moment later.
     limit = found["live"][0] + found["copied"] / 2 if "live" in found else 0
     deadline = time.monotonic() + (10 if limit else 1)
     while (live := sum(x.nbytes for x in jax.live_arrays())) > limit and (
@@ -2383,8 +2419,8 @@ def look(event, value):
     found.setdefault("resident", []).append(4096 * pages)
     pathlib.Path({str(found)!r}).write_text(json.dumps(found))
 """)
-    code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:look",))), 300)
-    assert code == 0, said
+    code, output = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:look",))), 300)
+    assert code == 0, output
     found = json.loads(found.read_text())
     (first, *others), copied, resident = found["live"], found["copied"], found["resident"]
     assert first > copied > 2**20 and len(others) == 2
@@ -2392,10 +2428,10 @@ def look(event, value):
     assert resident[2] - resident[1] < 40 * copied, found
 
 
-# ---- how often, what is left out, and from where
+# ---- intervals, excluded parameters, sources
 
 def due(step, last=(), second=0.0, **fields):
-    """due_events of a run of 20 updates, 4 sequences of 10 each, with windows of 3 updates."""
+    """Return due_events of a run of 20 steps, with epochs of 2.5 steps and windows of 3."""
     cfg = config.Config(**dict(steps=20, batch_size=4, eval_every=0, save_every=0, sample_every=0)
                         | fields)
     train_data = {"n": 10, "n_finished": lambda step: step // 3}
@@ -2404,9 +2440,10 @@ def due(step, last=(), second=0.0, **fields):
     return train.due_events(run, step, progress)
 
 
-def test_what_is_due_when():
-    """Updates, epochs (of 2.5 updates), windows and seconds; each event once a step, and after the
-    last update those that always are; weights, reloads and exports only where they are wanted.
+def test_due_events_by_steps_epochs_windows_and_seconds():
+    """Intervals in steps, epochs (of 2.5 steps), windows and seconds give the expected steps. Each
+    event happens once a step. The last step has the final events; weights, reloads and exports
+    happen only if they are set.
 
     Break: train.py: return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
     => return completed(run, unit, step) % n == 0
@@ -2420,7 +2457,7 @@ def test_what_is_due_when():
     assert steps(save_every="1epoch") == [3, 5, 8, 10, 13, 15, 18]
     assert steps(sample_every="2 epochs") == [5, 10, 15]
     assert steps(reload_every="2windows") == [6, 12, 18]
-    assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # one after each window
+    assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # windows set the evaluations
     assert steps(weights_every="5,1window") == [3, 5, 6, 9, 10, 12, 15, 18]
     assert due(4, {"save": (4, 0.0)}, save_every=4) == {}
     assert due(4, {"save": (3, 60.0)}, 119.9, save_every="1m") == {}
@@ -2434,8 +2471,9 @@ def test_what_is_due_when():
     assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
 
 
-def test_parts_of_an_epoch_fall_on_their_updates():
-    """Of 2.5 updates an epoch, 0.4 epochs are one, though 1.2 // 0.4 is 2 in floating point.
+def test_fractions_of_an_epoch_are_due_at_the_right_steps():
+    """An epoch has 2.5 steps, so 0.4 epochs are one step, although 1.2 // 0.4 is 2 in floating
+    point.
 
     Break: train.py: train_data["n"] + 1e-9 => train_data["n"]
     """
@@ -2444,8 +2482,9 @@ def test_parts_of_an_epoch_fall_on_their_updates():
         assert found == list(range(n, 20, n)), period
 
 
-def test_rows_that_found_no_room_are_written_later(tiny, capsys):
-    """While files may not grow, each row is told of and kept; once they may, all are there.
+def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
+    """While the file cannot grow, each row is kept in memory and an error is printed. All rows are
+    written as soon as the file can grow again.
 
     Break: train.py: print0(f"{path}: {e}; make room: rows are kept until then") => raise
     """
@@ -2465,9 +2504,9 @@ def test_rows_that_found_no_room_are_written_later(tiny, capsys):
     assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2, 3]
 
 
-def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
-    """The clock gives one after each update; the run keeps the two by steps, and none of the
-    others.
+def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
+    """A save is due by time after each step. The run keeps only the two checkpoints that are due
+    by steps.
 
     Break: train.py: due[kind] == "second") => False)
     """
@@ -2482,40 +2521,41 @@ def test_a_checkpoint_by_time_lasts_until_the_next(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_leaves_out_comes_from_where_the_run_began(tiny, tmp_path, capsys):
-    """LoRA factors alone are saved; a resumed run takes the rest from the run that it tunes, says
-    so, and ends equal to the bit to one that never stopped.
+def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tmp_path, capsys):
+    """Checkpoints hold only the LoRA factors. A resumed run loads the other parameters from
+    init_from, prints this, and ends bit-identical to an uninterrupted run.
 
     Break: ckpt.py: arrays = flatten(first)[0] | restored => arrays = restored | flatten(first)[0]
     """
     base = tiny(steps=5, eval_every=0)
     train.main(base)
     newest = Path(base.out_dir, "ckpt/000000005")
-    newest.rename(tmp_path / "newest")  # as if it had not got there yet
+    newest.rename(tmp_path / "newest")  # the first launch does not find this checkpoint
     make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, save_exclude=("*", "!*.lora_?"),
                    eval_every=0, schedule="constant")
-    whole = train.main(make(steps=8, out_dir=str(tmp_path / "whole")))
+    straight = train.main(make(steps=8, out_dir=str(tmp_path / "straight")))
     half = make(steps=4, out_dir=str(tmp_path / "half"))
     train.main(half)
     names = ckpt.newest_meta(half.out_dir + "/ckpt")[1]["arrays"]
     assert all(".lora_" in name for name in names if name.startswith("params/"))
     capsys.readouterr()
     summary = train.main(make(steps=8, out_dir=half.out_dir))
-    assert same(summary["state"]["params"], whole["state"]["params"])
+    assert same(summary["state"]["params"], straight["state"]["params"])
     assert rows(half.out_dir, "start")[-1]["step"] == 4
     row = train.main(make(mode="eval", out_dir=half.out_dir))
-    assert row["val_loss"] == whole["val_loss"]
-    said = " ".join(capsys.readouterr().out.split())
-    assert "from its own checkpoint, at step 4" in said
-    assert "13 of 27 parameters from " in said and "will be trained" not in said
-    assert ".lora_" not in said  # of its own it says nothing
-    (tmp_path / "newest").rename(newest)  # the run that it tunes goes on
+    assert row["val_loss"] == straight["val_loss"]
+    output = " ".join(capsys.readouterr().out.split())
+    assert "from its own checkpoint, at step 4" in output
+    assert "13 of 27 parameters from " in output and "will be trained" not in output
+    assert ".lora_" not in output  # parameters of its own checkpoint are not listed
+    (tmp_path / "newest").rename(newest)  # the base run gets a newer checkpoint
     with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
         train.main(make(steps=9, out_dir=half.out_dir))
 
 
-def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
-    """It starts anew when the run goes on; without that it could not be evaluated.
+def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
+    """A parameter that is trained but excluded from checkpoints is printed at the launch. A resume
+    initializes it again, and an evaluation raises an error.
 
     Break: train.py: print0(f"save_exclude: {', '.join(trained)} will => print(f"{',
     '.join(trained)} may
@@ -2528,9 +2568,10 @@ def test_what_is_trained_and_not_saved_is_said(tiny, capsys):
         train.main(tiny(mode="eval", save_exclude=("embed",)))
 
 
-def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
-    """A run whose checkpoints are in --ckpt_dir is not started anew without it, and the folder's
-    name may be written otherwise; as a source it is found by its out_dir.
+def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
+    """A run whose checkpoints are in --ckpt_dir is not started anew without this flag. The
+    folder's path may be spelled differently, and init_from finds the checkpoints by the run's
+    out_dir.
 
     Break: ckpt.py: if is_elsewhere and => if False and
     """
@@ -2548,7 +2589,8 @@ def test_checkpoints_elsewhere_are_not_forgotten(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
-    """The last one wins; what no source gives is fresh, and said; a table says what is from where.
+    """The last source that has a parameter wins. Parameters that no source has are initialized,
+    and a printed table shows the source of each parameter.
 
     Break: ckpt.py: sources[index]["take"] => sources[0]["take"]
     """
@@ -2564,15 +2606,16 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
     for name, x in began[0].items():
         source = second if name.startswith("layers.w") else first
         assert (x == 1).all() if name == "final_norm" else (x == source[name]).all(), name
-    said = capsys.readouterr().out
-    assert "1 of 13 parameters from a fresh initialization: final_norm" in said
+    output = capsys.readouterr().out
+    assert "1 of 13 parameters from a fresh initialization: final_norm" in output
     assert f"7 of 13 parameters from {runs[1].out_dir}/ckpt/weights: layers.wq, layers.wk" in (
-        " ".join(said.split()))
+        " ".join(output.split()))
 
 
 @pytest.mark.slow
 def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
-    """Its newest parameters replace those of the run; step, moments and the rate's schedule stay.
+    """A reload replaces the parameters of a dynamic source by its newest ones. Step, moments and
+    the schedule remain.
 
     Break: train.py: open_sources(run) if source["dynamic"]] =>
     open_sources(run) if not source["dynamic"]]
@@ -2602,12 +2645,12 @@ def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
     assert after["step"] == 5
     moments = jax.tree_util.tree_leaves_with_path(after["opt"])
     mu = [x for path, x in moments if "embed" in str(path)]
-    assert any(abs(x).max() > 0 for x in mu)  # moments go on
+    assert any(abs(x).max() > 0 for x in mu)  # the moments are not reset
 
 
-def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, capsys):
-    """Its folder is deleted after the first reload: each later reload is logged and printed as a
-    failure, and training continues with the parameters it has.
+def test_training_continues_if_a_dynamic_source_cannot_be_read(tiny, tmp_path, capsys):
+    """The folder of the source is deleted after the first reload. Each later reload is logged and
+    printed as an error, and training continues with the current parameters.
 
     Break: train.py: run["log_event"]("nonfatal_error", {"step": step, "error": f"reload: {e}"})
     => raise
@@ -2625,7 +2668,7 @@ def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, caps
                init_from=(f"{other} load=final_norm dynamic=yes",))
     summary = train.main(cfg, [delete])
     assert (summary["step"], summary["exit_code"]) == (6, 0)
-    assert rows_of(cfg.out_dir, "reload nonfatal_error") == [
+    assert event_steps(cfg.out_dir, "reload nonfatal_error") == [
         ("reload", 2), ("nonfatal_error", 4), ("nonfatal_error", 6)]
     words = f"reload: init_from {other}: holds no checkpoint and no weights"
     assert rows(cfg.out_dir, "nonfatal_error")[0]["error"].startswith(words)
@@ -2635,12 +2678,13 @@ def test_a_dynamic_source_that_cannot_be_read_costs_no_step(tiny, tmp_path, caps
 
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypatch):
-    """--ckpt_dir s3://...: stopped and resumed, a run ends as one on the disk, to the bit; another
-    starts from its parameters; overwriting it deletes it there; out_dir itself must be a folder.
+    """With --ckpt_dir s3://... a stopped and resumed run ends bit-identical to a run on disk,
+    another run starts from its parameters, and overwrite deletes its checkpoints. out_dir itself
+    must be a local folder.
 
     Break: ckpt.py: return ckpt_dir or => return
     """
-    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
     make = partial(tiny, eval_every=0, schedule="constant")
@@ -2665,18 +2709,18 @@ def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
-    """Another out_dir is refused while a run lives, however the path is spelled; it may evaluate.
-    A killed run is continued at once from its own out_dir, and from another once the
-    heartbeat has stood still; of two copies of an out_dir one is refused.
+    """A run with another out_dir is refused while a run writes to the bucket, but it may evaluate.
+    A killed run continues immediately from its own out_dir, and from another out_dir after its
+    heartbeat has stopped. Of two copies of an out_dir one is refused.
 
     Break: ckpt.py: check = locks.enter_context(lock_bucket(root, owner, about, log)) => pass
     """
-    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
     monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.2)
     hook = tmp_path / "hurry.py"
-    # The process that starts the others may be older than this test's environment.
+    # The fork server may have started before this test set the environment.
     keys = {key: "true" for key in os.environ if key.startswith("AWS_")}
     hook.write_text(f"import os, ckpt\nos.environ.update({keys})\nckpt.BEAT_S = 0.2\n"
                     "def nothing(event, value): pass\n")
@@ -2689,7 +2733,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
             ckpt_dir=root.replace("shared", "shared/"))
 
         def killed_after_a_save(cfg, also=lambda: None):
-            """The log of a run that was killed once it had saved; also() is called before that."""
+            """Kill a run after it has saved and also() was called; return its output."""
             (run, log), before = command(cfg), ckpt.latest(root)
             wait_for(lambda: not run.is_alive() or ckpt.latest(root) != before)
             try:
@@ -2699,37 +2743,37 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
                 run.kill()
             return ended(run, log)[1]
 
-        def others():
-            code, said = ended(*command(other))
+        def check_others():
+            code, output = ended(*command(other))
             holder = rf"process \d+ on {re.escape(socket.gethostname())}, out_dir {tmp_path}/out;"
             words = f"error: ckpt_dir '.*shared/.*': another run is writing to it, {holder} choose"
-            assert code == 2 and re.search(words, said), said
+            assert code == 2 and re.search(words, output), output
             shutil.copytree(endless.out_dir, tmp_path / "copy")
             with pytest.raises(ValueError, match="another run is writing to it"):
                 train.main(dataclasses.replace(endless, out_dir=str(tmp_path / "copy")))
             reader = dataclasses.replace(endless, mode="eval", out_dir=str(tmp_path / "reader"))
             assert train.main(reader)["val_loss"] > 0
 
-        said = killed_after_a_save(endless, others)
-        assert "is held by" not in said
-        said = killed_after_a_save(endless)
-        assert "is held by" not in said and "from its own checkpoint" in said
+        output = killed_after_a_save(endless, check_others)
+        assert "is held by" not in output
+        output = killed_after_a_save(endless)
+        assert "is held by" not in output and "from its own checkpoint" in output
         monkeypatch.setattr(ckpt, "STALE_S", 1)
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             step = ckpt.latest(root) + 1
             summary = train.main(dataclasses.replace(other, steps=step))
         assert summary["step"] == step
-        assert f"out_dir {tmp_path}/out: waiting up to 1 s to see whether" in said.getvalue()
+        assert f"out_dir {tmp_path}/out: waiting up to 1 s to see whether" in output.getvalue()
         assert ckpt._read_lock(ckpt._open(root))[0] == {}  # released at the end
 
 
 def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, monkeypatch):
-    """Its heartbeat finds another owner: the next save ends the run with the reason.
+    """The heartbeat finds another owner in the lock. The next save ends the run with this reason.
 
     Break: train.py: run["check_lock"]() => pass
     """
-    from test_ckpt import s3_server  # here: it asks for the devices when it is imported
+    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
     monkeypatch.setattr(ckpt, "HEARTBEAT_S", 0.1)
@@ -2749,9 +2793,9 @@ def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_resumed_float16_run_is_equal_to_the_bit(tiny, tmp_path, monkeypatch):
-    """The loss scale doubles every three finite steps here: scale and count are in the checkpoint,
-    and the run that was stopped between two doublings ends as one that was not.
+def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
+    """The loss scale doubles every three finite steps. A checkpoint between two doublings holds
+    the scale and the count, and the resumed run ends bit-identical to an uninterrupted run.
 
     Break: train.py: tree[name] = x => tree[name] = 0 * x if "scale" in name else x
     """
@@ -2764,16 +2808,17 @@ def test_a_resumed_float16_run_is_equal_to_the_bit(tiny, tmp_path, monkeypatch):
     half = arrays(tiny().out_dir)
     assert (half["step"], half["scale/value"], half["scale/good"]) == (4, 2.0**5, 1)
     train.main(make())
-    ours, theirs = arrays(tiny().out_dir), arrays(straight.out_dir)
-    assert same(ours, theirs) and ours["scale/value"] == 2.0**6 and ours["scale/good"] == 2
+    resumed, expected = arrays(tiny().out_dir), arrays(straight.out_dir)
+    assert same(resumed, expected)
+    assert resumed["scale/value"] == 2.0**6 and resumed["scale/good"] == 2
     assert losses(tiny().out_dir) == losses(straight.out_dir)
 
 
-# ---- kill
+# ---- kills
 
 def kill_until_done(cfg, devices, n_kills, rng):
-    """Start, kill at a moment (in a step, in a save, in a prune, at any time), start again ...,
-    then let it end.
+    """Launch a run and kill it n_kills times: in a step, in a save, in a prune, at any time. Then
+    let it end; return the moments of the kills.
     """
     out, moments = Path(cfg.out_dir), []
     log_file = out / "metrics.jsonl"
@@ -2782,7 +2827,7 @@ def kill_until_done(cfg, devices, n_kills, rng):
         return log_file.stat().st_size if log_file.exists() else 0
 
     def half():
-        """What the newest checkpoint that is not whole is in: a save, or a prune."""
+        """Return "save" or "prune", whichever is in progress, else an empty value."""
         folders = sorted(out.glob("ckpt/0*"))
         torn = [folder for folder in folders if not (folder / "meta.json").exists()]
         return torn and ("save" if torn[-1] == folders[-1] else "prune")
@@ -2804,18 +2849,18 @@ def kill_until_done(cfg, devices, n_kills, rng):
                     break
                 time.sleep(0.0005)
         run.kill()
-        code, said = ended(run, log)
-        assert code == -signal.SIGKILL or "done: all" in said or "is finished" in said, said
+        code, output = ended(run, log)
+        assert code == -signal.SIGKILL or "done: all" in output or "is finished" in output, output
         moments.append(wanted if code else "after the end")
-    code, said = ended(*command(cfg, devices))
-    assert code == 0, said
+    code, output = ended(*command(cfg, devices))
+    assert code == 0, output
     return moments
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
-    """40 steps straight against 40 steps under 10 SIGKILLs: losses, evaluations and every array of
-    the state.
+def test_a_run_killed_at_any_moment_ends_bit_identical(tiny, tmp_path):
+    """A run of 40 steps with 10 SIGKILLs has the same losses, evaluations and state arrays as an
+    uninterrupted run.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
@@ -2832,9 +2877,9 @@ def test_a_run_killed_at_any_moment_ends_equal_to_the_bit(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["eval", "export"])
-def test_a_run_killed_after_a_save_makes_up_for_the_rest_of_its_step(tiny, tmp_path, event):
-    """Killed once the save of step 4 is committed and before the evaluation or the export of that
-    step: the next launch makes it first, of the state at step 4.
+def test_a_run_killed_after_a_save_makes_up_for_the_evaluation_or_export(tiny, tmp_path, event):
+    """A run is killed after the save of step 4 is committed and before the evaluation or export of
+    that step. The next launch runs it first, on the state of step 4.
 
     Break: train.py: progress["last_done"][event] = (step, 0.0) => progress["last_done"] |=
     dict.fromkeys(config.EVENTS, (step, 0.0))
@@ -2852,13 +2897,13 @@ def test_a_run_killed_after_a_save_makes_up_for_the_rest_of_its_step(tiny, tmp_p
     cfg = tiny(steps=4, hooks=(f"{hook}:kill",), eval_every=4 * (event == "eval"),
                **{"export": hf, "export_every": 4} if event == "export" else {})
     run = command(cfg)
-    code, said = ended(*run)
-    assert code == -signal.SIGKILL, said
+    code, output = ended(*run)
+    assert code == -signal.SIGKILL, output
     assert ckpt.steps(f"{cfg.out_dir}/ckpt") == [4]
     assert not rows(cfg.out_dir, event) and not Path(hf).exists()
-    code, said = ended(*command(cfg))
-    assert code == 0, said
-    assert rows_of(cfg.out_dir, f"start {event}") == [("start", 0), ("start", 4), (event, 4)]
+    code, output = ended(*command(cfg))
+    assert code == 0, output
+    assert event_steps(cfg.out_dir, f"start {event}") == [("start", 0), ("start", 4), (event, 4)]
     if event == "eval":
         straight = tiny(steps=4, out_dir=str(tmp_path / "straight"))
         assert ended(*command(straight))[0] == 0
@@ -2870,16 +2915,16 @@ def test_a_run_killed_after_a_save_makes_up_for_the_rest_of_its_step(tiny, tmp_p
 
 
 @pytest.mark.slow
-def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_rounding(
+def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
         tiny, tmp_path):
-    """dp 2, fsdp 2, tp 2: stopped at 4 and gone on. The same checkpoint on 4 devices and on 1:
-    losses within 2e-6 relative.
+    """A run with dp 2, fsdp 2 and tp 2 stops at step 4. Resumed on 8 devices it is bit-identical
+    to an uninterrupted run. On 4 devices and on 1 the losses agree to 2e-6.
 
     Break: ckpt.py: ranges = [range(n)[part] for => ranges = [range(n) for
     """
     mesh = dict(dp=2, fsdp=2, tp=2, steps=8, schedule="cosine", dtype="float32")
     train.main(tiny(**mesh))
-    expected, whole = losses(tiny().out_dir), arrays(tiny().out_dir)
+    straight_losses, straight_arrays = losses(tiny().out_dir), arrays(tiny().out_dir)
     half = tiny(**mesh, out_dir=str(tmp_path / "half"))
     train.main(half, hooks=[stop_at(4)])
     assert ckpt.steps(tmp_path / "half/ckpt") == [4]
@@ -2889,16 +2934,16 @@ def test_on_8_devices_a_resumed_run_is_equal_to_the_bit_and_on_other_meshes_to_r
         shutil.copytree(half.out_dir, out)
         runs[devices, out] = command(dataclasses.replace(half, out_dir=str(out), **sizes), devices)
     for (devices, out), run in runs.items():
-        code, said = ended(*run)
-        assert code == 0, said
+        code, output = ended(*run)
+        assert code == 0, output
         if devices == 8:
-            assert losses(out) == expected and same(arrays(out), whole)
-        for ours, theirs in zip(losses(out)[:2], expected):
-            np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
+            assert losses(out) == straight_losses and same(arrays(out), straight_arrays)
+        for actual, expected in zip(losses(out)[:2], straight_losses):
+            np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
 
 
 def several(n, cfg, *flags):
-    """All n processes of a run, started: [(process, log), ...]."""
+    """Start all n processes of a run; return [(process, log path), ...]."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -2910,9 +2955,9 @@ two = partial(several, 2)
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(tiny, tmp_path):
-    """jax.distributed over gloo, fsdp 2: losses, evaluations, every array of the checkpoint, the
-    samples and the exported weights are those of one process with two devices, to float32 rounding.
+def test_two_processes_train_like_one(tiny, tmp_path):
+    """Two processes with fsdp 2 have the losses, evaluations, checkpoint arrays, samples and
+    exported weights of one process with two devices, up to float32 rounding.
 
     Break: train.py: 0 if pinned else index, rows) => 0 if pinned else index, rows - rows.min())
     """
@@ -2921,31 +2966,31 @@ def test_two_processes_train_as_one(tiny, tmp_path):
                export=str(tmp_path / "two_exported"))
     alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"),
                                 export=str(tmp_path / "one_exported"))
-    one = command(alone, 2)  # at the same time
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in two(cfg)]
-    assert (code_0, code_1) == (0, 0), said_0 + said_1
-    assert "done:" in said_0 and "done:" not in said_1
+    one = command(alone, 2)  # runs in parallel
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in two(cfg)]
+    assert (code_0, code_1) == (0, 0), output_0 + output_1
+    assert "done:" in output_0 and "done:" not in output_1
     assert ended(*one)[0] == 0
-    for ours, theirs in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
-        np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=2e-6)
-    ours, theirs = arrays(cfg.out_dir), arrays(alone.out_dir)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for actual, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
+        np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
+    actual, expected = arrays(cfg.out_dir), arrays(alone.out_dir)
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
     texts = [[r.get("texts") for r in rows(c.out_dir, "sample")] for c in (cfg, alone)]
     assert texts[0] == texts[1] and len(texts[0]) == 2 and texts[0][0]
-    exported, theirs = ({name: x for file in Path(c.export).glob("*.safetensors")
-                         for name, x in safetensors.numpy.load_file(file).items()}
-                        for c in (cfg, alone))
-    assert exported.keys() == theirs.keys()
+    exported, expected = ({name: x for file in Path(c.export).glob("*.safetensors")
+                           for name, x in safetensors.numpy.load_file(file).items()}
+                          for c in (cfg, alone))
+    assert exported.keys() == expected.keys()
     for name in exported:
-        np.testing.assert_allclose(exported[name], theirs[name], rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], ours["params/embed"])
+        np.testing.assert_allclose(exported[name], expected[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], actual["params/embed"])
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path):
-    """They agree on it at the next multiple of log_every, save, and exit with 0.
+    """Both processes stop at the next multiple of log_every, save, and exit with 0.
 
     Break: train.py: step % (run["cfg"].log_every or 10) == 0 => step % (run["cfg"].log_every or
     10) == 1
@@ -2956,8 +3001,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
     log = Path(cfg.out_dir, "metrics.jsonl")
     wait_for(lambda: (log.exists() and rows(cfg.out_dir, "log")) or not runs[0][0].is_alive(), 120)
     os.kill(runs[1][0].pid, signal.SIGTERM)
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
-    assert (code_0, code_1) == (0, 0), said_0 + said_1
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
+    assert (code_0, code_1) == (0, 0), output_0 + output_1
     stop = rows(cfg.out_dir, "stop")[-1]
     assert stop["reason"] == "SIGTERM" and stop["step"] % 7 == 0
     assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
@@ -2965,8 +3010,9 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
 
 @pytest.mark.slow
 def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
-    """Process 1 found twice as much data, as in a folder that grows: both take the length that 0
-    found. A hook that asks for a stop on 1 alone stops both, at the next multiple of log_every.
+    """Process 1 finds twice as much data as process 0, as in a growing folder. Both use the length
+    that process 0 found. A stop request of a hook on process 1 stops both at the next multiple of
+    log_every.
 
     Break: train.py: hook_stops = ["a hook of another process requested it"] => pass
     """
@@ -2983,9 +3029,9 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
                     "    return sources\n"
                     "opened, train.TEXT['open'] = train.TEXT['open'], more\n")
     runs = two(cfg, "--hooks", f"{hook}:stop")
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
-    assert (code_0, code_1) == (0, 0), said_0 + said_1
-    assert re.search("of .* steps", said_0)[0] == re.search("of .* steps", said_1)[0]
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
+    assert (code_0, code_1) == (0, 0), output_0 + output_1
+    assert re.search("of .* steps", output_0)[0] == re.search("of .* steps", output_1)[0]
     stop = rows(cfg.out_dir, "stop")[-1]
     assert stop["reason"] == "a hook of another process requested it" and stop["step"] % 7 == 0
     assert 14 <= stop["step"] < 50 and ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
@@ -2993,9 +3039,10 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 
 # ---- signals
 
-def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, capfd):
-    """Of those three signals alone, under nohup without SIGHUP; after it, handlers are as they were
-    and the pipe is closed. A thread other than the main one, which has no handlers, catches none.
+def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypatch, capfd):
+    """catch_signals handles SIGINT, SIGTERM and SIGHUP, but not SIGHUP under nohup. Afterwards the
+    old handlers are restored and the pipe is closed. In a thread other than the main thread it
+    catches nothing.
 
     Break: train.py: os._exit(128 + number) => os._exit(number)
     """
@@ -3022,7 +3069,7 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
             for n in (signal.SIGUSR1, signal.SIGTERM):
                 os.kill(os.getpid(), n)
             wait_for(lambda: caught)
-            os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does, to the process and its group
+            os.kill(os.getpid(), signal.SIGTERM)  # `timeout` signals the process and its group
             time.sleep(1.1)
             assert caught == ["SIGTERM"] and not codes
             os.kill(os.getpid(), signal.SIGINT)
@@ -3058,8 +3105,8 @@ def test_the_first_signal_is_noted_and_a_second_ends_the_process(monkeypatch, ca
         signal.signal(signal.SIGHUP, handlers[2])
 
 
-def test_a_terminal_that_is_not_utf_8_shows_escapes(monkeypatch):
-    """Of a sample, say.
+def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
+    """A character that the encoding of stdout does not have is printed as an escape.
 
     Break: train.py: sys.stdout.reconfigure(errors="backslashreplace") => pass
     """
@@ -3068,9 +3115,9 @@ def test_a_terminal_that_is_not_utf_8_shows_escapes(monkeypatch):
     assert b"\n\xe9\\u2192\n" in sys.stdout.buffer.getvalue()
 
 
-def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
-    """A broken pipe and a closed terminal, under plain lines and under the bar; what is still
-    buffered does not fail at exit either. On a full disk lines come again once there is room.
+def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
+    """A broken pipe or a closed terminal ends no run, with lines or with the progress bar, and no
+    error occurs at exit. On a full disk printing works again when space is available.
 
     Break: train.py: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno()) => pass
     """
@@ -3078,15 +3125,15 @@ def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
              "memory_bytes_per_device": {"total": 1}}
     log = {"step": 1, "loss": 1.0, "lr": 1e-3, "tokens_per_s": 1.0, "data_wait_s": 0.0}
     for make in (os.pipe, pty.openpty):
-        here, there = make()
-        with open(there, "w") as stdout, open(os.dup(there), "w") as stderr, \
+        reading_end, writing_end = make()
+        with open(writing_end, "w") as stdout, open(os.dup(writing_end), "w") as stderr, \
                 monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
             observe = train.console(tiny())
             observe("start", start)
-            assert b"compiled in 1.0 s" in os.read(here, 10**4)
-            os.close(here)
+            assert b"compiled in 1.0 s" in os.read(reading_end, 10**4)
+            os.close(reading_end)
             for _ in range(2):
                 train.print0("a line")
                 observe("step", {"step": 1})
@@ -3101,8 +3148,8 @@ def test_a_screen_that_is_gone_ends_no_run(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_closed_standard_streams_end_no_run(tiny, tmp_path):
-    """A run whose standard streams are closed, as a daemon's are, trains, saves and exits with 0.
-    Its output and that of a child process go to the open stream and into no file of the run.
+    """A run with closed standard streams, as in a daemon, trains, saves and exits with 0. Output
+    of the run and of a child process goes to the open stream and into no file of the run.
 
     Break: train.py: os.set_inheritable(stream.fileno(), True) => pass
     """
@@ -3136,10 +3183,10 @@ def test_closed_standard_streams_end_no_run(tiny, tmp_path):
     assert losses(started[0][1]) == losses(started[1][1]) == losses(started[2][1])
 
 
-def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
-    """Of two that were asked different things both take the later time, the signal, the file and
-    the wish of a hook; in between, and when asked again at the step, all is as before. One alone
-    asks no one.
+def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, monkeypatch):
+    """Two processes with different stop requests both get the later time, the signal, the stop
+    file and the hook's request. Between multiples of log_every nothing changes. One process alone
+    does not communicate.
 
     Break: train.py: gathered.max(axis=0) => gathered[0]
     """
@@ -3149,7 +3196,7 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
         gathered.append(int(found[2]))
         return np.stack([found, np.float32(other)])
 
-    def asked(step, signals, before=None, log_every=7):
+    def poll(step, signals, before=None, log_every=7):
         run = {"cfg": tiny(log_every=log_every)}
         progress = train.init_progress(0.0) | {"hook_stops": hook_stops}
         if before:
@@ -3158,30 +3205,31 @@ def test_processes_ask_each_other_at_multiples_of_log_every(tiny, monkeypatch):
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
-    assert asked(3, []) == {"step": 3, "elapsed_s": 100, "stop_file": False, "signal": None,
-                            "hook_stops": hook_stops}
-    assert asked(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
+    assert poll(3, []) == {"step": 3, "elapsed_s": 100, "stop_file": False, "signal": None,
+                           "hook_stops": hook_stops}
+    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
     stop.touch()
-    assert asked(3, [])["stop_file"] is True
+    assert poll(3, [])["stop_file"] is True
     stop.unlink()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert not train.save_only(["SIGINT"]) and not gathered
     before = {"step": 7, "elapsed_s": 5.0}
-    assert asked(8, ["SIGINT"], before) is asked(7, ["SIGINT"], before) is before and not gathered
+    assert poll(8, ["SIGINT"], before) is poll(7, ["SIGINT"], before) is before and not gathered
     other[:] = 250, 1, signal.SIGTERM, 1
     for step, log_every in ((14, 7), (20, 0)):
-        assert asked(step, ["SIGINT"], before, log_every) == {
+        assert poll(step, ["SIGINT"], before, log_every) == {
             "step": step, "elapsed_s": 250, "stop_file": True, "signal": "SIGTERM",
             "hook_stops": ["a hook of another process requested it"]}
-    assert gathered == [2, 2] and asked(14, [], before, 0) is before
+    assert gathered == [2, 2] and poll(14, [], before, 0) is before
     hook_stops.append("enough")
-    assert asked(14, [])["hook_stops"] == ["enough"]
+    assert poll(14, [])["hook_stops"] == ["enough"]
 
 
 def test_a_signal_during_an_evaluation_ends_it(tiny):
-    """At its first batch, at the last step: there is no evaluation, and the next start makes one.
+    """A signal arrives in the first batch of the evaluation at the last step. The evaluation ends
+    without a result, and the next launch runs it.
 
     Break: train.py: return save_only(signals) => return False
     """
@@ -3191,7 +3239,7 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
         def batch(index, rows):
             if index == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)  # a thread hears the signal
+            time.sleep(0.1)  # time for the signal thread
             return val["batch"](index, rows)
 
         return sources | {"val": val | {"batch": batch}}
@@ -3199,19 +3247,20 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     cfg = tiny(steps=2, eval_batches=0)
     summary = train.main(cfg, task=train.TEXT | {"open": open_text})
     assert summary["exit_code"] == 0 and "val_loss" not in summary
-    assert rows_of(cfg.out_dir, "save eval") == [("save", 2)]
+    assert event_steps(cfg.out_dir, "save eval") == [("save", 2)]
     assert "val_loss" in train.main(cfg)
-    assert rows_of(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
+    assert event_steps(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
 
 
-def test_a_signal_while_there_is_nothing_to_save_is_an_interrupt():
-    """KeyboardInterrupt with the name of the signal, until the loop has begun.
+def test_a_signal_before_the_loop_raises_keyboard_interrupt():
+    """Before the loop starts a signal raises KeyboardInterrupt with the name of the signal. In the
+    loop it is recorded.
 
     Break: train.py: raise KeyboardInterrupt(signal.Signals(number).name) => pass
     """
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"), train.catch_signals():
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(1)  # a moment for the handler
+        time.sleep(1)  # time for the handler
     with train.catch_signals() as (caught, in_loop):
         in_loop.set()
         signal.raise_signal(signal.SIGTERM)
@@ -3221,8 +3270,9 @@ def test_a_signal_while_there_is_nothing_to_save_is_an_interrupt():
 @pytest.mark.slow
 @pytest.mark.parametrize("name, moment", [
     ("SIGTERM", "step"), ("SIGINT", "step"), ("SIGHUP", "eval")])
-def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
-    """In a step and during an evaluation; the next run goes on from there.
+def test_a_signal_finishes_the_step_and_saves(tiny, name, moment):
+    """A signal during a step or an evaluation ends the run after the step, with a save and exit
+    code 0.
 
     Break: train.py: caught.append(name) => pass
     """
@@ -3232,16 +3282,16 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0(tiny, name, moment):
     n = {"step": 1, "eval": 5}[moment]
     wait_for(lambda: rows_or_none(out) and len(rows(out, "log")) >= n)
     os.kill(run.pid, getattr(signal, name))
-    code, said = ended(run, log)
-    assert code == 0 and f"stopped: {name}" in said, said
+    code, output = ended(run, log)
+    assert code == 0 and f"stopped: {name}" in output, output
     assert ckpt.latest(out / "ckpt") == rows(out, "stop")[-1]["step"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["data", "compile"])
 def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
-    """While text is tokenized, and in a compilation that takes far longer than the run then lives;
-    nothing is left that a run goes on from, and the same command starts.
+    """A signal during tokenization or compilation ends the process within seconds. It leaves no
+    config.json.
 
     Break: train.py: if not in_loop.is_set(): => if False:
     """
@@ -3254,14 +3304,15 @@ def test_a_signal_before_the_first_step_ends_at_once(tiny, moment):
     wait_for(lambda: (out / ".lock").exists() and (moment == "data" or words in log.read_text()))
     time.sleep(0.3)
     os.kill(run.pid, signal.SIGTERM)
-    code, said = ended(run, log, 5)
-    assert code == 0 and said.endswith("SIGTERM: ended; nothing to save\n"), said
-    assert (words in said) == (moment == "compile") and not (out / "config.json").exists()
+    code, output = ended(run, log, 5)
+    assert code == 0 and output.endswith("SIGTERM: ended; nothing to save\n"), output
+    assert (words in output) == (moment == "compile") and not (out / "config.json").exists()
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_first_step_is_not_lost_in_a_finalizer(tiny, tmp_path):
-    """Python ignores what is raised there, here in the finalizer of an object of a hook.
+def test_a_signal_in_a_finalizer_before_the_first_step_is_not_lost(tiny, tmp_path):
+    """Python ignores exceptions that are raised in a finalizer, here of an object of a hook. The
+    signal ends the process nevertheless.
 
     Break: train.py: signal.pthread_kill(threading.main_thread().ident, number) => pass
     """
@@ -3273,14 +3324,15 @@ def test_a_signal_before_the_first_step_is_not_lost_in_a_finalizer(tiny, tmp_pat
     run, log = command(tiny(hooks=(f"{tmp_path}/last.py:hook",)))
     wait_for((tmp_path / "there").exists)
     os.kill(run.pid, signal.SIGTERM)
-    code, said = ended(run, log, 10)
-    assert code == 0 and "Exception ignored" in said, said
-    assert said.endswith("SIGTERM: ended; nothing to save\n"), said
+    code, output = ended(run, log, 10)
+    assert code == 0 and "Exception ignored" in output, output
+    assert output.endswith("SIGTERM: ended; nothing to save\n"), output
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(tiny, tmp_path):
-    """Even while the first is waiting for a long step, save or evaluation; here, a hook.
+def test_a_second_signal_ends_the_process_at_once(tiny, tmp_path):
+    """A second signal ends the process while the first one waits for a long step, save or
+    evaluation; here it waits for a hook.
 
     Break: train.py: os._exit(128 + number) => pass
     """
@@ -3298,9 +3350,9 @@ def test_a_second_signal_ends_at_once(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
-    """Short documents in packed rows: the losses over fsdp 2, tp 2, sp 2 are those over dp 8 to
-    1e-4, and not those of rows that are not packed.
+def test_packed_rows_train_the_same_on_any_mesh(tiny, tmp_path):
+    """With short documents in packed rows and a document mask, the losses with fsdp 2, tp 2 and sp
+    2 are those with dp 8, to 1e-4. Without the mask they differ.
 
     Break: data.py: if seq_format["document_mask"]: => if False:
     """
@@ -3317,11 +3369,13 @@ def test_packed_rows_train_the_same_over_any_mesh(tiny, tmp_path):
     assert np.abs(seen["other"] - seen["dp"]).max() > 1e-3
 
 
-# ---- windows, mixtures, whole documents
+# ---- windows, mixtures, packed documents
 
 @pytest.fixture
 def days(tiny, tmp_path):
-    """days(**fields): a run in windows of 3 batches, 2 and 2, one file a day, another held out."""
+    """days(**fields) is a config with windows of 3, 2 and 2 batches, one file a day, and separate
+    validation data.
+    """
     (tmp_path / "days").mkdir()
     for day, letter, n in ((1, "a", 24), (2, "b", 16), (9, "c", 16)):
         (tmp_path / "days" / f"day{day}.txt").write_text(letter * (16 * n - 1))
@@ -3336,10 +3390,10 @@ def days(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
-    """There is an evaluation after each window. A run that is stopped in a window and resumed when
-    there are more files, of which one sorts before those it has read, reads on as if nothing had
-    come, then the new ones; meta.json says which windows it has seen.
+def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
+    """An evaluation follows each window. A run stops within a window, and new files appear, one of
+    which sorts before the files already read. The resumed run first reads the windows it had
+    planned, then the new files; meta.json lists the windows seen.
 
     Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
     """
@@ -3352,7 +3406,7 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
         map(json.loads, Path(cfg.out_dir, "windows.jsonl").read_text().splitlines())))
     assert meta["step"] == 5 and begun[:2] == ["day1.txt", "day2.txt"]
     assert begun[: len(saved)] == saved
-    assert begun[2:] in ([], ["day9.txt"])  # as far ahead as batches were made
+    assert begun[2:] in ([], ["day9.txt"])  # batches are prepared some steps ahead
     for day in ("day0.txt", "day3.txt"):
         (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
     letters = []
@@ -3363,17 +3417,17 @@ def test_a_run_in_windows_goes_on_though_the_folder_has_grown(days, tmp_path):
     (tmp_path / "in_order").mkdir()
     for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
         shutil.copy(json.loads(line)["name"], tmp_path / f"in_order/{i}.txt")
-    whole = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "whole"),
-                 data=(str(tmp_path / "in_order/*.txt"),))
-    train.main(whole)
-    assert losses(whole.out_dir) == losses(cfg.out_dir)
+    straight = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "straight"),
+                    data=(str(tmp_path / "in_order/*.txt"),))
+    train.main(straight)
+    assert losses(straight.out_dir) == losses(cfg.out_dir)
 
 
 @pytest.mark.slow
 def test_two_processes_read_the_same_windows(days, tmp_path):
-    """Of two processes one decides which window comes next, and both read it: their losses are
-    those of one process to 1e-3 (float32, another mesh, steep gradients), and a file that appears
-    while they wait is read by both.
+    """One of two processes chooses the next window and both read it, also a file that appears
+    while they wait. The losses are those of one process to 1e-3 (float32, another mesh, steep
+    gradients).
 
     Break: data.py: if jax.process_index(): => if not jax.process_index():
     """
@@ -3383,17 +3437,17 @@ def test_two_processes_read_the_same_windows(days, tmp_path):
              or not all(run.is_alive() for run, _ in runs), 120)
     (tmp_path / "new.txt").write_text("d" * (16 * 16 - 1))
     (tmp_path / "new.txt").rename(tmp_path / "days" / "day10.txt")
-    said = [ended(*run) for run in runs]
-    assert [code for code, _ in said] == [0, 0], said
+    output = [ended(*run) for run in runs]
+    assert [code for code, _ in output] == [0, 0], output
     alone = days(dp=1, fsdp=2, tp=4, steps=9, out_dir=str(tmp_path / "alone"))
     train.main(alone)
     for both, one in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)):
         np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
 
 
-def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
-    """A run that was killed before its first save has left a list of other files. A run in another
-    order, whose checkpoints name no windows, does not go on in windows.
+def test_a_new_run_ignores_the_windows_of_an_earlier_run(days, tmp_path):
+    """A run that was killed before its first save has left a list of windows. A new run ignores
+    this list. A run in another order cannot be resumed with windows.
 
     Break: train.py: (meta.get("data", {}).get("windows", [])) => (meta["data"]["windows"]) if meta
     else None
@@ -3412,7 +3466,7 @@ def test_a_fresh_run_takes_no_windows_of_a_run_before(days, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_ends_the_wait_for_a_window(days):
-    """A run that waits for a file says so, and at SIGTERM saves and exits with 0.
+    """A run that waits for a file prints this. At SIGTERM it saves and exits with 0.
 
     Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
     """
@@ -3421,14 +3475,14 @@ def test_a_signal_ends_the_wait_for_a_window(days):
     wait_for(lambda: "waiting for 1e+06 s" in log.read_text() or not run.is_alive(), 120)
     time.sleep(0.5)
     os.kill(run.pid, signal.SIGTERM)
-    code, said = ended(run, log)
-    assert code == 0 and "stopped: SIGTERM" in said, said
+    code, output = ended(run, log)
+    assert code == 0 and "stopped: SIGTERM" in output, output
     assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == 7
 
 
 @pytest.mark.slow
-def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
-    """When a file changes under a run it ends with an error, and the state is saved before.
+def test_an_error_in_the_data_loses_no_step(tiny, tmp_path):
+    """If a data file changes during a run, the run saves its state and ends with an error.
 
     Break: train.py: except (ValueError, OSError): => except ZeroDivisionError:
     """
@@ -3443,14 +3497,14 @@ def test_data_with_a_fault_loses_no_step(tiny, tmp_path):
         train.main(cfg, hooks=[cut])
     last = ckpt.latest(Path(cfg.out_dir) / "ckpt")
     assert 3 <= last <= 7
-    # The row of the last step, too, which was not read yet.
+    # The row of the last step was pending and is in the log too.
     assert [row["step"] for row in rows(cfg.out_dir, "log")] == list(range(1, last + 1))
 
 
 @pytest.mark.slow
-def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
-    """Evaluation of a mixture has the loss of each source, as one run on that alone has it, and
-    their mean by labels.
+def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
+    """An evaluation of a mixture has the loss of each source, equal to an evaluation of that
+    source alone, and their mean weighted by labels.
 
     Break: train.py: float(np.divide(loss, n_labels)) => 1.0
     """
@@ -3476,9 +3530,9 @@ def test_the_loss_of_each_source_of_a_mixture(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_whole_documents_count_what_they_use(tiny, tmp_path):
-    """With whole documents in rows, a log row has the share of padding, and the model's FLOPs are
-    those of the keys that queries see, by a count of our own.
+def test_flops_and_padding_of_packed_documents(tiny, tmp_path):
+    """With one document per row, a log row has the fraction of padding. The model's FLOPs count
+    only the attended keys, which the test counts independently.
 
     Break: model.py: if keys is None: => if True:
     """
@@ -3500,8 +3554,8 @@ def test_whole_documents_count_what_they_use(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
-    """Tuned on a few questions and their answers, packed by best fit, a small model answers each
-    in the template and ends its turn there.
+    """A small model is tuned on a few chats, packed by best fit. It answers each question in the
+    template and ends its turn.
 
     Break: data.py: start + 1 : stop], IGNORE, labels) => start + 1 : stop], labels, IGNORE)
     """
@@ -3521,10 +3575,11 @@ def test_a_model_tuned_on_chats_answers_in_the_template(tiny, tmp_path):
         assert summary["texts"] == [prompt + answer]
 
 
-# ---- faults of the user's
+# ---- errors of the user
 
-def test_a_file_that_may_not_be_read_is_named(capsys):
-    """Here one of Linux's own, which not even root may read: a sentence, no traceback.
+def test_a_file_without_read_permission_is_named(capsys):
+    """A file that may not be read, here a system file that not even root can read, gives a
+    one-line error with exit code 2.
 
     Break: train.py: if isinstance(error, PermissionError): => if False:
     """
@@ -3535,9 +3590,9 @@ def test_a_file_that_may_not_be_read_is_named(capsys):
     assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: '{closed}'\n"
 
 
-def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
-    """By the command line: exit code 2, a sentence with the name and the rule, no traceback, before
-    compilation.
+def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
+    """On the command line each bad value gives exit code 2 and one sentence with the field and the
+    rule, without a traceback and before compilation.
 
     Break: train.py: if not isinstance(error, ValueError): => if True:
     """
@@ -3575,9 +3630,10 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
     }.items():
         Path(tiny().out_dir + ".json").write_text(config.to_json(tiny()))
         code = train.cli(["--config", tiny().out_dir + ".json", *flags.split()])
-        said = capsys.readouterr()
-        assert code == 2 and said.err.startswith("error: ") and words in said.err, (flags, said)
-        assert "compil" not in said.out
+        output = capsys.readouterr()
+        assert code == 2, (flags, output)
+        assert output.err.startswith("error: ") and words in output.err, (flags, output)
+        assert "compil" not in output.out
     monkeypatch.setattr(sys, "argv", ["train.py", "--n_layers", "0"])
     with pytest.raises(SystemExit) as e:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
@@ -3587,9 +3643,9 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(tiny, tmp_path, capsys, m
 
 
 @pytest.mark.slow
-def test_data_mode_prepares_and_touches_no_device(tiny):
-    """--mode data tokenizes, says how many documents and tokens there are, and ends, where JAX has
-    no device at all; training then tokenizes nothing again.
+def test_data_mode_tokenizes_without_a_device(tiny):
+    """--mode data tokenizes, prints the number of documents and tokens, and ends, even if JAX has
+    no device. Training does not tokenize again.
 
     Break: train.py: print_data_summary(open_data(task, cfg, ("train", "val")), print) =>
     print_data_summary(open_data(task, cfg, ("train", "val")), print0)
@@ -3617,8 +3673,9 @@ def test_data_mode_prepares_and_touches_no_device(tiny):
     assert made == {p: p.stat().st_mtime_ns for p in made}
 
 
-def test_data_mode_adopts_what_init_from_says_of_the_model(tiny, capsys):
-    """Data is prepared in the form in which training will read it.
+def test_data_mode_adopts_the_config_of_init_from(tiny, capsys):
+    """--mode data prepares the data as training will read it, after the config of init_from is
+    adopted.
 
     Break: train.py: cfg = update_config(cfg) => pass
     """
@@ -3633,9 +3690,9 @@ def test_data_mode_adopts_what_init_from_says_of_the_model(tiny, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2, n_experts=4), dict(fsdp=1, tp=2, sp=4)])
-def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
-    """Greedy samples of 3 rows, which no mesh splits evenly, from sharded parameters, with fewer kv
-    heads than tp x sp as well; and XLA has nothing to warn of.
+def test_samples_on_a_mesh_equal_those_on_one_device(sizes, tiny, capfd):
+    """Greedy samples of 3 rows, which no mesh splits evenly, equal those on one device, also if tp
+    x sp exceeds the number of KV heads. XLA prints no warning.
 
     Break: model.py: K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp")) => K = cfg.n_kv_heads
     """
@@ -3654,21 +3711,21 @@ def test_samples_of_a_mesh_are_those_of_one_device(sizes, tiny, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
-# ---- memory
+# ---- plans and memory
 
 @pytest.mark.slow
-def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
-    """Bytes of parameters and moments are those counted by hand from shapes and specs, bytes in all
-    those that a run of the config logs, FLOPs a device's share; no array is made, and no folder,
-    and no data is needed.
+def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
+    """The bytes of parameters and moments equal a count by hand, the total equals the total that a
+    run logs, and FLOPs are per device. The plan allocates no array, makes no folder and needs no
+    data.
 
     Break: step.py: x.sharding.shard_shape(x.shape) => x.shape
     """
     cfg = tiny(mode="plan", dp=1, fsdp=2, tp=2, sp=2, n_kv_heads=4)
-    gc.collect()  # of what other tests left, nothing may go meanwhile
+    gc.collect()  # arrays of other tests must not be freed later
     before = len(jax.live_arrays())
     cost = train.main(dataclasses.replace(cfg, data=("/nowhere",)))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert len(jax.live_arrays()) == before and not Path(cfg.out_dir).exists()
     assert cost["exit_code"] == 0 and cost["fits"]
     full = config.derive_text(dataclasses.replace(cfg, vocab_size=256))
@@ -3676,41 +3733,41 @@ def test_a_plan_is_of_the_step_that_would_run(tiny, capsys):
         f"'{axis}'" in str(row["spec"]) for axis in config.MESH if getattr(cfg, axis) == 2)
                   for row in model.param_table(full).values())
     assert cost["memory"]["parameters"] == by_hand
-    assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its updates
+    assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its steps
     train.main(dataclasses.replace(cfg, mode="train", steps=1))
     start = rows(cfg.out_dir, "start")[0]
     assert cost["memory"] == start["memory_bytes_per_device"]
     tflop = start["flops_per_token"] * start["tokens_per_step"] / 8 / 1e12
-    assert f"{tflop:10,.4g} TFLOP  model: " in said
+    assert f"{tflop:10,.4g} TFLOP  model: " in output
     for words in ("GiB  parameters", "GiB  in all during a step", "recomputed by remat",
                   "fits in"):
-        assert words in said
+        assert words in output
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch, capsys):
-    """On a device with a byte too few, by a run and by a plan alike: what it needs, what there is,
-    and the first thing to change, which is legal; a run leaves no checkpoint.
+def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch, capsys):
+    """The device has one byte too few. A run and a plan report the bytes needed, the bytes
+    available and a legal first change; the run leaves no checkpoint.
 
     Break: train.py: steplib.check_fits(programs["memory"], setup["mesh"]) => pass
     """
     cfg = tiny(batch_size=64, remat="full")
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
-    needed, said = cost["memory"]["total"], capsys.readouterr().out.splitlines()
+    needed, output = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
     flops, recomputed, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
-    assert list(cost["flop"].items()) == [  # of 64 x 16 tokens, on each of 8 devices
+    assert list(cost["flop"].items()) == [  # 64 x 16 tokens over 8 devices
         (f"model: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
-    assert said[0].startswith("0.02M parameters on 8 x cpu")
-    assert said[1].endswith(", 1,024 tokens per step; for each device:")
-    assert said[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
+    assert output[0].startswith("0.02M parameters on 8 x cpu")
+    assert output[1].endswith(", 1,024 tokens per step; for each device:")
+    assert output[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
     in_all = {"in all during a step": needed,
               "in all during evaluation": cost["peaks"]["evaluation"]}
     amounts = {kind: n for kind, n in cost["memory"].items() if kind != "total"} | in_all
-    assert said[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
+    assert output[4:-1] == [f"  {n / 2**30:10,.4g} GiB  {of}" for of, n in amounts.items()]
     limit = steplib.memory_limit(train.setup_run(cfg)["mesh"]) / 2**30
-    assert said[-1] == f"fits in {limit:,.4g} GiB"
+    assert output[-1] == f"fits in {limit:,.4g} GiB"
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="a step needs .* GiB on each device, which has .*; "
                                          r"to change: --grad_accum_steps 2 \(0.0.* GiB\), "):
@@ -3727,7 +3784,7 @@ def rows_or_none(out):
 
 
 def deep_loss(params, batch, cfg):
-    """Wide layers over the rows of x, in cfg.mlp_tiles parts one after the other."""
+    """Apply wide layers to the rows of x, in cfg.mlp_tiles parts one after the other."""
     @jax.checkpoint
     def part(x):
         for _ in range(4):
@@ -3739,7 +3796,7 @@ def deep_loss(params, batch, cfg):
     return {"objective": parts.sum()}, {"objective": jnp.float32(x.size)}
 
 
-# A task whose step compiles quickly. --remat does nothing for it.
+# A task whose step compiles quickly. --remat saves it no memory.
 DEEP = {"table": lambda cfg: {"up": dict(shape=(8, 256), spec=P(), init=("normal", 1.0))},
         "loss": deep_loss, "open": None,
         "batch": lambda cfg: {"x": ((cfg.batch_size, 64, 8), jnp.float32, P("fsdp"))},
@@ -3747,30 +3804,30 @@ DEEP = {"table": lambda cfg: {"up": dict(shape=(8, 256), spec=P(), init=("normal
 
 
 def planned(cfg, measure=False, **changes):
-    """train.estimate of DEEP on one device."""
+    """Return train.estimate of DEEP on one device."""
     run = train.setup_run(dataclasses.replace(cfg, **changes), DEEP, jax.devices()[:1])
     return train.estimate(run, measure)
 
 
 def parsed(flags):
-    """{field: value} of flags in a message."""
+    """Return {field: value} of the flags in a message."""
     words = re.findall(r"--(\w+) (\S+)", flags)
     return {name: int(value) for name, value in words}
 
 
 @pytest.mark.slow
-def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
-    """Where microbatches are enough, as few as fit, or a smaller batch; where they are not, with
-    the flag that helps and without the one that does not. What is printed fits when it is applied,
-    and does not without the last flag, or with fewer microbatches.
+def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
+    """The plan suggests as few microbatches as fit, or a smaller batch. If microbatches are not
+    enough, it adds the flag that helps. The suggestion fits, and it does not fit without its last
+    flag or with fewer microbatches.
 
     Break: step.py: < WORTH_IT * _excess(peaks, limit) => <= _excess(peaks, limit)
     """
     cfg = tiny(batch_size=96, dp=1, mode="plan")
-    whole, rows, least = (planned(cfg, **changes)["peaks"]["update"] for changes in (
+    all_at_once, rows, least = (planned(cfg, **changes)["peaks"]["update"] for changes in (
         {}, dict(grad_accum_steps=96), dict(grad_accum_steps=96, mlp_tiles=8)))
-    assert least < rows < whole / 4
-    for limit, names in (((whole + rows) // 2, ["grad_accum_steps"]),
+    assert least < rows < all_at_once / 4
+    for limit, names in (((all_at_once + rows) // 2, ["grad_accum_steps"]),
                          ((rows + least) // 2, ["grad_accum_steps", "mlp_tiles"])):
         monkeypatch.setattr(steplib, "memory_limit", lambda mesh, limit=limit: limit)
         flags, _, batch = planned(cfg, True)["error"].partition("to change: ")[2].partition(", or ")
@@ -3790,10 +3847,10 @@ def test_flags_are_combined_until_a_run_fits(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
-    """When all flags together are not enough: how much is missing, and a smaller batch with which
-    they are; a limit below any batch's asks for more devices; one below the state says at once
-    what alone would help.
+def test_a_plan_suggests_a_batch_size_that_fits(tiny, monkeypatch):
+    """If all flags together are not enough, the plan reports the missing memory and a smaller
+    batch that fits. If no batch fits, it suggests more devices. If the state alone does not fit,
+    it suggests what reduces the state.
 
     Break: step.py: missing = (_largest(peaks) - limit) / => missing = _largest(peaks) /
     """
@@ -3802,8 +3859,8 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
     one = planned(cfg, batch_size=2, grad_accum_steps=2, mlp_tiles=8)
     limit = (one["peaks"]["update"] + least) // 2
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: limit)
-    fault = planned(cfg, True)["error"]
-    all_flags, _, smaller = fault.partition("to change: ")[2].partition("; with a smaller batch ")
+    error = planned(cfg, True)["error"]
+    all_flags, _, smaller = error.partition("to change: ")[2].partition("; with a smaller batch ")
     missing = float(re.search(r"is (\S+) GiB too much", all_flags)[1])
     assert missing == pytest.approx((least - limit) / 2**30, rel=0.01)
     found = parsed(smaller)
@@ -3817,9 +3874,9 @@ def test_a_batch_size_that_fits_is_named(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_a_plan_counts_every_program(tiny):
-    """By hand: the state and a batch beside an evaluation; the state and the keys and values of all
-    tokens beside a sample, if one is made; the state and the largest tensor beside an export, with
-    LoRA also the merged weights. A mode without training holds the parameters alone.
+    """The test counts by hand: the state and a batch for an evaluation, the state and the KV cache
+    for a sample, the state and the largest tensor for an export, with LoRA also the merged
+    weights. A mode without training holds only the parameters.
 
     Break: step.py: held = state if training else state["params"] => held = state["params"]
     """
@@ -3833,7 +3890,7 @@ def test_a_plan_counts_every_program(tiny):
     assert list(cost["peaks"]) == ["update", "evaluation", "sampling", "export"]
     n_params = 1024 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 3 * 32 + 2 * 8
     assert cost["memory"]["parameters"] == 4 * n_params
-    state, params = 3 * 4 * n_params + 4 + 8, 4 * n_params  # Adam's count; step and skipped
+    state, params = 3 * 4 * n_params + 4 + 8, 4 * n_params  # Adam's count, step and skipped
     evaluation = cost["programs"]["evaluation"].memory_analysis()
     assert cost["peaks"]["evaluation"] == (state + 2 * 4 * 8 * 16 + evaluation.temp_size_in_bytes
                                            + evaluation.output_size_in_bytes)
@@ -3849,15 +3906,15 @@ def test_a_plan_counts_every_program(tiny):
         assert alone == {program: cost["peaks"][program] - (state - params)}
     lora = counted(lora_rank=2, freeze=("*", "!*.lora_?"))
     merged = 4 * (n_params - 1024 * 32 - 3 * 32 - 2 * 8)
-    held = steplib.held_bytes(steplib.lower_steps(*train.step_args(train.setup_run(
+    lora_state = steplib.held_bytes(steplib.lower_steps(*train.step_args(train.setup_run(
         dataclasses.replace(cfg, lora_rank=2), devices=jax.devices()[:1])))["state"])
-    assert merged + largest <= lora["peaks"]["export"] - held < 3 * (merged + largest)
+    assert merged + largest <= lora["peaks"]["export"] - lora_state < 3 * (merged + largest)
 
 
 @pytest.mark.slow
-def test_an_evaluation_without_memory_loses_no_step(tiny, monkeypatch):
-    """An evaluation that does not fit is refused before it runs, once the state is saved, though no
-    save was due.
+def test_an_evaluation_that_does_not_fit_loses_no_step(tiny, monkeypatch):
+    """An evaluation that does not fit is refused before it runs. The run saves its state first,
+    although no save was due.
 
     Break: train.py: if not is_saved and jax.process_count() == 1: => if False:
     """
@@ -3873,8 +3930,8 @@ def test_an_evaluation_without_memory_loses_no_step(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
-    """With a byte too few for an evaluation or a sample beside the parameters, before these are
-    read; with as many as they need both run, though a step would need more.
+    """Evaluation and sampling run if memory suffices for them, even if a training step would not
+    fit. With one byte less they are refused before the parameters are read.
 
     Break: train.py: steplib.check_peaks(cost, setup["mesh"]) => pass
     """
@@ -3892,8 +3949,9 @@ def test_modes_that_do_not_fit_are_refused(tiny, monkeypatch):
             train.main(alone)
 
 
-def test_patterns_choose_the_groups():
-    """The last that matches holds; one that matches nothing, or has no factor, is told.
+def test_patterns_select_the_parameter_groups():
+    """The last pattern that matches a parameter wins. A pattern that matches nothing or has no
+    value raises ValueError.
 
     Break: model.py: for text in getattr(cfg, field): => for text in reversed(getattr(cfg, field)):
     """
@@ -3915,7 +3973,7 @@ def test_patterns_choose_the_groups():
             train.setup_run(config.Config(**changes), devices=jax.devices()[:1])
 
 
-# ---- every stop, and what it says
+# ---- stops
 
 @pytest.mark.parametrize("stop, values, reason, code", [
     ("", {"step": 20}, "all 20 steps are done", 0),
@@ -3935,7 +3993,7 @@ def test_patterns_choose_the_groups():
     ("", {"signal": "SIGTERM"}, "SIGTERM", 0),
     ("", {"finite": False}, "a loss or gradient is not finite near step 4; the last good state is "
                             "saved", 1),
-    # Of several the first in this order.
+    # If several apply, the first in this order wins.
     ("9 +5 1s", {"step": 9, "elapsed_s": 1.0, "stop_file": True},
      "5 steps since the start are done", 0),
     ("9 1s", {"step": 9, "elapsed_s": 1.0, "stop_file": True}, "step 9 is reached", 0),
@@ -3945,7 +4003,8 @@ def test_patterns_choose_the_groups():
     ("loss>0.5", {"step": 20, "loss": 1.0, "hook_stops": ["x"]}, "loss 1 is above 0.5", 1),
     ("", {"step": 20, "hook_stops": ["enough"]}, "enough", 0)])
 def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
-    """Of a run of 20 updates that began at step 4.
+    """Each stop condition of a run of 20 steps that started at step 4 gives its reason and exit
+    code. If several apply, the first in a fixed order wins.
 
     Break: config.py: "test": operator.lt, => "test": operator.le,
     """
@@ -3962,16 +4021,19 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 @pytest.mark.parametrize("text", ["soon", "loss=3", "+", "loss<", "-5x", "", "3 h 2", "5%", "0",
                                   "-5", "+0", "0s", "step<5", "file>0"])
 def test_a_malformed_stop_is_refused(text):
-    """Break: config.py: if not parses(parse_stops, cfg): => if False:"""
+    """A malformed --stop raises ValueError that lists the valid forms.
+
+    Break: config.py: if not parses(parse_stops, cfg): => if False:
+    """
     with pytest.raises(ValueError, match="must be 500 .steps in all., .100 .more steps., 2h30m"):
         config.validate(config.Config(stop=(text,)), 1)
 
 
 @pytest.mark.slow
-def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
-    """By a number of updates of each start, by the kill file, which is gone afterwards, and by a
-    metric; each is saved, and in metrics.jsonl. A metric that no row has, though a hook might have
-    added it, ends the run, saved, at the first row that should have it.
+def test_a_run_stops_as_requested_and_continues(tiny, capsys):
+    """A run stops after a number of steps per launch, by the stop file, which it deletes, and by a
+    metric; each time it saves. A metric that no row has ends the run, saved, at the first row that
+    should have it.
 
     Break: train.py: Path(cfg.out_dir, "stop").unlink(missing_ok=True) => pass
     """
@@ -4002,8 +4064,9 @@ def test_a_run_stops_where_it_was_told_and_goes_on(tiny, capsys):
         train.main(tiny(stop=("val_loss<3",), val_frac=0.0, out_dir=f"{out}v"))
 
 
-def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
-    """The metrics of a step are read while the next one runs, and that one's own no longer ask.
+def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
+    """Metrics are read while the next step runs. The run stops even if the metrics of the next
+    step no longer meet the condition.
 
     Break: train.py: progress["last_metrics"]) or stop => progress["last_metrics"])
     """
@@ -4014,8 +4077,8 @@ def test_a_metric_that_asks_for_a_stop_once_is_enough(tiny):
     assert summary["reason"] == "odd 1 is above 0" == rows(cfg.out_dir, "stop")[0]["reason"]
 
 
-def test_time_within_a_step_goes_to_its_own_bucket(monkeypatch):
-    """Each second is charged to the innermost bucket, and a wait for data to "data".
+def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
+    """Each second is charged to the innermost bucket, and the wait for data to "data".
 
     Break: train.py: start_bucket(timers, outer) => pass
     """
@@ -4036,9 +4099,9 @@ def test_time_within_a_step_goes_to_its_own_bucket(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
-    """The folder has no new file; an event and the screen say so, once, and a second later the
-    kill file is there.
+def test_the_stop_file_ends_the_wait_for_data(days, capsys):
+    """The folder has no new file. The run logs and prints once that it waits for data, and the
+    stop file ends it a second later.
 
     Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
     """
@@ -4058,8 +4121,8 @@ def test_what_asks_for_a_stop_is_heard_while_there_is_no_data(days, capsys):
 
 # ---- events, time, trackers
 
-def test_epochs_are_events_and_any_row_may_ask_for_a_stop(tiny):
-    """After 1, 2 and 3 passes of 8 batches; the third's row asks for the end.
+def test_each_epoch_is_an_event_and_its_row_may_stop_the_run(tiny):
+    """An "epoch" row follows each pass of 8 batches. A stop request in the third row ends the run.
 
     Break: train.py: int(completed(run, event, step)) => step
     """
@@ -4078,7 +4141,7 @@ def test_epochs_are_events_and_any_row_may_ask_for_a_stop(tiny):
 
 
 def test_a_hook_that_fails_is_named(tiny):
-    """With the event, in a note to the exception that ends the run.
+    """The exception of a hook gets a note with the name of the hook and the event.
 
     Break: train.py: e.add_note( => str(
     """
@@ -4091,9 +4154,8 @@ def test_a_hook_that_fails_is_named(tiny):
     assert note.startswith("in the hook ") and note.endswith("divides, at the event data")
 
 
-def test_time_of_all_starts_is_counted_once(monkeypatch):
-    """The time of steps that a restart repeats is wasted. The time before them stays in its
-    bucket.
+def test_the_time_of_all_launches_is_counted_once(monkeypatch):
+    """Time of steps that a restart repeats is wasted. Time before these steps stays in its bucket.
 
     Break: train.py: if row_step <= step: => if row_step:
     """
@@ -4114,8 +4176,10 @@ def test_time_of_all_starts_is_counted_once(monkeypatch):
 
 
 def leveldb_records(data, first):
-    """Of LevelDB's log format: blocks of 32 KiB, of which `first` bytes are gone; each part has a
-    checksum, its length and whether it is whole (1), first, in the middle or last (4).
+    """Yield the records of a LevelDB log, of which the first `first` bytes are cut off.
+
+    The format has blocks of 32 KiB. Each part has a checksum, its length and its kind: complete
+    (1), first (2), middle (3) or last (4).
     """
     at, text = 0, b""
     while at + 7 <= len(data):
@@ -4131,7 +4195,7 @@ def leveldb_records(data, first):
 
 
 def wandb_records(file):
-    """The records of a run's file, once wandb's process has written the last, that of its exit."""
+    """Wait until wandb's process has written the exit record; return all records of the file."""
     from wandb.proto import wandb_internal_pb2
 
     def read():
@@ -4143,9 +4207,9 @@ def wandb_records(file):
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
-    """Offline, as there is no network: two starts of one run write one id, which is run_id, and
-    the resumed one knows it.
+def test_wandb_resumes_under_the_run_id(tiny, monkeypatch):
+    """Offline, two launches of one run write to the same wandb id, which is the run_id, and log
+    each loss.
 
     Break: train.py: id=row["run_id"] => id=None
     """
@@ -4166,8 +4230,9 @@ def test_wandb_goes_on_under_its_own_id(tiny, monkeypatch):
     assert losses == {row["step"]: row["loss"] for row in rows(cfg.out_dir, "log")}
 
 
-def test_tensorboard_reads_back_what_was_logged(tiny):
-    """By TensorBoard's own reader, also of a run that was resumed from before its last row.
+def test_tensorboard_reads_back_the_logged_values(tiny):
+    """TensorBoard's own reader finds the logged values, also of a run that resumed before its last
+    row.
 
     Break: train.py: status=SessionLog.START => status=SessionLog.STOP
     """
@@ -4193,8 +4258,8 @@ def test_tensorboard_reads_back_what_was_logged(tiny):
     assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
 
 
-def of_a_run_that_fails(name, make, cfg):
-    """Give a tracker, in its thread, the events of a run that an exception ends after step 2."""
+def run_failing_tracker(name, make, cfg):
+    """Pass a tracker, in its thread, the events of a run that an exception ends after step 2."""
     Path(cfg.out_dir).mkdir()
     observe = train.run_in_thread(name, make, cfg)
     observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
@@ -4205,7 +4270,7 @@ def of_a_run_that_fails(name, make, cfg):
 
 @pytest.mark.slow
 def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
-    """Offline: the file holds both rows, and the end of the run with exit code 1.
+    """Offline, the file holds both rows and the end of the run with exit code 1.
 
     Break: train.py: run.finish(row.get("exit_code", 1)) => pass
     """
@@ -4213,7 +4278,7 @@ def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     cfg = tiny()
-    of_a_run_that_fails("wandb", train.log_to_wandb, cfg)
+    run_failing_tracker("wandb", train.log_to_wandb, cfg)
     file, = Path(cfg.out_dir, "wandb").glob("offline-run-*/run-0badcafe.wandb")
     records = wandb_records(file)
     logged = [{item.key or "/".join(item.nested_key): json.loads(item.value_json)
@@ -4223,14 +4288,15 @@ def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
 
 
 def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
-    """Both rows are in its file as soon as the run has ended, and no thread is left to write more.
+    """The file holds both rows when the run has ended, and no thread remains that could write
+    more.
 
     Break: train.py: writer.close() => pass
     """
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                  reason="TensorBoard is not installed")
     cfg, before = tiny(), threading.enumerate()
-    of_a_run_that_fails("tensorboard", train.log_to_tensorboard, cfg)
+    run_failing_tracker("tensorboard", train.log_to_tensorboard, cfg)
     assert set(threading.enumerate()) <= set(before)
     found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
     found.Reload()
@@ -4238,8 +4304,8 @@ def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
 
 
 def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys):
-    """One that cannot be made, one that fails at the second row, one that never returns and whose
-    queue runs full: the run ends as without them, and says it of each.
+    """One tracker cannot be created, one fails at its second row, and one hangs while its queue
+    fills. The run ends as without them and prints the reason for each.
 
     Break: train.py: thread.join(TRACKER_S) => thread.join()
     """
@@ -4270,18 +4336,18 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
     finished.set()
     assert not freed.is_set() and summary["exit_code"] == 0 and summary["loss"] == expected
     freed.set()
-    said = capsys.readouterr().out
-    assert "unmade: OSError: no key; it is removed, and the run continues" in said
-    assert "failing: KeyError: 'no such chart'; it is removed, and the run continues" in said
-    assert "hanging: not done after 0.2 s; its last rows may be lost" in said
+    output = capsys.readouterr().out
+    assert "unmade: OSError: no key; it is removed, and the run continues" in output
+    assert "failing: KeyError: 'no such chart'; it is removed, and the run continues" in output
+    assert "hanging: not done after 0.2 s; its last rows may be lost" in output
 
 
-# ---- memory that runs out later
+# ---- out of memory during the run
 
 @pytest.mark.slow
-def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
-    """A real process whose address space is too small for the first update, though large enough to
-    compile: one sentence, flags that need less, exit code 2, and an "error" row.
+def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
+    """A real process has too little address space for its first step, but enough to compile. It
+    prints one sentence with flags that need less memory, logs an "error" row and exits with 2.
 
     Break: step.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
     """
@@ -4292,23 +4358,23 @@ def test_memory_that_runs_out_in_a_step_is_told_with_what_would_need_less(tiny):
                     "        used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
                     "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, 2**62))\n"
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
-    code, said = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
-    assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in said, said
-    assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", said), said
+    code, output = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
+    assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in output, output
+    assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", output), output
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
 
 
 # ---- many processes
 
-def test_which_process_ends_a_run():
-    """One with an error, one without a heartbeat, and, when all wait, the one furthest behind; not
-    one that is done.
+def test_dead_peer_reason_names_the_process_that_ends_the_run():
+    """The reason names a process with an error, a process without a heartbeat, or, if all
+    processes wait, the one furthest behind. A process that is done is not named.
 
     Break: step.py: key=lambda heartbeat: heartbeat["n_calls"] =>
     key=lambda heartbeat: -heartbeat["n_calls"]
     """
-    def fault(*changes):
-        """Three processes at time 100 whose last heartbeats and calls were at 99."""
+    def reason(*changes):
+        """Return the reason at time 100 for processes with heartbeats and calls at 99."""
         peers = []
         for rank, change in enumerate(changes):
             heartbeat = {"name": f"process {rank}", "n_calls": 9, "doing": "step", "step": 5}
@@ -4317,24 +4383,25 @@ def test_which_process_ends_a_run():
                           "called_at": change.get("called_at", 99)})
         return steplib.dead_peer_reason(peers, 100, timeout_s=20, silent_s=3)
 
-    assert fault({}, {}, {}) is None
-    assert fault({}, {"heartbeat": {"fault": "OSError: no"}}, {}) == (
+    assert reason({}, {}, {}) is None
+    assert reason({}, {"heartbeat": {"fault": "OSError: no"}}, {}) == (
         "process 1 has ended: OSError: no")
-    assert fault({}, {}, {"received_at": 96}) == (
+    assert reason({}, {}, {"received_at": 96}) == (
         "process 2 sent no heartbeat for 4 s: it is dead, stopped or cut off")
-    assert fault({}, {}, {"received_at": 96, "heartbeat": {"done": True}}) is None
+    assert reason({}, {}, {"received_at": 96, "heartbeat": {"done": True}}) is None
     waits = {"called_at": 79}
-    assert fault(waits, waits, {}) is None
-    assert fault(waits, {"heartbeat": {"n_calls": 8, "doing": "dispatch"}} | waits, waits) == (
+    assert reason(waits, waits, {}) is None
+    assert reason(waits, {"heartbeat": {"n_calls": 8, "doing": "dispatch"}} | waits, waits) == (
         "no process has done anything for 20 s; the furthest behind is process 1, after dispatch "
         "at step 5")
     may_compile = {"heartbeat": {"n_calls": 0}} | waits
-    assert fault(waits, waits, may_compile) is None
+    assert reason(waits, waits, may_compile) is None
 
 
 @pytest.mark.slow
-def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
-    """One or both, by SIGKILL; what is left ends by itself: tests/faults.py.
+def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
+    """tests/faults.py kills one or both of two processes by SIGKILL. The other process ends
+    automatically, and the resumed run is bit-identical to an uninterrupted one.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
@@ -4352,8 +4419,9 @@ def test_two_processes_killed_at_any_moment_end_equal_to_the_bit(tmp_path):
     (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh"),
     (2, "data", "has ended: ValueError: oh")])
 def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
-    """Killed, stopped, stuck or failed, also in its data: within seconds the others end with exit
-    code 1 and words that name it, its host and its number there; what was saved stays.
+    """A process is killed, stopped, stuck, or fails in a hook or in its data. Within seconds the
+    others end with exit code 1 and a message that names the process and its host. The checkpoints
+    remain.
 
     Break: step.py: os.pwrite(file, text, 0) => (file, text, 0)
     """
@@ -4363,17 +4431,17 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
                     "    late = event == 'step' and value['step'] * jax.process_index() == 6\n"
                     f"    if late and {how == 'hang'}: time.sleep(99)\n"
                     f"    if late and {how == 'raise'}: raise RuntimeError('oh')\n"
-                    "def fault(step, rows):\n"
+                    "def failing(step, rows):\n"
                     "    if step * jax.process_index() == 6: raise ValueError('oh')\n"
                     "    return batch(step, rows)\n"
-                    "def faulty(cfg, parts):\n"
+                    "def failing_open(cfg, parts):\n"
                     "    global batch\n"
                     "    sources = opened(cfg, parts)\n"
-                    "    batch, sources['train']['batch'] = sources['train']['batch'], fault\n"
+                    "    batch, sources['train']['batch'] = sources['train']['batch'], failing\n"
                     "    return sources\n"
                     f"if {how == 'data'}:\n"
                     "    import train\n"
-                    "    opened, train.TEXT['open'] = train.TEXT['open'], faulty\n")
+                    "    opened, train.TEXT['open'] = train.TEXT['open'], failing_open\n")
     runs = several(n, cfg, "--hooks", f"{hook}:lose")
     wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
     try:
@@ -4382,16 +4450,18 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
         found = [ended(*run, 40) for i, run in enumerate(runs) if i != 1]
     finally:
         runs[1][0].kill()
-    for i, (code, said) in enumerate(found):  # one that JAX ends has seen that process 0 is gone
-        assert code == 1 or (i and code == -signal.SIGABRT), said
-        assert code != 1 or (words in said and f"process 1 (pid {runs[1][0].pid} on" in said), said
+    for i, (code, output) in enumerate(found):  # JAX aborts a process that has lost process 0
+        assert code == 1 or (i and code == -signal.SIGABRT), output
+        process_1 = f"process 1 (pid {runs[1][0].pid} on"
+        assert code != 1 or (words in output and process_1 in output), output
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
     assert "process 1" in rows(cfg.out_dir, "error")[-1]["error"]
 
 
 @pytest.mark.slow
 def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
-    """With the default limit the run waits HEARTBEAT_TIMEOUT_S, neither less nor for ever.
+    """With the default limit the run ends after HEARTBEAT_TIMEOUT_S without a heartbeat, not
+    earlier.
 
     Break: step.py: HEARTBEAT_TIMEOUT_S = 30 => HEARTBEAT_TIMEOUT_S = 5
     """
@@ -4400,18 +4470,18 @@ def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
     wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
     try:
         os.kill(stopped.pid, signal.SIGSTOP)
-        code, said = ended(main, log)
+        code, output = ended(main, log)
     finally:
         stopped.kill()
     silence = re.search(rf"process 1 \(pid {stopped.pid} on .*\) sent no heartbeat for "
-                        r"(\d+) s: it is dead, stopped or cut off", said)
-    assert code == 1 and int(silence[1]) >= 30, said
+                        r"(\d+) s: it is dead, stopped or cut off", output)
+    assert code == 1 and int(silence[1]) >= 30, output
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_one_process_costs_one_save(tiny):
-    """Files that process 1 writes end at 2,000 bytes until step 6: the save at 4 fails on both,
-    that at 8 is whole, and the run ends as if nothing had been.
+def test_a_disk_that_is_full_for_one_process_fails_one_save(tiny):
+    """Process 1 cannot write files of more than 2,000 bytes until step 6. The save at step 4 fails
+    on both processes, the save at step 8 is intact, and the run ends normally.
 
     Break: ckpt.py: store.write(f"{save_id}.failed", text.encode()).result() => pass
     """
@@ -4430,8 +4500,9 @@ def test_a_disk_that_is_full_for_one_process_costs_one_save(tiny):
 
 
 @pytest.mark.slow
-def test_processes_with_other_flags_do_not_train(tiny):
-    """Each is told: the one that differs in what, the other that it is so; nothing is written.
+def test_processes_with_different_flags_do_not_train(tiny):
+    """Process 1 prints which flag differs and process 0 that another process has other flags. Both
+    exit with 2 and write nothing.
 
     Break: train.py: if any_errors: => if False:
     """
@@ -4440,8 +4511,8 @@ def test_processes_with_other_flags_do_not_train(tiny):
         port = server.getsockname()[1]
     flags = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", "2", "--process_id"]
     runs = [command(cfg, 1, [*flags, "0"]), command(cfg, 1, ["--lr", "0.5", *flags, "1"])]
-    (code_0, said_0), (code_1, said_1) = [ended(*run) for run in runs]
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
     assert (code_0, code_1) == (2, 2)
-    assert "another process was given other flags than process 0" in said_0
-    assert "lr is 0.5 in process 1, 0.002 in 0" in said_1
+    assert "another process was given other flags than process 0" in output_0
+    assert "lr is 0.5 in process 1, 0.002 in 0" in output_1
     assert not (Path(cfg.out_dir) / "config.json").exists()
