@@ -1203,20 +1203,20 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     parameters to load from it. Of several sources that have a parameter the last wins.
 
     shapes: {name: shape} of the model's parameters. open_weights, find_mismatches: see
-    `open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
+    `_open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
     should give. wanted: names to load; None: all. Raises ValueError for an expected parameter that
     no source has, though one of them should be loaded completely.
     """
     sources = []
     saved_names = set()
     for text in texts:
-        source = open_source(parse_source(text), open_weights, find_mismatches, log)
+        source = _open_source(parse_source(text), open_weights, find_mismatches, log)
         sources.append(source)
         saved_names.update(source["names"])
+    expected = expected_names(saved_names)
     chosen = choose_sources(sources, shapes)
 
     # Parameters may be missing when patterns exclude some, or when no source is strict.
-    expected = expected_names(saved_names)
     missing = [name for name in shapes if name in expected and name not in chosen]
     if any(_is_complete(source) for source in sources):
         errors = [f"no source has {name}" for name in missing]
@@ -1237,7 +1237,7 @@ def _is_complete(source):
     return source["strict"] and source["load"] == ["*"] and not source["exclude"]
 
 
-def open_source(source, open_weights, find_mismatches, log=print):
+def _open_source(source, open_weights, find_mismatches, log=print):
     """Return a source of `parse_source` with "names": {saved name: shape}, and "read": {saved name:
     like} -> {saved name: array}.
 
@@ -1251,15 +1251,7 @@ def open_source(source, open_weights, find_mismatches, log=print):
     if weights:
         return source | weights
 
-    # A run's out_dir, or a folder of checkpoints.
-    for root in broadcast_from_main(lambda: (root_of(path), path)):
-        step, meta = newest_meta(root)
-        if meta:
-            break
-    else:
-        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
-                         "downloaded")
+    root, meta = _find_checkpoint(path)
     names = {}
     for name, layout in meta["arrays"].items():
         if name.startswith("params/"):
@@ -1270,8 +1262,21 @@ def open_source(source, open_weights, find_mismatches, log=print):
         return tree["params"]
 
     mismatches = find_mismatches(meta) if source["strict"] else []
-    summary = f"{path} at step {step} of run {meta.get('run_id')}"
+    summary = f"{path} at step {meta['step']} of run {meta.get('run_id')}"
     return source | {"names": names, "read": read, "summary": summary, "mismatches": mismatches}
+
+
+def _find_checkpoint(path):
+    """Return (root, meta) of the newest checkpoint of a run's out_dir or of a folder of
+    checkpoints.
+    """
+    for root in broadcast_from_main(lambda: (root_of(path), path)):
+        _, meta = newest_meta(root)
+        if meta:
+            return root, meta
+    raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                     "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
+                     "downloaded")
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
