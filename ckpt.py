@@ -393,54 +393,14 @@ def _is_part(part, shape):
     return True
 
 
-def newest_meta(root):
-    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint. Process 0 reads it for all.
-
-    Raises ValueError when there are checkpoints but no meta.json can be read.
-    """
-    def find():
-        saved_steps = steps(root)
-        for step in reversed(saved_steps):
-            with contextlib.suppress(ValueError):
-                return step, read_meta(root, step)
-        if saved_steps:
-            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
-        return None, {}
-
-    return broadcast_from_main(find)
-
-
-def restore_newest(root, like, log=print):
-    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
-
-    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
-    when no checkpoint can be read, KeyError and TypeError as `restore` does.
-    """
-    saved_steps = broadcast_from_main(lambda: steps(root))
-    for step in reversed(saved_steps):
-        error = ""
-        try:
-            meta = broadcast_from_main(partial(read_meta, root, step))
-            tree = restore(root, step, like, meta)
-        except ValueError as e:
-            error = str(e)
-        if jax.process_count() > 1:
-            error = _agree_on_error(error, step)
-        if not error:
-            return step, tree
-        log(f"skipping a corrupted checkpoint: {error}")
-    raise ValueError(f"{root}: no checkpoint can be read")
-
-
 def restore(root, step, like, meta=None):
-    """Return the saved tree in the shapes, dtypes and shardings of `like` (arrays or
-    ShapeDtypeStructs; NumPy arrays where there is no sharding). meta: from `read_meta`, if already
-    read.
+    """Return the saved tree in the shapes, dtypes and shardings of `like`.
 
-    Each process reads only what its devices hold. Raises KeyError or TypeError that lists all
-    arrays that the checkpoint lacks or has in another shape, ValueError that names the array whose
-    data is corrupted or missing.
+    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. meta:
+    from `read_meta`, if already read. Each process reads only what its devices hold.
+
+    Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
+    shape, ValueError that names an array whose data is corrupted or missing.
     """
     if meta is None:
         meta = read_meta(root, step)
@@ -526,11 +486,51 @@ def _aligned_empty(shape, dtype):
     return memory[start:start + n_bytes].view(dtype).reshape(shape)
 
 
+def newest_meta(root):
+    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
+    is no checkpoint. Process 0 reads it for all.
+
+    Raises ValueError when there are checkpoints but no meta.json can be read.
+    """
+    def find():
+        saved_steps = steps(root)
+        for step in reversed(saved_steps):
+            with contextlib.suppress(ValueError):
+                return step, read_meta(root, step)
+        if saved_steps:
+            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
+        return None, {}
+
+    return broadcast_from_main(find)
+
+
+def restore_newest(root, like, log=print):
+    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+
+    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
+    when no checkpoint can be read, KeyError and TypeError as `restore` does.
+    """
+    saved_steps = broadcast_from_main(lambda: steps(root))
+    for step in reversed(saved_steps):
+        error = ""
+        try:
+            meta = broadcast_from_main(partial(read_meta, root, step))
+            tree = restore(root, step, like, meta)
+        except ValueError as e:
+            error = str(e)
+        if jax.process_count() > 1:
+            error = _agree_on_error(error, step)
+        if not error:
+            return step, tree
+        log(f"skipping a corrupted checkpoint: {error}")
+    raise ValueError(f"{root}: no checkpoint can be read")
+
+
 # ---- processes, paths and files
 
 def broadcast_from_main(decide):
-    """Return what decide() returns on process 0 (JSON), in every process; its ValueError is raised
-    in every process too.
+    """Return in every process what decide() returns on process 0, passed on as JSON. A ValueError
+    that it raises there is raised in every process.
     """
     if jax.process_count() == 1:
         return decide()
@@ -619,6 +619,7 @@ def _zarr_spec(root, meta, name):
             "shape": layout["shape"], "data_type": layout["dtype"], "codecs": codecs,
             "chunk_grid": grid},
         "kvstore": _kvstore(root, _step_name(meta["step"]), meta["folder"], *name.split("/")),
+        # Write chunks of zeros too: a chunk that is missing is an error.
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
@@ -668,6 +669,7 @@ def replace_file(path, text):
 
 # ---- optional
 
+# For sources of weights and safetensors.
 def _matching(names, patterns):
     """Return the set of names that match at least one glob pattern."""
     found = set()
@@ -1053,7 +1055,8 @@ def find_start(out_dir, root, resume, given=False):
     if resume == "overwrite":
         return None, {}
 
-    # The run that is in out_dir may have its checkpoints in another folder.
+    # The run in out_dir may have its checkpoints in another folder. The same folder may be spelled
+    # in two ways; join_path drops a slash at the end.
     recorded_root = broadcast_from_main(lambda: root_of(out_dir))
     is_elsewhere = os.path.realpath(join_path(recorded_root)) != os.path.realpath(join_path(root))
     if is_elsewhere and newest_meta(recorded_root)[1]:
@@ -1200,20 +1203,20 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     parameters to load from it. Of several sources that have a parameter the last wins.
 
     shapes: {name: shape} of the model's parameters. open_weights, find_mismatches: see
-    `open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
+    `_open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
     should give. wanted: names to load; None: all. Raises ValueError for an expected parameter that
     no source has, though one of them should be loaded completely.
     """
     sources = []
     saved_names = set()
     for text in texts:
-        source = open_source(parse_source(text), open_weights, find_mismatches, log)
+        source = _open_source(parse_source(text), open_weights, find_mismatches, log)
         sources.append(source)
         saved_names.update(source["names"])
+    expected = expected_names(saved_names)
     chosen = choose_sources(sources, shapes)
 
     # Parameters may be missing when patterns exclude some, or when no source is strict.
-    expected = expected_names(saved_names)
     missing = [name for name in shapes if name in expected and name not in chosen]
     if any(_is_complete(source) for source in sources):
         errors = [f"no source has {name}" for name in missing]
@@ -1234,7 +1237,7 @@ def _is_complete(source):
     return source["strict"] and source["load"] == ["*"] and not source["exclude"]
 
 
-def open_source(source, open_weights, find_mismatches, log=print):
+def _open_source(source, open_weights, find_mismatches, log=print):
     """Return a source of `parse_source` with "names": {saved name: shape}, and "read": {saved name:
     like} -> {saved name: array}.
 
@@ -1248,15 +1251,7 @@ def open_source(source, open_weights, find_mismatches, log=print):
     if weights:
         return source | weights
 
-    # A run's out_dir, or a folder of checkpoints.
-    for root in broadcast_from_main(lambda: (root_of(path), path)):
-        step, meta = newest_meta(root)
-        if meta:
-            break
-    else:
-        raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                         "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
-                         "downloaded")
+    root, meta = _find_checkpoint(path)
     names = {}
     for name, layout in meta["arrays"].items():
         if name.startswith("params/"):
@@ -1267,8 +1262,21 @@ def open_source(source, open_weights, find_mismatches, log=print):
         return tree["params"]
 
     mismatches = find_mismatches(meta) if source["strict"] else []
-    summary = f"{path} at step {step} of run {meta.get('run_id')}"
+    summary = f"{path} at step {meta['step']} of run {meta.get('run_id')}"
     return source | {"names": names, "read": read, "summary": summary, "mismatches": mismatches}
+
+
+def _find_checkpoint(path):
+    """Return (root, meta) of the newest checkpoint of a run's out_dir or of a folder of
+    checkpoints.
+    """
+    for root in broadcast_from_main(lambda: (root_of(path), path)):
+        _, meta = newest_meta(root)
+        if meta:
+            return root, meta
+    raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
+                     "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
+                     "downloaded")
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}

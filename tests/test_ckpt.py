@@ -697,6 +697,7 @@ def test_verify_reads_the_parameters_saved_alone(tmp_path):
     assert logged[2].startswith(f"{tmp_path}/weights/000000004")
     done = run([sys.executable, "ckpt.py", "verify", tmp_path])
     assert done.returncode == 1 and "weights/000000002" in done.stderr
+    assert done.stdout.splitlines() == logged
     shutil.rmtree(tmp_path / "000000004")
     shutil.rmtree(tmp_path / "weights/000000002")
     assert ckpt.verify(tmp_path) == []
