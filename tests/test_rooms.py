@@ -247,7 +247,7 @@ def test_a_room_can_be_deleted(name, tmp_path, expected, cache_dir):
     """Without a feature no name is undefined, and the default job has bit-identical losses, digests
     and samples. At most ten lines outside the rooms change.
 
-    Break: train.py: check_trackers(cfg) => check_trackers(cfg) or TRACKERS
+    Break: train.py: observers.append((name, run_in_thread(name, TRACKERS[name], cfg))) => pass
     """
     feature = FEATURES[name]
     n_lines = sum(max(old.count("\n"), 1) for _, old, _ in feature["edits"])

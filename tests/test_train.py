@@ -2722,7 +2722,7 @@ def test_two_runs_never_write_to_one_bucket(tiny, tmp_path, monkeypatch):
     hook = tmp_path / "hurry.py"
     # The fork server may have started before this test set the environment.
     keys = {key: "true" for key in os.environ if key.startswith("AWS_")}
-    hook.write_text(f"import os, ckpt\nos.environ.update({keys})\nckpt.BEAT_S = 0.2\n"
+    hook.write_text(f"import os, ckpt\nos.environ.update({keys})\nckpt.HEARTBEAT_S = 0.2\n"
                     "def nothing(event, value): pass\n")
     with s3_server() as address:
         root = address.format("bucket").replace("some/run", "shared")
