@@ -56,7 +56,7 @@ def make_mesh(cfg, devices=None):
         raise ValueError(f"mesh {sizes}: has {prod(sizes.values())} devices, but there are "
                          f"{len(devices)}; change a size, or set one to -1")
 
-    # The slice of each device; only TPUs know theirs.
+    # The slice of each device; only TPUs have one.
     slices = []
     for device in devices:
         index = getattr(device, "slice_index", None)
@@ -1338,7 +1338,7 @@ def start_heartbeat(folder, token, timeout_s, on_death):
     """Start heartbeats between the processes of a run. Return the function heartbeat(**changes).
 
     The loop calls it with what this process is "doing" and at which "step". It is also called with
-    "fault", the error that ends this process, or with done=True. A thread writes these values to
+    "error", the error that ends this process, or with done=True. A thread writes these values to
     the folder every second and reads those of the other processes. It ends this process with exit
     code 1 once another process has ended or sends no heartbeat, or once no process has called
     heartbeat for timeout_s seconds.
@@ -1374,11 +1374,11 @@ def start_heartbeat(folder, token, timeout_s, on_death):
 
     def heartbeat(**changes):
         local.update({"n_calls": local["n_calls"] + 1} | changes)
-        if "fault" in changes or "done" in changes:
+        if "error" in changes or "done" in changes:
             write()
 
     def watch():
-        while "fault" not in local and "done" not in local:
+        while "error" not in local and "done" not in local:
             write()
             now = time.monotonic()
             for peer_rank in range(jax.process_count()):
@@ -1388,7 +1388,7 @@ def start_heartbeat(folder, token, timeout_s, on_death):
             silent_s = min(local.get("silent_s", HEARTBEAT_TIMEOUT_S), timeout_s)
             reason = dead_peer_reason(peers.values(), now, timeout_s, silent_s)
             if reason:
-                heartbeat(fault=reason)
+                heartbeat(error=reason)
                 print(f"{name} ends: {reason}", file=sys.stderr, flush=True)
                 on_death(reason)
                 if rank == 0:  # JAX ends the others with process 0: let them see why
@@ -1429,8 +1429,8 @@ def dead_peer_reason(peers, now, timeout_s, silent_s):
     """
     for peer in peers:
         newest = peer["heartbeat"]
-        if "fault" in newest:
-            return f"{newest['name']} has ended: {newest['fault']}"
+        if "error" in newest:
+            return f"{newest['name']} has ended: {newest['error']}"
         silence_s = now - peer["received_at"]
         if silence_s > silent_s and "done" not in newest:
             return (f"{newest['name']} sent no heartbeat for {silence_s:.0f} s: it is dead, "

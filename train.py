@@ -2107,7 +2107,7 @@ def report_crash(error, observers, heartbeat):
         time.sleep(8)
     message = f"{type(error).__name__}: {error}"
     notify(observers, "error", {"error": message})
-    heartbeat(fault=message.splitlines()[0][:500])
+    heartbeat(error=message.splitlines()[0][:500])
 
 
 # ---- observers

@@ -84,7 +84,7 @@ def why_green(name, file, old, new):
 def run_named(words, n_jobs):
     found, missing = named_breaks()
     chosen = [b for b in found if not words or any(word in b[0] for word in words)]
-    faults = [f"{name}: names no break" for name in missing]
+    errors = [f"{name}: names no break" for name in missing]
 
     def try_named(named):
         fault = why_green(*named)
@@ -92,9 +92,9 @@ def run_named(words, n_jobs):
         return fault and f"{named[0]}: {fault}"
 
     with ThreadPoolExecutor(n_jobs) as pool:
-        faults += filter(None, pool.map(try_named, chosen))
-    print(f"{len(chosen) - len(faults)} of {len(chosen)} breaks turn their test red")
-    return 1 if faults else 0
+        errors += filter(None, pool.map(try_named, chosen))
+    print(f"{len(chosen) - len(errors)} of {len(chosen)} breaks turn their test red")
+    return 1 if errors else 0
 
 
 # ---- random breaks

@@ -31,7 +31,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import ckpt
-import faults
+import stress
 from conftest import ROOT
 
 
@@ -619,7 +619,7 @@ def test_no_corruption_gives_a_wrong_number(tmp_path, monkeypatch):
     """
     for name, n in (("SMALL_BYTES", 2**10), ("FILE_BYTES", 2**16), ("CHUNK_BYTES", 2**15)):
         monkeypatch.setattr(ckpt, name, n)
-    counts = faults.count_corruptions(50, 0, tmp_path)
+    counts = stress.count_corruptions(50, 0, tmp_path)
     assert not [words for words in counts if "WRONG" in words], counts
     errors = {words.split(" ")[0] for words in counts if words.endswith("an error")}
     assert errors == {"a", "meta.json", "zarr.json"}
@@ -638,7 +638,7 @@ def test_a_truncated_or_missing_file_is_an_error_that_names_it(tmp_path, kind):
              "../meta.json": "meta.json"}
     for path, words in paths.items():
         save(tmp_path, 0, tree=tree)
-        faults.corrupt(data_of(tmp_path, 0) / path, kind, random.Random(0))
+        stress.corrupt(data_of(tmp_path, 0) / path, kind, random.Random(0))
         with pytest.raises(ValueError, match=words):
             ckpt.restore(tmp_path, 0, tree)
 
@@ -889,8 +889,8 @@ resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, -1))
 before = peak()
 for kind in ("shape", "file", "large", "deep", "deep_too", "wide"):
     root = f"{sys.argv[1]}/{kind}"
-    faults = ckpt.verify(root)
-    assert len(faults) == (ckpt.MAX_ERRORS if kind == "shape" else 1) and root in faults[0]
+    errors = ckpt.verify(root)
+    assert len(errors) == (ckpt.MAX_ERRORS if kind == "shape" else 1) and root in errors[0]
     ckpt.clean(root)
     try:
         if kind not in ("shape", "file"):
@@ -911,9 +911,9 @@ def trace(tmp_path_factory):
     if not shutil.which("strace"):
         pytest.skip("strace is not installed")
     base = tmp_path_factory.mktemp("trace")
-    code = ("import sys, ckpt, faults; ckpt.SMALL_BYTES = 2**10; "
+    code = ("import sys, ckpt, stress; ckpt.SMALL_BYTES = 2**10; "
             "ckpt.FILE_BYTES, ckpt.CHUNK_BYTES = 2**16, 2**15; "
-            "[ckpt.wait(ckpt.save('run', min(n, 2), faults.tree_of(n), max_to_keep=n == 3)) "
+            "[ckpt.wait(ckpt.save('run', min(n, 2), stress.tree_of(n), max_to_keep=n == 3)) "
             "for n in (1, 2, 3) if str(n) in sys.argv[1]]")
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     for n in ("12", "3"):
@@ -1039,10 +1039,10 @@ def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
                     shutil.copy(source, root / path)
                 else:  # a mark that did not stay
                     (root / path).write_text("begun")
-            step, tree = ckpt.restore_newest(root, faults.tree_of(0))
+            step, tree = ckpt.restore_newest(root, stress.tree_of(0))
             ckpt.clean(root)
-            value = faults.value_of(ckpt.restore_newest(root, faults.tree_of(0))[1])
-            assert step == 2 and faults.value_of(tree) == value
+            value = stress.value_of(ckpt.restore_newest(root, stress.tree_of(0))[1])
+            assert step == 2 and stress.value_of(tree) == value
             assert len(names_in(root / "000000002")) == 2
             seen[state] = value
         values.append(seen[state])
@@ -1054,11 +1054,11 @@ def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
 @pytest.mark.slow
 def test_killed_processes_leave_the_last_or_the_next(tmp_path):
     """SIGKILL at 25 random moments of saving, replacing, pruning and restoring, and to one of four
-    processes, by tests/faults.py in a separate process.
+    processes, by tests/stress.py in a separate process.
 
     Break: ckpt.py: if only not in (None, step): => if True:
     """
-    done = run([sys.executable, "tests/faults.py", "--kills", "25", "--damage", "0"],
+    done = run([sys.executable, "tests/stress.py", "--kills", "25", "--damage", "0"],
                env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert sum(int(line.split()[0]) for line in done.stdout.splitlines()) == 26

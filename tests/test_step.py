@@ -1078,10 +1078,10 @@ def test_check_shapes_names_the_parameter():
     table = {"good": dict(shape=(4, 8), spec=P("fsdp", "tp")),
              "odd": dict(shape=(4, 6), spec=P("fsdp", "tp")), "low": dict(shape=(3,), spec=P("tp")),
              "whole": dict(shape=(5, 7), spec=P())}
-    faults = step.check_shapes(table, mesh)
-    assert len(faults) == 2 and faults[0].startswith("odd") and faults[1].startswith("low")
-    assert "dim 6" in faults[0] and "4 or 8" in faults[0]
-    assert "dim 3" in faults[1] and "0 or" not in faults[1]
+    errors = step.check_shapes(table, mesh)
+    assert len(errors) == 2 and errors[0].startswith("odd") and errors[1].startswith("low")
+    assert "dim 6" in errors[0] and "4 or 8" in errors[0]
+    assert "dim 3" in errors[1] and "0 or" not in errors[1]
 
 
 def test_a_linear_loss_compiles_and_learns():

@@ -1298,7 +1298,7 @@ def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch):
         ("chart", fails), ("plain", lambda event, row: received.append(row))])
     own = Path(cfg.out_dir, ".alive/1")
     wait_for(lambda: own.exists() and own.read_text())
-    peer = json.loads(own.read_text()) | {"name": "process 0", "fault": "its disk is gone"}
+    peer = json.loads(own.read_text()) | {"name": "process 0", "error": "its disk is gone"}
     Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
     wait_for(lambda: codes)
     assert codes == [1] and received == [{"error": "process 0 has ended: its disk is gone"}]
@@ -4384,7 +4384,7 @@ def test_dead_peer_reason_names_the_process_that_ends_the_run():
         return steplib.dead_peer_reason(peers, 100, timeout_s=20, silent_s=3)
 
     assert reason({}, {}, {}) is None
-    assert reason({}, {"heartbeat": {"fault": "OSError: no"}}, {}) == (
+    assert reason({}, {"heartbeat": {"error": "OSError: no"}}, {}) == (
         "process 1 has ended: OSError: no")
     assert reason({}, {}, {"received_at": 96}) == (
         "process 2 sent no heartbeat for 4 s: it is dead, stopped or cut off")
@@ -4400,13 +4400,13 @@ def test_dead_peer_reason_names_the_process_that_ends_the_run():
 
 @pytest.mark.slow
 def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
-    """tests/faults.py kills one or both of two processes by SIGKILL. The other process ends
+    """tests/stress.py kills one or both of two processes by SIGKILL. The other process ends
     automatically, and the resumed run is bit-identical to an uninterrupted one.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + time.time_ns() % 7
     """
-    done = subprocess.run([sys.executable, "tests/faults.py", "--kills", "0", "--damage", "0",
+    done = subprocess.run([sys.executable, "tests/stress.py", "--kills", "0", "--damage", "0",
                            "--run_kills", "1"], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill processes that save, replace, prune and restore, and corrupt files; count what comes back.
 
-    python tests/faults.py [--kills 500] [--damage 1000] [--run_kills 0] [--calls 0] [--seed 0]
+    python tests/stress.py [--kills 500] [--damage 1000] [--run_kills 0] [--calls 0] [--seed 0]
 
 Every number of a saved tree is its n, so a mixture or a wrong number shows. The exit code is 1
 after one, or when less came back than must. One kill in 25 hits one of four processes. This process
