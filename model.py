@@ -160,8 +160,10 @@ def _axis_size(*axes):
 
 
 def _shard(x, *axes):
-    """Constrain each dim of an activation to mesh axes. A dim that they do not divide, as of a few
-    prompts, is not split. Does nothing without a mesh or inside shard_map.
+    """Split each dim of an activation over mesh axes.
+
+    A dim whose size they do not divide is not split: the batch of a few prompts. Does nothing
+    without a mesh or inside shard_map.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
@@ -175,7 +177,7 @@ def _shard(x, *axes):
 
 
 def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
-    """Give each device whole sequences of some heads: q, k and v as [B, heads, T, H].
+    """Give each device complete sequences of some heads: q, k and v as [B, heads, T, H].
 
     Over sp this is the all-to-all of Ulysses; over tp nothing moves.
     """
@@ -203,14 +205,18 @@ def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
 
 
 def _to_sequence_sharding(a_BNTH):
-    """The inverse of _to_head_sharding: a_BTNH. Over sp the second all-to-all of Ulysses."""
+    """Give each device all heads of a part of the sequence: a_BTNH.
+
+    Over sp this is the second all-to-all of Ulysses.
+    """
     a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
     return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")
 
 
 def _on_each_device(f, in_specs, out_specs, *more_axes):
-    """f in a shard_map over the axes of batch, sequence and more_axes. Loops over tiles need it, or
-    XLA gathers weights and reduces gradients in every iteration.
+    """Wrap f in a shard_map over the axes of batch and sequence and over more_axes.
+
+    Loops over tiles need it, or XLA gathers weights and reduces gradients in every iteration.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return f
@@ -430,7 +436,7 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
     with jax.named_scope("attention"):
         y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
         y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
-        # Forces the all-reduce over tp here; over sp the sequence stays split.
+        # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
         x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
     with jax.named_scope("mlp"):
         y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg)
@@ -513,7 +519,7 @@ def _hidden_states(params, batch, cfg):
     attn_inputs = _attention_inputs(batch, cfg)
 
     def attend(q_BNTH, k_BKTH, v_BKTH):
-        # "xla" is _attend_xla.
+        # On a CPU this is _attend_xla.
         return ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
 
     def layer(x_BTD, w):
@@ -624,7 +630,7 @@ def _loss_weights(labels_BT, cfg):
         n_labels_B1 = weights_BT.sum(axis=1, keepdims=True)
         weights_BT /= jnp.maximum(n_labels_B1, 1)
         divisor = (n_labels_B1 > 0).sum()
-    elif cfg.loss_norm == "constant":
+    else:  # "constant"
         # B is the size of a microbatch, batch_size that of the batch of a step.
         divisor = cfg.loss_divisor * B / cfg.batch_size
     return weights_BT, jnp.float32(divisor)
@@ -711,7 +717,7 @@ def _mlp_weights(w):
 
 
 def _by_heads(attend):
-    """attend(q, k, v, segments) in a shard_map that splits rows and heads over all devices."""
+    """Wrap attend(q, k, v, segments) in a shard_map that splits rows and heads over all devices."""
     rows = P(BATCH_AXES)
     heads = P(BATCH_AXES, ("tp", "sp"))
     return _on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
@@ -801,10 +807,11 @@ def _sample(logits_BV, key, cfg):
     V = logits_BV.shape[1]
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1) / cfg.temperature
-    # Keep a token if the likelier ones are fewer than top_k and sum up to less than top_p.
+    # Keep the top_k likeliest (0: all). Keep a token if the likelier ones have less than top_p.
+    top_k = cfg.top_k or V
     p_BV = jax.nn.softmax(sorted_BV)
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-    keep_BV = (before_BV < cfg.top_p) & (jnp.arange(V)[None] < (cfg.top_k or V))
+    keep_BV = (before_BV < cfg.top_p) & (jnp.arange(V)[None] < top_k)
     rank_B = jax.random.categorical(key, jnp.where(keep_BV, sorted_BV, -jnp.inf))
     return jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
 
@@ -876,8 +883,9 @@ def _document_sums(batch, cfg):
     """Sums over all positions: "padding", 1 for a position without a token, and "attended_keys",
     how many keys a query sees.
     """
+    window = cfg.sliding_window or cfg.seq_len
     used_BT = batch["segments"] > 0
-    n_keys_BT = jnp.minimum(batch["positions"] + 1, cfg.sliding_window or cfg.seq_len)
+    n_keys_BT = jnp.minimum(batch["positions"] + 1, window)
     return {"padding": (~used_BT).sum(dtype=jnp.float32),
             "attended_keys": jnp.where(used_BT, n_keys_BT, 0).sum(dtype=jnp.float32)}
 
@@ -942,19 +950,20 @@ def flops_per_token(cfg, seq_len, keys=None):
     (by default half the sequence, or less under a sliding window), only the experts that a token
     goes to, and no gradient of frozen weights.
     """
-    # Matmuls: 2 FLOPs a weight forward, 2 for the gradient of its input, 2 for its own gradient.
+    # Matmuls: 2 FLOPs per weight forward, 2 for the input's gradient, 2 for the weight's.
+    head = "embed" if cfg.tie_embeddings else "unembed"
     n_weights = {}
     matmuls = 0
     for name, row in param_table(cfg).items():
-        is_head = name == ("embed" if cfg.tie_embeddings else "unembed")
-        if not is_head and not name.startswith("layers.w"):
+        if name != head and not name.startswith("layers.w"):
             continue
         n = prod(row["shape"])
         # Experts [layers, experts, in, out]: those that a token goes to.
         if len(row["shape"]) == 4:
             n = n * cfg.experts_per_token // row["shape"][1]
         n_weights[name.removeprefix("layers.")] = n
-        matmuls += (6 if row["trained"] else 4) * n
+        flops_per_weight = 6 if row["trained"] else 4
+        matmuls += flops_per_weight * n
 
     # Attention: scores and values, multiply and add; backward is twice forward.
     if keys is None:
@@ -1100,10 +1109,10 @@ _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
 # ---- log-probabilities of labels
 
 def label_log_probs(params, batch, cfg):
-    """The log-probability [B, T] of each label in float32, 0 where it is ignored: for losses that
-    are no sum over tokens. Holds the logits of one tile, which backward computes again.
+    """The log-probability [B, T] of each label in float32, 0 where it is ignored.
 
-    Excludes the losses of a router.
+    For losses that are not a sum over tokens. Holds the logits of one tile at a time; backward
+    computes them again. Excludes the losses of a router.
     """
     x_BTD, unembed_DV, _ = _hidden_states(params, batch, cfg)
     labels_BT = batch["labels"]
@@ -1202,10 +1211,10 @@ _put_part = partial(jax.lax.dynamic_update_index_in_dim, axis=-3)
 
 
 def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
-    """totals after totals = add_block(totals, i, j, scores_BKGts) for query part i and key part j
-    of each block in which a query may see a key. ids: the segments.
+    """Run totals = add_block(totals, i, j, scores_BKGts) for query part i and key part j of each
+    block in which a query may see a key. ids: the segments.
 
-    The keys of each i go backwards from the diagonal, where every query sees a key.
+    For each i the key parts run backwards from the diagonal, where every query sees a key.
     """
     n, t = k_BKntH.shape[2:4]
     # Blocks [n, n], by query part i and distance back to the key part j, in which a query and a key
@@ -1235,8 +1244,9 @@ def _over_blocks(add_block, totals, q_BKGntH, k_BKntH, ids_Bnt, window):
 
 
 def _blockwise(q_BKGntH, k_BKntH, v_BKntH, ids_Bnt, window):
-    """(attention of scaled queries in n parts of t, its gradient). Both hold the scores of one
-    block at a time; the gradient computes them again.
+    """Attention of scaled queries in n parts of t, and its gradient function.
+
+    Both hold the scores of one block at a time; the gradient computes them again.
 
     Source: Dao 2023, arXiv:2307.08691, section 3.1.
     """
@@ -1328,24 +1338,35 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
     window = attn_inputs["window"]
     block = max(n for n in (128, 256, 512) if T % n == 0)
 
+    def segment_ids(segments):
+        if segments is None:
+            return None
+        return splash.SegmentIds(segments, segments)
+
     def flash_attention(q, k, v, segments):
         n_copies = q.shape[1] // k.shape[1]
         k = jnp.repeat(k, n_copies, axis=1)
         v = jnp.repeat(v, n_copies, axis=1)
-        ids = None if segments is None else splash.SegmentIds(segments, segments)
-        sizes = flash.BlockSizes(*3 * [block], 1, *7 * [block])  # 1: sequences at a time
-        a = flash.flash_attention(q, k, v, segment_ids=ids, causal=True, block_sizes=sizes)
+        sizes = flash.BlockSizes(
+            block_b=1, block_q=block, block_k_major=block, block_k=block,
+            block_q_major_dkv=block, block_k_major_dkv=block, block_k_dkv=block, block_q_dkv=block,
+            block_k_major_dq=block, block_k_dq=block, block_q_dq=block)
+        a = flash.flash_attention(q, k, v, segment_ids=segment_ids(segments), causal=True,
+                                  block_sizes=sizes)
         return checkpoint_name(a, "attention")
 
     def splash_attention(q, k, v, segments):
-        ids = None if segments is None else splash.SegmentIds(segments, segments)
         mask = splash.CausalMask((T, T))
         if window:
             mask = splash.LocalMask((T, T), (window - 1, 0), 0)
+        sizes = splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block,
+            block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
+            block_q_dq=block, block_kv_dq=block)
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * q.shape[1]), head_shards=1, q_seq_shards=1,
-            block_sizes=splash.BlockSizes(*8 * [block]), residual_checkpoint_name="attention")
-        return jax.vmap(kernel)(q, k, v, ids)
+            block_sizes=sizes, residual_checkpoint_name="attention")
+        return jax.vmap(kernel)(q, k, v, segment_ids(segments))
 
     attend = flash_attention if _needs_flash(window, T) else splash_attention
     q_scaled_BNTH = H**-0.5 * q_BNTH
@@ -1532,9 +1553,11 @@ def _experts(y_BTD, w, segments_BT, cfg, decoding):
 
 
 def _route(y_BTD, router_DE, segments_BT, cfg, decoding):
-    """Choose the experts of each token, in float32: {"weights" [B, T, k] of its choices, 0 where
-    dropped; "slots" [B, parts, T/parts * k] of its choices among those of all experts; "tokens" [B,
-    parts, E C] in those slots; "stats" [B, T]}.
+    """Choose the experts of each token, in float32.
+
+    Gives {"weights": [B, T, k], of each choice, 0 where it is dropped; "slots": [B, parts,
+    T/parts * k], the slot of each choice among those of all experts; "tokens": [B, parts, E C],
+    the token in each slot; "stats": {name: [B, T]}}.
 
     An expert's capacity C is cfg.capacity_factor times an even part of one sequence's tokens; it is
     unlimited with capacity_factor 0 and in decoding. The earliest tokens are kept, so that no token
@@ -1708,7 +1731,7 @@ def hf_fields(hf):
     family = hf.get("model_type")
     if family not in HF_FAMILIES:
         raise ValueError(f"config.json: model_type {family!r}: must be {', '.join(HF_FAMILIES)} "
-                         "(GPT-2 cannot be: its positions are learnt, and here they are rotary)")
+                         "(GPT-2 cannot be loaded: its positions are learnt, not rotary)")
     names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
     hf = _hf_defaults(hf) | hf
     # rope_scaling (transformers 4) or rope_parameters (5): its entries count as entries of hf.
@@ -1790,7 +1813,7 @@ def _hf_window(hf):
         n_sliding = n_layers
     agree = n_sliding == n_layers or (by_layer and n_sliding == 0)
     if window and not agree:
-        raise ValueError(f"config.json: sliding_window {window}: must be that of all layers, or of "
+        raise ValueError(f"config.json: sliding_window {window}: must apply to all layers or to "
                          "none; see layer_types and max_window_layers")
     return window if n_sliding else 0
 
@@ -1800,7 +1823,8 @@ def _hf_family(cfg):
     form = dict(experts=bool(cfg.n_experts), qk_norm=cfg.qk_norm, qkv_bias=cfg.qkv_bias)
     families = [name for name in HF_FAMILIES if HF_FAMILIES[name] == form]
     if not families:
-        raise ValueError("qkv_bias True: no model of Hugging Face's has it with qk_norm or experts")
+        raise ValueError("qkv_bias True: no model of Hugging Face has it with qk_norm or experts; "
+                         "set it to False")
     # Llama comes before Mistral: it has no window, and needs heads that divide d_model.
     if cfg.sliding_window or cfg.d_model % cfg.n_heads:
         return families[-1]
@@ -1808,22 +1832,25 @@ def _hf_family(cfg):
 
 
 def hf_config(cfg):
-    """The config.json of cfg, derived, as a dict that transformers 4.56 and 5 read; ids of special
-    tokens are null. A family ignores the entries of others.
+    """The config.json of cfg (with derived fields) as a dict that transformers 4.56 and 5 read.
 
-    Raises: ValueError when no model of Hugging Face's has this combination of fields.
+    The ids of special tokens are null. A family ignores the entries of other families.
+
+    Raises: ValueError when no model of Hugging Face has this combination of fields.
     """
     family = _hf_family(cfg)
     names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
+    window = cfg.sliding_window or None
+    first_sliding_layer = 0 if window else cfg.n_layers
     hf = {hf_name: getattr(cfg, name) for name, hf_name in names.items()}
     hf |= {
         "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
         "norm_topk_prob": True,
-        "sliding_window": cfg.sliding_window or None,
-        "use_sliding_window": bool(cfg.sliding_window),
-        "max_window_layers": 0 if cfg.sliding_window else cfg.n_layers,
+        "sliding_window": window,
+        "use_sliding_window": bool(window),
+        "max_window_layers": first_sliding_layer,
         "max_position_embeddings": cfg.seq_len,
         "rope_scaling": None,
         "bos_token_id": None,
@@ -1893,8 +1920,8 @@ def peft_config(cfg, base=None):
         if cfg.n_experts and name.startswith("layers.w_"):
             lost.append(name)
     if lost:
-        raise ValueError(f"export_lora apart: {', '.join(lost)} would be lost, as PEFT keeps LoRA "
-                         "factors alone, and none of experts; export the merged weights")
+        raise ValueError(f"export_lora apart: {', '.join(lost)} would be lost: PEFT stores only "
+                         "LoRA factors, and none for experts; export the merged weights")
     modules = {HF_NAMES[name].split(".")[-2] for name in targets}
     return {
         "peft_type": "LORA",

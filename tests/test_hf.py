@@ -250,7 +250,7 @@ REFUSED = {
                       ["full_attention {'rope_type': 'default'}: must be null"]),
     "some layers slide": (
         dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
-        ["sliding_window 8: must be that of all layers, or of none; see layer_types"]),
+        ["sliding_window 8: must apply to all layers or to none; see layer_types"]),
     "by default none slide": (
         dict(model_type="qwen3", use_sliding_window=True, sliding_window=8, num_hidden_layers=29),
         ["sliding_window 8"]),
@@ -853,5 +853,5 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
     (folder / "config.json").write_text(json.dumps(hf | {"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="its positions are learnt"):
         train.main(cfg)
-    with pytest.raises(ValueError, match="no model of Hugging Face's has it with qk_norm"):
+    with pytest.raises(ValueError, match="no model of Hugging Face has it with qk_norm"):
         train.main(tiny(qkv_bias=True, export=str(tmp_path / "out2")))

@@ -916,7 +916,7 @@ def picks(**change):
 def test_top_k_of_1_is_greedy():
     """top_k 1 draws the likeliest token in each of 200 rows; top_k 2 does not.
 
-    Break: model.py: (cfg.top_k or V) => V
+    Break: model.py: top_k = cfg.top_k or V => top_k = V
     """
     np.testing.assert_array_equal(*picks(top_k=1))
     assert (np.not_equal(*picks(top_k=2))).any()
