@@ -155,6 +155,10 @@ def stop_after(step):
     return metrics
 
 
+def identical(n_log_rows, n_digests):
+    return {"differences": [], "n_log_rows": n_log_rows, "n_digests": n_digests}
+
+
 def test_an_audit_finds_the_first_step_that_differs(tiny):
     """A part of a run that is trained again is identical. If one bit of a parameter changed in the
     first run, the next log row and the next digest differ. Illegal steps are rejected.
@@ -163,10 +167,10 @@ def test_an_audit_finds_the_first_step_that_differs(tiny):
     """
     cfg = tiny(steps=12, save_every=4, max_to_keep=0, log_every=1, sample_every=3, sample_tokens=4)
     train.main(cfg)
-    assert audit.audit(cfg.out_dir, 4, 12) == ([], 8, 2)
-    assert audit.audit(cfg.out_dir, 8, 12) == ([], 4, 1)
+    assert audit.audit(cfg.out_dir, 4, 12) == identical(8, 2)
+    assert audit.audit(cfg.out_dir, 8, 12) == identical(4, 1)
     train.main(dataclasses.replace(cfg, steps=16), task=train.TEXT)
-    assert audit.audit(cfg.out_dir, 12, 16) == ([], 4, 1)
+    assert audit.audit(cfg.out_dir, 12, 16) == identical(4, 1)
 
     def disturb(event, state):
         if event == "state" and int(state["step"]) == 6:
@@ -177,22 +181,23 @@ def test_an_audit_finds_the_first_step_that_differs(tiny):
 
     other = dataclasses.replace(cfg, out_dir=cfg.out_dir + "2")
     train.main(other, hooks=[disturb])
-    differences, *_ = audit.audit(other.out_dir, 4, 12)
+    differences = audit.audit(other.out_dir, 4, 12)["differences"]
     assert differences[0].startswith("step 7: loss was ")
     interrupted = dataclasses.replace(cfg, out_dir=cfg.out_dir + "3")
     train.main(interrupted)
     rows = (Path(interrupted.out_dir) / "metrics.jsonl").read_text()
     infinite = rows.replace('"grad_norm": ', '"grad_norm": null, "was": ')
     (Path(interrupted.out_dir) / "metrics.jsonl").write_text(infinite)
-    assert audit.audit(interrupted.out_dir, 4, 12)[0][0].startswith("step 5: grad_norm was None")
+    differences = audit.audit(interrupted.out_dir, 4, 12)["differences"]
+    assert differences[0].startswith("step 5: grad_norm was None")
     with pytest.raises(ValueError, match=r"ended at step 8 .*after 4 of 8 log rows: nothing is"):
         audit.audit(cfg.out_dir, 4, 12, task=train.TEXT | {"metrics": stop_after(8)})
-    with pytest.raises(ValueError, match="has fields that Config has not: d_hidden"):
+    with pytest.raises(ValueError, match="has fields that Config lacks: d_hidden"):
         text = rows.replace('"mode": "train"', '"mode": "train", "d_hidden": 3')
         (Path(interrupted.out_dir) / "metrics.jsonl").write_text(text)
         audit.audit(interrupted.out_dir, 4, 12)
     for first, last, words in (
-            (5, 12, r"--first 5: .*ckpt keeps the checkpoints of steps \[4, 8, 12, 16\]"),
+            (5, 12, r"--first 5: .*ckpt has the checkpoints of steps \[4, 8, 12, 16\]"),
             (4, 11, "--last 11: must be the step of a save of"),
             (8, 16, "--last 16: the run was resumed at step 12 with another steps")):
         with pytest.raises(ValueError, match=words):
