@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prove that the tests can fail, by breaking copies of the project.
+"""Check that the tests can fail, by breaking copies of the project.
 
-`python tests/mutate.py [words] [--jobs 2]`: each test's docstring ends with `Break: file.py: old =>
-new`, with `old` exactly once in the file; that break must turn that test red.
-`python tests/mutate.py --random N --seed S [--file data]`: N breaks drawn from the syntax trees of
-the six files, each against the quick tests of its file; what stays green is listed as GREEN.
+`python tests/mutate.py [words] [--jobs 2]` applies the break that each test names. Each docstring
+ends with `Break: file.py: old => new`, and `old` occurs exactly once in the file. The break must
+turn the test red. words: only tests whose names have one of them.
+`python tests/mutate.py --random N --seed S [--file data]` applies N breaks drawn from the syntax
+trees of the six files, each against the quick tests of its file. Breaks that stay green are listed
+as GREEN.
 """
 import argparse
 import ast
@@ -21,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("config", "model", "step", "data", "ckpt", "train")
-TIMEOUT_S = 600  # a hang is red
+TIMEOUT_S = 600  # a hang counts as red
+# Operators, as written and as broken.
 SWAPS = {
     ast.Add: (b"+", b"-"), ast.Sub: (b"-", b"+"), ast.Mult: (b"*", b"/"), ast.Div: (b"/", b"*"),
     ast.FloorDiv: (b"//", b"*"), ast.Mod: (b"%", b"*"), ast.Pow: (b"**", b"*"),
@@ -35,87 +38,106 @@ SWAPS = {
 
 
 def run_broken(file, text, *args):
-    """Run pytest on a copy of the project whose `file` is `text`: (exit code or None, output)."""
+    """Run pytest on a copy of the project in which `file` has this text.
+
+    Returns (exit code, output), or (None, "") after a timeout.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        left_out = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=left_out)
+        ignored = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)
         (copy / file).write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0",
                    f"--basetemp={folder}/tmp", *args]
-        with (open(f"{folder}/log", "w+") as log,
-              subprocess.Popen(command, cwd=copy, stdout=log, stderr=log,
-                               start_new_session=True) as run):
+        with open(f"{folder}/log", "w+") as log:
+            run = subprocess.Popen(command, cwd=copy, stdout=log, stderr=log,
+                                   start_new_session=True)
             try:
                 run.wait(TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                os.killpg(run.pid, signal.SIGKILL)  # with the processes that the test started
+                os.killpg(run.pid, signal.SIGKILL)  # also ends the processes that the test started
+                run.wait()
                 return None, ""
             log.seek(0)
             return run.returncode, log.read()
 
 
-# ---- the breaks that the tests name
+# ---- breaks that tests name
 
 def named_breaks():
-    """(test id, file, old, new) of every test, and the ids of those that name none."""
-    found, missing = [], []
+    """([(test id, file, old, new)] of the tests with a break, [test id] of those without)."""
+    found = []
+    missing = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                name = f"tests/{path.name}::{node.name}"
-                text = " ".join((ast.get_docstring(node) or "").split())
-                file, _, change = text.partition("Break: ")[2].partition(": ")
-                old, arrow, new = change.partition(" => ")
-                (found.append((name, file, old, new)) if arrow else missing.append(name))
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            name = f"tests/{path.name}::{node.name}"
+            docstring = ast.get_docstring(node) or ""
+            _, _, text = " ".join(docstring.split()).partition("Break: ")
+            file, _, change = text.partition(": ")
+            old, arrow, new = change.partition(" => ")
+            if arrow:
+                found.append((name, file, old, new))
+            else:
+                missing.append(name)
     return found, missing
 
 
 def why_green(name, file, old, new):
-    """Why the test does not fail when its line is broken, or None."""
+    """The reason why the test does not fail when its line is broken; "" if it fails."""
     source = (ROOT / file).read_text()
     if source.count(old) != 1:
-        return f"{old!r} stands {source.count(old)} times in {file}"
+        return f"{old!r} occurs {source.count(old)} times in {file}"
     code, output = run_broken(file, source.replace(old, new), name)
-    red = code in (1, None, -signal.SIGABRT)  # XLA aborts on what it cannot compile
-    return None if red else f"exit code {code}: {output[-300:]}"
+    if code in (1, None, -signal.SIGABRT):  # XLA aborts on programs that it cannot compile
+        return ""
+    return f"exit code {code}: {output[-300:]}"
 
 
 def run_named(words, n_jobs):
+    """Apply the breaks of all tests whose names have one of the words. Returns an exit code."""
     found, missing = named_breaks()
-    chosen = [b for b in found if not words or any(word in b[0] for word in words)]
-    errors = [f"{name}: names no break" for name in missing]
+    chosen = [each for each in found if not words or any(word in each[0] for word in words)]
 
-    def try_named(named):
-        fault = why_green(*named)
-        print("GREEN" if fault else "red  ", named[0], fault or "", flush=True)
-        return fault and f"{named[0]}: {fault}"
+    def is_red(named_break):
+        reason = why_green(*named_break)
+        print("GREEN" if reason else "red  ", named_break[0], reason, flush=True)
+        return not reason
 
     with ThreadPoolExecutor(n_jobs) as pool:
-        errors += filter(None, pool.map(try_named, chosen))
-    print(f"{len(chosen) - len(errors)} of {len(chosen)} breaks turn their test red")
-    return 1 if errors else 0
+        n_red = sum(pool.map(is_red, chosen))
+    for name in missing:
+        print(f"{name}: names no break")
+    print(f"{n_red} of {len(chosen)} breaks turn their test red")
+    return int(n_red < len(chosen) or bool(missing))
 
 
 # ---- random breaks
 
 def nodes(tree):
-    """All nodes but those within annotations, f-strings and raised errors."""
+    """Yield all nodes except those within annotations, f-strings and raised errors."""
     stack = [tree]
     while stack:
-        yield (node := stack.pop())
+        node = stack.pop()
+        yield node
         if not isinstance(node, (ast.JoinedStr, ast.Raise)):
-            skipped = [getattr(node, field, None) for field in ("annotation", "returns")]
-            stack += [n for n in ast.iter_child_nodes(node) if n not in skipped]
+            annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+            stack += [n for n in ast.iter_child_nodes(node) if n not in annotations]
 
 
 def breaks_of(source):
-    """(start, end, new) of each way to break one place of `source`, all of them bytes."""
-    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    """Yield each way to break `source`: (start, end, replacement), in bytes."""
+    line_starts = [0, *accumulate(len(line) for line in source.splitlines(keepends=True))]
 
-    def begin(node): return starts[node.lineno - 1] + node.col_offset
-    def end(node): return starts[node.end_lineno - 1] + node.end_col_offset
-    def text(node): return source[begin(node):end(node)]
+    def begin(node):
+        return line_starts[node.lineno - 1] + node.col_offset
+
+    def end(node):
+        return line_starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(node):
+        return source[begin(node):end(node)]
 
     for node in nodes(ast.parse(source)):
         match node:
@@ -135,7 +157,7 @@ def breaks_of(source):
                                                  and not isinstance(two, ast.Starred)):
                 between = source[end(one):begin(two)]
                 yield begin(one), end(two), text(two) + between + text(one)
-        match node:  # statements that can go without a NameError
+        match node:  # statements that can be removed without a NameError
             case (ast.AugAssign() | ast.Raise() | ast.Break() | ast.Continue()
                   | ast.Expr(ast.Call() | ast.Yield())
                   | ast.Assign([ast.Subscript() | ast.Attribute()])):
@@ -143,31 +165,43 @@ def breaks_of(source):
 
 
 def run_quick(file, text):
-    formats = ["tests/test_hf.py"] if file in ("model.py", "ckpt.py", "train.py") else []
-    return run_broken(file, text, "-m", "not slow", f"tests/test_{file}", *formats)
+    tests = [f"tests/test_{file}"]
+    if file in ("model.py", "ckpt.py", "train.py"):
+        tests.append("tests/test_hf.py")
+    return run_broken(file, text, "-m", "not slow", *tests)
 
 
-def try_break(file, start, end, new):
-    """Print whether a break turns the quick tests of its file red; give True if it does."""
+def try_break(file, start, end, replacement):
+    """Print whether a break turns the quick tests of its file red, and return it."""
     source = (ROOT / file).read_bytes()
-    broken = source[:start] + new + source[end:]
+    broken = source[:start] + replacement + source[end:]
     code, _ = run_quick(file, broken.decode())
-    line, last = source[:start].count(b"\n"), source[:end].count(b"\n") + 1
-    old, new = (" ".join(b" ".join(x.splitlines()[line:last]).decode().split())
-                for x in (source, broken))
-    print("GREEN" if code == 0 else "red  ", f"{file}:{line + 1}: {old} => {new}", flush=True)
+    first = source[:start].count(b"\n")
+    last = source[:end].count(b"\n")
+    old = joined_lines(source, first, last)
+    new = joined_lines(broken, first, last)
+    print("GREEN" if code == 0 else "red  ", f"{file}:{first + 1}: {old} => {new}", flush=True)
     return code != 0
 
 
+def joined_lines(source, first, last):
+    lines = source.decode().splitlines()[first : last + 1]
+    return " ".join(" ".join(lines).split())
+
+
 def run_random(n, seed, names, n_jobs):
-    found = sorted((f"{name}.py", *change) for name in names
-                   for change in breaks_of((ROOT / f"{name}.py").read_bytes()))
+    found = []
+    for name in names:
+        for change in breaks_of((ROOT / f"{name}.py").read_bytes()):
+            found.append((f"{name}.py", *change))
+    found.sort()
     chosen = random.Random(seed).sample(found, min(n, len(found)))
-    for file in sorted({file for file, *_ in chosen}):  # red without a break would prove nothing
+    # Without a break the tests must be green.
+    for file in sorted({file for file, *_ in chosen}):
         code, output = run_quick(file, (ROOT / file).read_text())
         assert code == 0, output
     with ThreadPoolExecutor(n_jobs) as pool:
-        red = list(pool.map(try_break, *zip(*chosen)))
+        red = list(pool.map(lambda chosen_break: try_break(*chosen_break), chosen))
     print(f"{sum(red)} of {len(red)} random breaks ({sum(red) / len(red):.0%}) turn the tests red; "
           f"{len(found)} are possible")
 
@@ -176,12 +210,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--file", choices=FILES)
-    for flag, default in (("--random", 0), ("--seed", 0), ("--jobs", 1)):
-        parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     if not args.random:
         return run_named(args.words, args.jobs)
-    return run_random(args.random, args.seed, [args.file] if args.file else FILES, args.jobs)
+    names = [args.file] if args.file else FILES
+    return run_random(args.random, args.seed, names, args.jobs)
 
 
 if __name__ == "__main__":

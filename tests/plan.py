@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step would send and how long it should take, read off the compiled program.
+"""Predict what a training step sends and how long it takes, from the compiled program.
 
     python tests/plan.py --config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8
     python tests/plan.py --config llama-8b --plan_for h100:8x8 --batch_size 128  # 8 hosts of 8 GPUs
     python tests/plan.py --config debug --plan_sweep 6  # compare the six most promising meshes
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
-step follows from what it computes, reads, writes and sends, from the makers' rates, and from SHARE
-and EXPOSED, which are fitted to published runs (tests/RESULTS.md); collectives are rings.
+step follows from what it computes, reads, writes and sends, from the vendors' rates, and from
+MATMUL_FRAC and EXPOSED, which are fitted to published runs (tests/RESULTS.md). Collectives count as
+rings.
 """
 import ast
-import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -30,14 +30,20 @@ from jax.sharding import NamedSharding
 import config
 import step as steplib
 
-# GB/s of one device: to and from its memory, sent to its neighbours, sent between slices (of GPUs:
-# between hosts), to and from its host. Source: the makers' data sheets; a TPU's PCIe: Austin et al.
-# 2025, How to Scale Your Model, chapter 2.
-BANDWIDTHS = {"NVIDIA A100": (2039, 300, 25, 32), "NVIDIA H100": (3350, 450, 50, 64),
-              "NVIDIA H200": (4800, 450, 50, 64), "NVIDIA B200": (7672, 900, 50, 64),
-              "TPU v4": (1228, 150, 6.25, 15),
-              "TPU v5 lite": (819, 100, 3.125, 15), "TPU v5": (2765, 300, 6.25, 15),
-              "TPU v6": (1640, 224, 12.5, 15)}
+# GB/s of one device: "memory" to and from its memory, "near" to its neighbours, "far" between
+# slices (for GPUs: between hosts), "host" to and from its host. The first prefix of the device's
+# kind applies. Source: the vendors' data sheets; for the PCIe of TPUs Austin et al. 2025, How to
+# Scale Your Model, chapter 2.
+BANDWIDTHS = {
+    "NVIDIA A100": {"memory": 2039, "near": 300, "far": 25, "host": 32},
+    "NVIDIA H100": {"memory": 3350, "near": 450, "far": 50, "host": 64},
+    "NVIDIA H200": {"memory": 4800, "near": 450, "far": 50, "host": 64},
+    "NVIDIA B200": {"memory": 7672, "near": 900, "far": 50, "host": 64},
+    "TPU v4": {"memory": 1228, "near": 150, "far": 6.25, "host": 15},
+    "TPU v5 lite": {"memory": 819, "near": 100, "far": 3.125, "host": 15},
+    "TPU v5": {"memory": 2765, "near": 300, "far": 6.25, "host": 15},
+    "TPU v6": {"memory": 1640, "near": 224, "far": 12.5, "host": 15},
+}
 
 # Bytes that each of n devices sends in a ring, for a result of `size` bytes.
 SENT = {
@@ -47,29 +53,35 @@ SENT = {
     "all-to-all": lambda n, size: size * (n - 1) / n,
     "collective-permute": lambda n, size: size,
 }
-# Fraction of the peak FLOP/s that large products of matrices reach; fraction of the time for
-# memory, network and host that does not overlap with them.
-SHARE = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
+# Fraction of the peak FLOP/s that large matmuls reach, by prefix of the device's kind.
+MATMUL_FRAC = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
+# Fraction of the time for memory, network and host that does not overlap with matmuls.
 EXPOSED = 0.5
 
-CROSS_SLICE = " (slow network)"  # ends the axes of a collective that uses the slow network
-NO_WRITE = "parameter tuple get-tuple-element bitcast constant while conditional".split()
+CROSS_SLICE = " (slow network)"  # suffix of the axes of a collective that uses the slow network
+# Operations that write nothing to memory.
+NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while",
+            "conditional")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(config.Config):
-    plan_for: str = ""  # TPU slice or GPUs: v5p:8x8x8, h100:8x8 (8 hosts); empty: those at hand
-    plan_sweep: config.NonNegInt = 0  # meshes to compile for and compare; 0: the one given
+    # TPU slice or GPUs, as v5p:8x8x8 or h100:8x8 (8 hosts of 8); empty: the available devices
+    plan_for: str = ""
+    plan_sweep: config.NonNegInt = 0  # meshes to compile for and compare; 0: only the given mesh
 
 
 def main(cfg, hooks=(), task=train.TEXT):
-    """Plan one mesh, or compare several; a dict with at least "exit_code".
+    """Plan one mesh, or compare several. Returns a dict with at least "exit_code".
 
-    Raises ValueError for a mode other than training, and for whatever train.main would refuse.
+    Raises ValueError for a mode other than training, and for errors that train.main finds.
     """
     if cfg.mode not in ("train", "plan"):
-        config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; leave out --mode"])
-    run = train.setup_run(cfg, task, planned_devices(cfg) if cfg.plan_for else None)
+        config.raise_if_errors([f"mode {cfg.mode}: only training can be planned; remove --mode"])
+    devices = None
+    if cfg.plan_for:
+        devices = planned_devices(cfg)
+    run = train.setup_run(cfg, task, devices)
     if cfg.plan_sweep:
         return {"exit_code": 0, "meshes": sweep(run, cfg.plan_sweep)}
     cost = measure(run)
@@ -77,206 +89,305 @@ def main(cfg, hooks=(), task=train.TEXT):
     for (kind, axes), (count, n_bytes) in cost["collectives"].items():
         train.print0(f"  {n_bytes / 2**30:10,.4g} GiB  sent by {count} {kind} over {axes}")
     if "seconds" in cost:
-        words = ", ".join(f"{what} {s:.4g} s" for what, s in cost["seconds"].items())
-        train.print0(f"at full rates: {words}\na step: about {cost['step_s']:.4g} s, MFU "
-                  f"{cost['mfu']:.1%}")
+        seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
+        train.print0(f"at full rates: {seconds}")
+        train.print0(f"a step: about {cost['step_s']:.4g} s, MFU {cost['mfu']:.1%}")
     return cost | {"exit_code": int(not cost["fits"])}
 
 
 def planned_devices(cfg):
-    """The TPU slices or GPUs that cfg.plan_for names, which need not be here, to compile for.
+    """The TPU slices or GPUs that cfg.plan_for names, to compile for. This machine may lack them.
 
-    Raises ValueError without their compiler, or for names and shapes that there are not.
+    Raises ValueError if their compiler is missing, or for unknown names and shapes.
     """
-    def refuse(words):
-        config.raise_if_errors([config.field_error(cfg, "plan_for", words)])
-
     name, _, shape = cfg.plan_for.partition(":")
-    package, extra = ("jax_cuda12_plugin", "cuda12") if name in GPUS else ("libtpu", "tpu")
-    if not importlib.util.find_spec(package):
-        refuse(f"its compiler is missing: pip install 'jax[{extra}]'")
+    is_gpu = name in GPUS
+    package, extra = "libtpu", "tpu"
+    if is_gpu:
+        package, extra = "jax_cuda12_plugin", "cuda12"
     legal = f"TPU slices as v5p:8x8x8, v6e:16x16; hosts x GPUs of {', '.join(GPUS)} as h100:8x8"
-    if name in GPUS and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
-        refuse(f"must be hosts x GPUs; legal are {legal}")
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        return (gpus(name, *map(int, shape.split("x"))) if name in GPUS else
-                slice_devices(cfg.plan_for, cfg.slices))
-    except (RuntimeError, ValueError) as e:
-        refuse(f"unknown ({str(e).splitlines()[0]}); legal are {legal}")
+    error = ""
+    if not importlib.util.find_spec(package):
+        error = f"its compiler is missing: pip install 'jax[{extra}]'"
+    elif is_gpu and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
+        error = f"must be hosts x GPUs; legal are {legal}"
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        try:
+            if is_gpu:
+                n_hosts, per_host = map(int, shape.split("x"))
+                return gpus(name, n_hosts, per_host)
+            return slice_devices(cfg.plan_for, cfg.slices)
+        except (RuntimeError, ValueError) as e:
+            error = f"unknown ({str(e).splitlines()[0]}); legal are {legal}"
+    config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
 
 
 def slice_devices(name, n_slices):
-    # Stop libtpu probing for hardware; allow planners to run side by side.
+    # Keep libtpu from probing for hardware, and allow several planners at a time.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
                       TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-    # The two cores of a v4 chip are one device, as they are of a v5p chip unasked.
-    cores = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
-    return topologies.get_topology_desc(name, "tpu", num_slices=n_slices, **cores).devices
+    options = {}
+    if name.startswith("v4"):
+        # One device for the two cores of a chip, which is the default for v5p.
+        options["chip_config_name"] = "megacore"
+    return topologies.get_topology_desc(name, "tpu", num_slices=n_slices, **options).devices
 
 
-# What the compiler asks of a GPU: its name, compute capability, multiprocessors, FP32 units and KiB
-# of shared memory of each, MiB of L2 cache, GHz, TB/s of memory, GiB. Source: the maker's
-# data sheets and XLA's own descriptions.
-GPUS = {"a100": ("NVIDIA A100-SXM4-80GB", 8, 108, 64, 164, 40, 1.41, 2.039, 79.3),
-        "h100": ("NVIDIA H100 80GB HBM3", 9, 132, 128, 228, 50, 1.98, 3.352, 79.1),
-        "h200": ("NVIDIA H200", 9, 132, 128, 228, 50, 1.98, 4.8, 141),
-        "b200": ("NVIDIA B200", 10, 148, 128, 228, 126.5, 1.965, 7.672, 178.4)}
+# What the compiler needs to know of a GPU. Source: the vendor's data sheets and XLA's descriptions.
+GPUS = {
+    "a100": {"kind": "NVIDIA A100-SXM4-80GB", "capability": 8, "multiprocessors": 108,
+             "fp32_units": 64, "shared_kib": 164, "l2_mib": 40, "clock_ghz": 1.41,
+             "memory_tbps": 2.039, "memory_gib": 79.3},
+    "h100": {"kind": "NVIDIA H100 80GB HBM3", "capability": 9, "multiprocessors": 132,
+             "fp32_units": 128, "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98,
+             "memory_tbps": 3.352, "memory_gib": 79.1},
+    "h200": {"kind": "NVIDIA H200", "capability": 9, "multiprocessors": 132,
+             "fp32_units": 128, "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98,
+             "memory_tbps": 4.8, "memory_gib": 141},
+    "b200": {"kind": "NVIDIA B200", "capability": 10, "multiprocessors": 148,
+             "fp32_units": 128, "shared_kib": 228, "l2_mib": 126.5, "clock_ghz": 1.965,
+             "memory_tbps": 7.672, "memory_gib": 178.4},
+}
 
 
 def gpus(name, hosts, per_host):
-    """hosts * per_host GPUs of GPUS[name], not autotuned: that would need one."""
+    """hosts * per_host GPUs of GPUS[name]. Autotuning is off, as it would run on a GPU."""
     from jax._src import xla_bridge
-    kind, capability, cores, units, shared, cache, ghz, bandwidth, memory = GPUS[name]
+    gpu = GPUS[name]
     numbers = {
-        "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,
-        "shared_memory_per_block": 48 * 2**10, "shared_memory_per_core": shared * 2**10,
-        "shared_memory_per_block_optin": (shared - 1) * 2**10, "core_count": cores,
-        "fpus_per_core": units, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1, "thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64, "registers_per_core_limit": 2**16,
-        "registers_per_block_limit": 2**16, "l2_cache_size": int(cache * 2**20),
-        "clock_rate_ghz": ghz, "memory_bandwidth": int(bandwidth * 1e12),
-        "device_memory_size": int(memory * 2**30)}
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": 2048,
+        "shared_memory_per_block": 48 * 2**10,
+        "shared_memory_per_core": gpu["shared_kib"] * 2**10,
+        "shared_memory_per_block_optin": (gpu["shared_kib"] - 1) * 2**10,
+        "core_count": gpu["multiprocessors"],
+        "fpus_per_core": gpu["fp32_units"],
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+        "l2_cache_size": int(gpu["l2_mib"] * 2**20),
+        "clock_rate_ghz": gpu["clock_ghz"],
+        "memory_bandwidth": int(gpu["memory_tbps"] * 1e12),
+        "device_memory_size": int(gpu["memory_gib"] * 2**30),
+    }
     target = (
         "gpu_device_info { " + " ".join(f"{k}: {v}" for k, v in numbers.items())
-        + f" cuda_compute_capability {{ major: {capability} minor: 0 }} runtime_version: '12.9.0' "
-        f"dnn_version: '9.10.0' }} platform_name: 'CUDA' dnn_version_info {{ major: 9 minor: 10 }} "
-        f"device_description_str: '{kind}'")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # or the plug-in wants a driver
+        + f" cuda_compute_capability {{ major: {gpu['capability']} minor: 0 }} "
+        "runtime_version: '12.9.0' dnn_version: '9.10.0' } platform_name: 'CUDA' "
+        "dnn_version_info { major: 9 minor: 10 } "
+        f"device_description_str: '{gpu['kind']}'")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # or the plug-in requires a driver
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-    # Lowering asks for the platform of the backend at hand, which is a CPU.
-    theirs = xla_bridge.canonicalize_platform
-    xla_bridge.canonicalize_platform = lambda p: "cuda" if p == "gpu" else theirs(p)
+    # Lowering asks for the platform of the backend of this machine, which is a CPU.
+    canonicalize = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda p: "cuda" if p == "gpu" else canonicalize(p)
     return topologies.get_topology_desc(
         "", "cuda", target_config=target, topology=f"{hosts}x1x{per_host}").devices
 
 
 def measure(run):
-    """train.estimate of `run` ("memory", "flop", "fits"; "error" where it cannot be compiled), and
-    "collectives" {(kind, axes): [count, bytes a device sends]} from the most bytes to the least,
-    "sent_bytes", "memory_traffic_bytes", "host_bytes", and the roofline where rates are known.
+    """The result of train.estimate, with what the compiled step sends and how long it takes.
+
+    Adds "collectives", {(kind, axes): [count, bytes a device sends]} from the most bytes to the
+    least, "sent_bytes", "memory_traffic_bytes", "host_bytes", and the keys of `roofline`.
     """
     cost, mesh = train.estimate(run), run["mesh"]
-    if "compiled" not in cost:
+    compiled_step = cost.get("programs", {}).get("update")
+    if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
                        "host_bytes": 0}
-    groups, (name, _, shape) = run["cfg"].slices, run["cfg"].plan_for.partition(":")
-    if name in GPUS:
+    groups = run["cfg"].slices
+    name, _, shape = run["cfg"].plan_for.partition(":")
+    if name in GPUS:  # the slow network is between hosts
         groups = int(shape.split("x")[0])
-    sent, written, hosted = traffic(cost.pop("compiled").as_text(), mesh, groups)
-    cost |= {"collectives": sent, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
-             "memory_traffic_bytes": 2 * written,  # what is written is read about once
-             "host_bytes": hosted}
+    sent, written, hosted = traffic(compiled_step.as_text(), mesh, groups)
+    cost["collectives"] = sent
+    cost["sent_bytes"] = sum(n_bytes for _, n_bytes in sent.values())
+    cost["memory_traffic_bytes"] = 2 * written  # each value is read about once
+    cost["host_bytes"] = hosted
     return cost | roofline(cost, mesh.devices.flat[0].device_kind)
 
 
 def roofline(cost, kind):
-    """{"seconds" (at full rates, by what bounds them), "step_s", "mfu"} on a device of this kind;
-    {} where its rates are not known.
+    """{"seconds": {resource: seconds at its full rate}, "step_s", "mfu"} on a device of this kind.
+
+    {} if its rates are not known.
     """
     tflops, _ = steplib.peaks(kind)
-    rates = next((row for name, row in BANDWIDTHS.items() if kind.startswith(name)), None)
-    if not tflops or not rates:
+    gbps = first_prefix(BANDWIDTHS, kind)
+    if not tflops or not gbps:
         return {}
-    memory_gbps, near_gbps, far_gbps, host_gbps = rates
-    far = sum(row[1] for (_, axes), row in cost["collectives"].items()
+    far = sum(n_bytes for (_, axes), (_, n_bytes) in cost["collectives"].items()
               if axes.endswith(CROSS_SLICE))
     seconds = {"compute": sum(cost["flop"].values()) / tflops / 1e12,
-               "memory": cost["memory_traffic_bytes"] / memory_gbps / 1e9,
-               "network": (cost["sent_bytes"] - far) / near_gbps / 1e9}
-    seconds |= {"slow network": far / far_gbps / 1e9} if far else {}
-    seconds |= {"host": cost["host_bytes"] / host_gbps / 1e9} if cost["host_bytes"] else {}
-    share = next(share for name, share in SHARE.items() if kind.startswith(name))
-    step_s = seconds["compute"] / share + EXPOSED * (sum(seconds.values()) - seconds["compute"])
+               "memory": cost["memory_traffic_bytes"] / gbps["memory"] / 1e9,
+               "network": (cost["sent_bytes"] - far) / gbps["near"] / 1e9}
+    if far:
+        seconds["slow network"] = far / gbps["far"] / 1e9
+    if cost["host_bytes"]:
+        seconds["host"] = cost["host_bytes"] / gbps["host"] / 1e9
+    other_s = sum(seconds.values()) - seconds["compute"]
+    step_s = seconds["compute"] / first_prefix(MATMUL_FRAC, kind) + EXPOSED * other_s
     model_flop = next(iter(cost["flop"].values()))
     return {"seconds": seconds, "step_s": step_s, "mfu": model_flop / step_s / tflops / 1e12}
+
+
+def first_prefix(table, kind):
+    """The value of the first key that `kind` starts with, or None."""
+    for prefix, value in table.items():
+        if kind.startswith(prefix):
+            return value
+    return None
 
 
 # ---- comparing meshes
 
 def sweep(run, n_meshes):
-    """Print a line for each of the n_meshes that promise most, by the time of a step; the rows."""
-    cfg, devices, axes = run["cfg"], list(run["mesh"].devices.flat), steplib.AXES
-    _, memory_gib = steplib.peaks(devices[0].device_kind)
-    candidates, rows = [], []
-    for sizes in factorizations(len(devices), len(axes)):
-        other = dataclasses.replace(cfg, **dict(zip(axes, sizes)))
-        with contextlib.suppress(ValueError):  # this mesh and this model do not fit
-            config.validate(other, len(devices), (), run["task"]["validate"])
-            mesh, state_bytes, sent = predicted_traffic(other, run["table"], sizes)
-            if not steplib.check_shapes(run["table"], mesh):
-                too_large = state_bytes > (memory_gib or math.inf) * 2**30
-                candidates.append((too_large, sum(sent.values()), state_bytes, sizes, other))
+    """Compile the n_meshes most promising meshes and print a line for each, the fastest first.
+
+    Returns [(does not fit, seconds or bytes by which it is sorted, sizes, cost)].
+    """
+    devices = list(run["mesh"].devices.flat)
+    axes = steplib.AXES
+    candidates = legal_meshes(run, devices)
     train.print0(train.run_summary(run) + f"; legal meshes: {len(candidates)}")
-    for *_, sizes, other in sorted(candidates, key=lambda c: c[:3])[:n_meshes]:
-        cost = measure(train.setup_run(other, run["task"], devices))
-        # Bytes where no rate is known.
-        rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), sizes, cost))
+
+    rows = []
+    for each in candidates[:n_meshes]:
+        cost = measure(train.setup_run(each["cfg"], run["task"], devices))
+        # Sort by bytes if no rate is known.
+        rows.append((not cost["fits"], cost.get("step_s", cost["sent_bytes"]), each["sizes"], cost))
     rows.sort(key=lambda row: row[:2])
-    mesh_words = "  ".join(["{:>4}"] * len(axes))
-    train.print0(mesh_words.format(*axes)
-              + "      GiB  sent GiB  step s")
+
+    columns = "  ".join(["{:>4}"] * len(axes))
+    train.print0(columns.format(*axes) + "      GiB  sent GiB  step s")
     for too_large, _, sizes, cost in rows:
-        total, sent = cost["memory"].get("total", math.nan), cost["sent_bytes"]
-        times = f"  {cost['step_s']:.4g}" if "step_s" in cost else ""
-        train.print0(f"{mesh_words.format(*sizes)}  {total / 2**30:7.4g}  {sent / 2**30:8.4g}"
-                  + ("  does not fit" if too_large else times))
+        total_gib = cost["memory"].get("total", math.nan) / 2**30
+        line = f"{columns.format(*sizes)}  {total_gib:7.4g}  {cost['sent_bytes'] / 2**30:8.4g}"
+        if too_large:
+            line += "  does not fit"
+        elif "step_s" in cost:
+            line += f"  {cost['step_s']:.4g}"
+        train.print0(line)
     return rows
+
+
+def legal_meshes(run, devices):
+    """[{"sizes", "cfg", ...}] of the meshes that the config and the parameters allow.
+
+    Those come first whose state fits, then those that send less, then those with a smaller state.
+    """
+    _, memory_gib = steplib.peaks(devices[0].device_kind)
+    limit = math.inf
+    if memory_gib:
+        limit = memory_gib * 2**30
+    found = []
+    for sizes in factorizations(len(devices), len(steplib.AXES)):
+        cfg = dataclasses.replace(run["cfg"], **dict(zip(steplib.AXES, sizes)))
+        try:
+            config.validate(cfg, len(devices), (), run["task"]["validate"])
+            mesh, state_bytes, sent = predicted_traffic(cfg, run["table"], sizes)
+            errors = steplib.check_shapes(run["table"], mesh)
+        except ValueError:  # this mesh and this model do not fit
+            continue
+        if errors:
+            continue
+        found.append({"sizes": sizes, "cfg": cfg, "state_bytes": state_bytes,
+                      "sent_bytes": sum(sent.values())})
+    return sorted(found, key=lambda each: (
+        each["state_bytes"] > limit, each["sent_bytes"], each["state_bytes"], each["sizes"]))
 
 
 def factorizations(n, k):
     """All tuples of k sizes whose product is n."""
     if k == 1:
         return [(n,)]
-    return [(d, *rest) for d in range(1, n + 1) if n % d == 0
-            for rest in factorizations(n // d, k - 1)]
+    found = []
+    for first in range(1, n + 1):
+        if n % first == 0:
+            found += [(first, *rest) for rest in factorizations(n // first, k - 1)]
+    return found
 
 
 def predicted_traffic(cfg, table, sizes):
-    """(mesh of these sizes without devices, bytes of state on a device, {what for: bytes that a
-    device sends in an update}), from shapes alone.
+    """Predict from shapes: (mesh without devices, bytes of state on a device, {purpose: bytes that
+    a device sends in a step}).
 
-    "weights": gathered for each pass over each microbatch, and their gradients summed; "tp":
-    activations summed; "sp", "ep": activations moved by all-to-alls.
+    "weights": gathered for each pass over each microbatch, and the sum of their gradients; "tp":
+    sums of activations; "sp", "ep": all-to-alls of activations.
     """
     mesh = jax.sharding.AbstractMesh(sizes, steplib.AXES)
-    n, specs = mesh.shape, steplib.moment_specs(table, mesh)
-    itemsize = 2 if "16" in cfg.dtype else 4
-    # Forward, remat, backward, sum of gradients.
-    passes = (3 + (cfg.remat in ("full", "offload"))) * cfg.grad_accum_steps
-    weights, state_bytes = 0.0, 0.0
+    n = mesh.shape
+    specs = steplib.moment_specs(table, mesh)
+    itemsize = 4
+    if "16" in cfg.dtype:
+        itemsize = 2
+    passes = 3  # forward, backward, sum of gradients
+    if cfg.remat in ("full", "offload"):
+        passes += 1
+    passes *= cfg.grad_accum_steps
+
+    weights = 0.0
+    state_bytes = 0.0
     for name, row in table.items():
-        held, moments = (math.prod(NamedSharding(mesh, spec).shard_shape(row["shape"]))
-                         for spec in (row["spec"], specs[name]))
+        held = math.prod(NamedSharding(mesh, row["spec"]).shard_shape(row["shape"]))
+        moments = math.prod(NamedSharding(mesh, specs[name]).shard_shape(row["shape"]))
         state_bytes += 4 * held + 8 * moments * row.get("trained", True)
-        gathered = math.prod(n[a] for axes in row["spec"] if "fsdp" in (axes or ())
-                             for a in (axes if isinstance(axes, tuple) else (axes,)))
+        gathered = n_gathered(row["spec"], mesh)
         weights += passes * SENT["all-gather"](gathered, gathered * itemsize * held)
         weights += SENT["all-reduce"](n["dp"], itemsize * held)
-    tokens = cfg.batch_size * cfg.seq_len / math.prod(n[a] for a in ("dp", "fsdp", "ep", "sp"))
+
+    tokens = cfg.batch_size * cfg.seq_len / (n["dp"] * n["fsdp"] * n["ep"] * n["sp"])
     moved = 4 * cfg.n_layers * itemsize * tokens * cfg.d_model  # twice forward, twice backward
     heads = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim / cfg.d_model / n["tp"]
-    slots = cfg.experts_per_token * (cfg.capacity_factor or 1) if cfg.n_experts else 0
-    return mesh, state_bytes, {
-        "weights": weights, "tp": SENT["all-reduce"](n["tp"], moved * (1 + (slots or 1)) / 2),
-        "sp": SENT["all-to-all"](n["sp"], moved * heads),
-        "ep": SENT["all-to-all"](n["ep"], moved * slots)}
+    slots = 0  # of experts per token
+    mlp_inputs = 1
+    if cfg.n_experts:
+        slots = cfg.experts_per_token
+        if cfg.capacity_factor:
+            slots *= cfg.capacity_factor
+        mlp_inputs = slots
+    sent = {"weights": weights,
+            "tp": SENT["all-reduce"](n["tp"], moved * (1 + mlp_inputs) / 2),
+            "sp": SENT["all-to-all"](n["sp"], moved * heads),
+            "ep": SENT["all-to-all"](n["ep"], moved * slots)}
+    return mesh, state_bytes, sent
+
+
+def n_gathered(spec, mesh):
+    """Number of devices over which a parameter is gathered before it is used."""
+    n = 1
+    for axes in spec:
+        if isinstance(axes, str):
+            axes = (axes,)
+        if axes and "fsdp" in axes:
+            n *= math.prod(mesh.shape[axis] for axis in axes)
+    return n
 
 
 # ---- reading compiled text (HLO)
 
 def traffic(text, mesh, slices=1):
-    """({(collective, axes): [count, bytes a device sends]} from the most bytes to the least, bytes
-    that operations write to memory, bytes that go to the host's memory or come from there) of one
-    run of a compiled program.
+    """Count one run of a compiled program: ({(collective, axes): [count, bytes a device sends]}
+    from the most bytes to the least, bytes that operations write to memory, bytes moved to or from
+    the host's memory).
 
-    axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE where it spans
-    slices. Both branches of a conditional are left out.
+    axes: the mesh axes along which a group extends, joined by "+", and CROSS_SLICE if it spans
+    slices. The branches of conditionals are not counted.
     """
-    collectives, written, hosted = {}, 0, 0
+    collectives = {}
+    written = 0
+    hosted = 0
     for op, result, line, times, fused in _operations(text):
-        if found := _collective(op, result, line, mesh, slices):
+        found = _collective(op, result, line, mesh, slices)
+        if found:
             kind, axes, n_bytes = found
             row = collectives.setdefault((kind, axes), [0, 0.0])
             row[0] += times
@@ -290,19 +401,20 @@ def traffic(text, mesh, slices=1):
 
 
 def _operations(text):
-    """(operation, result bytes, line, times it runs, whether a caller stands for its writes) of
-    each line that runs.
+    """Yield (operation, result bytes, line, times it runs, whether it is fused) for each line that
+    runs. The operation that calls a fused one counts its writes.
     """
     bodies = {m[1]: m[2] for m in re.finditer(
         r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
 
     def walk(name, times, fused):
         for line in bodies.get(name, "").splitlines():
-            if not (m := re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([a-z][\w\-]*)\(", line)):
+            match = re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([a-z][\w\-]*)\(", line)
+            if not match:
                 continue
-            op = m[2]
-            yield op, _result_bytes(m[1]), line, times, fused
-            if op in ("async-update", "async-done"):  # they name what async-start has called
+            result, op = match.groups()
+            yield op, _result_bytes(result), line, times, fused
+            if op in ("async-update", "async-done"):  # they repeat the callee of async-start
                 continue
             trips = _trip_count(line, bodies) if op == "while" else 1
             for called in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", line):
@@ -324,53 +436,61 @@ def _result_bytes(text):
 
 
 def _collective(op, result, line, mesh, slices):
-    """(kind, axes, bytes that a device sends) of an operation; None when it is no collective."""
-    sizes, kind = list(mesh.shape.values()), op.removesuffix("-start")
-    outer = int(sizes[0] == 1)  # the axis that is laid over slices
+    """(kind, axes, bytes that a device sends) of a collective; None for other operations."""
+    sizes = list(mesh.shape.values())
+    kind = op.removesuffix("-start")
+    outer = 0  # index of the axis that crosses slices: dp, or fsdp where dp is 1
+    if sizes[0] == 1:
+        outer = 1
     # Between slices of TPUs a collective is a send through the host.
-    if op == "send" and (through_host := re.search(r'megascale_transfer_type="(\w+)"', line)):
+    through_host = re.search(r'megascale_transfer_type="(\w+)"', line)
+    if op == "send" and through_host:
         kind = through_host[1].lower().replace("_", "-")
         n_bytes = SENT[kind](slices, jax.tree.leaves(result)[0])
         return kind, list(mesh.shape)[outer] + CROSS_SLICE, n_bytes
     if kind not in SENT:
         return None
-    # (operands, results, contexts ...), but an all-reduce-start has its results alone.
+    # A pair is (operands, results, contexts ...), but an all-reduce-start has only its results.
     pair = op != kind and isinstance(result, tuple)
     if pair and (kind != "all-reduce" or isinstance(result[0], tuple)):
         result = result[1]
     group = _first_group(line, math.prod(sizes))
-    places = np.array(np.unravel_index(group, sizes)).T
-    axes = "+".join(a for a, at in zip(mesh.shape, places.T) if len(set(at)) > 1)
+    coordinates = np.unravel_index(group, sizes)  # for each axis, those of the group's devices
+    axes = "+".join(axis for axis, at in zip(mesh.shape, coordinates) if len(set(at)) > 1)
     n_bytes = SENT[kind](len(group), sum(jax.tree.leaves(result)))
-    crossed = {i * slices // math.prod(sizes) for i in group}  # the slices that it spans
+    crossed = {i * slices // math.prod(sizes) for i in group}  # slices that the group spans
     if len(crossed) > 1:
         axes += CROSS_SLICE
-        n_bytes *= len(crossed) / len(group)  # its devices within a slice share what leaves it
+        n_bytes *= len(crossed) / len(group)  # the devices of a slice divide what leaves it
     return kind, axes, n_bytes
 
 
 def _first_group(line, n):
     """Device numbers of one group of a collective. HLO writes groups as pairs, as a list, as an
-    iota reshaped and transposed, or as axes of a mesh over such an iota.
+    iota that is reshaped and transposed, or as axes of a mesh over such an iota.
     """
-    def numbers(words):
-        return [int(i) for i in re.findall(r"\d+", words or "")]
+    def numbers(text):
+        return [int(i) for i in re.findall(r"\d+", text or "")]
 
     def iota(dims, order):
         ids = np.arange(math.prod(numbers(dims))).reshape(numbers(dims))
         return ids.transpose(numbers(order) or range(ids.ndim))
 
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
+    if pairs:
         ends = np.reshape(numbers(pairs[1]), (-1, 2)).tolist()
         return next((pair for pair in ends if pair[0] != pair[1]), ends[0])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
         return numbers(listed[1])
-    if reshaped := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\])(T\([\d,]+\))?", line):
+    reshaped = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\])(T\([\d,]+\))?", line)
+    if reshaped:
         return iota(reshaped[2], reshaped[3]).reshape(numbers(reshaped[1]))[0].tolist()
-    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
-                          r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line):
+    named = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]"
+                      r"(?:T\(([\d,]+)\))?\))? ?\{(.*?)\}", line)
+    if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        at = {name: [0] for name in sizes}  # places of the group along each axis
+        at = {name: [0] for name in sizes}  # coordinates of the group along each axis
         for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named[4]):
             size = int(size or sizes[name])
             stride = sizes[name] // (int(before or 1) * size)
@@ -382,8 +502,9 @@ def _first_group(line, n):
 
 
 def _trip_count(line, bodies):
-    """How often a while loop runs: what XLA knows, or the number its condition compares with."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+    """Number of iterations of a while loop, from XLA, or from the constant in its condition."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    if known:
         return int(known[1])
     condition = bodies[re.search(r"condition=%?([\w.\-]+)", line)[1]]
     return max(map(int, re.findall(r"[su]32\[\]\S* constant\((\d+)\)", condition)), default=1)

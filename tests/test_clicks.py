@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The click model: against PyTorch's sparse updates, scikit-learn's AUC, and itself."""
+"""The click model, against PyTorch's sparse updates and scikit-learn's AUC, and resumed."""
 import dataclasses
 import itertools
 import json
@@ -33,7 +33,7 @@ SMALL = "user=2^12", "item=2^12", "category=2^8", "history=2^12:4"
 
 @pytest.fixture
 def planted(tmp_path, cache_dir):
-    """planted(days, rows, **fields): a config over that many days in tmp_path/days."""
+    """planted(days, rows, **fields): a config for that many days, in tmp_path/days."""
     def make(n_days=3, rows=3000, **fields):
         make_clicks.main(tmp_path / "days", n_days, rows)
         defaults = dict(
@@ -50,8 +50,8 @@ def rows_of(cfg, event):
 
 @pytest.mark.slow
 def test_the_first_losses_are_those_of_torchs_sparse_adam():
-    """50 updates of EmbeddingBag(sparse=True) by SparseAdam and of a tower by Adam, from the same
-    parameters over the same batches, float32 both: each loss within 1e-4.
+    """Each loss of 50 steps is within 1e-4 of that of EmbeddingBag(sparse=True) with SparseAdam and
+    a tower with Adam, from the same parameters, over the same batches, both in float32.
 
     Break: step.py: .set(new, mode="drop") => .add(new, mode="drop")
     """
@@ -62,24 +62,26 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     programs = train.steplib.compile_steps(*train.step_args(run))
     state = programs["init"](jax.random.key(0))
     update = bench.torch_clicks(cfg, {name: np.array(x) for name, x in state["params"].items()})
-    ours, theirs = [], []
+    losses, torch_losses = [], []
     for batch in itertools.islice(itertools.cycle(bench.click_batches(cfg)), 50):
-        theirs.append(update(batch))
+        torch_losses.append(update(batch))
         shardings = {name: x.sharding for name, x in run["batch"].items()}
         state, metrics = programs["train_step"](state, jax.device_put(batch, shardings))
-        ours.append(float(metrics["loss"]))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-    assert ours[-1] < 0.8 * ours[0]
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, torch_losses, rtol=1e-4)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_auc_and_grouped_auc_are_scikit_learns():
-    """Of scores in 200 bins, over two batches of which one is padded; by group of the exact scores,
-    weighted by rows, where both labels are seen; of one label alone there is none of either.
+    """The AUC is that of scores in 200 bins, over two batches, one of them padded. The grouped AUC
+    is that of the exact scores, weighted by examples, over groups with both labels. With one label
+    neither exists.
 
     Break: tests/recipes/clicks.py: (most + least) / 2 => most
     """
     random = np.random.default_rng(0)
-    label, group = random.integers(0, 2, 160), random.integers(0, 40, 160)
+    label = random.integers(0, 2, 160)
+    group = random.integers(0, 40, 160)
     logit = np.round(label + random.normal(size=160), 1).astype(np.float32)  # with ties
     valid = np.arange(160) < 150
     cfg = clicks.ClicksConfig(tables=("user=64", "score=160"), n_dense=1, dim=1)
@@ -110,9 +112,9 @@ def test_auc_and_grouped_auc_are_scikit_learns():
 
 @pytest.mark.slow
 def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
-    """Three days of 30,000 clicks on few items: the area under the curve of the third, of which it
-    has seen nothing, is within 0.01 of that of the planted logits and 0.1 above that of a guess by
-    the dense numbers alone; an evaluation of each next day, whole; metrics in training too.
+    """Three days of 30,000 clicks on few items. The AUC on the third day, before training on it, is
+    within 0.01 of that of the true logits and 0.1 above that of the dense features alone. Each next
+    day is evaluated completely. Rows of training have the metrics too.
 
     Break: step.py: row_ids[name] = first_ids => row_ids[name] = ids * 0
     """
@@ -137,8 +139,9 @@ def train_clicks(cfg, kill_step):
 
 
 @pytest.mark.slow
-def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
-    """Tables split by rows; parameters, moments and evaluations are those of a run never killed.
+def test_killed_in_a_window_it_resumes_bit_exactly_over_8_devices(planted):
+    """With tables split by rows, parameters, moments and evaluations are those of a run that was
+    not killed.
 
     Break: data.py: _shuffled(window_of * sizes + => _shuffled(os.getpid() + window_of * sizes +
     """
@@ -146,7 +149,8 @@ def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
     summary = train.main(cfg, task=clicks.TASK)
     killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
     forks = multiprocessing.get_context("forkserver")
-    (run := forks.Process(target=train_clicks, args=(killed, 18), daemon=True)).start()
+    run = forks.Process(target=train_clicks, args=(killed, 18), daemon=True)
+    run.start()
     run.join(120)
     assert run.exitcode == -signal.SIGKILL
     again = train.main(killed, task=clicks.TASK)
@@ -159,9 +163,9 @@ def test_killed_in_a_window_it_goes_on_to_the_bit_over_8_devices(planted):
 
 
 @pytest.mark.slow
-def test_a_day_that_comes_while_it_runs_is_evaluated_on_and_then_trained_on(planted, tmp_path):
-    """With one day there it waits, says so once, and goes on when the next one appears: first the
-    evaluation, then its updates; one that has been trained on is not evaluated on.
+def test_a_day_that_appears_during_the_run_is_evaluated_and_then_trained_on(planted, tmp_path):
+    """After the only day the run waits, with one event. Once the next day appears, it is evaluated,
+    and then trained on. A day that was trained on is not evaluated.
 
     Break: data.py: return "" if name in names else name => return name
     """
@@ -187,8 +191,8 @@ def test_a_day_that_comes_while_it_runs_is_evaluated_on_and_then_trained_on(plan
 
 @pytest.mark.slow
 def test_a_run_a_day_reads_the_days_in_order_and_evaluates_on_each_first(planted, tmp_path):
-    """The same command once a day: what did not fill a batch comes first on the next day, none is
-    read twice, and each new day is evaluated on once the one before it ends.
+    """The same command runs once a day. Examples that did not fill a batch come first on the next
+    day, no day is read twice, and each new day is evaluated when the day before it ends.
 
     Break: train.py: steps = math.floor(steps) => steps = math.ceil(steps)
     """
@@ -201,12 +205,11 @@ def test_a_run_a_day_reads_the_days_in_order_and_evaluates_on_each_first(planted
     assert ckpt.read_log(cfg.out_dir)[-1]["step"] == 35
 
 
-def test_validation_data_are_all_files_that_its_globs_name(planted, tmp_path):
-    """Two globs, three days: the batches of an evaluation hold each row of each day once, day after
-    day, each sorted by user, also where a batch is of two days; the last one is padded.
+def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
+    """Two globs name three days. The batches of an evaluation hold each example once, day by day,
+    each day sorted by user. A batch may hold examples of two days. The last batch is padded.
 
-    Break: tests/recipes/clicks.py: held_out(*map(str, val_files)) =>
-    held_out(str(val_files[0]))
+    Break: tests/recipes/clicks.py: [str(file) for file in val_files] => [str(val_files[0])]
     """
     cfg = planted(4, 300, data=(str(tmp_path / "days/day003.npz"),), dtype="float32", val_data=(
         str(tmp_path / "days/day00[12].npz"), str(tmp_path / "days/*0.npz")))
@@ -228,9 +231,9 @@ def test_validation_data_are_all_files_that_its_globs_name(planted, tmp_path):
 
 
 @pytest.mark.parametrize("spelled", ["days/day001.npz", "days/../days/day00[1].npz", "link.npz"])
-def test_a_day_is_not_both_trained_and_evaluated_on(planted, tmp_path, spelled):
-    """The same file in --data and --val_data, also by another path or by a link, is refused before
-    anything is trained.
+def test_a_day_is_not_in_both_training_and_validation_data(planted, tmp_path, spelled):
+    """The same file in --data and --val_data, also by another path or a link, is rejected before
+    training.
 
     Break: tests/recipes/clicks.py:
     data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
@@ -248,16 +251,15 @@ def test_a_day_is_not_both_trained_and_evaluated_on(planted, tmp_path, spelled):
     (dict(label=np.int64([0, 1, 2, 0])), "label 2: must be 0 or 1"),
     (dict(label=np.float64([0, 1, 0.5, 0])), "label 0.5: must be 0 or 1"),
     (dict(user=None), "has no 'user'"),
-    (dict(item=np.int64([1, 2, 3, 99])), "item 99: must be below 64; leave out --no_hash_ids"),
+    (dict(item=np.int64([1, 2, 3, 99])), "item 99: must be below 64; remove --no_hash_ids"),
     (dict(item=np.int64([1, 2, 3, -1])), "item 18446744073709551615: must be below 64"),
     (dict(dense=np.zeros((4, 3))), r"dense \(4, 3\): must be \(4, 4\)"),
     (dict(history=np.zeros((4, 5), int)), r"history \(4, 5\): must be \(4, 2\)"),
 ])
-def test_a_day_with_a_fault_is_refused(tmp_path, change, words):
-    """By a sentence with the file, the value and what to do; what a bag's count leaves out may hold
-    anything.
+def test_a_malformed_day_is_rejected(tmp_path, change, words):
+    """The error names the file, the value and the rule. Ids beyond NAME_n may have any value.
 
-    Break: tests/recipes/clicks.py: config.raise_if_errors(faults, path) => pass
+    Break: tests/recipes/clicks.py: config.raise_if_errors(errors, path) => pass
     """
     cfg = clicks.ClicksConfig(tables=("user=64", "item=64", "history=64:2"), hash_ids=False)
     day = dict(label=np.int64([0, 1, 1, 0]), dense=np.zeros((4, 4)), user=np.arange(4),
@@ -276,8 +278,8 @@ def test_a_day_with_a_fault_is_refused(tmp_path, change, words):
 
 @pytest.mark.slow
 def test_clicks_by_the_line_of_the_readme(tmp_path):
-    """Both programs, with fewer rows; the metrics of an evaluation are on the screen; what is
-    mistyped is told in a sentence, without a traceback.
+    """Both programs run, with fewer rows, and print the evaluation metrics. A mistyped flag is
+    an error of one sentence, without a traceback.
 
     Break: train.py: if is_shown and name != "val_loss": => if False and name != "val_loss":
     """
@@ -298,8 +300,8 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
 
 
 def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
-    """Rows sorted by group stay neighbours in each microbatch, so that four of these split three
-    groups at most.
+    """Examples sorted by group stay neighbours in each microbatch, so four microbatches divide at
+    most three groups.
 
     Break: tests/recipes/clicks.py: (rows % A) * (cfg.batch_size // A) + rows // A => rows
     """
@@ -317,10 +319,11 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
 @pytest.mark.parametrize("tables", [
     ("user",), ("user=abc",), ("user=0",), ("user=-4",), ("user=2^40",), ("user=9", "user=8"),
     ("item=9",), ()])
-def test_tables_that_are_none_are_refused(tables):
-    """By a sentence that names what was typed.
+def test_malformed_tables_are_rejected(tables):
+    """The error names the value.
 
-    Break: tests/recipes/clicks.py: f"{text}:1" => f"{text or 1}:1"
+    Break: tests/recipes/clicks.py: config.parse_number(rows, int) =>
+    config.parse_number(rows or "1", int)
     """
     with pytest.raises(ValueError, match="tables: .*must be NAME=ROWS|is not a number"):
         clicks.sizes(clicks.ClicksConfig(tables=tables))

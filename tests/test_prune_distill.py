@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes for pruning and for distillation, against NumPy, and killed and resumed."""
+"""The recipes for pruning and distillation, against NumPy, and killed and resumed."""
 import dataclasses
 import itertools
 import multiprocessing
@@ -30,8 +30,8 @@ SHARDED = dict(dp=1, fsdp=4, tp=2, dtype="float32")
 
 
 def kill_at(step, cfg):
-    """A hook that kills the process by SIGKILL when it reads the metrics of `step`, and a
-    checkpoint is committed.
+    """Return a hook that kills the process with SIGKILL at the metrics of `step`, once a checkpoint
+    is committed.
     """
     def hook(event, value):
         if event == "step" and value["step"] == step:
@@ -42,9 +42,10 @@ def kill_at(step, cfg):
 
 
 def killed_and_resumed(cfg, kill_step, run):
-    """The summary of the second start of a run whose first died by SIGKILL. run(cfg, hooks)."""
+    """Launch run(cfg, kill_step), which dies by SIGKILL; the summary of a second launch."""
     forks = multiprocessing.get_context("forkserver")
-    (first := forks.Process(target=run, args=(cfg, kill_step), daemon=True)).start()
+    first = forks.Process(target=run, args=(cfg, kill_step), daemon=True)
+    first.start()
     first.join(120)
     assert first.exitcode == -signal.SIGKILL
     assert 0 < ckpt.latest(f"{cfg.out_dir}/ckpt") < kill_step
@@ -58,24 +59,25 @@ def assert_same_arrays(cfg, other):
 
 
 def pruned_by_numpy(new, old, step, sparsity, first, last, every):
-    """What is left of the update old => new, which made `step`, by sorting each matrix."""
+    """The parameters after the step old => new is pruned, by sorting each matrix."""
     new = np.where((old == 0) & (step > first + 1), 0, new)
     if not first < step <= last or ((step - first) % every and step != last):
         return new
-    share = sparsity - sparsity * (1 - (step - first) / (last - first)) ** 3
+    target = sparsity - sparsity * (1 - (step - first) / (last - first)) ** 3
     for matrix in new.reshape(-1, *new.shape[-2:]):
         smallest = np.argsort(np.abs(matrix), axis=None, kind="stable")
-        matrix.flat[smallest[: round(share * matrix.size)]] = 0
+        matrix.flat[smallest[: round(target * matrix.size)]] = 0
     return new
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pruning_is_that_of_numpy(dtype):
-    """A stack of matrices and one over 8 devices, whose new values are drawn at random: after each
-    of 12 updates exactly the smallest of each matrix are zero, of equal ones (in bfloat16 there are
-    many) the first, and never again another number; all else is as it was updated; in one program.
+    """A stack of matrices and one matrix, over 8 devices, get random values at each of 12 steps.
+    After each step exactly the smallest weights of each matrix are zero, and stay zero. Among equal
+    weights, of which bfloat16 has many, the first are zero. All other parameters are not changed.
+    One program is compiled.
 
-    Break: tests/recipes/prune.py: jnp.where(pruned[name], 0, new["params"][name]) =>
+    Break: tests/recipes/prune.py: jnp.where(was_pruned, 0, new["params"][name]) =>
     new["params"][name]
     """
     numbers = dict(sparsity=0.75, first=2, last=9, every=3)
@@ -106,19 +108,21 @@ def test_pruning_is_that_of_numpy(dtype):
         zeros = [(np.array(found[name], np.float32) == 0).mean() for name in "ab"]
         np.testing.assert_allclose(metrics["sparsity"], np.average(zeros, weights=[3, 1]), 1e-6)
     assert zeros == [0.75, 0.75] and found["a"].sharding == shardings["a"]
-    assert step._cache_size() <= 2  # the first state is not yet sharded as those that follow
+    assert step._cache_size() <= 2  # the first state is sharded differently
 
 
 def train_pruned(cfg, kill_step=None):
     hooks = [prune.prune_to(sparsity=0.75, first=2, last=9, every=2)]
-    return train.main(cfg, hooks + [kill_at(kill_step, cfg)] * bool(kill_step))
+    if kill_step:
+        hooks.append(kill_at(kill_step, cfg))
+    return train.main(cfg, hooks)
 
 
 @pytest.mark.slow
-def test_a_pruned_run_is_resumed_to_the_bit(tiny):
-    """Over 8 devices: what is zero in a state is zero in every later one, the last and its
-    checkpoint have the final sparsity; killed between two prunings and started again, it ends equal
-    to the bit to one that never was. Every row has the sparsity.
+def test_a_pruned_run_resumes_bit_exactly(tiny):
+    """Over 8 devices, a weight that is zero stays zero. The last state and its checkpoint have the
+    final sparsity. A run that is killed between two prunings and resumed is bit-identical to a run
+    that was not killed. Every log row has the sparsity.
 
     Break: tests/recipes/prune.py: (state["step"] > first) => (state["step"] % 4 != 0)
     """
@@ -148,15 +152,15 @@ def test_a_pruned_run_is_resumed_to_the_bit(tiny):
 @pytest.mark.parametrize("changes, words", [
     (dict(sparsity=1.0), "0 <= sparsity < 1"), (dict(last=2), "first < last"),
     (dict(every=0), "every > 0"), (dict(patterns=("layer.*",)), "prune 'layer.*': matches no")])
-def test_numbers_that_cannot_prune_are_refused(tiny, changes, words):
+def test_illegal_arguments_of_prune_to_are_rejected(tiny, changes, words):
     """Break: tests/recipes/prune.py: if not (0 <= sparsity < 1 and => if not ("""
     with pytest.raises(ValueError, match=words.replace("*", r"\*")):
         train.main(tiny(), [prune.prune_to(**dict(sparsity=0.5, first=2, last=9) | changes)])
 
 
 def test_distillation_is_that_of_numpy():
-    """The sums in float64, and the gradient by its formula, (1-a)(q1 - y) + a T (qT - pT); a
-    position without a label counts nowhere.
+    """Sums equal NumPy's in float64. The gradient is (1-a)(q1 - y) + a T (qT - pT). A position that
+    has no label does not count.
 
     Break: tests/recipes/distill.py: weight * temperature**2 * kl_BT => weight * temperature * kl_BT
     """
@@ -199,14 +203,17 @@ def student(tiny_cfg, **changes):
 
 
 def train_student(cfg, kill_step=None):
-    return train.main(cfg, [kill_at(kill_step, cfg)] * bool(kill_step), distill.TASK)
+    hooks = []
+    if kill_step:
+        hooks.append(kill_at(kill_step, cfg))
+    return train.main(cfg, hooks, distill.TASK)
 
 
 @pytest.mark.slow
-def test_a_student_is_resumed_to_the_bit_and_its_teacher_stays(tiny):
-    """Over 8 devices. The teacher's weights, sharded, end as its checkpoint has them, have no
-    moments, and are in no checkpoint of the student's; killed and started again, the student ends
-    equal to the bit. The KL of its first row is that of two forward passes, in NumPy.
+def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
+    """Over 8 devices, the teacher's weights are sharded, equal those of its checkpoint at the end,
+    have no moments, and are not in the student's checkpoints. A student that is killed and resumed
+    is bit-identical. The KL of the first row equals that of two forward passes, in NumPy.
 
     Break: tests/recipes/distill.py: "init": ("constant", 0.0), "trained": False =>
     "init": ("constant", 0.0), "trained": True
@@ -244,9 +251,9 @@ def test_a_student_is_resumed_to_the_bit_and_its_teacher_stays(tiny):
 
 
 @pytest.mark.slow
-def test_what_cannot_teach_is_refused(tiny, tmp_path):
-    """A folder without a run, a teacher of another vocabulary, tokenizer or without some of its
-    weights, and losses that distillation does not have.
+def test_an_unsuitable_teacher_is_rejected(tiny, tmp_path):
+    """Rejected are a folder without a run, a teacher with another vocabulary or tokenizer, one that
+    lacks weights, and losses that distillation does not have.
 
     Break: tests/recipes/distill.py: for name in ("tokenizer", "vocab_size") => for name in ()
     """
@@ -255,16 +262,16 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
     saved = saved_arrays(of_teacher.out_dir)
     meta = {name: x for name, x in ckpt.read_meta(f"{of_teacher.out_dir}/ckpt", 1).items()
             if name not in ("step", "folder", "arrays")}
-    for lost in ("final_norm", "embed"):  # as of a run with --save_exclude
+    for lost in ("final_norm", "embed"):  # as in a run with --save_exclude
         params = {name.removeprefix("params/"): x for name, x in saved.items()
                   if name.startswith("params/") and name != f"params/{lost}"}
         ckpt.wait(ckpt.save(tmp_path / f"no_{lost}/ckpt", 1, {"params": params}, meta))
     fine = student(of_teacher)
     for changes, words in (
             (dict(teacher=str(tmp_path / "none")), "none/ckpt holds no checkpoint; name the --out"),
-            (dict(vocab_size=300), "vocab_size is 256 there, 300 here"),
+            (dict(vocab_size=300), "vocab_size is 256, but 300 in the student"),
             (dict(teacher=str(tmp_path / "no_final_norm")), "its checkpoint has no final_norm"),
-            (dict(teacher=str(tmp_path / "no_embed")), "is no language model: it has no embed"),
+            (dict(teacher=str(tmp_path / "no_embed")), "is not a language model: it has no embed"),
             (dict(z_loss=0.1), "z_loss 0.1: is not distilled; leave it at 0.0"),
             (dict(distill_weight=1.5), r"distill_weight 1.5: must be in \[0, 1\]")):
         with pytest.raises(ValueError, match=words):
@@ -272,5 +279,5 @@ def test_what_cannot_teach_is_refused(tiny, tmp_path):
     prepared = train.setup_run(fine, distill.TASK)["cfg"]
     assert train.setup_run(prepared, distill.TASK)["cfg"] == prepared
     other = prepared.teacher_shape.replace('"tokenizer": "bytes"', '"tokenizer": "other.json"')
-    with pytest.raises(ValueError, match="tokenizer is 'other.json' there, 'bytes' here"):
+    with pytest.raises(ValueError, match="tokenizer is 'other.json', but 'bytes' in the"):
         distill.resolve("cpu", dataclasses.replace(prepared, teacher_shape=other))

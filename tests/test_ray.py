@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two recipes for Ray, on a cluster of one host that all tests here share."""
+"""The two recipes for Ray, on one cluster of one host."""
 import importlib.util
 import os
 import re
@@ -37,7 +37,7 @@ FLAGS = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
 
 @pytest.fixture(scope="module")
 def address():
-    """Address of a cluster of four CPUs, whatever this machine has, to which we are connected."""
+    """The address of a cluster that counts four CPUs, to which this process is connected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", FLAGS)
         ray = on_ray.connect("", 4)
@@ -47,7 +47,7 @@ def address():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder that relative paths are relative to, with a text."""
+    """The current folder, with a text."""
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -79,43 +79,45 @@ def always(event, value):
 
 def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
         folder, address, cache_dir, capfd):
-    """Losses are those of one process to float32 rounding, the same in the rows that reach the
-    caller. Then one of two is killed between two saves of a run that must not find an older one:
-    the job starts again from the save, said in one line, and ends equal to the bit.
+    """Losses equal those of one process up to float32 rounding, and the caller gets the same rows.
+    With resume never, one of two workers is killed between two saves. The job restarts from the
+    save, prints one line, and is bit-identical at the end.
 
-    Break: tests/recipes/on_ray.py: if "start" in seen: => if False:
+    Break: tests/recipes/on_ray.py: if "start" in received: => if False:
     """
     cfg = on_ray.RayConfig(**TINY, out_dir="two", cache_dir=cache_dir)
-    came = []
-    summary, restarts = on_ray.run(cfg, lambda event, row: came.append((event, row, time.time())))
+    received = []
+    summary, restarts = on_ray.run(
+        cfg, lambda event, row: received.append((event, row, time.time())))
     assert restarts == 0 and summary["step"] == 8 and summary["exit_code"] == 0
-    rows = [(row["step"], row.get("loss"), row.get("val_loss")) for _, row, _ in came]
+    rows = [(row["step"], row.get("loss"), row.get("val_loss")) for _, row, _ in received]
     assert rows == losses("two") and len(rows) == 10
     assert {row["processes"] for row in events("two", "start")} == {2}
-    assert came[0][2] < Path("two/ckpt/000000008/meta.json").stat().st_mtime  # while it goes on
+    # The first row arrived during the run.
+    assert received[0][2] < Path("two/ckpt/000000008/meta.json").stat().st_mtime
     alone = config.Config(**TINY, out_dir="one", cache_dir=cache_dir)
     train.main(alone)
-    for ours, theirs in zip(losses("two"), losses("one"), strict=True):
-        np.testing.assert_allclose(np.float64(ours), np.float64(theirs), rtol=2e-6)
+    for two, one in zip(losses("two"), losses("one"), strict=True):
+        np.testing.assert_allclose(np.float64(two), np.float64(one), rtol=2e-6)
     capfd.readouterr()
     Path("kill.py").write_text(KILL)
     killed = replace(cfg, out_dir="killed_run", hooks=("kill.py:once",), resume="never")
     again, restarts = on_ray.run(killed)
-    said = capfd.readouterr()
+    out, err = capfd.readouterr()
     assert restarts == 1 and Path("killed").exists()
-    died = re.findall("\nworker [01] died: restart 1 of 3, from the last save\n", said.out)
+    died = re.findall("\nworker [01] died: restart 1 of 3, from the last save\n", out)
     assert len(died) == 1
-    assert "from its own checkpoint, at step 4\n" in said.out
-    assert "raylet" not in said.out + said.err and "Traceback" not in said.out + said.err
+    assert "from its own checkpoint, at step 4\n" in out
+    assert "raylet" not in out + err and "Traceback" not in out + err
     assert losses("killed_run") == losses("two") and again["val_loss"] == summary["val_loss"]
     straight, resumed = saved_arrays("two"), saved_arrays("killed_run")
     assert straight.keys() == resumed.keys()
     assert all(np.array_equal(straight[name], resumed[name]) for name in straight)
 
 
-def test_deaths_beyond_max_restarts_and_faults_of_the_user_are_told_in_a_sentence(
+def test_deaths_beyond_max_restarts_and_user_errors_are_printed_in_one_sentence(
         folder, address, cache_dir, capfd):
-    """With exit code 1 and 2; a fault, which a restart would not mend, causes none.
+    """The exit codes are 1 and 2. A user's error causes no restart.
 
     Break: tests/recipes/on_ray.py: restarts == cfg.max_restarts => restarts > cfg.max_restarts
     """
@@ -125,16 +127,15 @@ def test_deaths_beyond_max_restarts_and_faults_of_the_user_are_told_in_a_sentenc
     with pytest.raises(SystemExit, match="^error: worker [01] died, after 0 of 0 restarts$"):
         on_ray.run(cfg)  # Python ends with code 1 and prints it
     assert "restart 1" not in capfd.readouterr().out
-    flags = ["--n_workers", "1", "--out_dir", "fault", "--data", "missing.txt"]
-    code = train.cli(flags, kind=on_ray.RayConfig, main=lambda cfg, hooks, task: on_ray.run(cfg)[0])
-    said = capfd.readouterr()
-    assert code == 2 and said.out == ""
-    assert said.err == "error: data 'missing.txt': no such file, and no file matches it as a glob\n"
+    flags = ["--n_workers", "1", "--out_dir", "none", "--data", "missing.txt"]
+    code = train.cli(flags, kind=on_ray.RayConfig, main=on_ray.main)
+    out, err = capfd.readouterr()
+    assert code == 2 and out == ""
+    assert err.startswith("error: data 'missing.txt': no such file") and err.count("\n") == 1
 
 
 def test_a_signal_to_the_caller_stops_the_workers_saved(folder, address, cache_dir):
-    """SIGTERM: all finish the same step and save; exit code 0 and the reason; the same command
-    goes on.
+    """After SIGTERM all workers finish the same step and save. The exit code is 0.
 
     Break: tests/recipes/on_ray.py: ray.cancel(workers[0], force=False) =>
     ray.cancel(workers[0], force=True)
@@ -157,10 +158,10 @@ def test_a_signal_to_the_caller_stops_the_workers_saved(folder, address, cache_d
     assert err.strip() == "SIGTERM: finishing the step and saving; again to end at once"
 
 
-def test_a_sweep_stops_what_is_hopeless_and_names_the_best(folder, address, cache_dir, capfd):
-    """Four trials, two at a time: the first two reach the end, the third, which cannot learn, and
-    the fourth, which is slow, stop at the first rung. The table has all, the best first; what the
-    last line says repeats it.
+def test_a_sweep_stops_bad_trials_and_prints_the_best(folder, address, cache_dir, capfd):
+    """Four trials run, two at a time. The first two reach the end. The third, which cannot learn,
+    and the fourth, which learns slowly, stop after grace_steps. The table has all of them, the best
+    first. The command in the last line repeats the best.
 
     Break: tests/recipes/tune.py: grace_period=cfg.grace_steps => grace_period=cfg.steps
     """
@@ -175,13 +176,13 @@ def test_a_sweep_stops_what_is_hopeless_and_names_the_best(folder, address, cach
         ends = events(f"sweep/{i}", "end")
         assert [row["val_loss"] for row in ends] == [rows[i]["val_loss"]] * (state == "done")
     head, *table = out[-6:-1]
-    assert head.split() == ["trial", "step", "held-out", "loss", "lr", "max_to_keep"]
+    assert head.split() == ["trial", "step", "validation", "loss", "lr", "max_to_keep"]
     assert [int(line.split()[0]) for line in table] == [*rows] == [0, 1, 3, 2]
     assert len({row["values"]["max_to_keep"] for row in rows.values()}) > 1
     assert all(2 <= row["values"]["max_to_keep"] <= 99 for row in rows.values())
     assert all(len(line) <= 80 for line in out[:-1])
-    said, _, line = out[-1].partition("; to repeat it: ")
-    assert said == "best: trial 0"
+    best, _, line = out[-1].partition("; to repeat it: ")
+    assert best == "best: trial 0"
     assert train.cli([*shlex.split(line)[2:], "--fsdp", "-1"]) == 0
     again = events("sweep/0-again", "end")[-1]["val_loss"]
     np.testing.assert_allclose(again, rows[0]["val_loss"], rtol=2e-6)

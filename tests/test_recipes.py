@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every recipe is run for real, and edits none of the six files."""
+"""Each recipe runs as users run it, without edits of the six files."""
 import dataclasses
 import itertools
 import multiprocessing
@@ -34,7 +34,7 @@ def saved_arrays(out):
 
 
 def kill_at(step):
-    """A hook that kills the process by SIGKILL when it reads the metrics of `step`."""
+    """Return a hook that kills the process with SIGKILL at the metrics of `step`."""
     def hook(event, value):
         if event == "step" and value["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -47,8 +47,8 @@ def train_digits(cfg, kill_step):
 
 @pytest.mark.slow
 def test_digits(tmp_path, cache_dir):
-    """An image classifier over 8 devices learns to above 95% held-out accuracy; killed in the
-    middle and started again, it ends equal to the bit to one that never was.
+    """An image classifier over 8 devices exceeds 95% validation accuracy. A run that is killed and
+    resumed is bit-identical to one that was not killed.
 
     Break: data.py: return step * batch_size + rows.astype(np.int64) =>
     return step * batch_size + rows.astype(np.int64) + os.getpid()
@@ -60,7 +60,8 @@ def test_digits(tmp_path, cache_dir):
     assert summary["val_acc"] > 0.95 and summary["val_n_labels"] == 360
     killed = dataclasses.replace(cfg, out_dir=str(tmp_path / "killed"))
     forks = multiprocessing.get_context("forkserver")
-    (run := forks.Process(target=train_digits, args=(killed, 120), daemon=True)).start()
+    run = forks.Process(target=train_digits, args=(killed, 120), daemon=True)
+    run.start()
     run.join(120)
     assert run.exitcode == -signal.SIGKILL
     assert 0 < ckpt.latest(tmp_path / "killed/ckpt") < 120
@@ -75,7 +76,8 @@ def test_digits(tmp_path, cache_dir):
 
 @pytest.mark.slow
 def test_digits_by_its_command_line(tmp_path):
-    """The line of the README, shortened; its own field is a flag, with a bound.
+    """The command of the README works, with fewer steps. The recipe's new field is a flag with a
+    bound.
 
     Break: tests/recipes/digits.py: kind=DigitsConfig => kind=config.Config
     """
@@ -90,9 +92,8 @@ def test_digits_by_its_command_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_early_stopping_counts_evaluations_of_all_starts(tiny):
-    """The held-out loss of a run whose rate is far too high does not fall in 2 evaluations, one of
-    them of the start before.
+def test_early_stopping_counts_evaluations_of_all_launches(tiny):
+    """The validation loss does not improve in 2 evaluations, the first of them before a resume.
 
     Break: tests/recipes/hooks.py: losses.extend( => list(
     """
@@ -108,8 +109,8 @@ def test_early_stopping_counts_evaluations_of_all_starts(tiny):
         4, "no better in 2 evaluations than 2.0000")
 
 
-def test_what_is_frozen_after_a_step_stays(tiny):
-    """The embedding changes in updates 1 and 2 alone, all else in each.
+def test_parameters_frozen_after_a_step_stay(tiny):
+    """The embedding changes in steps 1 and 2 only. All other parameters change in every step.
 
     Break: tests/recipes/hooks.py: jnp.where(state["step"] < step, x => jnp.where(True, x
     """
@@ -126,8 +127,8 @@ def test_what_is_frozen_after_a_step_stays(tiny):
     assert all(map(all, changed.values()))
 
 
-def test_a_metric_of_ones_own_is_in_every_row(tiny):
-    """By NumPy in float64, in training, over microbatches, and in evaluation.
+def test_a_new_metric_is_in_every_row(tiny):
+    """It equals NumPy's value in float64, in training over microbatches and in evaluation.
 
     Break: tests/recipes/hooks.py: optax.tree.norm(params) => jnp.float32(1)
     """
@@ -141,7 +142,7 @@ def test_a_metric_of_ones_own_is_in_every_row(tiny):
 
 
 def stop_after(step):
-    """A task's metrics that send SIGTERM to this process at the log row of a step of the audit."""
+    """Return metrics for a task that send SIGTERM to this process at the log row of a step."""
     n_rows = []
 
     def metrics(means, source):
@@ -154,18 +155,22 @@ def stop_after(step):
     return metrics
 
 
+def identical(n_log_rows, n_digests):
+    return {"differences": [], "n_log_rows": n_log_rows, "n_digests": n_digests}
+
+
 def test_an_audit_finds_the_first_step_that_differs(tiny):
-    """A stretch trained again is identical to the run's own; one changed bit of a parameter in the
-    first run shows at the next log row, and in the digest after it; bad steps are refused.
+    """A part of a run that is trained again is identical. If one bit of a parameter changed in the
+    first run, the next log row and the next digest differ. Illegal steps are rejected.
 
     Break: tests/recipes/audit.py: equal = saved == value or => equal = True or
     """
     cfg = tiny(steps=12, save_every=4, max_to_keep=0, log_every=1, sample_every=3, sample_tokens=4)
     train.main(cfg)
-    assert audit.audit(cfg.out_dir, 4, 12) == ([], 8, 2)
-    assert audit.audit(cfg.out_dir, 8, 12) == ([], 4, 1)
+    assert audit.audit(cfg.out_dir, 4, 12) == identical(8, 2)
+    assert audit.audit(cfg.out_dir, 8, 12) == identical(4, 1)
     train.main(dataclasses.replace(cfg, steps=16), task=train.TEXT)
-    assert audit.audit(cfg.out_dir, 12, 16) == ([], 4, 1)
+    assert audit.audit(cfg.out_dir, 12, 16) == identical(4, 1)
 
     def disturb(event, state):
         if event == "state" and int(state["step"]) == 6:
@@ -176,22 +181,23 @@ def test_an_audit_finds_the_first_step_that_differs(tiny):
 
     other = dataclasses.replace(cfg, out_dir=cfg.out_dir + "2")
     train.main(other, hooks=[disturb])
-    differences, *_ = audit.audit(other.out_dir, 4, 12)
+    differences = audit.audit(other.out_dir, 4, 12)["differences"]
     assert differences[0].startswith("step 7: loss was ")
     interrupted = dataclasses.replace(cfg, out_dir=cfg.out_dir + "3")
     train.main(interrupted)
     rows = (Path(interrupted.out_dir) / "metrics.jsonl").read_text()
     infinite = rows.replace('"grad_norm": ', '"grad_norm": null, "was": ')
     (Path(interrupted.out_dir) / "metrics.jsonl").write_text(infinite)
-    assert audit.audit(interrupted.out_dir, 4, 12)[0][0].startswith("step 5: grad_norm was None")
+    differences = audit.audit(interrupted.out_dir, 4, 12)["differences"]
+    assert differences[0].startswith("step 5: grad_norm was None")
     with pytest.raises(ValueError, match=r"ended at step 8 .*after 4 of 8 log rows: nothing is"):
         audit.audit(cfg.out_dir, 4, 12, task=train.TEXT | {"metrics": stop_after(8)})
-    with pytest.raises(ValueError, match="has fields that Config has not: d_hidden"):
+    with pytest.raises(ValueError, match="has fields that Config lacks: d_hidden"):
         text = rows.replace('"mode": "train"', '"mode": "train", "d_hidden": 3')
         (Path(interrupted.out_dir) / "metrics.jsonl").write_text(text)
         audit.audit(interrupted.out_dir, 4, 12)
     for first, last, words in (
-            (5, 12, r"--first 5: .*ckpt keeps the checkpoints of steps \[4, 8, 12, 16\]"),
+            (5, 12, r"--first 5: .*ckpt has the checkpoints of steps \[4, 8, 12, 16\]"),
             (4, 11, "--last 11: must be the step of a save of"),
             (8, 16, "--last 16: the run was resumed at step 12 with another steps")):
         with pytest.raises(ValueError, match=words):

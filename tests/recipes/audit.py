@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a stretch of a run again, from a checkpoint that it kept; compare digests and losses.
+"""Train a part of a run again from one of its checkpoints, and compare digests and losses.
 
 python tests/recipes/audit.py out --first 500 --last 600
 
-The first step must have a checkpoint that the run kept (`ls out/ckpt`), the last one must be that
-of a later save. Prints "identical" and ends with 0, or names the first step that differs and ends
-with 1; with 2 when the stretch cannot be compared. The run is not touched: the stretch is trained
-in a temporary folder. Another machine, mesh or version of JAX rounds differently, which is then
-what the audit finds. For a run of another task: audit(out_dir, first, last, task, config class).
+The first step must have a checkpoint (`ls out/ckpt`), and the last one must be the step of a later
+save. Exit codes: 0 if both are identical; 1 if they differ, with the first step that does; 2 if the
+steps cannot be compared. The audit trains in a temporary folder and does not change the run. On
+another machine, mesh or version of JAX, numbers are rounded differently, and the audit finds that.
+For a run of another task call audit(out_dir, first, last, task, config class).
 """
 import argparse
 import contextlib
@@ -26,79 +26,97 @@ import train  # isort: skip  before JAX, whose memory it sets up
 from train import ckpt, config, model
 
 LOGGED = ("loss", "objective", "grad_norm", "lr")
-# Fields that change neither a bit of the training nor the steps of its log.
-UNSEEN = {*config.LAUNCH_FIELDS, *"out_dir ckpt_dir cache_dir token_cache wait_s stop track "
-          "peer_timeout_s "
-          "epochs eval_every eval_batches save_every max_to_keep keep_period weights_every export "
-          "export_every export_dtype export_lora sample_every watch profile prompt n_samples "
-          "sample_tokens temperature top_k top_p".split()}
+# Fields that change neither the numbers of the training nor the steps of its log rows.
+WITHOUT_EFFECT = {
+    *config.LAUNCH_FIELDS,
+    "out_dir", "ckpt_dir", "cache_dir", "token_cache", "wait_s", "epochs", "stop",
+    "export", "export_dtype", "export_lora", "peer_timeout_s",
+    "track", "eval_every", "eval_batches", "save_every", "max_to_keep", "keep_period",
+    "weights_every", "export_every", "sample_every", "watch", "profile",
+    "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
+}
 
 
 def config_of(rows, first, last, kind):
-    """The config under which the run trained the steps after `first`, up to `last`. Raises
-    ValueError when it was resumed in between under a config that trains differently.
+    """The config with which the run trained the steps from `first` to `last`.
+
+    Raises ValueError when it was resumed in between with a config that trains differently.
     """
-    starts = [row for row in rows if row["event"] == "start" and row["step"] < last]
-    before = [row for row in starts if row["step"] <= first]
+    launches = [row for row in rows if row["event"] == "start" and row["step"] < last]
+    before = [row for row in launches if row["step"] <= first]
     if not before:
         raise ValueError(f"--first {first}: the log has no launch at or before that step")
-    resumed = [row for row in starts if row["step"] > first]
-    begun = before[-1]["config"] | before[-1]["mesh"]
-    for row in resumed:
-        resumed_as = row["config"] | row["mesh"]
-        changed = [name for name in sorted({*begun} - UNSEEN) if resumed_as[name] != begun[name]]
+    launch = before[-1]
+    fields = launch["config"] | launch["mesh"]
+    compared = sorted(fields.keys() - WITHOUT_EFFECT)
+    for row in launches:
+        if row["step"] <= first:
+            continue
+        resumed = row["config"] | row["mesh"]
+        changed = [name for name in compared if resumed[name] != fields[name]]
         if changed:
             raise ValueError(f"--last {last}: the run was resumed at step {row['step']} with "
                              f"another {', '.join(changed)}; audit up to that step")
-    saved = before[-1]["config"]
-    foreign = sorted(saved.keys() - {field.name for field in dataclasses.fields(kind)})
-    if foreign:
-        raise ValueError(f"the run has fields that {kind.__name__} has not: {', '.join(foreign)}. "
+    saved = launch["config"]
+    unknown = sorted(saved.keys() - {field.name for field in dataclasses.fields(kind)})
+    if unknown:
+        raise ValueError(f"the run has fields that {kind.__name__} lacks: {', '.join(unknown)}. "
                          "Call audit.audit from Python with the task and the config class of its "
                          "recipe")
     return config.from_json(json.dumps(saved), "metrics.jsonl", kind)
 
 
 def copy_checkpoint(root, step, scratch):
-    """Copy the checkpoint of a step. Raises ValueError when it is not there."""
+    """Copy the checkpoint of a step. Raises ValueError when it is missing."""
     if "://" in root:
         raise ValueError(f"{root}: is a bucket; copy its folder {step:09d} to this machine first")
-    kept = ckpt.steps(root)
-    if step not in kept:
-        raise ValueError(f"--first {step}: {root} keeps the checkpoints of steps {kept}; choose "
-                         "one of these, or keep more by --max_to_keep or --keep_period")
+    steps = ckpt.steps(root)
+    if step not in steps:
+        raise ValueError(f"--first {step}: {root} has the checkpoints of steps {steps}; choose one "
+                         "of these, or keep more with --max_to_keep or --keep_period")
     shutil.copytree(Path(root, f"{step:09d}"), Path(scratch, "ckpt", f"{step:09d}"))
 
 
 def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
-    """Train steps first + 1 to last of the run in out_dir again; (differences in words of the first
-    step that has any, number of log rows compared, number of digests compared). Raises ValueError
-    when the stretch cannot be trained again, or was not trained to its end.
+    """Train steps first + 1 to last of the run in out_dir again.
+
+    Returns {"differences": texts for the first step with any, "n_log_rows", "n_digests": numbers of
+    compared rows and digests}. Raises ValueError when the steps cannot be trained again, or the
+    audit ended before the last one.
     """
+    # The rows to compare with.
     rows = ckpt.read_log(out_dir)
-    within = [row for row in rows if first < row["step"] <= last]
-    logged = {row["step"]: row for row in within if row["event"] == "log"}
-    digests = {row["step"]: row["digest"] for row in within
-               if row["event"] == "save" and row["kind"] == "save"}
+    logged = {}
+    digests = {}
+    for row in rows:
+        if not first < row["step"] <= last:
+            continue
+        if row["event"] == "log":
+            logged[row["step"]] = row
+        if row["event"] == "save" and row["kind"] == "save":
+            digests[row["step"]] = row["digest"]
     if last not in digests:
         raise ValueError(f"--last {last}: must be the step of a save of {out_dir} after {first}: "
                          f"{sorted(digests)}")
     cfg = dataclasses.replace(config_of(rows, first, last, kind), out_dir=str(out_dir))
     table = train.setup_run(cfg, task)["table"]
-    lost = [name for name in sorted(model.matching("save_exclude", cfg.save_exclude, table))
-            if table[name].get("trained", True)]
-    if lost:
-        raise ValueError(f"save_exclude: {', '.join(lost)} are trained and in no checkpoint, so "
-                         "that no stretch can be trained again")
-    differences, n_compared = [], {"log": 0, "save": 0}
+    excluded = sorted(model.matching("save_exclude", cfg.save_exclude, table))
+    missing = [name for name in excluded if table[name].get("trained", True)]
+    if missing:
+        raise ValueError(f"save_exclude: {', '.join(missing)} are trained and in no checkpoint, so "
+                         "steps cannot be trained again")
 
-    def compare(step, what, saved, value):
+    differences = []  # (step, text)
+    n_compared = {"log": 0, "save": 0}
+
+    def compare(step, name, saved, value):
+        # metrics.jsonl has null for what is not finite.
         equal = saved == value or (saved is None and not math.isfinite(value))
         if not equal:
-            differences.append((step, f"step {step}: {what} was {saved}, is {value}"))
+            differences.append((step, f"step {step}: {name} was {saved}, is {value}"))
 
-    def observe(event, row):
-        """A hook that compares a row with the run's own of that step."""
+    def compare_row(event, row):
+        """A hook that compares a row with the row of the run at that step."""
         if event == "log" and row["step"] in logged:
             n_compared["log"] += 1
             for name in LOGGED:
@@ -109,6 +127,7 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
             for part, text in row["digest"].items():
                 compare(row["step"], f"the digest of {part}", digests[row["step"]][part], text)
 
+    # Train again, in a temporary folder.
     with tempfile.TemporaryDirectory(prefix="audit") as scratch:
         copy_checkpoint(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir), first, scratch)
         windows = Path(out_dir, "windows.jsonl")
@@ -118,33 +137,38 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
             config.repeatable(cfg), out_dir=scratch, ckpt_dir="", resume="must", stop=(str(last),),
             weights_every=0, eval_every=0, sample_every=0, sample_tokens=0, export="",
             export_every=0, track=(), profile="")
-        # What the run prints would be misleading: its folder is gone afterwards.
+        # Print nothing: the messages would name a folder that is deleted afterwards.
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            summary = train.main(cfg, hooks=[observe], task=task)
-    first_step = min((step for step, _ in differences), default=None)
-    complete = n_compared["log"] == len(logged) and n_compared["save"]
-    if not differences and (summary["step"] != last or not complete):
+            summary = train.main(cfg, hooks=[compare_row], task=task)
+
+    # Without a difference, all rows must have been compared.
+    is_complete = n_compared["log"] == len(logged) and n_compared["save"] > 0
+    if not differences and (summary["step"] != last or not is_complete):
         raise ValueError(f"the audit ended at step {summary['step']} ({summary['reason']}), after "
                          f"{n_compared['log']} of {len(logged)} log rows: nothing is proved")
-    return [text for step, text in differences if step == first_step], *n_compared.values()
+    first_step = min((step for step, _ in differences), default=None)
+    return {"differences": [text for step, text in differences if step == first_step],
+            "n_log_rows": n_compared["log"], "n_digests": n_compared["save"]}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out_dir", help="folder of the run")
-    parser.add_argument("--first", type=int, required=True, help="step of a kept checkpoint")
+    parser.add_argument("--first", type=int, required=True, help="step of a checkpoint")
     parser.add_argument("--last", type=int, required=True, help="step of a later save")
     args = parser.parse_args()
     try:
-        differences, n_logged, n_digests = audit(args.out_dir, args.first, args.last)
+        result = audit(args.out_dir, args.first, args.last)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    if differences:
-        print("\n".join(["different", *differences]))
+    if result["differences"]:
+        print("different")
+        for text in result["differences"]:
+            print(text)
         return 1
-    print(f"identical: steps {args.first + 1} to {args.last} (log rows: {n_logged}, digests of the "
-          f"state: {n_digests})")
+    print(f"identical: steps {args.first + 1} to {args.last} (log rows: {result['n_log_rows']}, "
+          f"digests of the state: {result['n_digests']})")
     return 0
 
 

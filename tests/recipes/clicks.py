@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A click model, day by day: hashed tables of which an update touches only the rows of its batch.
+"""A click model, day by day, with hashed tables of which a step touches only the rows of its batch.
 
-python tests/recipes/clicks.py --data 'out/days/*.npz'  # which make_clicks.py can write
+python tests/recipes/clicks.py --data 'out/days/*.npz'  # make_clicks.py can write such files
 
 A day is an .npz file: "label" [n] of 0 and 1, "dense" [n, n_dense], and for each --tables entry
-NAME=ROWS:VALUES 64-bit ids NAME [n, VALUES]; if "NAME_n" [n] is there, so many of each are used."""
+NAME=ROWS:VALUES an array NAME [n, VALUES] of 64-bit ids. NAME_n [n] is optional: the number of ids
+of each example that count.
+"""
 import sys
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,145 +25,243 @@ from train import config, data
 
 @dataclass(frozen=True, kw_only=True)
 class ClicksConfig(config.Config):
+    # embedding tables as NAME=ROWS or NAME=ROWS:VALUES, with VALUES ids per example
     tables: tuple[str, ...] = ("user=2^17", "item=2^20", "category=2^10", "history=2^20:4")
-    hash_ids: bool = True  # rows of tables are hashes of 64-bit ids; false: they are the ids
-    dim: config.PosInt = 8  # width of a row
-    d_hidden: config.PosInt = 64  # width of the tower
-    n_dense: config.PosInt = 4  # width of "dense"
-    group: str = "user"  # column of the grouped AUC: each row of its table is a group
+    hash_ids: bool = True  # hash 64-bit ids to rows of the tables; false: ids are row numbers
+    dim: config.PosInt = 8  # width of a table
+    d_hidden: config.PosInt = 64  # width of the hidden layer
+    n_dense: config.PosInt = 4  # number of dense features
+    group: str = "user"  # table by whose ids the grouped AUC groups examples
     out_dir: str = "out/clicks"  # folder of this run
-    order: str = "windows"
-    val_frac: config.FractionBelow1 = 0.0
-    eval_every: config.Interval = 0  # besides after each day
-    eval_batches: config.NonNegInt = 0  # of the next day; 0: all
-    epochs: config.NonNegFloat = 1.0
-    batch_size: config.PosInt = 1024  # rows of an update
-    lr: config.LearningRate = 3e-3
-    schedule: str = "cosine"
+    order: str = "windows"  # windows: day after day
+    val_frac: config.FractionBelow1 = 0.0  # fraction of data for validation; 0: the next day
+    eval_every: config.Interval = 0  # interval between evaluations, besides one after each day
+    eval_batches: config.NonNegInt = 0  # batches per evaluation; 0: all of the next day
+    epochs: config.NonNegFloat = 1.0  # passes over the training data
+    batch_size: config.PosInt = 1024  # examples per step
+    lr: config.LearningRate = 3e-3  # peak learning rate
+    schedule: str = "cosine"  # learning rate after warm-up
 
+
+# ---- the model
 
 def sizes(cfg):
-    """{name: (rows of the table, values in an example)}"""
-    found = {name: tuple(config.parse_number(n, int) for n in f"{text}:1".split(":")[:2])
-             for name, _, text in (x.partition("=") for x in cfg.tables)}
-    fit = len(found) == len(cfg.tables) and all(0 < n < 2**31 for n, _ in found.values())
-    config.raise_if_errors([] if fit and cfg.group in found else [
-        f"{' '.join(cfg.tables)}: must be NAME=ROWS or NAME=ROWS:VALUES, each once, with group "
-        f"{cfg.group!r} among them"], "tables")
+    """{name: (rows of the table, ids per example)}"""
+    found = {}
+    is_legal = True
+    for entry in cfg.tables:
+        name, _, numbers = entry.partition("=")
+        rows, colon, values = numbers.partition(":")
+        n_rows = config.parse_number(rows, int)
+        n_values = 1
+        if colon:
+            n_values = config.parse_number(values, int)
+        if name in found or not 0 < n_rows < 2**31:
+            is_legal = False
+        found[name] = (n_rows, n_values)
+    if not is_legal or cfg.group not in found:
+        config.raise_if_errors([
+            f"{' '.join(cfg.tables)}: must be NAME=ROWS or NAME=ROWS:VALUES, each once, with group "
+            f"{cfg.group!r} among them"], "tables")
     return found
 
 
 def table(cfg):
-    wide, F = len(sizes(cfg)) * cfg.dim + cfg.n_dense, cfg.d_hidden
-    rows = {f"rows.{name}": dict(shape=(n, cfg.dim), spec=P("fsdp"), init=("normal", 0.01),
-                                 decay_mult=0, ids=(name,)) for name, (n, _) in sizes(cfg).items()}
-    return rows | {"tower.w1": dict(shape=(wide, F), spec=P(), init=("normal", wide**-0.5)),
-                   "tower.b1": dict(shape=(F,), spec=P(), init=("constant", 0.0)),
-                   "tower.w2": dict(shape=(F,), spec=P(), init=("normal", F**-0.5))}
+    rows = {}
+    for name, (n_rows, _) in sizes(cfg).items():
+        rows[f"rows.{name}"] = dict(shape=(n_rows, cfg.dim), spec=P("fsdp"), init=("normal", 0.01),
+                                    decay_mult=0, ids=(name,))
+    n_features = len(rows) * cfg.dim + cfg.n_dense
+    F = cfg.d_hidden
+    rows["tower.w1"] = dict(shape=(n_features, F), spec=P(), init=("normal", n_features**-0.5))
+    rows["tower.b1"] = dict(shape=(F,), spec=P(), init=("constant", 0.0))
+    rows["tower.w2"] = dict(shape=(F,), spec=P(), init=("normal", F**-0.5))
+    return rows
 
 
 def loss(params, batch, cfg):
-    """Binary cross-entropy; a wide and deep model (Cheng et al. 2016, arXiv:1606.07792)."""
-    features, logit_B = [batch["dense"]], 0.0
+    """Binary cross-entropy of a wide and deep model (Cheng et al. 2016, arXiv:1606.07792)."""
+    features = [batch["dense"]]
+    logit_B = 0.0
     for name in sizes(cfg):
-        e = params[f"rows.{name}"].at[batch[name]].get(mode="fill", fill_value=0)  # padding: 0
-        features.append(e.sum(axis=1))
-        logit_B += features[-1][:, 0]  # the wide part
-    h_BF = jax.nn.relu(jnp.concatenate(features, 1) @ params["tower.w1"] + params["tower.b1"][None])
+        # Padding ids are beyond the table: their embedding is 0.
+        embedding = params[f"rows.{name}"].at[batch[name]].get(mode="fill", fill_value=0)
+        embedding = embedding.sum(axis=1)
+        features.append(embedding)
+        logit_B += embedding[:, 0]  # the wide part
+    features = jnp.concatenate(features, 1)
+    h_BF = jax.nn.relu(features @ params["tower.w1"] + params["tower.b1"][None])
     logit_B += h_BF @ params["tower.w2"]
-    label_B, valid_B = batch["label"], batch["label"] >= 0  # evaluation pads
-    nll = jnp.where(valid_B, jax.nn.softplus(logit_B) - logit_B * label_B, 0).sum()
-    n, bin_B = valid_B.sum(dtype=jnp.float32), (jax.nn.sigmoid(logit_B) * 199.99).astype(jnp.int32)
-    by_score = jnp.zeros((2, 200)).at[label_B, bin_B].add(valid_B)
-    sums = {"objective": nll, "loss": nll, "by_score": by_score,
-            "by_group": group_auc(batch[cfg.group][:, 0], label_B, logit_B)}
-    return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}  # 0: a total
 
+    # Evaluation pads its last batch with labels of -1.
+    label_B = batch["label"]
+    valid_B = label_B >= 0
+    nll_B = jax.nn.softplus(logit_B) - logit_B * label_B
+    nll = jnp.where(valid_B, nll_B, 0).sum()
+    n = valid_B.sum(dtype=jnp.float32)
+
+    # Totals for the AUC: a histogram of scores by label, and sums over groups.
+    bin_B = (jax.nn.sigmoid(logit_B) * 199.99).astype(jnp.int32)
+    by_score = jnp.zeros((2, 200)).at[label_B, bin_B].add(valid_B)
+    by_group = group_auc(batch[cfg.group][:, 0], label_B, logit_B)
+    sums = {"objective": nll, "loss": nll, "by_score": by_score, "by_group": by_group}
+    # A count of 0 makes a sum a total instead of a mean.
+    return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}
+
+
+def batch_shapes(cfg):
+    B = cfg.batch_size
+    rows = P(("dp", "fsdp", "ep"))
+    shapes = {}
+    for name, (_, n_values) in sizes(cfg).items():
+        shapes[name] = ((B, n_values), np.int32, rows)
+    shapes["label"] = ((B,), np.int32, rows)
+    shapes["dense"] = ((B, cfg.n_dense), np.float32, rows)
+    return shapes
+
+
+# ---- metrics
 
 def group_auc(group_B, label_B, score_B):
-    """[sum over rows of groups' AUC, rows in groups with both labels, groups, those with one]"""
-    def by_group(tie):  # per group: clicks, others, and of each click the others ranked below
-        group, _, label = jax.lax.sort((group_B, score_B, tie * label_B), num_keys=3)
-        rows = jnp.stack([label == tie, label == 0, (label == tie) * (label == 0).cumsum()], 1)
+    """[sum over groups of examples x AUC, examples in groups with both labels, groups, groups with
+    one label]
+    """
+    def counts_by_group(tie_order):
+        """For each group: clicks, other examples, and pairs in which the click ranks higher.
+
+        tie_order 1 ranks clicks above other examples of the same score, -1 below.
+        """
+        keys = (group_B, score_B, tie_order * label_B)
+        group, _, label = jax.lax.sort(keys, num_keys=3)
+        is_click = label == tie_order
+        is_other = label == 0
+        n_lower = is_click * is_other.cumsum()
+        rows = jnp.stack([is_click, is_other, n_lower], 1)
         index = (jnp.diff(group, prepend=-1) != 0).cumsum() - 1
         return jax.ops.segment_sum(rows, index, len(rows)).T
-    (clicks, others, most), (_, _, least) = by_group(1), by_group(-1)  # ties count as below, or not
-    n, pairs = clicks + others, clicks * others
-    auc = ((most + least) / 2 - clicks * (others.cumsum() - others)) / jnp.maximum(pairs, 1)
+
+    clicks, others, most = counts_by_group(1)
+    _, _, least = counts_by_group(-1)
+    n = clicks + others
+    pairs = clicks * others
+    # The counts of others run on from group to group: subtract those of earlier groups.
+    n_won = (most + least) / 2 - clicks * (others.cumsum() - others)
+    auc = n_won / jnp.maximum(pairs, 1)
     return jnp.float32([(n * auc).sum(), (n * (pairs > 0)).sum(), (n > 0).sum(),
                         ((n > 0) & (pairs == 0)).sum()])
 
 
 def metrics(means, source):
-    """"auc"; "group_auc", weighted by rows. Neither where only one label is seen."""
+    """"auc", and "group_auc" as a mean over examples. Neither exists with examples of one label."""
+    total, n_examples, groups, one_label = means["by_group"].tolist()
+    found = {"groups": groups, "groups_left_out": one_label}
     others, clicks = np.float64(means["by_score"])
-    total, rows, groups, left_out = means["by_group"].tolist()
-    auc, pairs = clicks * (others.cumsum() - others / 2), others.sum() * clicks.sum()
-    return {"groups": groups, "groups_left_out": left_out} | (
-        {"auc": auc.sum() / pairs} if pairs else {}) | ({"group_auc": total / rows} if rows else {})
+    pairs = others.sum() * clicks.sum()
+    if pairs:
+        n_lower = others.cumsum() - others / 2
+        found["auc"] = (clicks * n_lower).sum() / pairs
+    if n_examples:
+        found["group_auc"] = total / n_examples
+    return found
 
 
-def batch_shapes(cfg):
-    B, rows = cfg.batch_size, P(("dp", "fsdp", "ep"))
-    ids = {name: ((B, n_values), np.int32, rows) for name, (_, n_values) in sizes(cfg).items()}
-    return ids | {"label": ((B,), np.int32, rows), "dense": ((B, cfg.n_dense), np.float32, rows)}
-
+# ---- the data
 
 def read_day(path, cfg):
-    """{name: array} as batch_shapes says, of all rows of a file."""
-    day, shapes = dict(np.load(path)), batch_shapes(cfg)
-    missing = sorted({cfg.group, *shapes} - {*day})
-    config.raise_if_errors([f"has no {name!r}" for name in missing], path)
-    faults = [f"label {x}: must be 0 or 1" for x in set(day["label"].tolist()) - {0, 1}][:1]
-    for i, (name, (n, n_values)) in enumerate(sizes(cfg).items()):
-        ids = np.atleast_2d(np.uint64(day[name]).T).T  # [n, VALUES], also of [n] and of no row
-        ids = data.hash64(ids, np.uint64(i)) % np.uint64(n) if cfg.hash_ids else ids
-        there = np.arange(ids.shape[1]) < day.get(f"{name}_n", np.full(1, n_values))[:, None]
-        faults += [f"{name} {x}: must be below {n}; leave out --no_hash_ids"
-                   for x in ids[(ids >= n) & there][:1]]
-        day[name] = np.where(there, ids, n)  # n: padding
-    wanted = {name: (*day["label"].shape, *shape[1:]) for name, (shape, *_) in shapes.items()}
-    faults += [f"{name} {day[name].shape}: must be {shape}" for name, shape in wanted.items()
-               if day[name].shape != shape]
-    config.raise_if_errors(faults, path)
+    """{name: array} of all examples of a file, in the dtypes of batch_shapes.
+
+    Raises ValueError with all errors of the file.
+    """
+    day = dict(np.load(path))
+    shapes = batch_shapes(cfg)
+    required = sorted({cfg.group, *shapes})
+    config.raise_if_errors([f"has no {name!r}" for name in required if name not in day], path)
+
+    errors = []
+    bad_labels = set(day["label"].tolist()) - {0, 1}
+    for label in list(bad_labels)[:1]:
+        errors.append(f"label {label}: must be 0 or 1")
+    for i, (name, (n_rows, n_values)) in enumerate(sizes(cfg).items()):
+        ids = np.atleast_2d(np.uint64(day[name]).T).T  # [n] becomes [n, 1]
+        if cfg.hash_ids:
+            ids = data.hash64(ids, np.uint64(i)) % np.uint64(n_rows)
+        n_used = day.get(f"{name}_n", np.full(1, n_values))
+        is_used = np.arange(ids.shape[1]) < n_used[:, None]
+        for x in ids[(ids >= n_rows) & is_used][:1]:
+            errors.append(f"{name} {x}: must be below {n_rows}; remove --no_hash_ids")
+        day[name] = np.where(is_used, ids, n_rows)  # n_rows: padding
+    for name, (shape, _, _) in shapes.items():
+        wanted = (*day["label"].shape, *shape[1:])
+        if day[name].shape != wanted:
+            errors.append(f"{name} {day[name].shape}: must be {wanted}")
+    config.raise_if_errors(errors, path)
     return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
 
 
 def open_days(parts, cfg):
-    day_of = lru_cache(4)(partial(read_day, cfg=cfg))
-    def read(name, rows):
-        return {key: x[rows] for key, x in day_of(name).items()}
-    def held_out(*names):
-        """Days one after the other, each sorted by group; one that falls into two batches, or two
-        microbatches, is ranked in each by itself.
-        """
-        orders = [day_of(name)[cfg.group][:, 0].argsort(kind="stable") for name in names]
-        ends = np.cumsum([len(order) for order in orders])
-        n = int(ends[-1])
-        def batch(index, rows):
-            # A step takes row b into microbatch b mod A: give each microbatch neighbours.
-            A = cfg.grad_accum_steps
-            at = index * cfg.batch_size + (rows % A) * (cfg.batch_size // A) + rows // A
-            by_place = at.argsort()
-            places = np.minimum(at[by_place], n - 1)  # past the end: the last, which counts no more
-            day_at = np.searchsorted(ends, places, side="right")
-            drawn = []
-            for day in np.unique(day_at):  # ascending, as the places are
-                within = places[day_at == day] - ends[day] + len(orders[day])
-                drawn.append(read(names[day], orders[day][within]))
-            back = by_place.argsort()
-            whole = {key: np.concatenate([part[key] for part in drawn])[back] for key in drawn[0]}
-            return whole | {"label": np.where(at < n, whole["label"], -1)}
-        return {"n": n, "batch": batch}
+    """Training data day by day. Validation data are --val_data, or else the next day."""
     data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
+    day_of = lru_cache(4)(partial(read_day, cfg=cfg))
+
+    def size_of(name):
+        return len(day_of(name)["label"])
+
+    def read(name, examples):
+        return {key: x[examples] for key, x in day_of(name).items()}
+
+    val = None
     val_files = data.expand(cfg.val_data, field="val_data")
-    val = held_out(*map(str, val_files)) if val_files else None
-    if val and not val["n"]:
-        config.raise_if_errors(
-            ["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
-    days = "train" in parts and data.in_windows(cfg, lambda day: len(day_of(day)["label"]), read)
-    return {"train": days, "val": val or (days and {
-        "source_at": lambda step: (name := days["next_window"](step)) and held_out(name)})}
+    if val_files:
+        val = open_val([str(file) for file in val_files], day_of, cfg)
+        if not val["n"]:
+            config.raise_if_errors(
+                ["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
+
+    days = None
+    if "train" in parts:
+        days = data.in_windows(cfg, size_of, read)
+
+    def next_day_at(step):
+        name = days["next_window"](step)
+        if not name:  # None: the next day is missing yet; "": no day ends at this step
+            return name
+        return open_val([name], day_of, cfg)
+
+    if days and not val:
+        val = {"source_at": next_day_at}
+    return {"train": days, "val": val}
+
+
+def open_val(names, day_of, cfg):
+    """A source of these days, one after the other, each sorted by group.
+
+    A group that two batches, or two microbatches, divide is ranked in each of them separately.
+    """
+    orders = [day_of(name)[cfg.group][:, 0].argsort(kind="stable") for name in names]
+    ends = np.cumsum([len(order) for order in orders])
+    n = int(ends[-1])
+
+    def batch(index, rows):
+        # A step puts row b into microbatch b mod A. Give each microbatch neighbours.
+        A = cfg.grad_accum_steps
+        positions = index * cfg.batch_size + (rows % A) * (cfg.batch_size // A) + rows // A
+        # Read day by day, in ascending order of positions. Beyond the end repeat the last example.
+        by_position = positions.argsort()
+        ascending = np.minimum(positions[by_position], n - 1)
+        day_index = np.searchsorted(ends, ascending, side="right")
+        pieces = []
+        for day in np.unique(day_index):
+            offsets = ascending[day_index == day] - ends[day] + len(orders[day])
+            examples = orders[day][offsets]
+            pieces.append({key: x[examples] for key, x in day_of(names[day]).items()})
+        back = by_position.argsort()
+        found = {}
+        for key in pieces[0]:
+            found[key] = np.concatenate([piece[key] for piece in pieces])[back]
+        found["label"] = np.where(positions < n, found["label"], -1)
+        return found
+
+    return {"n": n, "batch": batch}
 
 
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_days, "metrics": metrics}

@@ -23,42 +23,54 @@ import data
 class DigitsConfig(config.Config):
     d_hidden: config.PosInt = 128  # width of the hidden layer
     out_dir: str = "out/digits"  # folder of this run
-    steps: config.PosInt = 400  # optimizer updates in all
-    batch_size: config.PosInt = 64  # images per update
+    steps: config.PosInt = 400  # optimizer steps in total
+    batch_size: config.PosInt = 64  # images per step
     lr: config.LearningRate = 2e-3  # peak learning rate
 
 
 def table(cfg):
     F = cfg.d_hidden
-    return {"w1": dict(shape=(64, F), spec=P("fsdp", "tp"), init=("normal", 64**-0.5)),
-            "b1": dict(shape=(F,), spec=P("tp"), init=("constant", 0.0)),
-            "w2": dict(shape=(F, 10), spec=P("tp"), init=("normal", F**-0.5)),
-            "b2": dict(shape=(10,), spec=P(), init=("constant", 0.0))}
+    return {
+        "w1": dict(shape=(64, F), spec=P("fsdp", "tp"), init=("normal", 64**-0.5)),
+        "b1": dict(shape=(F,), spec=P("tp"), init=("constant", 0.0)),
+        "w2": dict(shape=(F, 10), spec=P("tp"), init=("normal", F**-0.5)),
+        "b2": dict(shape=(10,), spec=P(), init=("constant", 0.0)),
+    }
 
 
 def loss(params, batch, cfg):
+    """Cross-entropy and accuracy, as sums and counts over the images that have a label."""
     h_BF = jax.nn.relu(batch["image"] @ params["w1"] + params["b1"][None])
-    logp_BV = jax.nn.log_softmax(h_BF @ params["w2"] + params["b2"][None])
-    mask_B = batch["label"] >= 0  # evaluation pads its last batch
-    nll_B = -jnp.take_along_axis(logp_BV, jnp.abs(batch["label"])[:, None], axis=1)[:, 0]
+    logits_BV = h_BF @ params["w2"] + params["b2"][None]
+    logp_BV = jax.nn.log_softmax(logits_BV)
+
+    # Evaluation pads its last batch with labels of -1.
+    mask_B = batch["label"] >= 0
+    label_B1 = jnp.abs(batch["label"])[:, None]
+    nll_B = -jnp.take_along_axis(logp_BV, label_B1, axis=1)[:, 0]
     hit_B = logp_BV.argmax(axis=1) == batch["label"]
-    nll, n = jnp.where(mask_B, nll_B, 0).sum(), mask_B.sum(dtype=jnp.float32)
+
+    nll = jnp.where(mask_B, nll_B, 0).sum()
+    n = mask_B.sum(dtype=jnp.float32)
     sums = {"objective": nll, "loss": nll, "acc": hit_B.sum(dtype=jnp.float32)}
     return sums, dict.fromkeys(sums, n)
 
 
 def batch_shapes(cfg):
-    rows = ("dp", "fsdp", "ep")
-    return {"image": ((cfg.batch_size, 64), np.float32, P(rows)),
-            "label": ((cfg.batch_size,), np.int32, P(rows))}
+    rows = P(("dp", "fsdp", "ep"))
+    return {"image": ((cfg.batch_size, 64), np.float32, rows),
+            "label": ((cfg.batch_size,), np.int32, rows)}
 
 
 def open_digits(parts, cfg):
-    """A fifth of the images is held out."""
+    """Sources of training and validation images. Every fifth image is for validation."""
     from sklearn.datasets import load_digits  # pip install scikit-learn
     images, labels = load_digits(return_X_y=True)
-    images, labels, held_out = np.float32(images / 16), np.int32(labels), np.arange(1797) % 5 == 0
-    x, y, val_x, val_y = images[~held_out], labels[~held_out], images[held_out], labels[held_out]
+    images = np.float32(images / 16)
+    labels = np.int32(labels)
+    for_val = np.arange(len(images)) % 5 == 0
+    x, y = images[~for_val], labels[~for_val]
+    val_x, val_y = images[for_val], labels[for_val]
 
     def train_batch(step, rows):
         i = data.examples_at(step, cfg.batch_size, len(x), cfg.seed, rows)

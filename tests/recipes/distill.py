@@ -4,8 +4,8 @@
 python tests/recipes/distill.py --teacher out --n_layers 2 --d_model 64
 
 Source: Hinton et al. 2015, arXiv:1503.02531, section 2. The teacher's weights are parameters that
-are not trained, loaded at each start and in no checkpoint. Logits of both are whole, [B, T, V] in
-float32: for vocabularies of bytes, or microbatches.
+are not trained, loaded at each launch and excluded from checkpoints. The logits of both models are
+kept in full, [B, T, V] in float32: use vocabularies of bytes, or microbatches.
 """
 import dataclasses
 import json
@@ -22,100 +22,156 @@ import ckpt
 import config
 import model
 
-PREFIX = "teacher."
-SHAPE = {*config.STATE_FIELDS, *config.ARCH_FIELDS, "lora_alpha", "capacity_factor", "tokenizer"}
+PREFIX = "teacher."  # of the names of the teacher's parameters
+# Fields of the teacher that are read from its checkpoint.
+TEACHER_FIELDS = {*config.STATE_FIELDS, *config.ARCH_FIELDS, "lora_alpha", "capacity_factor",
+                  "tokenizer"}
+# Fields of the text task that have no effect here.
 UNUSED = ("label_smoothing", "z_loss", "loss_norm", "logit_tiles", "n_experts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(config.Config):
-    teacher: str = "out"  # --out_dir of the run to learn from
+    teacher: str = "out"  # out_dir of the run to learn from
     distill_weight: config.Fraction = 0.9  # weight of the teacher; the labels have the rest
-    distill_temperature: config.PosFloat = 1.0  # of both models' probabilities
-    teacher_shape: str = ""  # JSON of its model; is read from its checkpoint
+    distill_temperature: config.PosFloat = 1.0  # temperature of both models' probabilities
+    teacher_shape: str = ""  # JSON of the teacher's fields; it is read from its checkpoint
     out_dir: str = "out/student"  # folder of this run
 
 
-def adopt(cfg):
-    """cfg with the teacher's shape, its weights as a source, and those not saved."""
-    _, meta = ckpt.newest_run_meta(ckpt.root_of(cfg.teacher), f"teacher {cfg.teacher}")
+# ---- the config
+
+def update_config(cfg):
+    """The config with the teacher's fields, its weights as a source, and these not saved."""
+    cfg = train.config_from_hf(cfg)
+    where = f"teacher {cfg.teacher}"
+    _, meta = ckpt.newest_run_meta(ckpt.root_of(cfg.teacher), where)
     if "params/embed" not in meta["arrays"]:
-        config.raise_if_errors(["is no language model: it has no embed"], f"teacher {cfg.teacher}")
-    shape = {name: meta["config"][name] for name in sorted(SHAPE)}
-    source, weights = f"{cfg.teacher} rename=:{PREFIX} strict=no", f"{PREFIX}*"
+        config.raise_if_errors(["is not a language model: it has no embed"], where)
+    shape = {name: meta["config"][name] for name in sorted(TEACHER_FIELDS)}
     cfg = dataclasses.replace(
-        train.config_from_hf(cfg), teacher_shape=json.dumps(shape),
-        init_from=(*(x for x in cfg.init_from if x != source), source),
-        save_exclude=(*(x for x in cfg.save_exclude if x != weights), weights))
-    config.raise_if_errors([f"its checkpoint has no {name}" for name in model.param_table(
-        teacher_config(cfg)) if f"params/{name}" not in meta["arrays"]], f"teacher {cfg.teacher}")
+        cfg, teacher_shape=json.dumps(shape),
+        init_from=add_once(cfg.init_from, f"{cfg.teacher} rename=:{PREFIX} strict=no"),
+        save_exclude=add_once(cfg.save_exclude, f"{PREFIX}*"))
+    missing = [name for name in model.param_table(teacher_config(cfg))
+               if f"params/{name}" not in meta["arrays"]]
+    config.raise_if_errors([f"its checkpoint has no {name}" for name in missing], where)
     return cfg
 
 
+def add_once(texts, text):
+    """The texts with this one at the end. The config of a resumed run has it already."""
+    others = tuple(x for x in texts if x != text)
+    return (*others, text)
+
+
 def teacher_config(cfg):
-    shape = {k: tuple(v) if isinstance(v, list) else v
-             for k, v in json.loads(cfg.teacher_shape).items()}
-    return dataclasses.replace(cfg, **shape, attention="xla", width_mult=1.0)
+    fields = json.loads(cfg.teacher_shape)
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = tuple(value)
+    return dataclasses.replace(cfg, **fields, attention="xla", width_mult=1.0)
 
 
-def faults(sizes, cfg):
-    of_teacher = config.text_errors(sizes, teacher_config(cfg))
-    return [*config.text_errors(sizes, cfg), *(x and f"teacher: {x}" for x in of_teacher), *(
-        config.field_error(
-            cfg, name, f"is not distilled; leave it at {getattr(config.Config, name)!r}")
-        for name in UNUSED if getattr(cfg, name) != getattr(config.Config, name))]
+def errors_of(sizes, cfg):
+    errors = list(config.text_errors(sizes, cfg))
+    for error in config.text_errors(sizes, teacher_config(cfg)):
+        errors.append(f"teacher: {error}")
+    for name in UNUSED:
+        default = getattr(config.Config, name)
+        if getattr(cfg, name) != default:
+            errors.append(config.field_error(
+                cfg, name, f"is not distilled; leave it at {default!r}"))
+    return errors
 
 
 def resolve(platform, cfg):
     cfg = train.resolve_text(platform, cfg)
     teacher = teacher_config(cfg)
-    config.raise_if_errors([
-        f"{name} is {getattr(teacher, name)!r} there, {getattr(cfg, name)!r} here"
-                      for name in ("tokenizer", "vocab_size")
-                      if getattr(teacher, name) != getattr(cfg, name)], f"teacher {cfg.teacher}")
+    errors = []
+    for name in ("tokenizer", "vocab_size"):
+        value = getattr(teacher, name)
+        if value != getattr(cfg, name):
+            errors.append(f"{name} is {value!r}, but {getattr(cfg, name)!r} in the student")
+    config.raise_if_errors(errors, f"teacher {cfg.teacher}")
     return cfg
 
 
+# ---- the model and the loss
+
 def table(cfg):
-    rows = model.param_table(teacher_config(cfg)).items()
-    frozen = {"init": ("constant", 0.0), "trained": False}  # replaced by what is loaded
-    return model.param_table(cfg) | {PREFIX + name: row | frozen for name, row in rows}
+    """The student's parameters, and the teacher's, which are not trained."""
+    rows = model.param_table(cfg)
+    for name, row in model.param_table(teacher_config(cfg)).items():
+        # The initial values are replaced by those of the checkpoint.
+        rows[PREFIX + name] = row | {"init": ("constant", 0.0), "trained": False}
+    return rows
+
+
+def init(key, cfg):
+    return model.init(key, cfg, table(cfg))
+
+
+def init_names(table, saved, cfg):
+    """Parameters that init_from has to provide: all but LoRA factors that were not saved."""
+    return {name for name in table if ".lora_" not in name or name in saved}
 
 
 def loss(params, batch, cfg):
-    """As model.loss_fn, with "kl": of the teacher's and the student's probabilities, in nats."""
-    theirs = {name.removeprefix(PREFIX): x for name, x in params.items() if name.startswith(PREFIX)}
-    teacher_BTV, _ = model.forward(theirs, batch, teacher_config(cfg))
+    """As model.loss_fn, with the Kullback-Leibler divergence of teacher and student in "kl"."""
+    teacher = {}
+    for name, x in params.items():
+        if name.startswith(PREFIX):
+            teacher[name.removeprefix(PREFIX)] = x
+    teacher_BTV, _ = model.forward(teacher, batch, teacher_config(cfg))
     student_BTV, _ = model.forward(params, batch, cfg)
     return losses(student_BTV, teacher_BTV, batch["labels"], cfg)
 
 
 def losses(student_BTV, teacher_BTV, labels_BT, cfg):
-    temperature, weight = cfg.distill_temperature, cfg.distill_weight
+    temperature = cfg.distill_temperature
+    weight = cfg.distill_weight
+
+    # The loss on the labels.
     mask_BT = labels_BT != model.IGNORE
     hit_BTV = jnp.expand_dims(labels_BT, 2) == jnp.arange(cfg.vocab_size)[None, None]
     nll_BT = -jnp.where(hit_BTV, jax.nn.log_softmax(student_BTV), 0).sum(axis=-1)
-    p_BTV, q_BTV = (jax.nn.log_softmax(x / temperature) for x in (teacher_BTV, student_BTV))
+
+    # The divergence from the teacher, p, to the student, q.
+    p_BTV = jax.nn.log_softmax(teacher_BTV / temperature)
+    q_BTV = jax.nn.log_softmax(student_BTV / temperature)
     kl_BT = (jnp.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1)
-    terms = {"objective": (1 - weight) * nll_BT + weight * temperature**2 * kl_BT,
-             "loss": nll_BT, "kl": kl_BT, "acc": student_BTV.argmax(axis=-1) == labels_BT}
-    sums = {k: jnp.where(mask_BT, x, 0).sum(dtype=jnp.float32) for k, x in terms.items()}
+
+    terms = {
+        "objective": (1 - weight) * nll_BT + weight * temperature**2 * kl_BT,
+        "loss": nll_BT,
+        "kl": kl_BT,
+        "acc": student_BTV.argmax(axis=-1) == labels_BT,
+    }
+    sums = {name: jnp.where(mask_BT, x, 0).sum(dtype=jnp.float32) for name, x in terms.items()}
     return sums, dict.fromkeys(sums, mask_BT.sum(dtype=jnp.float32))
 
 
 def flops(means, cfg):
-    """The student's, and the teacher's forward pass: a third of its training."""
-    keys, teacher = means.get("attended_keys"), dataclasses.replace(teacher_config(cfg), freeze=())
-    own, again, formula = model.flops_per_token(cfg, cfg.seq_len, keys)
-    theirs, _, _ = model.flops_per_token(teacher, cfg.seq_len, keys)
-    return own + theirs / 3, again, f"{formula}; a third of that of the teacher"
+    """FLOPs of the student, and of the teacher's forward pass, a third of its training."""
+    keys = means.get("attended_keys")
+    student_flops, recomputed, formula = model.flops_per_token(cfg, cfg.seq_len, keys)
+    teacher = dataclasses.replace(teacher_config(cfg), freeze=())
+    teacher_flops, _, _ = model.flops_per_token(teacher, cfg.seq_len, keys)
+    total = student_flops + teacher_flops / 3
+    return total, recomputed, f"{formula}; a third of that for the teacher"
 
 
 TASK = train.TEXT | {
-    "hf": train.TEXT["hf"] | {"update_config": adopt}, "validate": faults, "resolve": resolve,
-    "table": table, "loss": loss,
-    "flops": flops, "init": lambda key, cfg: model.init(key, cfg, table(cfg)),
-    "init_names": lambda table, saved, cfg: {x for x in table if ".lora_" not in x or x in saved}}
+    "table": table,
+    "loss": loss,
+    "init": init,
+    "resolve": resolve,
+    "validate": errors_of,
+    "flops": flops,
+    "init_names": init_names,
+    "hf": train.TEXT["hf"] | {"update_config": update_config},
+}
 
 if __name__ == "__main__":
     sys.exit(train.cli(sys.argv[1:], task=TASK, kind=DistillConfig))

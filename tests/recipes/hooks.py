@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks to take or to change: early stopping, freezing from a step on, a metric of one's own.
+"""Hooks to use or to change: early stopping, freezing after a step, a new metric.
 
 python train.py --hooks tests/recipes/hooks.py:early_stopping tests/recipes/hooks.py:weight_norm
 """
@@ -12,36 +12,45 @@ import optax
 
 
 def stop_early(patience):
-    """A hook that ends a run whose validation loss has not fallen in so many evaluations; a resumed
-    run counts those before it.
+    """Return a hook that ends a run whose validation loss has not improved in `patience`
+    evaluations. A resumed run counts the evaluations before it.
     """
     losses = []
 
     def hook(event, row):
         if event == "start":
-            log = Path(row["config"]["out_dir"], "metrics.jsonl")
-            rows = map(json.loads, log.read_text().splitlines() if log.exists() else ())
-            losses.extend(old["val_loss"] for old in rows
-                          if old["event"] == "eval" and old["step"] <= row["step"])
+            losses.extend(earlier_losses(row["config"]["out_dir"], row["step"]))
         if event == "eval":
             losses.append(row["val_loss"])
-            if len(losses) - losses.index(min(losses)) > patience:
-                return row | {"stop": f"no better in {patience} evaluations than {min(losses):.4f}"}
+            best = min(losses)
+            if len(losses) - losses.index(best) > patience:
+                return row | {"stop": f"no better in {patience} evaluations than {best:.4f}"}
 
     return hook
 
 
+def earlier_losses(out_dir, step):
+    """Validation losses up to a step, from the log of a run."""
+    log = Path(out_dir, "metrics.jsonl")
+    if not log.exists():
+        return []
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return [row["val_loss"] for row in rows if row["event"] == "eval" and row["step"] <= step]
+
+
 def freeze_after(step, pattern):
-    """A hook: parameters whose name matches stay as they are after that many updates."""
+    """Return a hook that stops training the matching parameters after `step`."""
     def hook(event, train_step):
         if event != "train_step":
             return
 
         def frozen_step(state, batch):
             new, metrics = train_step(state, batch)
-            kept = {name: jnp.where(state["step"] < step, x, state["params"][name])
-                    for name, x in new["params"].items() if fnmatch(name, pattern)}
-            return new | {"params": new["params"] | kept}, metrics
+            params = dict(new["params"])
+            for name, x in params.items():
+                if fnmatch(name, pattern):
+                    params[name] = jnp.where(state["step"] < step, x, state["params"][name])
+            return new | {"params": params}, metrics
 
         return frozen_step
 
@@ -49,7 +58,7 @@ def freeze_after(step, pattern):
 
 
 def weight_norm(event, loss_fn):
-    """A metric of every row, of training and evaluation: the norm of all parameters."""
+    """Add the norm of all parameters to the metrics of training and evaluation."""
     if event != "loss_fn":
         return
 

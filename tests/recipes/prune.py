@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Magnitude pruning on a schedule: a growing share of each matrix is set to zero and stays zero.
+"""Magnitude pruning on a schedule: a growing fraction of each matrix becomes and stays zero.
 
 python train.py --hooks tests/recipes/prune.py:prune
 
-The zeros are the mask: there is no other state, so checkpoints are as without pruning, and a
-resumed run goes on with the same mask. Other numbers: `prune = prune_to(...)` in a file of yours.
+The zeros are the mask. There is no other state, so checkpoints are as without pruning, and a
+resumed run continues with the same mask. For other numbers write `prune = prune_to(...)` in a file
+of your own.
 """
 import sys
 
@@ -15,68 +16,87 @@ import model
 
 
 def sparsity_at(step, sparsity, first, last):
-    """Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1, from an initial sparsity of 0."""
-    left = jnp.clip((last - step) / (last - first), 0, 1)
-    return sparsity * (1 - left**3)
+    """Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1, with an initial sparsity of 0."""
+    remaining = jnp.clip((last - step) / (last - first), 0, 1)
+    return sparsity * (1 - remaining**3)
 
 
 def prune_to(sparsity, first, last, every=10, patterns=("layers.w*",)):
-    """A hook: of each matrix of the parameters that match, the smallest weights are set to zero
-    every so many updates after `first`, and at `last`; "sparsity" is the share of zeros in them.
+    """Return a hook that sets the smallest weights of each matching matrix to zero, `every` steps
+    after `first` and at `last`. The metric "sparsity" is the fraction of zeros in these matrices.
     """
     if not (0 <= sparsity < 1 and 0 <= first < last and every > 0):
         raise ValueError(f"prune_to({sparsity=}, {first=}, {last=}, {every=}): must be 0 <= "
                          "sparsity < 1, 0 <= first < last and every > 0")
 
-    def hook(event, train_step):
-        if event == "start" and train_step["config"]["steps"] < last:
+    def hook(event, value):
+        if event == "start" and value["config"]["steps"] < last:
             print(f"prune: its schedule ends at step {last}, after the run", file=sys.stderr)
-        if event != "train_step":
-            return
+        if event == "train_step":
+            return prune_in(value)
 
+    def prune_in(train_step):
         def pruned_step(state, batch):
             new, metrics = train_step(state, batch)
-            step, old = new["step"], state["params"]
-            names = sorted(model.matching("prune", patterns, old))
-            pruned = {name: (old[name] == 0) & (state["step"] > first) for name in names}
-            kept = {name: jnp.where(pruned[name], 0, new["params"][name]) for name in names}
-            due = (step < last) & ((step - first) % every == 0) | (step == last)
-            share = sparsity_at(step, sparsity, first, last)
-            kept = jax.lax.cond(due, lambda: {name: zero_smallest(w, share)
-                                              for name, w in kept.items()}, lambda: kept)
-            n_zero = sum((x == 0).sum(dtype=jnp.float32) for x in kept.values())
-            metrics = metrics | {"sparsity": n_zero / sum(x.size for x in kept.values())}
-            return new | {"params": new["params"] | kept}, metrics
+            names = sorted(model.matching("prune", patterns, state["params"]))
+
+            # What was zero before the step is zero after it.
+            weights = {}
+            for name in names:
+                was_pruned = (state["params"][name] == 0) & (state["step"] > first)
+                weights[name] = jnp.where(was_pruned, 0, new["params"][name])
+
+            # Prune further at the steps of the schedule.
+            step = new["step"]
+            target = sparsity_at(step, sparsity, first, last)
+            is_due = (step < last) & ((step - first) % every == 0) | (step == last)
+            weights = jax.lax.cond(is_due, lambda: zero_smallest_of_each(weights, target),
+                                   lambda: weights)
+
+            n_zero = sum((w == 0).sum(dtype=jnp.float32) for w in weights.values())
+            n_total = sum(w.size for w in weights.values())
+            metrics = metrics | {"sparsity": n_zero / n_total}
+            return new | {"params": new["params"] | weights}, metrics
 
         return pruned_step
 
     return hook
 
 
-def zero_smallest(w, share):
-    """w [..., in, out] with round(share x in x out) weights of each matrix set to zero, the
-    smallest; of equal ones the first.
+def zero_smallest_of_each(weights, fraction):
+    return {name: zero_smallest(w, fraction) for name, w in weights.items()}
+
+
+def zero_smallest(w, fraction):
+    """Set the smallest round(fraction * in * out) weights of each matrix of w [..., in, out] to
+    zero. Among equal weights the first ones become zero.
     """
     rows, columns = w.shape[-2:]
-    n = jnp.int32(jnp.round(share * (rows * columns)))
-    size = jax.lax.bitcast_convert_type(jnp.abs(w).astype(jnp.float32), jnp.int32)
-    bound = largest_bound(size, n)
-    below, equal = size < bound, size == bound
-    place = (columns * jax.lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 2)
-             + jax.lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 1))
-    place = jnp.where(equal, place, 2**31 - 1)
-    left = n - below.sum(axis=(-2, -1), keepdims=True)
-    return jnp.where(below | (place < largest_bound(place, left)), 0, w)
+    n = jnp.int32(jnp.round(fraction * (rows * columns)))
+    # As integers, the bits of non-negative floats have the same order as the floats.
+    magnitude = jax.lax.bitcast_convert_type(jnp.abs(w).astype(jnp.float32), jnp.int32)
+    bound = largest_bound(magnitude, n)
+    is_below = magnitude < bound
+    is_equal = magnitude == bound
+
+    # Fill up with the first of the weights that are equal to the bound.
+    row = jax.lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 2)
+    column = jax.lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 1)
+    position = jnp.where(is_equal, columns * row + column, 2**31 - 1)
+    n_more = n - is_below.sum(axis=(-2, -1), keepdims=True)
+    is_first = position < largest_bound(position, n_more)
+    return jnp.where(is_below | is_first, 0, w)
 
 
 def largest_bound(keys, n):
-    """The largest bound that at most n keys of each matrix are below. keys: int32 from 0 on.
+    """The largest bound below which each matrix has at most n keys. keys: int32, at least 0.
 
-    Bit by bit, so that of a sharded matrix only counts are sent: a sort would gather it.
+    Found bit by bit, so that devices exchange only counts: a sort would gather a sharded matrix.
     """
     def add_bit(i, bound):
-        more = bound | (1 << (30 - i))
-        return jnp.where((keys < more).sum(axis=(-2, -1), keepdims=True) <= n, more, bound)
+        candidate = bound | (1 << (30 - i))
+        n_below = (keys < candidate).sum(axis=(-2, -1), keepdims=True)
+        return jnp.where(n_below <= n, candidate, bound)
 
     return jax.lax.fori_loop(0, 31, add_bit, jnp.zeros((*keys.shape[:-2], 1, 1), jnp.int32))
 

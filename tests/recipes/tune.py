@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep of any fields with Ray Tune, in which ASHA stops trials whose validation loss is behind.
+"""A sweep of any fields with Ray Tune. ASHA stops trials with a high validation loss early.
 
 pip install 'ray[tune]' && python tests/recipes/tune.py --sweep lr=1e-4:1e-2 d_model=64,128
 
-Trial i is a run in out_dir/i. The same command once more goes on with each where it stopped.
+Trial i is a run in out_dir/i. The same command once more resumes each trial where it stopped.
 """
 import logging
 import math
@@ -26,57 +26,89 @@ import config
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(config.Config):
-    sweep: tuple[str, ...] = ("lr=1e-4:1e-2",)  # LOW:HIGH is log-uniform; d_model=64,128 a choice
-    n_trials: config.PosInt = 8  # trials, whose values follow from seed
-    grace_steps: config.PosInt = 100  # updates before a trial can be stopped
-    reduction: config.PosInt = 3  # one of so many trials goes on at grace_steps x reduction^k
-    n_cpus: config.PosInt = 1  # CPUs of a trial
-    n_gpus: config.NonNegInt = 0  # GPUs of a trial
-    ray_address: str = ""  # host:port of a cluster, or auto; empty: start one on this machine
+    # fields to sweep: lr=LOW:HIGH draws from a log-uniform distribution, d_model=64,128 chooses
+    sweep: tuple[str, ...] = ("lr=1e-4:1e-2",)
+    n_trials: config.PosInt = 8  # number of trials; their values follow from seed
+    grace_steps: config.PosInt = 100  # steps before a trial can be stopped
+    # one of so many trials continues at each of the steps grace_steps x reduction^k
+    reduction: config.PosInt = 3
+    n_cpus: config.PosInt = 1  # CPUs per trial
+    n_gpus: config.NonNegInt = 0  # GPUs per trial
+    # address of a cluster as host:port, or auto; empty: start a cluster on this machine
+    ray_address: str = ""
     out_dir: str = "out/tune"  # folder of the sweep
-    eval_every: config.Interval = 50  # between evaluations, at which a trial may be stopped
+    # interval between evaluations, at which a trial may be stopped, as 50 or 1epoch
+    eval_every: config.Interval = 50
 
+
+# ---- the values of a trial
 
 def draw(text, rng):
-    """(field, value) of one text of cfg.sweep. Raises ValueError."""
-    name, _, words = text.partition("=")
-    kinds, numeric = get_type_hints(config.Config), (int, float)
-    kind = kinds.get(name)
-    config.raise_if_errors([not kind and f"no such field ({config.did_you_mean(name, kinds)})",
-                      not words and "must be FIELD=LOW:HIGH or FIELD=ONE,OTHER"], f"sweep {text!r}")
-    if kind in numeric and ":" in words:
-        low, high = (config.parse_number(word) for word in words.split(":"))
-        config.raise_if_errors([not 0 < low < high and "must be 0 < LOW < HIGH"], f"sweep {text!r}")
-        value = math.exp(rng.uniform(math.log(low), math.log(high)))
-        return name, round(value) if kind is int else float(f"{value:.3g}")
-    word = rng.choice(words.split(","))
-    return name, (config.parse_number(word, kind) if kind in numeric else
-                  {"True": True, "False": False}.get(word, word) if kind is bool else word)
+    """Draw (field, value) for one text of cfg.sweep. Raises ValueError if it is malformed."""
+    where = f"sweep {text!r}"
+    name, _, range_or_choices = text.partition("=")
+    types = get_type_hints(config.Config)
+    kind = types.get(name)
+    if not kind:
+        config.raise_if_errors([f"no such field ({config.did_you_mean(name, types)})"], where)
+    if not range_or_choices:
+        config.raise_if_errors(["must be FIELD=LOW:HIGH or FIELD=ONE,OTHER"], where)
+    if kind in (int, float) and ":" in range_or_choices:
+        return name, draw_log_uniform(range_or_choices, kind, rng, where)
+    choice = rng.choice(range_or_choices.split(","))
+    if kind in (int, float):
+        return name, config.parse_number(choice, kind)
+    if kind is bool and choice in ("True", "False"):
+        return name, choice == "True"
+    return name, choice
 
 
-def trials_of(cfg):
-    """[({field: value}, Config)] of all trials. Raises ValueError before any of them starts."""
-    config.raise_if_errors([
-        cfg.reduction < 2 and config.field_error(cfg, "reduction", "must be at least 2"),
-        cfg.grace_steps > cfg.steps and config.field_error(
-            cfg, "grace_steps", f"must be at most steps {cfg.steps}"),
-        cfg.epochs and config.field_error(cfg, "epochs", "must be 0: rungs count --steps")])
-    plain, trials = {x.name: getattr(cfg, x.name) for x in fields(config.Config)}, []
+def draw_log_uniform(text, kind, rng, where):
+    low, high = (config.parse_number(bound) for bound in text.split(":"))
+    if not 0 < low < high:
+        config.raise_if_errors(["must be 0 < LOW < HIGH"], where)
+    value = math.exp(rng.uniform(math.log(low), math.log(high)))
+    if kind is int:
+        return round(value)
+    return float(f"{value:.3g}")
+
+
+def make_trials(cfg):
+    """All trials: [{"values": {field: value}, "cfg": Config}].
+
+    Raises ValueError before any trial is launched.
+    """
+    errors = []
+    if cfg.reduction < 2:
+        errors.append(config.field_error(cfg, "reduction", "must be at least 2"))
+    if cfg.grace_steps > cfg.steps:
+        errors.append(config.field_error(
+            cfg, "grace_steps", f"must be at most steps {cfg.steps}"))
+    if cfg.epochs:
+        errors.append(config.field_error(cfg, "epochs", "must be 0: ASHA counts steps"))
+    config.raise_if_errors(errors)
+
+    choices = {"optimizer": train.steplib.OPTIMIZERS, "schedule": train.steplib.SCHEDULES}
+    shared = {x.name: getattr(cfg, x.name) for x in fields(config.Config)}
+    trials = []
     for i in range(cfg.n_trials):
         values = dict(draw(text, random.Random(f"{cfg.seed} {i} {text}")) for text in cfg.sweep)
-        trial = config.Config(**plain | values | {"out_dir": str(Path(cfg.out_dir, str(i)))})
-        config.validate(trial, None, {"optimizer": train.steplib.OPTIMIZERS,
-                                      "schedule": train.steplib.SCHEDULES}, config.text_errors)
-        trials.append((values, trial))
+        trial = shared | values
+        trial["out_dir"] = str(Path(cfg.out_dir, str(i)))
+        trial_cfg = config.Config(**trial)
+        config.validate(trial_cfg, None, choices, config.text_errors)
+        trials.append({"values": values, "cfg": trial_cfg})
     return trials
 
 
+# ---- the sweep
+
 def run(cfg):
-    """Run the sweep and print it; a row {"trial", "values", "step", "val_loss", "state", ...} of
-    each trial, the best first.
-    """
-    trials, folder = trials_of(cfg), os.getcwd()
-    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    """Run the sweep and print its table. Returns the rows of `outcome`, the best trial first."""
+    trials = make_trials(cfg)
+    folder = os.getcwd()
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
     on_ray.connect(cfg.ray_address, max(os.cpu_count(), cfg.n_cpus))
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
@@ -88,14 +120,15 @@ def run(cfg):
                 tune.report({"step": row["step"], "val_loss": row["val_loss"]})
 
         os.chdir(folder)
-        trial = trials[given["trial"]][1]
-        for row in ckpt.read_log(trial.out_dir):  # of an earlier sweep
+        trial_cfg = trials[given["trial"]]["cfg"]
+        # The evaluations of an earlier launch of this sweep.
+        for row in ckpt.read_log(trial_cfg.out_dir):
             report(row["event"], row)
-        train.main(trial, [report])
+        train.main(trial_cfg, [report])
 
-    def tell(_, row):
-        """Print a row; Tune asks whether to stop the trial."""
-        if not row.get("done"):  # which comes twice
+    def print_row(_, row):
+        """Print an evaluation. Ray Tune asks this function whether to stop the trial."""
+        if not row.get("done"):  # the last row comes twice
             print(f"trial {row['config']['trial']:>3}  step {row['step']:>6}  "
                   f"validation loss {row['val_loss']:.4f}", flush=True)
         return False
@@ -107,44 +140,63 @@ def run(cfg):
         param_space={"trial": tune.grid_search(list(range(cfg.n_trials)))},
         tune_config=tune.TuneConfig(metric="val_loss", mode="min", scheduler=asha),
         run_config=tune.RunConfig(storage_path=os.path.abspath(f"{cfg.out_dir}/ray"), verbose=0,
-                                  stop=tell)).fit()
-    rows = [outcome(i, *trials[i], result) for i, result in enumerate(results)]
+                                  stop=print_row)).fit()
+    rows = [outcome(i, trials[i], result) for i, result in enumerate(results)]
     rows.sort(key=lambda row: row["val_loss"])
-    show(rows)
+    print_table(rows)
     return rows
 
 
-def outcome(i, values, trial, result):
-    """What became of a trial, from what it reported and its own log."""
-    told = {"step": 0, "val_loss": math.inf} | (result.metrics or {})
-    row = {"trial": i, "values": values, "out_dir": trial.out_dir, "fault": "",
-           "step": told["step"], "val_loss": told["val_loss"]}
-    last = (ckpt.read_log(trial.out_dir) or [{"event": ""}])[-1]
+def outcome(i, trial, result):
+    """The outcome of a trial, from its reports and its log.
+
+    {"trial", "values", "out_dir", "step", "val_loss", "state", "error"}; state: done, stopped,
+    unfinished or failed.
+    """
+    reported = {"step": 0, "val_loss": math.inf}
+    if result.metrics:
+        reported = reported | result.metrics
+    row = {"trial": i, "values": trial["values"], "out_dir": trial["cfg"].out_dir,
+           "step": reported["step"], "val_loss": reported["val_loss"],
+           "state": "unfinished", "error": ""}
+    log = ckpt.read_log(trial["cfg"].out_dir)
     if result.error:
-        return row | {"state": "failed", "fault": str(result.error).strip().splitlines()[-1]}
-    if last["event"] == "end":
-        return row | {"state": "done", "fault": last["exit_code"] and last["reason"]}
-    return row | {"state": "stopped" if told.get("done") else "unfinished"}
+        row["state"] = "failed"
+        row["error"] = str(result.error).strip().splitlines()[-1]
+    elif log and log[-1]["event"] == "end":
+        row["state"] = "done"
+        if log[-1]["exit_code"]:
+            row["error"] = log[-1]["reason"]
+    elif reported.get("done"):
+        row["state"] = "stopped"
+    return row
 
 
-def show(rows):
-    names, best = list(rows[0]["values"]), rows[0]
-    table = [["trial", "step", "validation loss", "", *names]] + [
-        [str(row["trial"]), str(row["step"]), f"{row['val_loss']:.4f}", row["state"],
-         *(str(row["values"][name]) for name in names)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table)]
+def print_table(rows):
+    names = list(rows[0]["values"])
+    table = [["trial", "step", "validation loss", "", *names]]
+    for row in rows:
+        line = [str(row["trial"]), str(row["step"]), f"{row['val_loss']:.4f}", row["state"]]
+        line += [str(row["values"][name]) for name in names]
+        table.append(line)
+    widths = [max(len(cell) for cell in column) for column in zip(*table)]
     print()
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths))[:80])
     for row in rows:
-        if row["fault"]:
-            print(f"trial {row['trial']}: {row['fault']}")
+        if row["error"]:
+            print(f"trial {row['trial']}: {row['error']}")
+    best = rows[0]
     if best["step"]:
         command = ["python", os.path.relpath(train.__file__), "--config",
                    f"{best['out_dir']}/config.json", "--out_dir", f"{best['out_dir']}-again"]
         print(f"best: trial {best['trial']}; to repeat it: {shlex.join(command)}")
 
 
+def main(cfg, hooks, task):
+    rows = run(cfg)
+    return {"exit_code": int(all(row["state"] == "failed" for row in rows))}
+
+
 if __name__ == "__main__":
-    sys.exit(train.cli(sys.argv[1:], kind=SweepConfig, main=lambda cfg, hooks, task: {
-        "exit_code": int(all(row["state"] == "failed" for row in run(cfg)))}))
+    sys.exit(train.cli(sys.argv[1:], kind=SweepConfig, main=main))
