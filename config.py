@@ -19,7 +19,7 @@ from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-# Types of numbers. Each carries its bound: (test, rule in words).
+# Types of numbers. Each carries its bound: (test, rule as text).
 PosInt = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
 NonNegInt = Annotated[int, (lambda x: x >= 0, "at least 0")]
 NonNegFloat = Annotated[float, (lambda x: x >= 0, "at least 0")]
@@ -59,8 +59,8 @@ class Config:
     init_from: tuple[str, ...] = ()
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
-    # merged: export weights with LoRA merged in; apart: export the LoRA factors as a PEFT adapter
-    export_lora: Literal["merged", "apart"] = "merged"
+    # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
+    export_lora: Literal["merged", "adapter"] = "merged"
     hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
     # folder of compiled programs and tokenized data; empty: keep no compiled programs
     cache_dir: str = "~/.cache/sixfile"
@@ -474,7 +474,7 @@ def key_errors(where, given, known, required=()):
 
 
 def value_errors(given, rules):
-    """Errors of the values of a dict. rules: {key: (test, rule in words)}."""
+    """Errors of the values of a dict. rules: {key: (test, rule as text)}."""
     errors = []
     for key, (test, rule) in rules.items():
         if key in given and not test(given[key]):

@@ -1920,7 +1920,7 @@ def peft_config(cfg, base=None):
         if cfg.n_experts and name.startswith("layers.w_"):
             lost.append(name)
     if lost:
-        raise ValueError(f"export_lora apart: {', '.join(lost)} would be lost: PEFT stores only "
+        raise ValueError(f"export_lora adapter: {', '.join(lost)} would be lost: PEFT stores only "
                          "LoRA factors, and none for experts; export the merged weights")
     modules = {HF_NAMES[name].split(".")[-2] for name in targets}
     return {

@@ -38,7 +38,7 @@ for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w"
         os.set_inheritable(stream.fileno(), True)
         setattr(sys, stream_name, stream)
 
-# Tell glibc to keep freed memory, before JAX starts its threads. On a CPU, new pages at each step
+# Have glibc keep freed memory, before JAX starts its threads. On a CPU, new pages at each step
 # took from a third to two thirds of its time.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -1735,7 +1735,7 @@ def export_hf(params, cfg):
     Raises ValueError when no Hugging Face family has this architecture, or the folder has other
     files.
     """
-    as_adapter = bool(cfg.lora_rank) and cfg.export_lora == "apart"
+    as_adapter = bool(cfg.lora_rank) and cfg.export_lora == "adapter"
     written_by = {"out_dir": os.path.abspath(cfg.out_dir)}
     ckpt.check_export(cfg.export, written_by)
 
@@ -1938,7 +1938,7 @@ def largest_tensor(params, cfg):
     """The most that an export adds on a device: the weights with LoRA's updates merged in, and the
     largest tensor, gathered.
     """
-    as_adapter = bool(cfg.lora_rank) and cfg.export_lora == "apart"
+    as_adapter = bool(cfg.lora_rank) and cfg.export_lora == "adapter"
     merged = params if as_adapter else model.merge_lora(params, cfg)
     changed = {name: x for name, x in merged.items() if x is not params[name]}
 

@@ -1078,7 +1078,7 @@ def split(x, *axes):
     sharding = jax.sharding.NamedSharding(mesh, jax.P(*axes))
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
-def fault(call, *args):
+def error(call, *args):
     began = time.monotonic()
     try:
         call(*args)
@@ -1126,7 +1126,7 @@ def bad():
 
 row = ckpt.broadcast_from_main(lambda: {"rank": rank, "text": "x" * 99})
 assert row == {"rank": 0, "text": "x" * 99}
-assert fault(ckpt.broadcast_from_main, bad) == "only process 0 knows why"
+assert error(ckpt.broadcast_from_main, bad) == "only process 0 knows why"
 
 for again in range(2):  # the second time one of that step is replaced
     ckpt._commit = late if rank == 0 else commit
@@ -1139,14 +1139,14 @@ assert right(back, np.arange(6.0)) and (back["small"] == 1).all()
 
 if rank == 0:
     ckpt._commit = no_space
-said = fault(save, 2)
+said = error(save, 2)
 assert "could not be written" in said and "No space left" in said, said
 assert rank == 0 or "process 0: " in said, said
 ckpt._commit = commit
 
 if rank == 1:
     ckpt._zarr_spec = no_space
-said = fault(save, 3)
+said = error(save, 3)
 assert "No space left" in said and (rank == 1 or "process 1: " in said), said
 ckpt._zarr_spec = zarr_spec
 
@@ -1154,7 +1154,7 @@ ckpt.PEER_TIMEOUT_S = 1
 for missing in (0, 1):
     if rank == missing:
         ckpt._write = lambda *_: None
-    said = fault(save, 4 + missing)
+    said = error(save, 4 + missing)
     assert rank == missing or f"processes [{missing}] are not done after {rank + 1} s" in said, said
     ckpt._write = write
 assert ckpt.steps(root) == [1]
@@ -1199,7 +1199,7 @@ print(n_written(), flush=True)
 if rank == 3:  # in the middle of its write
     ckpt._zarr_spec = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 ckpt.PEER_TIMEOUT_S = 2
-said = fault(save, 2)
+said = error(save, 2)
 assert ("processes [3] are not done" if rank == 0 else "process 0: processes [3]") in said, said
 os._exit(0)
 """

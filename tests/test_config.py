@@ -92,8 +92,8 @@ def test_json_errors(text, words):
     Break: config.py: if isinstance(value, bool) != (hint is bool): => if False:
     """
     with pytest.raises(ValueError) as e:
-        config.from_json(text, "mine.json")
-    assert all(word in str(e.value) for word in ["mine.json", *words]), str(e.value)
+        config.from_json(text, "my_run.json")
+    assert all(word in str(e.value) for word in ["my_run.json", *words]), str(e.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -449,9 +449,9 @@ UNUSED = [
                           router_z=0.1), 4),
     ("coordinator", "", dict(n_processes=2, process_id=1), "host:1"),
     ("coordinator", "auto", dict(n_processes=2, process_id=1), "host:1"),
-    ("lora_rank", 0, dict(lora_alpha=8.0, lora_targets=("layers.wq",), export_lora="apart"), 2),
+    ("lora_rank", 0, dict(lora_alpha=8.0, lora_targets=("layers.wq",), export_lora="adapter"), 2),
     ("epochs", 2.0, dict(steps=50), 0.0),
-    ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="apart"), "hf"),
+    ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="adapter"), "hf"),
     ("init_from", ("a",), dict(reload_every=5), ("a", "b dynamic=yes")),
     ("packing", "stream", dict(truncation="drop", padding_side="left"), "best_fit"),
     ("packing", "none", dict(document_mask=True), "stream"),

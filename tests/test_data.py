@@ -1921,8 +1921,8 @@ for axes in (("rows",), (("seq", "rows"),), ()):
     wanted = {("rows",): np.arange(4, 8) - 4 * me, (): np.arange(8),
               (("seq", "rows"),): np.array([2, 3, 6, 7]) - 2 * me}[axes]
     np.testing.assert_array_equal(rows, wanted)
-    mine = {name: x[rows] for name, x in whole.items()}
-    for name, array in data.to_device(mine, dict.fromkeys(whole, sharding), rows, 8).items():
+    local = {name: x[rows] for name, x in whole.items()}
+    for name, array in data.to_device(local, dict.fromkeys(whole, sharding), rows, 8).items():
         assert array.shape == whole[name].shape and len(array.addressable_shards) == 4
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), whole[name][shard.index])

@@ -387,7 +387,7 @@ FIELDS = {
     "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
                   and bool(cfg.export), False, True, RUN),
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
-    "export_lora": row(dict(export_lora="apart"), rejected("and none of experts"), False, True,
+    "export_lora": row(dict(export_lora="adapter"), rejected("and none of experts"), False, True,
                        EXPERTS | dict(lora_rank=2, export="apart")),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
@@ -401,9 +401,9 @@ FIELDS = {
     "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), fraction_of_b, 0.0, 0.75),
     "eod_id": row(dict(eod_id=3), n_segments, "need the id", 5, dict(
         data=("ids.bin",), document_mask=True, val_frac=0.0)),
-    "token_cache": row(dict(token_cache="mine"), lambda cfg: bool(
+    "token_cache": row(dict(token_cache="tokens_here"), lambda cfg: bool(
         data.open_text(("train", "val"), cfg)) and [
-        str(p.parent.parent) for p in Path().glob("mine/*/tokens")], [], ["mine"]),
+        str(p.parent.parent) for p in Path().glob("tokens_here/*/tokens")], [], ["tokens_here"]),
     "packing": row(dict(packing="none"), n_segments, 0, 1, LINES),
     "truncation": row(dict(truncation="error"), outcome_of_opening, "", "has 22 tokens", WHOLE),
     "padding_side": row(dict(padding_side="left"), padded_sides, [False, True], [True, False],

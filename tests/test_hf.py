@@ -784,7 +784,7 @@ def test_a_lora_run_is_exported_as_an_adapter_and_merged(tiny, tmp_path):
                      vocab_size=40, export=str(tmp_path / "merged"))
     summary = train.main(cfg)
     train.main(dataclasses.replace(cfg, mode="export", export=str(tmp_path / "adapter"),
-                                   export_lora="apart"))
+                                   export_lora="adapter"))
     run = train.setup_run(cfg)["cfg"]
     logits = jax_logits(jax.device_get(summary["state"]["params"]),
                         dataclasses.replace(run, seq_len=64), make_mesh(None))
@@ -805,7 +805,7 @@ def test_an_adapter_cannot_hold_other_trained_parameters():
             lora_rank=2, vocab_size=256, freeze=freeze)))
 
     assert adapter()["r"] == 2
-    with pytest.raises(ValueError, match="export_lora apart: final_norm would be lost"):
+    with pytest.raises(ValueError, match="export_lora adapter: final_norm would be lost"):
         adapter("!final_norm")
 
 

@@ -157,7 +157,7 @@ def submit_until_saved(cfg, n_starts):
                     reason="slurmctld is not installed")
 def test_slurm_starts_a_run_and_ends_it_saved(tiny, slurm):
     """A script with srun, submitted twice: two processes that find each other; each time the
-    signal that ends a job in good time saves the run, and the second goes on from the first.
+    signal that ends a job in good time saves the run, and the second resumes from it.
 
     Break: train.py: if not cfg.coordinator: => if cfg.n_processes == 1:
     """
@@ -169,7 +169,7 @@ def test_slurm_starts_a_run_and_ends_it_saved(tiny, slurm):
 
 
 def test_the_kubernetes_job_is_a_command_line_of_every_process():
-    """Both processes are told where process 0 is, by the name that the Service gives its pod.
+    """Both processes know where process 0 is, from the name that the Service gives its pod.
 
     Break: tests/recipes/job.yaml: --n_processes, "2" => --n_processes, "3"
     """

@@ -435,10 +435,10 @@ def test_a_slice_that_is_not_there_is_refused(capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"),
                     reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
-def test_a_plan_for_a_slice_that_is_not_here(tiny):
-    """8 chips of v4: parameters an 8th of the whole but for the norms, an MFU in (0, 1), times that
-    add up, and a step that cannot fit is told with what to change. Two slices of v5p: what goes
-    between them is told.
+def test_a_plan_for_an_absent_slice(tiny):
+    """8 chips of v4: each has an eighth of the parameters except norms, the MFU is in (0, 1), the
+    times add up, and a step that cannot fit comes with advice. For two slices of v5p the bytes
+    between them are counted.
 
     Break: tests/plan.py: if kind.startswith(prefix): => if kind == prefix + prefix:
     """
