@@ -389,7 +389,7 @@ def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeyp
 ])
 def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean, monkeypatch):
     """NaNs among the values do not reach, forward or backward, a query whose block is before
-    these values, beyond the window, or in other segments: computing such a block, if only to mask it,
+    these values, beyond the window, or in other segments. Computing such a block, even masked,
     would add 0 * NaN. Blocks have 8 tokens.
 
     Break: model.py: (back - 1) * t + 1 < window => (back - 1) * t + 1 < window + t
