@@ -314,7 +314,8 @@ def test_predicted_state_is_what_a_device_holds():
     """
     cfg = dataclasses.replace(SMALL, dp=2, fsdp=2, tp=2)
     table, mesh = model.param_table(cfg), step.make_mesh(cfg)
-    state, *_ = step.lower_steps(cfg, mesh, table, model.loss_fn, model.init, batch(cfg, mesh))
+    steps = step.lower_steps(cfg, mesh, table, model.loss_fn, model.init, batch(cfg, mesh))
+    state = steps["state"]
     held = sum(4 * np.prod(x.sharding.shard_shape(x.shape))
                for x in jax.tree.leaves((state["params"], state["opt"])) if x.ndim)
     assert plan.predicted_traffic(cfg, table, (2, 2, 1, 2, 1))[1] == held
@@ -466,7 +467,7 @@ def gpu_text(tiny, **changes):
     """The compiled update, as text, for GPUs."""
     cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU | changes)
     cost = train.estimate(train.setup_run(cfg, devices=plan.planned_devices(cfg)))
-    return cost["programs"]["update"].as_text()
+    return cost["compiled"].as_text()
 
 
 def overlaps(text):
