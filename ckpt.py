@@ -669,7 +669,8 @@ def replace_file(path, text):
 
 # ---- optional
 
-# For sources of weights and safetensors.
+# ---- patterns of names
+
 def _matching(names, patterns):
     """Return the set of names that match at least one glob pattern."""
     found = set()

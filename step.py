@@ -1038,7 +1038,7 @@ def count_memory(state, programs, batch, added=None, options=None):
     Returns a dict:
     "peaks": {program: bytes}; "programs": {program: compiled};
     "memory": memory_by_kind of the step or, without one, the parameters and the total;
-    "added": {program: bytes} of the task's programs; "compiled": the step, if there is one.
+    "added": {program: bytes} of the task's programs.
     """
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         futures = {name: pool.submit(each.compile, options) for name, each in programs.items()}
@@ -1065,10 +1065,7 @@ def count_memory(state, programs, batch, added=None, options=None):
     if not training:
         memory = {"parameters": held_bytes(held), "total": max(peaks.values(), default=0)}
 
-    cost = {"peaks": peaks, "memory": memory, "added": added, "programs": compiled}
-    if training:
-        cost["compiled"] = compiled["update"]
-    return cost
+    return {"peaks": peaks, "memory": memory, "added": added, "programs": compiled}
 
 
 def count_or_none(count):

@@ -271,7 +271,7 @@ WORDS = {
     "fault": "error", "faults": "errors", "left out": "excluded, skipped",
     "leaves out": "skips", "to the bit": "bit-identical", "sign of life": "heartbeat",
     "turn by turn": "interleaved", "for ever": "permanently", "damaged": "corrupted",
-    "in words": "as text", "there is none": "what is missing", "afresh": "again",
+    "there is none": "what is missing", "afresh": "again",
 }
 
 
