@@ -623,7 +623,7 @@ def log_step(run, progress):
 
 def save_state(run, state, step, progress, kind="save", temporary=False):
     """Start to write a checkpoint, once the previous one of its kind is committed. Its meta.json
-    says under what config the run stands where in its data.
+    has the config, the machine and the position in the data.
 
     kind: "save", or "weights" for the parameters alone. temporary: the next checkpoint replaces
     this one.
@@ -633,14 +633,14 @@ def save_state(run, state, step, progress, kind="save", temporary=False):
     max_to_keep, keep_period = cfg.max_to_keep, cfg.keep_period
     run["check_lock"]()  # raises when another run writes there by now
 
-    # Wait for the previous save of this kind.
-    began = time.perf_counter()
-    if kind in progress["pending_saves"]:
-        wait_for_save(run, progress, kind)
-    waited_s = time.perf_counter() - began
-
     with timed(timers, "save"):
-        # A digest of the state: with it, two runs are compared by a line of text.
+        # Wait for the previous save of this kind.
+        began = time.perf_counter()
+        if kind in progress["pending_saves"]:
+            wait_for_save(run, progress, kind)
+        waited_s = time.perf_counter() - began
+
+        # Compute a digest of the state: with it, two runs are compared by a line of text.
         run["programs"]["compile_digest"]()
         began = time.perf_counter()
         digest = steplib.digest(run["programs"]["digest"](state))
