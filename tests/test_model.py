@@ -234,8 +234,7 @@ def test_loss_sums_equal_numpy(change):
 
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_log_probs_of_labels_equal_numpy(tiles):
-    """Log-probabilities of labels, in tiles or not, equal NumPy's to 1e-4, as the logits do; an
-    ignored label has 0.
+    """Of each label, in tiles or not, to 1e-4 as the logits are; 0 where a position has no label.
 
     Break: model.py: return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest) =>
     return jnp.moveaxis(tiles, 0, 1).reshape(B, n * t, *rest)
@@ -391,8 +390,8 @@ def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeyp
 ])
 def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean, monkeypatch):
     """NaNs among the values do not reach, forward or backward, a query whose block is before
-    that of the values, beyond the window, or in other segments: computing such a block, if only to
-    mask it, would add 0 * NaN. Blocks have 8 tokens.
+    these values, beyond the window, or in other segments. Computing such a block, even masked,
+    would add 0 * NaN. Blocks have 8 tokens.
 
     Break: model.py: (back - 1) * t + 1 < window => (back - 1) * t + 1 < window + t
     """
