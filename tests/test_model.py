@@ -181,7 +181,7 @@ def np_sums(params, batch, cfg):
     return sums
 
 
-def test_a_tie_is_a_share_of_a_hit():
+def test_a_tie_of_n_tokens_counts_as_one_nth_of_a_hit():
     """A model whose logits are all equal is right one time in V, not always.
 
     Break: model.py: acc_BT = (true_BT >= max_BT) / n_max_BT => acc_BT = true_BT >= max_BT
@@ -213,7 +213,7 @@ def test_forward_equals_numpy(variant):
 def test_loss_sums_equal_numpy(change):
     """All sums over the labels that are not -100, of which one row has none, are NumPy's to 1e-5
     relative (float32), the counts exactly; the objective's count is what loss_norm names,
-    loss_divisor counting for a whole batch.
+    loss_divisor counting for the batch of a step.
 
     Break: model.py: others_BT) - entropy => others_BT) + entropy
     """
@@ -280,26 +280,27 @@ def test_gradients_equal_finite_differences(variant, tiles, terms):
 
 
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("T, apart", [(1, False), (2, False), (11, False), (11, True)])
-def test_fused_attention_is_ours(T, apart, window):
-    """What is asked of JAX's fused attention, here in its plain implementation, is what ours
-    computes, also where documents are apart: to 1e-5 (float32).
+@pytest.mark.parametrize("T, packed", [(1, False), (2, False), (11, False), (11, True)])
+def test_fused_attention_equals_the_default(T, packed, window):
+    """The call of JAX's fused attention, here in its plain implementation, gives the same as the
+    default attention, also with several documents in a row: to 1e-5 (float32).
 
     Break: model.py: v_BKTH.swapaxes(1, 2), mask=mask, => v_BKTH.swapaxes(1, 2), mask=None,
     """
     cfg = dataclasses.replace(BASE, sliding_window=window)
     rng = np.random.default_rng(3)
-    segments_BT = jnp.asarray(rng.integers(0, 3, (2, T)), jnp.int32) if apart else None
+    segments_BT = jnp.asarray(rng.integers(0, 3, (2, T)), jnp.int32) if packed else None
     q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 8)), jnp.float32)
                               for heads in (6, 3, 3))
     attn_inputs = {"segments": segments_BT, "window": window}
-    ours, theirs = (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) for attend in (
+    default, fused = (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) for attend in (
         model.ATTENTION["xla"], partial(model.ATTENTION["cudnn"], implementation="xla")))
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(fused, default, rtol=0, atol=1e-5)
 
 
 def test_half_of_the_queries_skip_half_of_the_keys():
-    """Ours compiles to less than 0.8 of the FLOPs of attention from every query to every key.
+    """The default attention compiles to less than 0.8 of the FLOPs of attention from every query to
+    every key.
 
     Break: model.py: n_keys = stop => n_keys = T
     """
@@ -489,9 +490,9 @@ def test_blocks_run_as_often_as_flops_say(remat):
 @pytest.mark.slow
 @pytest.mark.parametrize("window, packed, splash_len", [(0, True, 2**15), (200, False, 1),
                                                         (0, True, 1)])
-def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
-    """JAX's kernels for TPUs, interpreted, over a mesh that splits heads and rows, give what ours
-    computes: gradients to 1e-5 of the largest (float32).
+def test_pallas_attention_equals_the_default(window, packed, splash_len, monkeypatch):
+    """JAX's kernels for TPUs, interpreted, over a mesh that splits heads and rows, give the
+    gradients of the default attention: to 1e-5 of the largest (float32).
 
     Break: model.py: q_scaled_BNTH = H**-0.5 * q_BNTH => q_scaled_BNTH = q_BNTH
     """
@@ -507,13 +508,13 @@ def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
         attn_inputs = {"segments": segments_BT, "window": window}
         return (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) ** 2).sum()
 
-    ours = jax.grad(sums, (1, 2, 3))(model.ATTENTION["xla"], q_BNTH, k_BKTH, v_BKTH)
+    default = jax.grad(sums, (1, 2, 3))(model.ATTENTION["xla"], q_BNTH, k_BKTH, v_BKTH)
     monkeypatch.setattr(model, "SPLASH_LEN", splash_len)
     with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
-        theirs = jax.jit(jax.grad(partial(sums, model.ATTENTION["pallas"]), (0, 1, 2)))(
+        fused = jax.jit(jax.grad(partial(sums, model.ATTENTION["pallas"]), (0, 1, 2)))(
             q_BNTH, k_BKTH, v_BKTH)
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(a).max())
+    for a, b in zip(default, fused, strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
 
 
 @pytest.mark.parametrize("change, platform, chosen", [
@@ -526,9 +527,9 @@ def test_pallas_attention_is_ours(window, packed, splash_len, monkeypatch):
     (dict(head_dim=128, document_mask=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
     (dict(head_dim=128, seq_len=192), "tpu", "xla"),
 ])
-def test_attention_is_chosen_by_what_there_is(change, platform, chosen):
-    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it; what is
-    named is taken.
+def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
+    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it. A
+    kernel that is named is chosen.
 
     Break: model.py: return usable[0] => return usable[-1]
     """
@@ -554,7 +555,7 @@ CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 o
      "and seq_len multiples of 128; choose xla or auto"),
 ])
 def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
-    """A kernel asked for by name says what it needs.
+    """The error for a kernel that cannot run here lists its needs.
 
     Break: model.py: if not works[cfg.attention]: => if not works:
     """
@@ -597,8 +598,8 @@ def test_patterns_without_a_match_are_errors(change, message):
 
 
 def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
-    """Loss sums and gradients of whole documents, packed by best fit, are those of one document a
-    row, padded on the left or the right: to 1e-5 of the largest (float32).
+    """Loss sums and gradients of complete documents, packed by best fit, equal those of one
+    document a row, padded on the left or the right: to 1e-5 of the largest (float32).
 
     Break: data.py: batch["segments"][row, columns] = number =>
     batch["segments"][row, columns] = 1
@@ -956,7 +957,7 @@ def test_draws_follow_the_softmax(change):
 
 def test_flops_equal_a_hand_count():
     """6 FLOPs per matmul weight and token, 12 per head width and mean key: counted key by key,
-    within half a key; of experts those that a token goes to, and the router; of what is frozen 4.
+    within half a key; only the experts that a token goes to, and the router; 4 per frozen weight.
 
     Break: model.py: matmuls + 3 * attention, => matmuls + 6 * attention,
     """
@@ -998,7 +999,7 @@ def test_recomputed_flops_equal_a_hand_count(change, names, attention_frac):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots", "named"])
 def test_recomputed_flops_are_those_compiled(remat):
-    """What a remat adds to a compiled gradient, by XLA's own count, is what flops_per_token says:
+    """The FLOPs that a remat adds to a compiled gradient, by XLA's count, are flops_per_token's:
     to 5% of the forward pass (norms, softmax and rotations are not counted).
 
     Break: model.py: "dots": dict(weights=(), attention_frac=1.0) =>
@@ -1396,7 +1397,7 @@ def test_padding_takes_no_expert():
 
 
 def test_patterns_choose_names():
-    """Of the patterns that match a name the last decides; "!" takes away.
+    """The last pattern that matches a name decides; "!" deselects.
 
     Break: model.py: if pattern.startswith("!"): => if pattern == "!":
     """
@@ -1434,7 +1435,7 @@ def test_init_follows_the_table():
 
 
 def test_init_draws_any_table():
-    """Of a table that is not the model's, init draws each row by kind, by a key from its name,
+    """From any table init draws each row by kind, by a key from its name,
     in cfg.param_dtype, reading no other field of cfg.
 
     Break: model.py: if table is None: => if True:
