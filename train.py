@@ -74,15 +74,17 @@ def resolve_text(platform, cfg):
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
 
-# What is trained is an argument of `main`: a task, which is a dict. In each of its functions the
-# config is the last argument. `TASK_DEFAULTS` says what a task does without an optional key.
+# What is trained is an argument of `main`: a task, which is a dict. In each of its functions but
+# "metrics" the config is the last argument. `TASK_DEFAULTS` has the keys that a task may lack.
 REQUIRED_TASK_KEYS = ("table", "loss", "batch", "open")
+
 
 # The task of this trainer: a language model on text.
 TEXT = {
-    # ---- required
+    # Required keys
 
-    # (cfg) -> {name: {"shape", "spec", "init", "trained"}}, the parameter table
+    # (cfg) -> {name: {"shape", "spec", "init"}}, the parameter table. A row may also have
+    # "trained", "lr_mult", "decay_mult", "optimizer", and "ids": see "sparse rows" in step.py.
     "table": model.param_table,
     # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized
     "loss": model.loss_fn,
@@ -97,7 +99,7 @@ TEXT = {
     # has "source_at" instead: step -> source, None while the data is missing.
     "open": data.open_text,
 
-    # ---- optional
+    # Keys with a default. A lambda calls a function that is defined further down.
 
     # (key, cfg) -> {name: array}, the initial parameters; default: "init" of each row of the table
     "init": model.init,
@@ -108,7 +110,7 @@ TEXT = {
     # What speeds are measured in, and how many of it are in a step: (cfg) -> number
     "unit": "token",
     "units_per_step": lambda cfg: cfg.batch_size * cfg.seq_len,
-    # (means of a batch or {}, cfg) -> (FLOPs per unit, those of them that are recomputed, formula)
+    # (means of a batch or {}, cfg) -> (FLOPs per unit, those that backward recomputes, formula)
     "flops": lambda means, cfg: model.flops_per_token(
         cfg, cfg.seq_len, means.get("attended_keys")),
     # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
@@ -195,8 +197,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
 
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
-    {"cfg" (resolved), "task" (with its defaults), "hooks", "mesh", "table" (of parameters), "batch"
-    (shapes with shardings), "is_synchronous" (whether a step is done when its call returns)}.
+    {"cfg" (resolved, except steps from epochs), "task" (with its defaults), "hooks", "mesh",
+    "table" (of parameters), "batch" (shapes with shardings), "is_synchronous" (whether a step is
+    done when its call returns)}.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
@@ -204,7 +207,8 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     devices = devices or jax.devices()
     use_compilation_cache(cfg)
 
-    # Check the config, and resolve its defaults.
+    # Check the config, and resolve its defaults. First the sizes of a Hugging Face model, if
+    # --init_from names one.
     cfg = task["hf"]["update_config"](cfg)
     choices = {
         "optimizer": steplib.OPTIMIZERS,
@@ -218,7 +222,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     cfg = task["resolve"](platform, cfg)
     check_trackers(cfg)
     if platform.endswith("cuda") and len(devices) > 1:
-        # Collectives of a layer run beside the layers before and after it.
+        # XLA may then run the collectives of a layer beside the computation of its neighbours.
         jax.config.update("jax_optimization_level", "O1")
 
     # The parameters and how the mesh shards them.
@@ -248,31 +252,6 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     }
 
 
-def init_progress(launched):
-    """What changes while a run lasts. The loop owns it. launched: time.perf_counter() then."""
-    return {
-        # {event: (step, seconds since the launch)} when each event last happened
-        "last_done": {},
-        # {metric: newest value}
-        "last_metrics": {},
-        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
-        # "waited_s"}, or None
-        "pending": None,
-        # Metrics since the last log row
-        "window": new_window({}),
-        "timers": init_timers(launched),
-        # Result of the newest poll_stop_requests
-        "stop_requests": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
-                          "hook_stops": []},
-        # Reasons given by hooks
-        "hook_stops": [],
-        # {kind: error} of the newest save or export of each kind, if it failed
-        "save_errors": {},
-        # {kind: {"step", "future"}} of saves that are being written
-        "pending_saves": {},
-    }
-
-
 def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     """Open the data, compile, and make the initial state: (run, state), or None when the run has
     finished before. run: setup and everything else that is fixed during the loop.
@@ -294,9 +273,9 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
 
     # Find the checkpoint to resume from, if there is one.
     is_given = state is not None or params is not None
-    saved_step, meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
+    saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
     if "restore" in train_data:
-        train_data["restore"](meta.get("data", {}).get("windows", []))
+        train_data["restore"](saved_meta.get("data", {}).get("windows", []))
 
     # Check the stop conditions, and where the initial state comes from, before the compilation.
     stops = config.parse_stops(cfg)
@@ -304,8 +283,8 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         if stop["name"].startswith("val_") and not val_data:
             raise ValueError(f"stop {stop['name']}: the run has no validation data; set --val_data "
                              "or --val_frac")
-    start = choose_start(setup, train_data, state, params, meta)
-    if meta and is_finished(cfg, saved_step):
+    start = choose_start(setup, train_data, state, params, saved_meta)
+    if saved_meta and is_finished(cfg, saved_step):
         return None
 
     # Print what will run.
@@ -330,6 +309,9 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # 4. parameters from --init_from
     # 5. random parameters
     state = load_start(setup, start, programs, state, params)
+    if saved_meta and int(state["step"]) != saved_meta["step"]:
+        # The newest checkpoint is corrupted, and an older one was restored.
+        saved_meta = ckpt.read_meta(root, int(state["step"]))
     state = run_hooks(hooks, "load", state)
     first_step = int(state["step"])
 
@@ -339,14 +321,14 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         cfg.out_dir, root, config_json, overwrite=cfg.resume == "overwrite", log=print0)
 
     # Continue the timers, the metrics and the events of earlier launches.
-    restore_progress(progress, cfg.out_dir, first_step, meta)
+    restore_progress(progress, cfg.out_dir, first_step, saved_meta)
 
     # Log what runs, and on what.
-    run_meta = describe_run(setup, programs, meta, start["sources"])
-    changes = config.changes_since(meta, run_meta)
+    run_meta = describe_run(setup, programs, saved_meta, start["sources"])
+    changes = config.changes_since(saved_meta, run_meta)
     if changes:
-        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but equal to one "
-               "without this change only to rounding")
+        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees "
+               "with an unchanged one only up to rounding")
     log_event = make_log_event(hooks, observers, heartbeat, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
@@ -368,23 +350,29 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     return run, state
 
 
-def open_data(task, cfg, parts):
-    """{"train", "val"}: what the task's "open" returns, None for a missing part."""
-    opened = task["open"](parts, cfg)
-    config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
-    return {"train": None, "val": None} | opened
-
-
-def set_steps(cfg, train_data):
-    """cfg with the number of steps that cfg.epochs means, if it is set."""
-    if not cfg.epochs:
-        return cfg
-    steps = cfg.epochs * train_data["n"] / cfg.batch_size
-    if "windows" in train_data:
-        steps = math.floor(steps)  # the last few examples wait for the next file
-    else:
-        steps = math.ceil(steps)
-    return dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
+def init_progress(launched):
+    """What changes during a run; the loop owns it. launched: time.perf_counter() at launch."""
+    return {
+        # {event: (step, seconds since the launch)} when each event last happened
+        "last_done": {},
+        # {metric: newest value}
+        "last_metrics": {},
+        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
+        # "waited_s"}, or None
+        "pending": None,
+        # Metrics since the last log row
+        "window": new_window({}),
+        "timers": init_timers(launched),
+        # Result of the newest poll_stop_requests
+        "stop_requests": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
+                          "hook_stops": []},
+        # Reasons of hooks to stop, which log_event appends
+        "hook_stops": [],
+        # {kind: error} of the newest save or export of each kind, if it failed
+        "save_errors": {},
+        # {kind: {"step", "future"}} of saves that are being written
+        "pending_saves": {},
+    }
 
 
 def step_args(setup):
@@ -393,6 +381,105 @@ def step_args(setup):
     override = partial(run_hooks, setup["hooks"])
     return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
             setup["batch"], override)
+
+
+# ---- where a run starts
+
+
+def choose_start(setup, train_data, state, params, meta):
+    """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
+    sources of parameters, "missing": parameters that the checkpoint of `meta` lacks, "load_from":
+    sources to load them from, "meta"}. Prints the sources.
+
+    Raises ValueError when the checkpoint has another config, other data or another model.
+    """
+    cfg = setup["cfg"]
+    start = {"sources": [], "missing": set(), "load_from": [], "meta": meta}
+    if state is not None:
+        return start | {"origin": "the given state"}
+    if params is not None:
+        return start | {"origin": "the given parameters"}
+
+    if meta:
+        mesh_shape = dict(setup["mesh"].shape)
+        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), mesh_shape)
+    missing, load_from = find_parameters(setup, meta)
+    sources = [source.get("summary", source["path"]) for source in load_from]
+    if meta:
+        check_same_data(cfg, train_data, meta, sources if missing else None)
+
+    origin = "a fresh initialization"
+    if meta:
+        origin = "its own checkpoint"
+    elif sources:
+        origin = ", ".join(sources)
+    return {
+        "origin": origin,
+        "sources": sources or meta.get("sources", []),
+        "missing": missing,
+        "load_from": load_from,
+        "meta": meta,
+    }
+
+
+def load_start(setup, start, programs, state, params):
+    """Make the initial state that choose_start has chosen."""
+    cfg = setup["cfg"]
+    key = jax.random.key(cfg.seed)
+    like = programs["state"]
+    if state is not None:
+        return place_state(state, like)
+    if params is not None:
+        return programs["from_params"](key, params=place_params(params, like["params"]))
+
+    # The parameters that no checkpoint of this run has.
+    initial = {}
+    if start["missing"]:
+        loaded = ckpt.load_parameters(start["load_from"], like["params"])
+        if loaded:
+            initial = programs["from_params"](key, params=loaded)
+        else:
+            initial = programs["init"](key)
+    if not start["meta"]:
+        return initial
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    _, restored = ckpt.restore_run(cfg.out_dir, root, like, start["missing"], initial, print0)
+    return restored
+
+
+def restore_progress(progress, out_dir, step, meta):
+    """Continue the timers, the metrics and the events of earlier launches. meta: of the checkpoint
+    that the run resumes from, or {}.
+    """
+    def read_rows():
+        return [[row["step"], row["event"], row.get("time_s")] for row in ckpt.read_log(out_dir)]
+
+    rows = ckpt.broadcast_from_main(read_rows)
+    restore_timers(progress["timers"], rows, step)
+    for row_step, event, _ in rows:
+        if row_step == step:
+            progress["last_done"][event] = (step, 0.0)
+    if meta:
+        progress["last_done"]["save"] = (step, 0.0)
+    progress["window"] = new_window(meta.get("since_log", {}))
+
+
+def is_finished(cfg, step):
+    """Whether nothing is left to do at `step`: it is past cfg.steps, or has reached it and logged
+    its end. If so, print how to train further.
+    """
+    def read_end():
+        rows = ckpt.read_log(cfg.out_dir)
+        return rows[-1] if rows else {"event": ""}
+
+    last = ckpt.broadcast_from_main(read_end)
+    has_ended = last["event"] == "end" and last["reason"] == all_done(step)
+    if step < cfg.steps or (step == cfg.steps and not has_ended):
+        return False
+    further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
+    print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
+           "again: --resume overwrite, or another --out_dir. To export it: --mode export.")
+    return True
 
 
 # ---- the loop
@@ -408,7 +495,7 @@ def train(run, state, progress, signals):
     first_step = run["first_step"]
     start_bucket(timers, "step")
 
-    def stopped_while_waiting():
+    def stopped_while_waiting():  # at the step at which the loop below stands then
         return stop_while_waiting(run, step, progress, signals)
 
     batches = data.prefetch(
@@ -417,13 +504,18 @@ def train(run, state, progress, signals):
         busy=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
-    # "Step k" is the state after k updates. The last round has no update, only the actions that
-    # are due after the last one.
+    # "Step k" is the state after k updates. One iteration at step k:
+    #   1. log the metrics of step k, if something is due
+    #   2. do what is due: reload, save, evaluate, sample, export
+    #   3. stop, if there is a reason
+    #   4. get batch k, and dispatch the update that makes step k + 1 of it
+    #   5. log the metrics of step k, if that was not done above
+    # The last iteration ends at 3.
     for step in range(first_step, max(first_step, cfg.steps) + 1):
         due = due_events(run, step, progress)
 
-        # Log the metrics of the newest step, if something is due: this waits for the device.
-        # Otherwise they are logged below, while the device works on the next step.
+        # Log the metrics of this step, if something is due: this waits for the device. Otherwise
+        # they are logged below, while the device works on the next step.
         if due or run["is_synchronous"]:
             log_step(run, progress)
 
@@ -436,17 +528,19 @@ def train(run, state, progress, signals):
         if "reload" in due:
             state = reload_params(run, state, step, timers)
 
-        # Save before anything that could fail.
+        # Save before the evaluation, which may run out of memory. A save that is due by time is
+        # temporary.
         for kind in ("save", "weights"):
             if kind in due:
-                save_state(run, state, step, progress, kind, temporary=due[kind] == "second")
+                by_time = due[kind] == "second"
+                save_state(run, state, step, progress, kind, temporary=by_time)
 
         # Evaluate every eval_every steps, after each window, and at the end.
         if "eval" in due and run["val_data"] and not save_only(signals):
-            with saved_without_memory(run, state, step, progress, is_saved="save" in due):
-                validate(run, state, step, progress, signals, stopped_while_waiting)
+            with save_if_out_of_memory(run, state, step, progress, is_saved="save" in due):
+                run_validation(run, state, step, progress, signals, stopped_while_waiting)
 
-        # Print samples, so that a person can see how it goes.
+        # Print samples, for a person to judge the progress.
         if "sample" in due and run["task"]["sample"] and not save_only(signals):
             print_preview(run, state["params"], step, timers)
 
@@ -454,6 +548,8 @@ def train(run, state, progress, signals):
         if "export" in due and not save_only(signals):
             export(run, state["params"], step, progress)
 
+        # Note what was due as done. After a signal something was skipped: then the run stops below,
+        # and the resumed run does it, as the log has no row of it.
         for event in due:
             last_done[event] = (step, progress["stop_requests"]["elapsed_s"])
 
@@ -482,7 +578,7 @@ def train(run, state, progress, signals):
         progress["window"]["steps"].append((step + 1, metrics))
         state = run_hooks(run["hooks"], "state", state)
 
-        # Log the metrics of the step before it.
+        # Log the metrics of the step before that update, which the device has finished by now.
         log_step(run, progress)
         progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
@@ -491,7 +587,7 @@ def train(run, state, progress, signals):
             if save["future"].done():
                 wait_for_save(run, progress, kind)
 
-    # The last metrics may change the exit code.
+    # Log the last metrics. They may change the reason and the exit code.
     log_step(run, progress)
     batches.close()
     if not was_done(progress, "save", step):
@@ -522,50 +618,6 @@ def due_events(run, step, progress):
     return due
 
 
-def has_passed(run, unit, n, step):
-    """Whether a multiple of n steps, epochs or windows was completed by this step."""
-    if unit == "second":
-        return False
-    return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
-
-
-def is_due_at_end(run, event):
-    """Whether an event is due after the last step, whatever its interval."""
-    if event == "export":
-        return bool(run["cfg"].export)
-    if event == "weights":
-        return bool(run["intervals"]["weights"])
-    return event in ("save", "eval", "sample")
-
-
-def event_intervals(cfg):
-    """{event: {unit: interval}} of all events of the loop."""
-    intervals = {}
-    for event in config.EVENTS:
-        intervals[event] = config.parse_intervals(getattr(cfg, f"{event}_every"))
-    intervals["epoch"] = {"epoch": 1}
-    intervals["window"] = {"window": 1}
-    intervals["eval"] = {"window": 1} | intervals["eval"]  # one after each window
-    return intervals
-
-
-def completed(run, unit, step):
-    """How many steps, epochs (a fraction) or windows are completed at this step."""
-    if unit == "step":
-        return step
-    train_data = run["train_data"]
-    if unit == "window":
-        return train_data["n_finished"](step) if "n_finished" in train_data else 0
-    # 1e-9, since 1.2 // 0.4 is 2 in floating point
-    return step * run["cfg"].batch_size / train_data["n"] + 1e-9
-
-
-def was_done(progress, event, step):
-    """Whether an event happened at this step."""
-    last_step, _ = progress["last_done"].get(event, (None, 0.0))
-    return last_step == step
-
-
 def log_step(run, progress):
     """Log the pending metrics, which waits for them: the event "step", at a log point also "log",
     whose means are over all steps since the last log row. Update progress["last_metrics"].
@@ -577,7 +629,8 @@ def log_step(run, progress):
     timers, window, last_metrics = progress["timers"], progress["window"], progress["last_metrics"]
     step, metrics = pending["step"], pending["metrics"]
 
-    # Wait for the step.
+    # Wait for the step. Both are taken out of the dict, since the window holds it too and needs
+    # only sums and counts.
     weight_stats = metrics.pop("watch", {})  # stay on the device until they are logged
     finite = bool(metrics.pop("finite"))
     charge_wait(timers, pending["waited_s"])
@@ -588,6 +641,7 @@ def log_step(run, progress):
     values = {}
     if is_logged or run["hooks"]:
         values = jax.device_get(metrics)
+        # As in log rows: NaN instead of a mean over no label.
         values |= metric_means(metric_sums(values))
     row = log_event("step", {"step": step} | scalars(values))
 
@@ -640,8 +694,9 @@ def save_state(run, state, step, progress, kind="save", temporary=False):
             wait_for_save(run, progress, kind)
         waited_s = time.perf_counter() - began
 
-        # Compute a digest of the state: with it, two runs are compared by a line of text.
-        run["programs"]["compile_digest"]()
+        # Compute a digest of the state, so that two runs can be compared by a line of text.
+        with timed(timers, "compile"):
+            run["programs"]["compile_digest"]()
         began = time.perf_counter()
         digest = steplib.digest(run["programs"]["digest"](state))
         if kind == "weights":
@@ -674,37 +729,7 @@ def save_state(run, state, step, progress, kind="save", temporary=False):
                                   "waited_s": waited_s, "blocked_s": blocked_s})
 
 
-def data_position(run, step):
-    """Where a run stands in its data, for a checkpoint."""
-    train_data = run["train_data"]
-    epoch, sequence = divmod(step * run["cfg"].batch_size, train_data["n"])
-    position = {"fingerprint": train_data["fingerprint"], "epoch": epoch, "sequence": sequence}
-    if "windows" in train_data:
-        position["windows"] = train_data["windows"](step)
-    return position
-
-
-def wait_for_save(run, progress, kind):
-    """Wait until the pending save of this kind is committed. An error is logged."""
-    save = progress["pending_saves"].pop(kind)
-    with log_errors(run, progress, save["step"], kind):
-        ckpt.wait(save["future"])
-
-
-@contextlib.contextmanager
-def log_errors(run, progress, step, kind):
-    """Log a ValueError of a save or an export instead of raising it. progress["save_errors"] keeps
-    it until a later attempt of this kind succeeds.
-    """
-    progress["save_errors"].pop(kind, None)
-    try:
-        yield
-    except ValueError as e:
-        progress["save_errors"][kind] = str(e)
-        run["log_event"]("nonfatal_error", {"step": step, "error": str(e)})
-
-
-def validate(run, state, step, progress, signals, stopped_while_waiting):
+def run_validation(run, state, step, progress, signals, stopped_while_waiting):
     """Evaluate the validation data, and log it."""
     timers = progress["timers"]
     with timed(timers, "compile"):
@@ -758,25 +783,6 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     return row
 
 
-def print_preview(run, params, step, timers):
-    """Print samples. An error is logged, and training continues."""
-    with timed(timers, "other"):
-        row = {"step": step, "texts": []}
-        try:
-            row["texts"] = sample_texts(run, params, step)
-        except Exception as e:  # a sample is never worth a run
-            row["error"] = f"no sample: {type(e).__name__}: {e}"
-        if row["texts"] or "error" in row:
-            run["log_event"]("sample", row)
-
-
-def sample_texts(setup, params, step):
-    """The texts that the task samples, with a random key of the seed and the step."""
-    key = jax.random.fold_in(jax.random.key(setup["cfg"].seed), step)
-    with jax.set_mesh(setup["mesh"]):
-        return setup["task"]["sample"](params, key, setup["cfg"])
-
-
 def stop_reason(run, step, requests, metrics):
     """The one place that decides whether to stop before the next batch: (reason, exit code), or
     None to continue.
@@ -819,20 +825,6 @@ def stop_reason(run, step, requests, metrics):
     return None
 
 
-def has_been_logged(name, metrics):
-    """Whether the first row that could have this metric has been logged: the newest metrics have
-    "val_step" after an evaluation, and "lr" after a log row.
-    """
-    if name.startswith("val_"):
-        return "val_step" in metrics
-    return "lr" in metrics
-
-
-def all_done(steps):
-    """The reason of a stop after which nothing is left to do."""
-    return f"all {steps} steps are done"
-
-
 def end_run(run, state, step, progress, stop):
     """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
     cfg, timers = run["cfg"], progress["timers"]
@@ -873,7 +865,7 @@ def end_run(run, state, step, progress, stop):
     return run["log_event"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
-# ---- batches, hooks and log rows
+# ---- batches and hooks
 
 
 def make_batch_at(setup, source, pinned=False):
@@ -904,7 +896,13 @@ def make_batch_at(setup, source, pinned=False):
 
 
 def run_hooks(hooks, event, value):
-    """Call every hook(event, value). A result that is not None replaces the value."""
+    """Call every hook(event, value). A result that is not None replaces the value.
+
+    Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
+    "load" (the first state). In the loop they are "data" (each batch), "state" (after each update)
+    and the rows of log_event: "start", "dispatch", "step", "log", "epoch", "window", "out_of_data",
+    "save", "eval", "sample", "export", "reload", "nonfatal_error", "stop", "end".
+    """
     for hook in hooks:
         try:
             new = hook(event, value)
@@ -956,29 +954,280 @@ def notify(observers, event, row):
                    f"continues{lost}")
 
 
-def print0(*words):
-    """Print on process 0, above the progress bar if there is one."""
-    if is_main():
-        with ignore_stdout_errors():
-            tqdm.write(" ".join(map(str, words)), file=sys.stdout)
+# ---- supporting
+#
+# Every run uses what follows, but the names say enough at the call for a first reading: data and
+# steps, intervals, actions of the loop, the initial state, means of metrics, where the time goes,
+# stop requests, signals, printing, observers, the console, what a run reports, command line.
 
 
-def is_main():
-    return jax.process_index() == 0
+# ---- data and steps
 
 
-def numbers(row):
-    """The entries of a row that are Python numbers."""
-    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
+def open_data(task, cfg, parts):
+    """{"train", "val"}: what the task's "open" returns, None for a missing part."""
+    opened = task["open"](parts, cfg)
+    config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
+    return {"train": None, "val": None} | opened
 
 
-def scalars(values):
-    """The scalar entries of a dict of arrays, as Python floats."""
-    return {name: float(x) for name, x in values.items()
-            if not isinstance(x, dict) and np.ndim(x) == 0}
+def set_steps(cfg, train_data):
+    """cfg with the number of steps that cfg.epochs means, if it is set."""
+    if not cfg.epochs:
+        return cfg
+    steps = cfg.epochs * train_data["n"] / cfg.batch_size
+    if "windows" in train_data:
+        steps = math.floor(steps)  # the last few examples wait for the next file
+    else:
+        steps = math.ceil(steps)
+    return dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
+
+
+def data_position(run, step):
+    """Where a run stands in its data, for a checkpoint."""
+    train_data = run["train_data"]
+    epoch, sequence = divmod(step * run["cfg"].batch_size, train_data["n"])
+    position = {"fingerprint": train_data["fingerprint"], "epoch": epoch, "sequence": sequence}
+    if "windows" in train_data:
+        position["windows"] = train_data["windows"](step)
+    return position
+
+
+# ---- intervals
+
+
+def event_intervals(cfg):
+    """{event: {unit: interval}} of all events of the loop."""
+    intervals = {}
+    for event in config.EVENTS:
+        intervals[event] = config.parse_intervals(getattr(cfg, f"{event}_every"))
+    intervals["epoch"] = {"epoch": 1}
+    intervals["window"] = {"window": 1}
+    intervals["eval"] = {"window": 1} | intervals["eval"]  # one after each window
+    return intervals
+
+
+def has_passed(run, unit, n, step):
+    """Whether a multiple of n steps, epochs or windows was completed by this step."""
+    if unit == "second":
+        return False
+    return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
+
+
+def is_due_at_end(run, event):
+    """Whether an event is due after the last step, whatever its interval."""
+    if event == "export":
+        return bool(run["cfg"].export)
+    if event == "weights":
+        return bool(run["intervals"]["weights"])
+    return event in ("save", "eval", "sample")
+
+
+def completed(run, unit, step):
+    """How many steps, epochs (a fraction) or windows are completed at this step."""
+    if unit == "step":
+        return step
+    train_data = run["train_data"]
+    if unit == "window":
+        return train_data["n_finished"](step) if "n_finished" in train_data else 0
+    # 1e-9, since 1.2 // 0.4 is 2 in floating point
+    return step * run["cfg"].batch_size / train_data["n"] + 1e-9
+
+
+def was_done(progress, event, step):
+    """Whether an event happened at this step."""
+    last_step, _ = progress["last_done"].get(event, (None, 0.0))
+    return last_step == step
+
+
+# ---- actions of the loop
+
+
+def wait_for_save(run, progress, kind):
+    """Wait until the pending save of this kind is committed. An error is logged."""
+    save = progress["pending_saves"].pop(kind)
+    with log_errors(run, progress, save["step"], kind):
+        ckpt.wait(save["future"])
+
+
+@contextlib.contextmanager
+def log_errors(run, progress, step, kind):
+    """Log a ValueError of a save or an export instead of raising it. progress["save_errors"] keeps
+    it until a later attempt of this kind succeeds.
+    """
+    progress["save_errors"].pop(kind, None)
+    try:
+        yield
+    except ValueError as e:
+        progress["save_errors"][kind] = str(e)
+        run["log_event"]("nonfatal_error", {"step": step, "error": str(e)})
+
+
+@contextlib.contextmanager
+def save_if_out_of_memory(run, state, step, progress, is_saved):
+    """Save the state, unless it is saved, before an error for lack of memory ends the run. Of
+    several processes only this one may have met it, and the others would not join in the save.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        is_saved = is_saved or was_done(progress, "save", step)
+        if not is_saved and jax.process_count() == 1:
+            save_state(run, state, step, progress)
+            wait_for_save(run, progress, "save")
+        raise
+
+
+def save_before_data_error(run, state, step, progress):
+    """Save the steps that are done before an error of the data ends the run. Of several processes
+    only this one may have met it, and the others would not join in the save.
+    """
+    if jax.process_count() == 1:
+        log_step(run, progress)
+        save_state(run, state, step, progress)
+        wait_for_save(run, progress, "save")
+
+
+def print_preview(run, params, step, timers):
+    """Print samples. An error is logged, and training continues."""
+    with timed(timers, "other"):
+        row = {"step": step, "texts": []}
+        try:
+            row["texts"] = sample_texts(run, params, step)
+        except Exception as e:  # a sample is never worth losing a run
+            row["error"] = f"no sample: {type(e).__name__}: {e}"
+        if row["texts"] or "error" in row:
+            run["log_event"]("sample", row)
+
+
+def sample_texts(setup, params, step):
+    """The texts that the task samples, with a random key of the seed and the step."""
+    key = jax.random.fold_in(jax.random.key(setup["cfg"].seed), step)
+    with jax.set_mesh(setup["mesh"]):
+        return setup["task"]["sample"](params, key, setup["cfg"])
+
+
+def has_been_logged(name, metrics):
+    """Whether the first row that could have this metric has been logged: the newest metrics have
+    "val_step" after an evaluation, and "lr" after a log row.
+    """
+    if name.startswith("val_"):
+        return "val_step" in metrics
+    return "lr" in metrics
+
+
+def all_done(steps):
+    """The reason of a stop after which nothing is left to do."""
+    return f"all {steps} steps are done"
+
+
+# ---- the initial state
+
+
+def check_same_data(cfg, train_data, meta, sources):
+    """Raise ValueError when a run would resume on other data, or from other sources of parameters;
+    sources: None where none are loaded.
+    """
+    saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
+    current = {"data": train_data["fingerprint"]}
+    if sources is not None:
+        current["init_from"] = sources
+    errors = []
+    for name, value in current.items():
+        if saved[name] != value and name not in cfg.allow_change:
+            errors.append(f"{name} was {saved[name]}, is {value}: bring it back, or continue with "
+                          f"--allow_change {name}")
+    config.raise_if_errors(
+        errors, f"{cfg.out_dir} holds a run from other data or parameters")
+
+
+def find_parameters(setup, meta):
+    """(names of the parameters that the checkpoint of `meta` lacks: all, without a checkpoint; the
+    sources of init_from to load them from). Prints the source of each.
+    """
+    table = setup["table"]
+    excluded = meta["config"].get("save_exclude", ()) if meta else ("*",)
+    missing = model.matching("save_exclude", excluded, table)
+    if not missing:
+        return missing, []
+    sources = open_sources(setup, missing)
+    if sources or meta:
+        ckpt.log_sources(sources, missing, table, print0)
+    return missing, sources
+
+
+def open_sources(setup, wanted=None):
+    """The sources of cfg.init_from for the task; see ckpt.open_sources."""
+    cfg, task, table = setup["cfg"], setup["task"], setup["table"]
+
+    def find_mismatches(meta):
+        return config.architecture_mismatch(meta.get("config", {}), vars(cfg))
+
+    return ckpt.open_sources(
+        cfg.init_from, {name: row["shape"] for name, row in table.items()},
+        open_weights=lambda path: task["hf"]["open_weights"](path, cfg),
+        expected_names=lambda saved: task["init_names"](table, saved, cfg),
+        find_mismatches=find_mismatches, wanted=wanted, log=print0)
+
+
+def place_state(state, like):
+    """A copy of a given state, in the shardings of `like`."""
+    check_state(state, like)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.device_put(state, shardings, may_alias=False)
+
+
+def check_state(state, keys):
+    """Raise ValueError when a given state is not a dict with these keys."""
+    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise ValueError(f"the given state: has no {', '.join(missing)}; must be a dict as the "
+                         "summary of train.main has under 'state'")
+
+
+def place_params(params, like):
+    """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
+    ValueError for names, shapes and dtypes that the model does not have.
+    """
+    if not isinstance(params, dict):
+        raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
+                         "{name: array}")
+    params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
+    errors = []
+    for name in params:
+        if name not in like:
+            errors.append(
+                f"{name}: this model has no such parameter ({config.did_you_mean(name, like)})")
+    for name, x in like.items():
+        if name not in params:
+            errors.append(f"{name}: is missing")
+        elif np.shape(params[name]) != x.shape:
+            errors.append(f"{name}: has shape {np.shape(params[name])}, must have {x.shape}")
+        elif not jax.numpy.issubdtype(params[name].dtype, np.floating):
+            errors.append(f"{name}: has dtype {params[name].dtype}, must be a float")
+    config.raise_if_errors(errors, "the given parameters")
+    return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
+            for name, x in like.items()}
+
+
+def restore_timers(timers, rows, step):
+    """Add the time of earlier launches. rows: [step, event, "time_s"] of metrics.jsonl."""
+    rows_with_time = [(row_step, time_s) for row_step, _, time_s in rows if time_s]
+    kept = {}
+    for row_step, time_s in rows_with_time:
+        if row_step <= step:
+            kept = time_s
+    for bucket, seconds in kept.items():
+        timers["seconds"][bucket] += seconds
+    if rows_with_time:
+        _, newest = rows_with_time[-1]
+        timers["seconds"]["wasted"] += sum(newest.values()) - sum(kept.values())
+    timers["logged"] = {
+        "step": step, "step_s": timers["seconds"]["step"], "data_s": timers["seconds"]["data"]}
 
 
 # ---- means of metrics
+
 
 # Sums are in float64, so that those of a resumed run, which begin with the checkpoint's, are
 # bit-identical.
@@ -1024,8 +1273,8 @@ def add_to_window(window, last_step):
 
 
 def metric_means(sums):
-    """{name: mean} of {name: (sum, count)}, and "n_labels", the count of the loss. A sum with a
-    count of 0 is its own value; but without any label, such a number is NaN.
+    """{name: mean} of {name: (sum, count)}, and "n_labels", the count of the loss. A sum with count
+    0 is kept as it is; but if there was no label at all, a scalar becomes NaN.
     """
     if not sums:
         return {}
@@ -1043,8 +1292,9 @@ def metric_means(sums):
 
 # ---- where the time goes
 
+
 # Buckets of wall time. data: the device waits for a batch. wasted: work after the last checkpoint,
-# which was redone after a restart.
+# repeated after a restart.
 TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other", "wasted")
 
 
@@ -1123,7 +1373,7 @@ def throughput(run, step, timers, means):
         "epoch": step * cfg.batch_size / run["train_data"]["n"],  # examples seen / number of them
         "step_s": all_s / n_steps,  # wall time of a step, with its wait for data
         "data_wait_s": data_s / n_steps,  # seconds in which the device had no batch
-        "goodput": seconds["step"] / sum(seconds.values()),  # fraction of the time of all launches
+        "goodput": seconds["step"] / sum(seconds.values()),  # fraction of the time, all launches
         "time_s": seconds,
         "memory_peak_bytes": peak_bytes,
     }
@@ -1146,8 +1396,9 @@ def save_only(signals):
 
 
 def poll_stop_requests(run, step, progress, signals):
-    """Requests to stop: {"step": when they were polled, "elapsed_s": seconds since the launch,
-    "signal": name or None, "stop_file": whether out_dir/stop exists, "hook_stops": reasons}.
+    """Requests to stop: {"step", "elapsed_s": seconds since the launch, "signal": name or None,
+    "stop_file": whether out_dir/stop exists, "hook_stops": reasons}. step: None during a wait for
+    data.
 
     Several processes exchange their requests at multiples of log_every. Between these the result is
     the previous one.
@@ -1187,79 +1438,6 @@ def stop_while_waiting(run, step, progress, signals):
         return None
     requests = poll_stop_requests(run, None, progress, signals)
     return stop_reason(run, step, requests, progress["last_metrics"])
-
-
-# ---- optional
-
-# ---- custom tasks
-
-
-def no_export(params, cfg):
-    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
-
-
-# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
-TASK_DEFAULTS = {
-    "resolve": lambda platform, cfg: cfg,
-    "validate": lambda sizes, cfg: [],
-    "unit": "example",
-    "units_per_step": lambda cfg: cfg.batch_size,
-    "flops": None,
-    "metrics": lambda means, source: {},
-    "sample": None,
-    "programs": lambda params, cfg: {},
-    "init_names": lambda table, saved, cfg: set(table),
-    "memory_flags": lambda sp, cfg: [],
-    "summary": lambda cfg: "",
-    "hf": {
-        "update_config": lambda cfg: cfg,
-        "open_weights": lambda path, cfg: None,
-        "export": no_export,
-    },
-}
-
-
-def complete_task(task):
-    """The task with its defaults. Raises ValueError for unknown and missing keys."""
-    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
-    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
-    config.raise_if_errors(errors)
-
-    def init_from_table(key, cfg):
-        return model.init(key, cfg, task["table"](cfg))
-
-    complete = TASK_DEFAULTS | {"init": init_from_table} | task
-    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
-    return complete
-
-
-def check_table(table):
-    """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
-    parameter is trained.
-    """
-    known = ("shape", "spec", "init", "trained", "ids", "lr_mult", "decay_mult", "optimizer")
-    errors = []
-    for name, row in table.items():
-        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
-    if not errors and not any(row.get("trained", True) for row in table.values()):
-        errors.append("table: no parameter is trained; freeze fewer")
-    config.raise_if_errors(errors, "task")
-
-
-# ---- sparse rows
-
-
-def id_errors(batch, table):
-    """Errors of ids in a batch that are no row of the parameter which looks them up."""
-    errors = []
-    for row in table.values():
-        n = row["shape"][0]
-        for name in row.get("ids", ()):
-            low, high = batch[name].min(), batch[name].max()
-            if low < 0 or high > n:
-                errors.append(f"{name} is {low} to {high}: must be from 0 to {n - 1}, or {n} for "
-                              "padding")
-    return errors
 
 
 # ---- signals
@@ -1332,6 +1510,16 @@ def catch_signals():
         yield caught, in_loop
 
 
+# ---- printing
+
+
+def print0(*words):
+    """Print on process 0, above the progress bar if there is one."""
+    if is_main():
+        with ignore_stdout_errors():
+            tqdm.write(" ".join(map(str, words)), file=sys.stdout)
+
+
 @contextlib.contextmanager
 def ignore_stdout_errors():
     """Ignore an OSError of what is printed within, and flush: a closed terminal, a broken pipe or a
@@ -1345,6 +1533,365 @@ def ignore_stdout_errors():
         except OSError as e:
             if e.errno in (errno.EPIPE, errno.EIO):  # redirect it to nowhere, also for the exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def is_main():
+    return jax.process_index() == 0
+
+
+def numbers(row):
+    """The entries of a row that are Python numbers."""
+    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
+
+
+def scalars(values):
+    """The scalar entries of a dict of arrays, as Python floats."""
+    return {name: float(x) for name, x in values.items()
+            if not isinstance(x, dict) and np.ndim(x) == 0}
+
+
+# ---- observers
+
+
+# An observer is a function of (event, row). Its factory takes the config. Observers run on process
+# 0 and cannot change the run.
+def jsonl(cfg):
+    """Write every event but "step" and "dispatch" to metrics.jsonl, a JSON object per line, with
+    all digits. On resume, rows after the restored step are dropped.
+    """
+    path = Path(cfg.out_dir) / "metrics.jsonl"
+    file = None
+
+    def observe(event, row):
+        nonlocal file
+        if event == "start":
+            file = ckpt.open_log(cfg.out_dir, row["step"])
+        if not file or event in ("step", "dispatch"):
+            return
+        try:
+            file.write(ckpt.json_line({"event": event} | row) + "\n")
+        except OSError as e:  # the file keeps the row, and writes it with the next one
+            print0(f"{path}: {e}; make room: rows are kept until then")
+
+    return observe
+
+
+TRACKER_S = 60  # how long the end of a run waits for an observer in a thread
+
+
+QUEUE_ROWS = 10_000  # rows that it may be behind
+
+
+def run_in_thread(name, make, cfg):
+    """The observer make(cfg) in its own thread, so that the run does not wait for it. A raising
+    observer is logged and removed. A hanging one is abandoned at the end.
+    """
+    rows = queue.Queue(QUEUE_ROWS)
+
+    def work():
+        try:
+            observe = make(cfg)
+            event = None
+            while event not in ("end", "error"):
+                event, row = rows.get()
+                observe(event, row)
+        except Exception as e:
+            print0(f"{name}: {type(e).__name__}: {e}; it is removed, and the run continues")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def observe(event, row):
+        if event in ("step", "dispatch") or not thread.is_alive():
+            return
+        with contextlib.suppress(queue.Full):
+            rows.put_nowait((event, row))
+        if event in ("end", "error"):
+            thread.join(TRACKER_S)
+            if thread.is_alive():
+                print0(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
+
+    return observe
+
+
+# ---- the console
+
+
+def console(cfg):
+    """Show a progress bar on a terminal, plain lines elsewhere."""
+    bar = tqdm(disable=True)
+    unit = ""
+
+    def observe(event, row):
+        nonlocal bar, unit
+        if event == "start":
+            unit = row["unit"]
+            mib = row["memory_bytes_per_device"]["total"] / 2**20
+            print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
+                   f"{row['origin']}, at step {row['step']}")
+            bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
+                       bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
+        elif event == "step":
+            bar.update()
+        elif event == "log":
+            speed = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
+            bar.set_postfix_str(f"{format_metrics(row, ['loss'])}  {speed}", refresh=False)
+            if bar.disable:
+                print_log_row(row, speed)
+        elif event == "eval":
+            print_eval_row(row)
+        elif event == "sample":
+            print_samples(row["texts"])
+        elif event == "reload":
+            print0(f"{format_step(row)}  loaded again: {', '.join(row['names'])}")
+        elif event == "out_of_data":
+            print0(f"{format_step(row)}  waiting for data")
+        elif event == "export":
+            print0(f"{format_step(row)}  exported to {cfg.export}")
+        if event in ("sample", "nonfatal_error") and "error" in row:
+            print0(f"{format_step(row)}  {row['error']}")
+        if event in ("end", "error"):
+            bar.close()
+        if event == "end":
+            print_summary(cfg, row)
+
+    def observe_quietly(event, row):
+        with ignore_stdout_errors():
+            observe(event, row)
+
+    return observe_quietly
+
+
+# How the console shows a metric.
+METRIC_FORMATS = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "val_loss": "validation loss {:.4f}",
+    "val_acc": "accuracy {:.3f}",
+    "val_bits_per_byte": "{:.3f} bits/byte",
+    "val_step": "of step {}",
+}
+
+
+# Metrics of an evaluation that the console does not show.
+HIDDEN_METRICS = ("val_objective", "val_ppl", "val_z", "val_n_labels")
+
+
+def format_metrics(row, names, between="  "):
+    """The metrics of these names that a row has, as text."""
+    texts = []
+    for name in names:
+        if name in row:
+            default = name.removeprefix("val_") + " {:.4g}"
+            texts.append(METRIC_FORMATS.get(name, default).format(row[name]))
+    return between.join(texts)
+
+
+def format_step(row):
+    return f"step {row['step']:>6}"
+
+
+def print_log_row(row, speed):
+    loss = format_metrics(row, ["loss"])
+    if row.get("n_labels") == 0:
+        loss = "no label"
+    lr = format_metrics(row, ["lr"])
+    wait = f"data wait {1000 * row['data_wait_s']:.1f} ms"
+    print0(f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}")
+
+
+def print_eval_row(row):
+    names = ["val_loss"]
+    for name in numbers(row):
+        is_shown = name.startswith("val_") and name not in HIDDEN_METRICS and "/" not in name
+        if is_shown and name != "val_loss":
+            names.append(name)
+    print0(f"{format_step(row)}  {format_metrics(row, names)}")
+    for name, value in row.items():
+        if name.startswith("val_loss/"):
+            part = name.removeprefix("val_loss/")
+            print0(f"{'':11}  validation loss {value:.4f} of {part}")
+
+
+def print_samples(texts):
+    for text in texts:
+        # Control characters as escapes: a terminal would obey them.
+        text = "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
+        print0(f"{' sample '.center(24, '-')}\n{text}")
+    if texts:
+        print0("-" * 24)
+
+
+def print_summary(cfg, row):
+    """Print where the time went, the newest metrics, and why the run stopped."""
+    seconds = row["time_s"]
+    total = sum(seconds.values())
+    print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total over restarts")
+    print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
+
+    metrics = [f"step {row['step']}"]
+    validation = format_metrics(row, ["val_loss", "val_bits_per_byte", "val_step"], ", ")
+    if validation:
+        metrics.append(validation)
+    if "loss" in row:
+        metrics.append(f"training {format_metrics(row, ['loss'])}")
+    print0(", ".join(metrics))
+
+    is_done = row["reason"] == all_done(row["step"])
+    saved = ""
+    if row["checkpoint"]:
+        saved = f", saved in {ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)}"
+    print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
+    if not row["exit_code"] and not is_done:
+        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
+        limit = ", as far as --stop allows" if cfg.stop else ""
+        print0(f"the same command{flag} continues from here{limit}")
+
+
+# ---- what a run reports
+
+
+def run_summary(setup):
+    """What would run, and on what, in two lines."""
+    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
+    n_params, n_trained = 0, 0
+    for row in setup["table"].values():
+        size = math.prod(row["shape"])
+        n_params += size
+        if row.get("trained", True):
+            n_trained += size
+    trained = ""
+    if n_trained < n_params:
+        trained = f" ({n_trained / 1e6:,.2f}M trained)"
+    device_kind = mesh.devices.flat[0].device_kind
+    axes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+    first = (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x {device_kind}, "
+             f"mesh {axes}")
+    second = [cfg.dtype]
+    if task["summary"](cfg):
+        second.append(task["summary"](cfg))
+    second.append(f"{task['units_per_step'](cfg):,} {task['unit']}s per step")
+    return first + "\n" + ", ".join(second)
+
+
+def print_data_summary(opened, log):
+    """Print the summaries of the data. opened: of open_data."""
+    for part, source in opened.items():
+        if source and "summary" in source:
+            log(f"{part} data: {source['summary']}")
+
+
+def describe_run(setup, programs, meta, sources):
+    """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint
+    that the run resumes from, or {}. sources: names of the sources of its parameters.
+    """
+    cfg, task = setup["cfg"], setup["task"]
+    unit = task["unit"]
+    device = jax.devices()[0]
+    versions = {"python": sys.version.split()[0]}
+    for name in ("jax", "jaxlib", "numpy", "optax", "tensorstore"):
+        versions[name] = importlib.metadata.version(name)
+    machine = steplib.describe_machine(device)
+    machine["device"] = device.device_kind
+    machine["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+    row = {
+        "devices": f"{jax.device_count()} x {device.device_kind}",
+        "processes": jax.process_count(),
+        "unit": unit,
+        f"{unit}s_per_step": task["units_per_step"](cfg),
+        "n_params": sum(math.prod(row["shape"]) for row in setup["table"].values()),
+        "memory_bytes_per_device": programs["memory"],
+        "config": dataclasses.asdict(cfg),
+        "mesh": dict(setup["mesh"].shape),
+        "sources": sources,
+        "run_id": meta.get("run_id", os.urandom(4).hex()),
+        "machine": machine,
+        "versions": versions,
+    }
+    if task["flops"]:
+        flops, _, formula = task["flops"]({}, cfg)
+        row[f"flops_per_{unit}"] = flops
+        row["flops_formula"] = formula
+    return row
+
+
+# ---- optional
+#
+# The rooms, in this order: custom tasks, sparse rows, checks of stop conditions, validation data
+# that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
+# Hugging Face weights, modes without a loop, memory estimates, hooks from files, compilation cache,
+# several processes, profiler, plot, trackers. Then the observers that run, and the command line.
+
+
+# ---- custom tasks
+
+
+def no_export(params, cfg):
+    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
+
+
+# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
+TASK_DEFAULTS = {
+    "resolve": lambda platform, cfg: cfg,
+    "validate": lambda sizes, cfg: [],
+    "unit": "example",
+    "units_per_step": lambda cfg: cfg.batch_size,
+    "flops": None,
+    "metrics": lambda means, source: {},
+    "sample": None,
+    "programs": lambda params, cfg: {},
+    "init_names": lambda table, saved, cfg: set(table),
+    "memory_flags": lambda sp, cfg: [],
+    "summary": lambda cfg: "",
+    "hf": {
+        "update_config": lambda cfg: cfg,
+        "open_weights": lambda path, cfg: None,
+        "export": no_export,
+    },
+}
+
+
+def complete_task(task):
+    """The task with its defaults. Raises ValueError for unknown and missing keys."""
+    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
+    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
+    config.raise_if_errors(errors)
+
+    def init_from_table(key, cfg):
+        return model.init(key, cfg, task["table"](cfg))
+
+    complete = TASK_DEFAULTS | {"init": init_from_table} | task
+    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
+    return complete
+
+
+def check_table(table):
+    """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
+    parameter is trained.
+    """
+    known = ("shape", "spec", "init", "trained", "ids", "lr_mult", "decay_mult", "optimizer")
+    errors = []
+    for name, row in table.items():
+        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
+    if not errors and not any(row.get("trained", True) for row in table.values()):
+        errors.append("table: no parameter is trained; freeze fewer")
+    config.raise_if_errors(errors, "task")
+
+
+# ---- sparse rows
+
+
+def id_errors(batch, table):
+    """Errors of ids in a batch that are no row of the parameter which looks them up."""
+    errors = []
+    for row in table.values():
+        n = row["shape"][0]
+        for name in row.get("ids", ()):
+            low, high = batch[name].min(), batch[name].max()
+            if low < 0 or high > n:
+                errors.append(f"{name} is {low} to {high}: must be from 0 to {n - 1}, or {n} for "
+                              "padding")
+    return errors
 
 
 # ---- checks of stop conditions
@@ -1391,235 +1938,6 @@ def check_stop_metrics(setup, stops, shapes, train_data, val_data):
         errors.append(f"no row of this run has the metric {name!r} ({nearest})")
     config.raise_if_errors(errors, f"stop {' '.join(setup['cfg'].stop)}")
     return known
-
-
-# ---- the initial state
-
-
-def choose_start(setup, train_data, state, params, meta):
-    """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
-    sources of parameters, "missing": parameters that the checkpoint of `meta` lacks, "load_from":
-    sources to load them from, "meta"}. Prints the sources.
-
-    Raises ValueError when the checkpoint has another config, other data or another model.
-    """
-    cfg = setup["cfg"]
-    start = {"sources": [], "missing": set(), "load_from": [], "meta": meta}
-    if state is not None:
-        return start | {"origin": "the given state"}
-    if params is not None:
-        return start | {"origin": "the given parameters"}
-
-    if meta:
-        mesh_shape = dict(setup["mesh"].shape)
-        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), mesh_shape)
-    missing, load_from = find_parameters(setup, meta)
-    sources = [source.get("summary", source["path"]) for source in load_from]
-    if meta:
-        check_same_data(cfg, train_data, meta, sources if missing else None)
-
-    origin = "a fresh initialization"
-    if meta:
-        origin = "its own checkpoint"
-    elif sources:
-        origin = ", ".join(sources)
-    return {
-        "origin": origin,
-        "sources": sources or meta.get("sources", []),
-        "missing": missing,
-        "load_from": load_from,
-        "meta": meta,
-    }
-
-
-def check_same_data(cfg, train_data, meta, sources):
-    """Raise ValueError when a run would resume on other data, or from other sources of parameters;
-    sources: None where none are loaded.
-    """
-    saved = {"data": meta["data"]["fingerprint"], "init_from": meta.get("sources")}
-    current = {"data": train_data["fingerprint"]}
-    if sources is not None:
-        current["init_from"] = sources
-    errors = []
-    for name, value in current.items():
-        if saved[name] != value and name not in cfg.allow_change:
-            errors.append(f"{name} was {saved[name]}, is {value}: bring it back, or continue with "
-                          f"--allow_change {name}")
-    config.raise_if_errors(
-        errors, f"{cfg.out_dir} holds a run from other data or parameters")
-
-
-def load_start(setup, start, programs, state, params):
-    """Make the initial state that choose_start has chosen."""
-    cfg = setup["cfg"]
-    key = jax.random.key(cfg.seed)
-    like = programs["state"]
-    if state is not None:
-        return place_state(state, like)
-    if params is not None:
-        return programs["from_params"](key, params=place_params(params, like["params"]))
-
-    # The parameters that no checkpoint of this run has.
-    initial = {}
-    if start["missing"]:
-        loaded = ckpt.load_parameters(start["load_from"], like["params"])
-        if loaded:
-            initial = programs["from_params"](key, params=loaded)
-        else:
-            initial = programs["init"](key)
-    if not start["meta"]:
-        return initial
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    _, restored = ckpt.restore_run(cfg.out_dir, root, like, start["missing"], initial, print0)
-    return restored
-
-
-def find_parameters(setup, meta):
-    """(names of the parameters that the checkpoint of `meta` lacks: all, without a checkpoint; the
-    sources of init_from to load them from). Prints the source of each.
-    """
-    table = setup["table"]
-    excluded = meta["config"].get("save_exclude", ()) if meta else ("*",)
-    missing = model.matching("save_exclude", excluded, table)
-    if not missing:
-        return missing, []
-    sources = open_sources(setup, missing)
-    if sources or meta:
-        ckpt.log_sources(sources, missing, table, print0)
-    return missing, sources
-
-
-def open_sources(setup, wanted=None):
-    """The sources of cfg.init_from for the task; see ckpt.open_sources."""
-    cfg, task, table = setup["cfg"], setup["task"], setup["table"]
-
-    def find_mismatches(meta):
-        return config.architecture_mismatch(meta.get("config", {}), vars(cfg))
-
-    return ckpt.open_sources(
-        cfg.init_from, {name: row["shape"] for name, row in table.items()},
-        open_weights=lambda path: task["hf"]["open_weights"](path, cfg),
-        expected_names=lambda saved: task["init_names"](table, saved, cfg),
-        find_mismatches=find_mismatches, wanted=wanted, log=print0)
-
-
-def place_state(state, like):
-    """A copy of a given state, in the shardings of `like`."""
-    check_state(state, like)
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.device_put(state, shardings, may_alias=False)
-
-
-def check_state(state, keys):
-    """Raise ValueError when a given state is not a dict with these keys."""
-    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
-    if missing:
-        raise ValueError(f"the given state: has no {', '.join(missing)}; must be a dict as the "
-                         "summary of train.main has under 'state'")
-
-
-def place_params(params, like):
-    """Copies of given parameters {name: array}, in the dtypes and shardings of `like`. Raises
-    ValueError for names, shapes and dtypes that the model does not have.
-    """
-    if not isinstance(params, dict):
-        raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
-                         "{name: array}")
-    params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
-    errors = []
-    for name in params:
-        if name not in like:
-            errors.append(
-                f"{name}: this model has no such parameter ({config.did_you_mean(name, like)})")
-    for name, x in like.items():
-        if name not in params:
-            errors.append(f"{name}: is missing")
-        elif np.shape(params[name]) != x.shape:
-            errors.append(f"{name}: has shape {np.shape(params[name])}, must have {x.shape}")
-        elif not jax.numpy.issubdtype(params[name].dtype, np.floating):
-            errors.append(f"{name}: has dtype {params[name].dtype}, must be a float")
-    config.raise_if_errors(errors, "the given parameters")
-    return {name: jax.device_put(params[name].astype(x.dtype), x.sharding, may_alias=False)
-            for name, x in like.items()}
-
-
-def restore_progress(progress, out_dir, step, meta):
-    """Continue the timers, the metrics and the events of earlier launches. meta: of the checkpoint
-    that the run resumes from, or {}.
-    """
-    def read_rows():
-        return [[row["step"], row["event"], row.get("time_s")] for row in ckpt.read_log(out_dir)]
-
-    rows = ckpt.broadcast_from_main(read_rows)
-    restore_timers(progress["timers"], rows, step)
-    for row_step, event, _ in rows:
-        if row_step == step:
-            progress["last_done"][event] = (step, 0.0)
-    if meta:
-        progress["last_done"]["save"] = (step, 0.0)
-    progress["window"] = new_window(meta.get("since_log", {}))
-
-
-def restore_timers(timers, rows, step):
-    """Add the time of earlier launches. rows: [step, event, "time_s"] of metrics.jsonl."""
-    rows_with_time = [(row_step, time_s) for row_step, _, time_s in rows if time_s]
-    kept = {}
-    for row_step, time_s in rows_with_time:
-        if row_step <= step:
-            kept = time_s
-    for bucket, seconds in kept.items():
-        timers["seconds"][bucket] += seconds
-    if rows_with_time:
-        _, newest = rows_with_time[-1]
-        timers["seconds"]["wasted"] += sum(newest.values()) - sum(kept.values())
-    timers["logged"] = {
-        "step": step, "step_s": timers["seconds"]["step"], "data_s": timers["seconds"]["data"]}
-
-
-def is_finished(cfg, step):
-    """Whether nothing is left to do at `step`: it is past cfg.steps, or has reached it and logged
-    its end. If so, print how to train further.
-    """
-    def read_end():
-        rows = ckpt.read_log(cfg.out_dir)
-        return rows[-1] if rows else {"event": ""}
-
-    last = ckpt.broadcast_from_main(read_end)
-    has_ended = last["event"] == "end" and last["reason"] == all_done(step)
-    if step < cfg.steps or (step == cfg.steps and not has_ended):
-        return False
-    further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
-           "again: --resume overwrite, or another --out_dir. To export it: --mode export.")
-    return True
-
-
-# ---- errors that the loop survives, or saves before
-
-
-@contextlib.contextmanager
-def saved_without_memory(run, state, step, progress, is_saved):
-    """Save the state, unless it is saved, before an error for lack of memory ends the run. Of
-    several processes only this one may have met it, and the others would not join in the save.
-    """
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        is_saved = is_saved or was_done(progress, "save", step)
-        if not is_saved and jax.process_count() == 1:
-            save_state(run, state, step, progress)
-            wait_for_save(run, progress, "save")
-        raise
-
-
-def save_before_data_error(run, state, step, progress):
-    """Save the steps that are done before an error of the data ends the run. Of several processes
-    only this one may have met it, and the others would not join in the save.
-    """
-    if jax.process_count() == 1:
-        log_step(run, progress)
-        save_state(run, state, step, progress)
-        wait_for_save(run, progress, "save")
 
 
 # ---- validation data that comes later
@@ -2110,198 +2428,6 @@ def report_crash(error, observers, heartbeat):
     heartbeat(error=message.splitlines()[0][:500])
 
 
-# ---- observers
-
-# An observer is a function of (event, row). Its factory takes the config. Observers run on process
-# 0 and cannot change the run.
-
-
-def jsonl(cfg):
-    """Write every event but "step" and "dispatch" to metrics.jsonl, a JSON object per line, with
-    all digits. On resume, rows after the restored step are dropped.
-    """
-    path = Path(cfg.out_dir) / "metrics.jsonl"
-    file = None
-
-    def observe(event, row):
-        nonlocal file
-        if event == "start":
-            file = ckpt.open_log(cfg.out_dir, row["step"])
-        if not file or event in ("step", "dispatch"):
-            return
-        try:
-            file.write(ckpt.json_line({"event": event} | row) + "\n")
-        except OSError as e:  # the file keeps the row, and writes it with the next one
-            print0(f"{path}: {e}; make room: rows are kept until then")
-
-    return observe
-
-
-def console(cfg):
-    """Show a progress bar on a terminal, plain lines elsewhere."""
-    bar = tqdm(disable=True)
-    unit = ""
-
-    def observe(event, row):
-        nonlocal bar, unit
-        if event == "start":
-            unit = row["unit"]
-            mib = row["memory_bytes_per_device"]["total"] / 2**20
-            print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
-                   f"{row['origin']}, at step {row['step']}")
-            bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
-                       bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
-        elif event == "step":
-            bar.update()
-        elif event == "log":
-            speed = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
-            bar.set_postfix_str(f"{format_metrics(row, ['loss'])}  {speed}", refresh=False)
-            if bar.disable:
-                print_log_row(row, speed)
-        elif event == "eval":
-            print_eval_row(row)
-        elif event == "sample":
-            print_samples(row["texts"])
-        elif event == "reload":
-            print0(f"{format_step(row)}  loaded again: {', '.join(row['names'])}")
-        elif event == "out_of_data":
-            print0(f"{format_step(row)}  waiting for data")
-        elif event == "export":
-            print0(f"{format_step(row)}  exported to {cfg.export}")
-        if event in ("sample", "nonfatal_error") and "error" in row:
-            print0(f"{format_step(row)}  {row['error']}")
-        if event in ("end", "error"):
-            bar.close()
-        if event == "end":
-            print_summary(cfg, row)
-
-    def observe_quietly(event, row):
-        with ignore_stdout_errors():
-            observe(event, row)
-
-    return observe_quietly
-
-
-# How the console shows a metric.
-METRIC_FORMATS = {
-    "loss": "loss {:.4f}",
-    "lr": "lr {:.2e}",
-    "val_loss": "validation loss {:.4f}",
-    "val_acc": "accuracy {:.3f}",
-    "val_bits_per_byte": "{:.3f} bits/byte",
-    "val_step": "of step {}",
-}
-# Metrics of an evaluation that the console does not show.
-HIDDEN_METRICS = ("val_objective", "val_ppl", "val_z", "val_n_labels")
-
-
-def format_metrics(row, names, between="  "):
-    """The metrics of these names that a row has, as text."""
-    texts = []
-    for name in names:
-        if name in row:
-            default = name.removeprefix("val_") + " {:.4g}"
-            texts.append(METRIC_FORMATS.get(name, default).format(row[name]))
-    return between.join(texts)
-
-
-def format_step(row):
-    return f"step {row['step']:>6}"
-
-
-def print_log_row(row, speed):
-    loss = format_metrics(row, ["loss"])
-    if row.get("n_labels") == 0:
-        loss = "no label"
-    lr = format_metrics(row, ["lr"])
-    wait = f"data wait {1000 * row['data_wait_s']:.1f} ms"
-    print0(f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}")
-
-
-def print_eval_row(row):
-    names = ["val_loss"]
-    for name in numbers(row):
-        is_shown = name.startswith("val_") and name not in HIDDEN_METRICS and "/" not in name
-        if is_shown and name != "val_loss":
-            names.append(name)
-    print0(f"{format_step(row)}  {format_metrics(row, names)}")
-    for name, value in row.items():
-        if name.startswith("val_loss/"):
-            part = name.removeprefix("val_loss/")
-            print0(f"{'':11}  validation loss {value:.4f} of {part}")
-
-
-def print_samples(texts):
-    for text in texts:
-        # Control characters as escapes: a terminal would obey them.
-        text = "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
-        print0(f"{' sample '.center(24, '-')}\n{text}")
-    if texts:
-        print0("-" * 24)
-
-
-def print_summary(cfg, row):
-    """Print where the time went, the newest metrics, and why the run stopped."""
-    seconds = row["time_s"]
-    total = sum(seconds.values())
-    print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total over restarts")
-    print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
-
-    metrics = [f"step {row['step']}"]
-    validation = format_metrics(row, ["val_loss", "val_bits_per_byte", "val_step"], ", ")
-    if validation:
-        metrics.append(validation)
-    if "loss" in row:
-        metrics.append(f"training {format_metrics(row, ['loss'])}")
-    print0(", ".join(metrics))
-
-    is_done = row["reason"] == all_done(row["step"])
-    saved = ""
-    if row["checkpoint"]:
-        saved = f", saved in {ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)}"
-    print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
-    if not row["exit_code"] and not is_done:
-        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
-        limit = ", as far as --stop allows" if cfg.stop else ""
-        print0(f"the same command{flag} continues from here{limit}")
-
-
-TRACKER_S = 60  # how long the end of a run waits for an observer in a thread
-QUEUE_ROWS = 10_000  # rows that it may be behind
-
-
-def run_in_thread(name, make, cfg):
-    """The observer make(cfg) in its own thread, so that the run does not wait for it. A raising
-    observer is logged and removed. A hanging one is abandoned at the end.
-    """
-    rows = queue.Queue(QUEUE_ROWS)
-
-    def work():
-        try:
-            observe = make(cfg)
-            event = None
-            while event not in ("end", "error"):
-                event, row = rows.get()
-                observe(event, row)
-        except Exception as e:
-            print0(f"{name}: {type(e).__name__}: {e}; it is removed, and the run continues")
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def observe(event, row):
-        if event in ("step", "dispatch") or not thread.is_alive():
-            return
-        with contextlib.suppress(queue.Full):
-            rows.put_nowait((event, row))
-        if event in ("end", "error"):
-            thread.join(TRACKER_S)
-            if thread.is_alive():
-                print0(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
-
-    return observe
-
-
 # ---- profiler
 
 
@@ -2410,7 +2536,8 @@ def check_trackers(cfg):
     config.raise_if_errors(errors)
 
 
-# ---- which observers run
+# ---- observers that run
+
 
 OBSERVERS = (jsonl, trace_profile, console)
 
@@ -2424,73 +2551,6 @@ def make_observers(cfg):
     for name in cfg.track:
         observers.append((name, run_in_thread(name, TRACKERS[name], cfg)))
     return observers
-
-
-# ---- what a run reports
-
-
-def run_summary(setup):
-    """What would run, and on what, in two lines."""
-    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
-    n_params, n_trained = 0, 0
-    for row in setup["table"].values():
-        size = math.prod(row["shape"])
-        n_params += size
-        if row.get("trained", True):
-            n_trained += size
-    trained = ""
-    if n_trained < n_params:
-        trained = f" ({n_trained / 1e6:,.2f}M trained)"
-    device_kind = mesh.devices.flat[0].device_kind
-    axes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
-    first = (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x {device_kind}, "
-             f"mesh {axes}")
-    second = [cfg.dtype]
-    if task["summary"](cfg):
-        second.append(task["summary"](cfg))
-    second.append(f"{task['units_per_step'](cfg):,} {task['unit']}s per step")
-    return first + "\n" + ", ".join(second)
-
-
-def print_data_summary(opened, log):
-    """Print the summaries of the data. opened: of open_data."""
-    for part, source in opened.items():
-        if source and "summary" in source:
-            log(f"{part} data: {source['summary']}")
-
-
-def describe_run(setup, programs, meta, sources):
-    """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint
-    that the run resumes from, or {}. sources: names of the sources of its parameters.
-    """
-    cfg, task = setup["cfg"], setup["task"]
-    unit = task["unit"]
-    device = jax.devices()[0]
-    versions = {"python": sys.version.split()[0]}
-    for name in ("jax", "jaxlib", "numpy", "optax", "tensorstore"):
-        versions[name] = importlib.metadata.version(name)
-    machine = steplib.describe_machine(device)
-    machine["device"] = device.device_kind
-    machine["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-    row = {
-        "devices": f"{jax.device_count()} x {device.device_kind}",
-        "processes": jax.process_count(),
-        "unit": unit,
-        f"{unit}s_per_step": task["units_per_step"](cfg),
-        "n_params": sum(math.prod(row["shape"]) for row in setup["table"].values()),
-        "memory_bytes_per_device": programs["memory"],
-        "config": dataclasses.asdict(cfg),
-        "mesh": dict(setup["mesh"].shape),
-        "sources": sources,
-        "run_id": meta.get("run_id", os.urandom(4).hex()),
-        "machine": machine,
-        "versions": versions,
-    }
-    if task["flops"]:
-        flops, _, formula = task["flops"]({}, cfg)
-        row[f"flops_per_{unit}"] = flops
-        row["flops_formula"] = formula
-    return row
 
 
 # ---- command line

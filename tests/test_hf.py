@@ -848,7 +848,8 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
     hf = SIZES | dict(model_type="llama", rms_norm_eps=1e-5)
     (folder / "config.json").write_text(json.dumps(hf))
     cfg = run_config(tiny, tmp_path, init_from=(str(folder),), n_layers=3, norm_eps=1e-4)
-    with pytest.raises(ValueError, match=r"n_layers 3: is 2 in that folder(.|\n)*norm_eps 0.0001: is 1e-05"):
+    words = r"n_layers 3: is 2 in that folder(.|\n)*norm_eps 0.0001: is 1e-05"
+    with pytest.raises(ValueError, match=words):
         train.main(cfg)
     (folder / "config.json").write_text(json.dumps(hf | {"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="its positions are learnt"):

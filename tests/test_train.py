@@ -758,7 +758,7 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
     """A checkpoint records CPU, threads, flags and versions. A resume prints the differences, or
     nothing if all are equal.
 
-    Break: train.py: changes = config.changes_since(meta, run_meta) => changes = []
+    Break: train.py: changes = config.changes_since(saved_meta, run_meta) => changes = []
     """
     train.main(tiny(steps=4))
     meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
@@ -2305,6 +2305,23 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys)
 
 
 @pytest.mark.slow
+def test_log_rows_after_a_skipped_checkpoint_continue_the_older_one(tiny):
+    """With log rows every 3 steps and saves every 4, a run whose newest checkpoint is corrupted
+    averages its first row over the steps since the last row before the older checkpoint.
+
+    Break: train.py: saved_meta = ckpt.read_meta(root, int(state["step"])) => pass
+    """
+    make = partial(tiny, steps=12, log_every=3)
+    train.main(make())
+    expected = losses(tiny().out_dir)
+    shutil.rmtree(tiny().out_dir)
+    train.main(make(), hooks=[stop_at(8)])
+    flip(Path(tiny().out_dir, "ckpt", "000000008"))
+    train.main(make())
+    assert losses(tiny().out_dir) == expected
+
+
+@pytest.mark.slow
 def test_if_every_checkpoint_is_corrupted_the_run_deletes_none(tiny):
     """If no checkpoint can be read, each launch raises an error, deletes nothing and does not
     start over.
@@ -2508,7 +2525,7 @@ def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
     """A save is due by time after each step. The run keeps only the two checkpoints that are due
     by steps.
 
-    Break: train.py: due[kind] == "second") => False)
+    Break: train.py: by_time = due[kind] == "second" => by_time = False
     """
     cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
     ask = train.poll_stop_requests
@@ -3449,8 +3466,8 @@ def test_a_new_run_ignores_the_windows_of_an_earlier_run(days, tmp_path):
     """A run that was killed before its first save has left a list of windows. A new run ignores
     this list. A run in another order cannot be resumed with windows.
 
-    Break: train.py: (meta.get("data", {}).get("windows", [])) => (meta["data"]["windows"]) if meta
-    else None
+    Break: train.py: (saved_meta.get("data", {}).get("windows", [])) =>
+    (saved_meta["data"]["windows"]) if saved_meta else None
     """
     train.main(days(steps=2, order="shuffled", out_dir=str(tmp_path / "shuffled")))
     with pytest.raises(ValueError, match="order was 'shuffled', is 'windows'"):
