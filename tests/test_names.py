@@ -100,9 +100,8 @@ def test_every_break_is_a_line_of_the_code():
 
 FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
 
-# Names that a spine uses and a room below the banner defines, by room. Each is a call of an
-# optional feature: a reader of the spine may take it by its name, and whoever deletes the room
-# deletes the call.
+# Names that a file uses above `# ---- optional` and defines below it, by room. Each is a call of an
+# optional feature: a reader may take it by its name, and whoever deletes the room deletes the call.
 JUMPS = {
     "config.py": {
         "groups of --help": ["add_group_headings"],
@@ -153,11 +152,7 @@ JUMPS = {
     "train.py": {
         "custom tasks": ["check_table", "complete_task"],
         "sparse rows": ["id_errors"],
-        "signals": ["catch_signals", "ignore_stdout_errors"],
         "checks of stop conditions": ["check_stop_metrics"],
-        "the initial state": ["choose_start", "is_finished", "load_start", "restore_progress"],
-        "errors that the loop survives, or saves before": ["save_before_data_error",
-                                                           "saved_without_memory"],
         "validation data that comes later": ["val_data_at"],
         "exports during a run": ["export"],
         "dynamic sources of parameters": ["reload_params"],
@@ -169,8 +164,7 @@ JUMPS = {
         "compilation cache": ["use_compilation_cache"],
         "several processes": ["connect_processes", "report_crash", "start_heartbeats"],
         "trackers": ["TRACKERS", "check_trackers"],
-        "which observers run": ["make_observers"],
-        "what a run reports": ["describe_run", "print_data_summary", "run_summary"],
+        "observers that run": ["make_observers"],
     },
 }
 
@@ -204,8 +198,8 @@ def definitions(tree):
 
 
 def test_each_file_has_a_spine_and_rooms_with_banners():
-    """Each of the six files has one line `# ---- optional`, and below it everything stands in a
-    room with a banner. Other modules do not exist at the top.
+    """Each of the six files has one line `# ---- supporting` and, later, one `# ---- optional`.
+    Below the latter everything stands in a room with a banner. No other module stands at the top.
 
     Break: ckpt.py: # ---- verify => # verify
     """
@@ -213,7 +207,9 @@ def test_each_file_has_a_spine_and_rooms_with_banners():
     wrong = []
     for file in FILES:
         source = (ROOT / file).read_text()
-        assert source.count("\n# ---- optional\n") == 1, file
+        for layer in ("supporting", "optional"):
+            assert source.count(f"\n# ---- {layer}\n") == 1, (file, layer)
+        assert source.index("\n# ---- supporting\n") < source.index("\n# ---- optional\n"), file
         banners = [banner for _, banner in rooms_of(file)]
         assert len({*banners}) == len(banners), f"{file}: two rooms have one banner"
         for name, line in definitions(ast.parse(source)).items():
@@ -222,8 +218,8 @@ def test_each_file_has_a_spine_and_rooms_with_banners():
     assert not wrong, "\n".join(wrong)
 
 
-def test_spines_use_only_listed_names_of_rooms():
-    """A name that a spine uses is defined in the spine, or is in JUMPS under its room.
+def test_only_listed_names_of_rooms_are_used_outside():
+    """A name that is used above `# ---- optional` is defined there, or is in JUMPS under its room.
 
     Break: model.py: # ---- layers => # ---- optional
     """
