@@ -48,104 +48,6 @@ from tqdm import tqdm
 IGNORE = -100  # label ignored by the loss
 
 
-# ---- the shuffle
-
-def hash64(x, key):
-    """Hash uint64 to uint64. Source: the finalizer of splitmix64, Steele et al. 2014."""
-    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(index, n, seed):
-    """Map `index`, an array in [0, n), by the permutation of [0, n) that `seed` names.
-
-    Takes O(1) memory: a Feistel network over the smallest near-square grid of at least n cells. A
-    result beyond n goes through the network again (cycle walking), so the map stays a permutation.
-    """
-    n_rows = np.uint64(isqrt(int(n) - 1) + 1)
-    n_columns = np.uint64(-(-int(n) // int(n_rows)))  # n / n_rows, rounded up
-    seed_bits = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
-    keys = hash64(np.arange(1, 7, dtype=np.uint64), seed_bits)
-
-    out = _feistel(np.asarray(index, np.uint64), n_rows, n_columns, keys)
-    outside = out >= n
-    while outside.any():
-        out[outside] = _feistel(out[outside], n_rows, n_columns, keys)
-        outside = out >= n
-    return out.astype(np.int64)
-
-
-def _feistel(cells, n_rows, n_columns, keys):
-    """Permute the cells of a grid in three rounds.
-
-    Each round shifts the row by a hash of the column, then the column by a hash of the row.
-    """
-    row = cells // n_columns
-    column = cells % n_columns
-    for row_key, column_key in zip(keys[::2], keys[1::2]):
-        row = (row + hash64(column, row_key) % n_rows) % n_rows
-        column = (column + hash64(row, column_key) % n_columns) % n_columns
-    return row * n_columns + column
-
-
-BLOCK = 4096  # examples that are permuted in one call and cached; a call for each batch is slower
-EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
-
-
-def examples_at(step, batch_size, n, seed=0, rows=None):
-    """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
-
-    Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
-    epoch is filled from the next epoch.
-    """
-    return _shuffled(_draws(step, batch_size, rows), n, seed)
-
-
-def eval_examples_at(index, batch_size, n, rows=None):
-    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
-
-    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
-    batches are a fair sample. After the last example they repeat with a mask of False.
-    """
-    draws = _draws(index, batch_size, rows)
-    examples = []
-    for draw in (draws % n).tolist():
-        block, offset = divmod(draw, BLOCK)
-        examples.append(_permuted_block(block, n, EVAL_SEED)[offset])
-    return np.array(examples, np.int64), draws < n
-
-
-def _draws(step, batch_size, rows):
-    """Return the draws of `rows` (default: all) of batch `step`.
-
-    Draw k is row k % batch_size of batch k // batch_size: the k-th row of all batches end to end.
-    """
-    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    return step * batch_size + rows.astype(np.int64)
-
-
-def _shuffled(draws, n, seed):
-    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
-
-    n may be an array with a number of examples for each draw.
-    """
-    epochs, ranks = np.divmod(draws, n)
-    blocks, offsets = np.divmod(ranks, BLOCK)
-    sizes = np.broadcast_to(n, draws.shape)
-    examples = []
-    for block, offset, size, epoch in zip(
-            blocks.tolist(), offsets.tolist(), sizes.tolist(), epochs.tolist()):
-        examples.append(_permuted_block(block, size, (seed, epoch))[offset])
-    return np.array(examples, np.int64)
-
-
-@lru_cache(maxsize=256)
-def _permuted_block(block, n, seed):
-    first = block * BLOCK
-    return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
-
-
 # ---- batches
 
 # How shards become sequences: fields of config.py, with the defaults of a caller without a Config.
@@ -157,6 +59,21 @@ SEQ_FORMAT = {
     "truncation": "keep_start",
     "padding_side": "right",
 }
+
+
+def batch_at(dataset, step, batch_size, seed=0, rows=None):
+    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
+
+    "tokens" and "labels"; where documents do not attend to each other also "segments" (the number
+    of the document in its row, 0: padding) and "positions" (in the document).
+    Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
+    """
+    draws = _draws(step, batch_size, rows)
+    if "mixture" in dataset:
+        examples = _mixture_examples(dataset["mixture"], draws, seed)
+    else:
+        examples = _shuffled(draws, dataset["n"], seed)
+    return _read_sequences(dataset, examples)
 
 
 def make_dataset(shards, seq_format=SEQ_FORMAT):
@@ -179,32 +96,6 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
         shards, counts = _pack_shards(shards, seq_format)
     return {"shards": shards, "seq_format": seq_format, "n": int(sum(counts)),
             "cum_counts": np.cumsum(counts), "lengths": lengths}
-
-
-def batch_at(dataset, step, batch_size, seed=0, rows=None):
-    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
-
-    "tokens" and "labels"; where documents do not attend to each other also "segments" (the number
-    of the document in its row, 0: padding) and "positions" (in the document).
-    Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
-    """
-    draws = _draws(step, batch_size, rows)
-    if "mixture" in dataset:
-        examples = _mixture_examples(dataset["mixture"], draws, seed)
-    else:
-        examples = _shuffled(draws, dataset["n"], seed)
-    return _read_sequences(dataset, examples)
-
-
-def eval_batch_at(dataset, index, batch_size, rows=None):
-    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
-
-    After the last sequence, all labels are ignored.
-    """
-    examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
-    batch = _read_sequences(dataset, examples)
-    batch["labels"][~valid] = IGNORE
-    return batch
 
 
 def _read_sequences(dataset, examples):
@@ -254,34 +145,65 @@ def _stream_batch(dataset, shard_of, offsets):
     return batch
 
 
-def check_ids(rows, vocab_size, shards):
-    """Raise ValueError for an id outside [0, vocab_size), naming the shard of its row.
+def eval_batch_at(dataset, index, batch_size, rows=None):
+    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
 
-    vocab_size 0: any id is legal.
+    After the last sequence, all labels are ignored.
     """
-    if not vocab_size or not rows.size:
-        return
-    if rows.min() >= 0 and rows.max() < vocab_size:
-        return
-    is_bad = (rows < 0) | (rows >= vocab_size)
-    i = int(np.argmax(is_bad.any(axis=1)))
-    raise ValueError(
-        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}); set "
-        "--vocab_size, or use the tokenizer that wrote the file")
+    examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
+    batch = _read_sequences(dataset, examples)
+    batch["labels"][~valid] = IGNORE
+    return batch
 
 
-def _check_unchanged(shard):
-    """Raise ValueError if the shard's file has another size now.
+# ---- the shuffle
 
-    Reading a mapped file beyond its end would kill the process.
+BLOCK = 4096  # examples that are permuted in one call and cached; a call for each batch is slower
+EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
+
+
+def _draws(step, batch_size, rows):
+    """Return the draws of `rows` (default: all) of batch `step`.
+
+    Draw k is row k % batch_size of batch k // batch_size: the k-th row of all batches end to end.
     """
-    if "path" not in shard:
-        return
-    with as_value_error(f"{shard['name']}: was deleted during training", OSError):
-        size = os.stat(shard["path"]).st_size
-    if size != shard["file_size"]:
-        raise ValueError(f"{shard['path']}: had {shard['file_size']} bytes when it was opened and "
-                         f"has {size} now; data must not change while a run reads it")
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    return step * batch_size + rows.astype(np.int64)
+
+
+def _shuffled(draws, n, seed):
+    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
+
+    n may be an array with a number of examples for each draw.
+    """
+    epochs, ranks = np.divmod(draws, n)
+    blocks, offsets = np.divmod(ranks, BLOCK)
+    sizes = np.broadcast_to(n, draws.shape)
+    examples = []
+    for block, offset, size, epoch in zip(
+            blocks.tolist(), offsets.tolist(), sizes.tolist(), epochs.tolist()):
+        examples.append(_permuted_block(block, size, (seed, epoch))[offset])
+    return np.array(examples, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _permuted_block(block, n, seed):
+    first = block * BLOCK
+    return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
+
+
+def eval_examples_at(index, batch_size, n, rows=None):
+    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
+
+    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
+    batches are a fair sample. After the last example they repeat with a mask of False.
+    """
+    draws = _draws(index, batch_size, rows)
+    examples = []
+    for draw in (draws % n).tolist():
+        block, offset = divmod(draw, BLOCK)
+        examples.append(_permuted_block(block, n, EVAL_SEED)[offset])
+    return np.array(examples, np.int64), draws < n
 
 
 # ---- to the devices
@@ -418,9 +340,6 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
     }
 
 
-N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
-
-
 def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
                  folder=".token_cache", eod_id=-1, may_be_empty=False):
     """Open documents and token files given as files, globs and folders of Hugging Face datasets; by
@@ -457,68 +376,47 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     return dataset
 
 
-def split(dataset, val_frac):
-    """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
+# ---- supporting
 
-    No shard is cut into a part shorter than seq_len + 1. With packing, no document is cut.
-    Raises: ValueError when one side would have no sequence.
+# ---- the permutation
+
+def permute(index, n, seed):
+    """Map `index`, an array in [0, n), by the permutation of [0, n) that `seed` names.
+
+    Takes O(1) memory: a Feistel network over the smallest near-square grid of at least n cells. A
+    result beyond n goes through the network again (cycle walking), so the map stays a permutation.
     """
-    seq_format = dataset["seq_format"]
-    n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
-    cut_key = "tokens" if seq_format["packing"] == "stream" else "documents"
-    train_shards = []
-    val_shards = []
-    for shard in dataset["shards"]:
-        n = len(shard["tokens"])
-        cut = min(max(n_train, 0), n)
-        n_train -= n
-        if cut_key == "tokens":
-            train_part, val_part = _cut_tokens(shard, cut, seq_format["seq_len"])
-        else:
-            train_part, val_part = _cut_documents(shard, cut)
-        if len(train_part[cut_key]):
-            train_shards.append(train_part)
-        if len(val_part[cut_key]):
-            val_shards.append(val_part)
+    n_rows = np.uint64(isqrt(int(n) - 1) + 1)
+    n_columns = np.uint64(-(-int(n) // int(n_rows)))  # n / n_rows, rounded up
+    seed_bits = np.uint64(zlib.crc32(str(seed).encode())) << np.uint64(20)
+    keys = hash64(np.arange(1, 7, dtype=np.uint64), seed_bits)
 
-    train = make_dataset(train_shards, seq_format)
-    val = make_dataset(val_shards, seq_format)
-    for name, side in (("training", train), ("validation", val)):
-        if not side["n"]:
-            raise ValueError(
-                f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
-                "tokens; give --val_data, more data or a shorter --seq_len")
-    return train, val
+    out = _feistel(np.asarray(index, np.uint64), n_rows, n_columns, keys)
+    outside = out >= n
+    while outside.any():
+        out[outside] = _feistel(out[outside], n_rows, n_columns, keys)
+        outside = out >= n
+    return out.astype(np.int64)
 
 
-def _cut_tokens(shard, cut, seq_len):
-    """Cut a shard before token `cut` into two, of which one may be empty."""
-    # A part that is too short for a sequence goes to the other side.
-    n = len(shard["tokens"])
-    if cut <= seq_len:
-        cut = 0
-    elif n - cut <= seq_len:
-        cut = n
+def _feistel(cells, n_rows, n_columns, keys):
+    """Permute the cells of a grid in three rounds.
 
-    first = dict(shard)
-    second = dict(shard)
-    for name in ("tokens", "ignored"):
-        if name in shard:
-            first[name] = shard[name][:cut]
-            second[name] = shard[name][cut:]
-    second["token_offset"] += cut  # "documents" count tokens from the start of the shard
-    return first, second
+    Each round shifts the row by a hash of the column, then the column by a hash of the row.
+    """
+    row = cells // n_columns
+    column = cells % n_columns
+    for row_key, column_key in zip(keys[::2], keys[1::2]):
+        row = (row + hash64(column, row_key) % n_rows) % n_rows
+        column = (column + hash64(row, column_key) % n_columns) % n_columns
+    return row * n_columns + column
 
 
-def check_disjoint(groups):
-    """Raise ValueError for a file that is in two of {name: patterns}."""
-    names_of = {}
-    for name, patterns in groups.items():
-        for path in expand(patterns, lenient=True):
-            names_of.setdefault(os.path.realpath(path), []).append(name)
-    for path, names in sorted(names_of.items()):
-        if len(names) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
+def hash64(x, key):
+    """Hash uint64 to uint64. Source: the finalizer of splitmix64, Steele et al. 2014."""
+    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 # ---- text files to tokens
@@ -815,6 +713,82 @@ def _raise_file_limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
 
 
+# ---- token cache
+
+def _token_cache_folder(cfg):
+    """Choose the folder of tokenized text: token_cache, or the first of "data" in cache_dir and in
+    out_dir that can be made.
+    """
+    if cfg.token_cache:
+        folders = [cfg.token_cache]
+    else:
+        homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
+        folders = [os.path.join(home, "data") for home in homes]
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            return folder
+        except OSError:
+            pass  # enable_compilation_cache reports a cache_dir that cannot be written
+    return folders[-1]
+
+
+def _readers():
+    """List the functions that decide which tokens come from a file and a tokenizer."""
+    return (
+        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
+        _write_shard, _write_documents, _ids_before, _append_ids,
+        # prompts and chats
+        _join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span,
+        # file formats
+        _json_rows, _parse_json, _table_rows, _arrow_batches,
+    )
+
+
+def _cache_key(paths, tokenizer):
+    """Name the tokens of these files: a hash of their content, the tokenizer, and the readers.
+
+    The source of the readers is part of it: who edits how a format is read gets other tokens.
+    """
+    code = [zlib.crc32(inspect.getsource(function).encode()) for function in _readers()]
+    content = []
+    for path in paths:
+        for file in (path, *sorted(path.glob("*"))):  # a folder by datasets has files
+            if file.is_file():
+                identity = [file.suffixes[-2:], *_content_id(file)]
+                # The time of the last change stands for the content beyond the first MiB.
+                if file.stat().st_size > 2**20:
+                    identity.append(file.stat().st_mtime_ns)
+                content.append(identity)
+    key = json.dumps([*code, tokenizer["key"], *content])
+    return hashlib.sha256(key.encode()).hexdigest()[:20]
+
+
+def _write_once(folder, write, read):
+    """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
+
+    Of several processes one writes, and the others wait for its lock.
+    """
+    temporary = folder.with_suffix(".partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: at worst two processes do the work
+            temporary = folder.with_suffix(f".{time.time_ns()}")
+        if read(folder) is not None:
+            return
+        for leftover in (folder, temporary):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            write(temporary)
+            if read(folder) is None:
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
 # ---- the tokenizer
 
 def make_tokenizer(name):
@@ -940,6 +914,107 @@ def text_metrics(means, source):
     if source.get("bytes_per_token"):
         metrics["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
     return metrics
+
+
+# ---- validation data from training data
+
+def split(dataset, val_frac):
+    """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
+
+    No shard is cut into a part shorter than seq_len + 1. With packing, no document is cut.
+    Raises: ValueError when one side would have no sequence.
+    """
+    seq_format = dataset["seq_format"]
+    n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
+    cut_key = "tokens" if seq_format["packing"] == "stream" else "documents"
+    train_shards = []
+    val_shards = []
+    for shard in dataset["shards"]:
+        n = len(shard["tokens"])
+        cut = min(max(n_train, 0), n)
+        n_train -= n
+        if cut_key == "tokens":
+            train_part, val_part = _cut_tokens(shard, cut, seq_format["seq_len"])
+        else:
+            train_part, val_part = _cut_documents(shard, cut)
+        if len(train_part[cut_key]):
+            train_shards.append(train_part)
+        if len(val_part[cut_key]):
+            val_shards.append(val_part)
+
+    train = make_dataset(train_shards, seq_format)
+    val = make_dataset(val_shards, seq_format)
+    for name, side in (("training", train), ("validation", val)):
+        if not side["n"]:
+            raise ValueError(
+                f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
+                "tokens; give --val_data, more data or a shorter --seq_len")
+    return train, val
+
+
+def _cut_tokens(shard, cut, seq_len):
+    """Cut a shard before token `cut` into two, of which one may be empty."""
+    # A part that is too short for a sequence goes to the other side.
+    n = len(shard["tokens"])
+    if cut <= seq_len:
+        cut = 0
+    elif n - cut <= seq_len:
+        cut = n
+
+    first = dict(shard)
+    second = dict(shard)
+    for name in ("tokens", "ignored"):
+        if name in shard:
+            first[name] = shard[name][:cut]
+            second[name] = shard[name][cut:]
+    second["token_offset"] += cut  # "documents" count tokens from the start of the shard
+    return first, second
+
+
+# ---- checks of files and ids
+
+def check_disjoint(groups):
+    """Raise ValueError for a file that is in two of {name: patterns}."""
+    names_of = {}
+    for name, patterns in groups.items():
+        for path in expand(patterns, lenient=True):
+            names_of.setdefault(os.path.realpath(path), []).append(name)
+    for path, names in sorted(names_of.items()):
+        if len(names) > 1:
+            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
+
+
+N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
+
+
+def check_ids(rows, vocab_size, shards):
+    """Raise ValueError for an id outside [0, vocab_size), naming the shard of its row.
+
+    vocab_size 0: any id is legal.
+    """
+    if not vocab_size or not rows.size:
+        return
+    if rows.min() >= 0 and rows.max() < vocab_size:
+        return
+    is_bad = (rows < 0) | (rows >= vocab_size)
+    i = int(np.argmax(is_bad.any(axis=1)))
+    raise ValueError(
+        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}); set "
+        "--vocab_size, or use the tokenizer that wrote the file")
+
+
+def _check_unchanged(shard):
+    """Raise ValueError if the shard's file has another size now.
+
+    Reading a mapped file beyond its end would kill the process.
+    """
+    if "path" not in shard:
+        return
+    with as_value_error(f"{shard['name']}: was deleted during training", OSError):
+        size = os.stat(shard["path"]).st_size
+    if size != shard["file_size"]:
+        raise ValueError(f"{shard['path']}: had {shard['file_size']} bytes when it was opened and "
+                         f"has {size} now; data must not change while a run reads it")
 
 
 # ---- errors
@@ -1539,82 +1614,6 @@ def _map_llmc(path, size, header):
     return np.memmap(path, dtype, "r", 1024, (count,))
 
 
-# ---- token cache
-
-def _token_cache_folder(cfg):
-    """Choose the folder of tokenized text: token_cache, or the first of "data" in cache_dir and in
-    out_dir that can be made.
-    """
-    if cfg.token_cache:
-        folders = [cfg.token_cache]
-    else:
-        homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-        folders = [os.path.join(home, "data") for home in homes]
-    for folder in folders:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            return folder
-        except OSError:
-            pass  # enable_compilation_cache reports a cache_dir that cannot be written
-    return folders[-1]
-
-
-def _readers():
-    """List the functions that decide which tokens come from a file and a tokenizer."""
-    return (
-        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
-        _write_shard, _write_documents, _ids_before, _append_ids,
-        # prompts and chats
-        _join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span,
-        # file formats
-        _json_rows, _parse_json, _table_rows, _arrow_batches,
-    )
-
-
-def _cache_key(paths, tokenizer):
-    """Name the tokens of these files: a hash of their content, the tokenizer, and the readers.
-
-    The source of the readers is part of it: who edits how a format is read gets other tokens.
-    """
-    code = [zlib.crc32(inspect.getsource(function).encode()) for function in _readers()]
-    content = []
-    for path in paths:
-        for file in (path, *sorted(path.glob("*"))):  # a folder by datasets has files
-            if file.is_file():
-                identity = [file.suffixes[-2:], *_content_id(file)]
-                # The time of the last change stands for the content beyond the first MiB.
-                if file.stat().st_size > 2**20:
-                    identity.append(file.stat().st_mtime_ns)
-                content.append(identity)
-    key = json.dumps([*code, tokenizer["key"], *content])
-    return hashlib.sha256(key.encode()).hexdigest()[:20]
-
-
-def _write_once(folder, write, read):
-    """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
-
-    Of several processes one writes, and the others wait for its lock.
-    """
-    temporary = folder.with_suffix(".partial")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: at worst two processes do the work
-            temporary = folder.with_suffix(f".{time.time_ns()}")
-        if read(folder) is not None:
-            return
-        for leftover in (folder, temporary):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            write(temporary)
-            if read(folder) is None:
-                temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
 # ---- prompts and chats
 
 def _join_prompt(prompt, completion):
@@ -1839,3 +1838,14 @@ def copy_tokenizer(name, folder):
     if path.is_file():
         shutil.copy(path, Path(folder, "tokenizer.json"))
     return path.exists()
+
+
+# ---- custom tasks
+
+def examples_at(step, batch_size, n, seed=0, rows=None):
+    """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+
+    Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
+    epoch is filled from the next epoch.
+    """
+    return _shuffled(_draws(step, batch_size, rows), n, seed)
