@@ -141,7 +141,7 @@ def _stream_batch(dataset, shard_of, offsets):
     tokens = ids[:, :-1].astype(np.int32)
     labels = ids[:, 1:].astype(np.int32)
 
-    # A sequence that was moved back ignores the labels that the one before has: 3 of 4 there.
+    # A sequence that was moved back ignores the labels of the one before: 3 of 4 in the example.
     n_repeated = offsets * T - starts
     for row in np.flatnonzero(n_repeated):
         labels[row, : n_repeated[row]] = IGNORE
@@ -318,6 +318,7 @@ def open_text(parts, cfg):
     val = None
     if cfg.val_data:
         val = _make_source(open_files(cfg.val_data), eval_batch_at, cfg, tokenizer)
+    # Nothing needs the training files: they are not asked for, and validation does not use them.
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
 
