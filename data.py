@@ -43,7 +43,7 @@ from tqdm import tqdm
 #
 # The training step from state k to state k + 1 consumes batch k; the first batch is batch 0.
 #
-# A shard is an array of tokens, left on disk, with facts about it: see `tokenize_files`.
+# A shard of the data is an array of tokens, left on disk, with facts: see `tokenize_files`.
 # A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`.
 # A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
 
