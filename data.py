@@ -3,8 +3,8 @@
 
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone; there is no iterator state. Optional, below the spine: mixtures, windows,
-document mask, packing, token files, token cache, prompts and chats, file formats, tokenizers.
+its arguments alone; there is no iterator state. Optional, at the end: mixtures, windows, document
+mask, packing, token files, prompts and chats, file formats, tokenizers, custom tasks.
 """
 import contextlib
 import fcntl
@@ -41,21 +41,349 @@ from tqdm import tqdm
 #       batch = source["batch"](step, rows)                NumPy: the rows of this process
 #       to_device(batch, shardings, rows, batch_size)      global arrays, sharded over the mesh
 #
-# A shard is an array of tokens, left on disk, with facts about it: see `tokenize_files`.
+# The training step from state k to state k + 1 consumes batch k; the first batch is batch 0.
+#
+# A shard of the data is an array of tokens, left on disk, with facts: see `tokenize_files`.
 # A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`.
 # A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
 
-IGNORE = -100  # label ignored by the loss
+# Label ignored by the loss. As in model.py; repeated, so that this file works alone.
+IGNORE = -100
+
+
+# ---- batches
+
+# How shards become sequences: fields of config.py, with the defaults of a caller without a Config.
+SEQ_FORMAT = {
+    "seq_len": 1,
+    "vocab_size": 0,  # 0: ids are not checked
+    "packing": "stream",
+    "document_mask": False,
+    "truncation": "keep_start",
+    "padding_side": "right",
+}
+
+
+def batch_at(dataset, step, batch_size, seed=0, rows=None):
+    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
+
+    dataset: as made by make_dataset, below. The arrays are "tokens" and "labels"; with
+    document_mask or packing also "segments" (the number of the document in its row, 0: padding)
+    and "positions" (in the document).
+    Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
+    """
+    draws = _draws(step, batch_size, rows)
+    # Optional: the dataset is several, mixed by weight.
+    if "mixture" in dataset:
+        examples = _mixture_examples(dataset["mixture"], draws, seed)
+    else:
+        examples = _shuffled(draws, dataset["n"], seed)
+    return _read_sequences(dataset, examples)
+
+
+def make_dataset(shards, seq_format=SEQ_FORMAT):
+    """Cut shards into sequences.
+
+    Returns {"shards", "seq_format",
+        "n": number of sequences,
+        "cum_counts": [shards], number of sequences up to the end of each shard,
+        "lengths": [shards], number of tokens in each}.
+    With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
+    first is a label in exactly one sequence. To fit, a shard's last sequence begins earlier and
+    ignores the labels that the one before has. 10 tokens, seq_len 4: sequences start at 0, 4, 5,
+    and the last has one label, token 9. With other packing, documents stay together: see `pack`.
+    """
+    seq_format = SEQ_FORMAT | seq_format
+    T = seq_format["seq_len"]
+    lengths = np.array([len(shard["tokens"]) for shard in shards])
+    if seq_format["packing"] == "stream":
+        counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)  # rounded up
+    else:  # optional: packing
+        shards, counts = _pack_shards(shards, seq_format)
+    return {"shards": shards, "seq_format": seq_format, "n": int(sum(counts)),
+            "cum_counts": np.cumsum(counts), "lengths": lengths}
+
+
+def _read_sequences(dataset, examples):
+    """Build a batch of these sequences, int64 in [0, number of sequences)."""
+    # The shard of each sequence, and which of the shard's sequences it is.
+    cum_counts = dataset["cum_counts"]
+    shard_of = np.searchsorted(cum_counts, examples, side="right")
+    # For the first shard the index is -1: `where` discards that value.
+    n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
+    offsets = examples - n_before
+
+    # Is the file as long as it was? Check two shards only: a check costs as much as copying a row.
+    for i in shard_of[:2]:
+        _check_unchanged(dataset["shards"][i])
+    if dataset["seq_format"]["packing"] == "stream":
+        return _stream_batch(dataset, shard_of, offsets)
+    return _packed_batch(dataset, shard_of, offsets)  # optional: packing
+
+
+def _stream_batch(dataset, shard_of, offsets):
+    """Build a batch of seq_len successive tokens a row.
+
+    offsets: which of its shard's sequences each row is.
+    """
+    seq_format = dataset["seq_format"]
+    T = seq_format["seq_len"]
+    shards = [dataset["shards"][i] for i in shard_of.tolist()]
+    # The last sequence of a shard is moved back to fit: it starts at 5, not 8, of 10 tokens.
+    starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
+
+    # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
+    # checked: a wrong id may not fit into int32.
+    ids = np.empty((len(shards), T + 1), np.int64)
+    for row, shard, start in zip(ids, shards, starts.tolist()):
+        row[:] = shard["tokens"][start : start + T + 1]
+    check_ids(ids, seq_format["vocab_size"], shards)
+    tokens = ids[:, :-1].astype(np.int32)
+    labels = ids[:, 1:].astype(np.int32)
+
+    # A sequence that was moved back ignores the labels of the one before: 3 of 4 in the example.
+    n_repeated = offsets * T - starts
+    for row in np.flatnonzero(n_repeated):
+        labels[row, : n_repeated[row]] = IGNORE
+    # Optional: prompts are not labels.
+    for row, shard, start in zip(labels, shards, starts.tolist()):
+        if "ignored" in shard:
+            row[shard["ignored"][start + 1 : start + T + 1] == 1] = IGNORE
+
+    batch = {"tokens": tokens, "labels": labels}
+    # Optional: documents do not attend to each other.
+    if seq_format["document_mask"]:
+        _add_document_mask(batch, shards, starts.tolist())
+    return batch
+
+
+def eval_batch_at(dataset, index, batch_size, rows=None):
+    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
+
+    After the last sequence, all labels are ignored.
+    """
+    examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
+    batch = _read_sequences(dataset, examples)
+    batch["labels"][~valid] = IGNORE
+    return batch
 
 
 # ---- the shuffle
 
-def hash64(x, key):
-    """Hash uint64 to uint64. Source: the finalizer of splitmix64, Steele et al. 2014."""
-    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+# A draw is the number of a row, counted over all batches. Draws 0 to n - 1 are the first epoch of
+# n examples, draws n to 2n - 1 the second. permute(index, n, seed) maps [0, n) onto itself in an
+# order that `seed` names, in O(1) memory: no list of n examples is shuffled or stored.
 
+BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
+EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
+
+
+def _draws(step, batch_size, rows):
+    """Return the draws of `rows` (default: all) of batch `step`.
+
+    Draw k is row k % batch_size of batch k // batch_size.
+    """
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    return step * batch_size + rows.astype(np.int64)
+
+
+def _shuffled(draws, n, seed):
+    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
+
+    n may be an array with a number of examples for each draw (mixtures, windows).
+    """
+    epochs, ranks = np.divmod(draws, n)
+    blocks, offsets = np.divmod(ranks, BLOCK)
+    sizes = np.broadcast_to(n, draws.shape)
+    examples = []
+    for block, offset, size, epoch in zip(
+            blocks.tolist(), offsets.tolist(), sizes.tolist(), epochs.tolist()):
+        examples.append(_permuted_block(block, size, (seed, epoch))[offset])
+    return np.array(examples, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _permuted_block(block, n, seed):
+    """Permute the indices of a block; the key of the cache is all arguments."""
+    first = block * BLOCK
+    return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
+
+
+def eval_examples_at(index, batch_size, n, rows=None):
+    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
+
+    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
+    batches are a fair sample. After the last example they repeat with a mask of False.
+    """
+    draws = _draws(index, batch_size, rows)
+    examples = []
+    for draw in (draws % n).tolist():
+        block, offset = divmod(draw, BLOCK)
+        examples.append(_permuted_block(block, n, EVAL_SEED)[offset])
+    return np.array(examples, np.int64), draws < n
+
+
+# ---- to the devices
+
+def local_rows(sharding, shape):
+    """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
+    all_rows = np.arange(shape[0])
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return np.unique(np.concatenate([all_rows[index[0]] for index in indices]))
+
+
+def to_device(batch, shardings, rows, batch_size):
+    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` holds.
+
+    shardings: {name: sharding}. rows: indices from local_rows; row i of `batch` is global row
+    rows[i].
+    """
+    arrays = {}
+    for name, x in batch.items():
+        # JAX calls _device_slice for the devices of this process only: it needs no other rows.
+        shape = (batch_size, *x.shape[1:])
+        arrays[name] = jax.make_array_from_callback(
+            shape, shardings[name], partial(_device_slice, x, rows, batch_size))
+    return arrays
+
+
+def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=lambda: None,
+             on_missing=lambda i: None):
+    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
+    ahead.
+
+    stopped(): asked during a wait; the iterator ends early when it is true.
+    wait_until_idle(): blocks until the device is idle; the wait is timed from then.
+    Data may come later (windows): make(i) returns None while its data is missing, and is then
+    called again. on_missing(i) is called once when the consumer has to wait for such an item.
+    """
+    pool = ThreadPoolExecutor(1, "data")
+    closed = threading.Event()
+    missing = set()  # the items that make(i) did not have at the first call
+    make_when_there = partial(_make_when_there, make, missing, closed)
+    ahead = deque()
+    try:
+        for i in range(start, min(start + depth, stop)):
+            ahead.append(pool.submit(make_when_there, i))
+        for i in range(start, stop):
+            item = ahead.popleft()
+            if not item.done():
+                wait_until_idle()
+            began = time.perf_counter()
+            is_reported = False
+            # Wait in short pieces, to look for a stop request in between.
+            while not wait([item], timeout=0.1).done:
+                if stopped():
+                    return
+                if i in missing and not is_reported:
+                    on_missing(i)
+                    is_reported = True
+            waited_s = time.perf_counter() - began
+            if i + depth < stop:
+                ahead.append(pool.submit(make_when_there, i + depth))
+            yield item.result(), waited_s
+    finally:
+        closed.set()
+        pool.shutdown(cancel_futures=True)
+
+
+# ---- the text of a run
+
+def open_text(parts, cfg):
+    """Open the text of a config as {"train": source, "val": source or None}.
+
+    parts: which of "train" and "val" are needed. "train" is None if it was not asked for and "val"
+    has files of its own.
+    A source is {
+        "n": number of sequences,
+        "batch": (step, rows) -> batch,
+        "fingerprint": a text that differs when the tokens do,
+        "summary": a text to print,
+        "bytes_per_token": number, or None if it is unknown}.
+    The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys: see
+    in_windows.
+    cfg: any object with the fields under "data" in config.py, and batch_size seq_len vocab_size
+    seed cache_dir out_dir.
+    """
+    tokenizer = make_tokenizer(cfg.tokenizer)  # by default, ids are the bytes of the text
+    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
+    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
+    open_files = partial(
+        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
+        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id)
+    # No file may be in two of these. _mixture_files is empty unless datasets are mixed.
+    check_disjoint(_mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data})
+
+    # Validation data from files of its own.
+    val = None
+    if cfg.val_data:
+        val = _make_source(open_files(cfg.val_data), eval_batch_at, cfg, tokenizer)
+    # Nothing needs the training files: they are not asked for, and validation does not use them.
+    if "train" not in parts and (val or cfg.order == "windows"):
+        return {"train": None, "val": val}
+
+    # Optional: train on one file after the other, each shuffled inside.
+    if cfg.order == "windows":
+        return {"train": _open_windows(cfg, open_files), "val": val}
+    # Optional: several datasets, mixed by weight.
+    if cfg.mix:
+        return _open_mixture(cfg, open_files, tokenizer, val)
+
+    # Training data. Without val_data, the last val_frac of it is validation data.
+    dataset = open_files(cfg.data)
+    if cfg.val_frac and not val:
+        dataset, val_dataset = split(dataset, cfg.val_frac)  # cuts the shards in two
+        val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+    train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
+    return {"train": train, "val": val}
+
+
+def _make_source(dataset, build_batch, cfg, tokenizer):
+    """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
+    return {
+        "n": dataset["n"],
+        "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
+        "fingerprint": fingerprint(dataset),
+        "summary": describe(dataset),
+        "bytes_per_token": bytes_per_token(dataset, tokenizer),
+    }
+
+
+TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all other files are text
+
+
+def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
+                 folder=".token_cache", eod_id=-1, may_be_empty=False):
+    """Open text documents and token files.
+
+    patterns: files, globs or dataset folders; empty: the standard library. All documents are one
+    shard, tokenized into `folder` once. Each token file is a shard; dtype is that of .bin files,
+    eod_id the id between their documents, -1: unknown.
+    Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
+    label (unless may_be_empty), or has an id that is not below vocab_size.
+    """
+    _raise_file_limit()  # of the system: each mapped file keeps a descriptor
+    seq_format = SEQ_FORMAT | seq_format
+    paths = expand(patterns) if patterns else _standard_library()
+    token_files = [path for path in paths if path.suffix in TOKEN_FILES]
+    texts = [path for path in paths if path.suffix not in TOKEN_FILES]
+    shards = []
+    # Optional: files of token ids.
+    if token_files:
+        shards += _open_token_files(token_files, seq_format, dtype, eod_id)
+    if texts:
+        shards.append(tokenize_files(texts, tokenizer, folder))
+    dataset = make_dataset(shards, seq_format)
+    _check_shards(dataset, may_be_empty)  # each has a sequence, and ids below vocab_size
+    return dataset
+
+
+# ---- supporting
+# Every run uses these, but the names say enough for a first reading: the permutation, details of
+# devices and threads, text files to tokens, token cache, the tokenizer, summaries and metrics,
+# validation data from training data, checks of files and ids, errors.
+
+# ---- the permutation
 
 def permute(index, n, seed):
     """Map `index`, an array in [0, n), by the permutation of [0, n) that `seed` names.
@@ -89,436 +417,30 @@ def _feistel(cells, n_rows, n_columns, keys):
     return row * n_columns + column
 
 
-BLOCK = 4096  # examples that are permuted in one call and cached; a call for each batch is slower
-EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
+def hash64(x, key):
+    """Hash uint64 to uint64. Source: the finalizer of splitmix64, Steele et al. 2014."""
+    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
-def examples_at(step, batch_size, n, seed=0, rows=None):
-    """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+# ---- details of devices and threads
 
-    Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
-    epoch is filled from the next epoch.
-    """
-    return _shuffled(_draws(step, batch_size, rows), n, seed)
-
-
-def eval_examples_at(index, batch_size, n, rows=None):
-    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
-
-    Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
-    batches are a fair sample. After the last example they repeat with a mask of False.
-    """
-    draws = _draws(index, batch_size, rows)
-    examples = []
-    for draw in (draws % n).tolist():
-        block, offset = divmod(draw, BLOCK)
-        examples.append(_permuted_block(block, n, EVAL_SEED)[offset])
-    return np.array(examples, np.int64), draws < n
-
-
-def _draws(step, batch_size, rows):
-    """Return the draws of `rows` (default: all) of batch `step`.
-
-    Draw k is row k % batch_size of batch k // batch_size: the k-th row of all batches end to end.
-    """
-    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    return step * batch_size + rows.astype(np.int64)
-
-
-def _shuffled(draws, n, seed):
-    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
-
-    n may be an array with a number of examples for each draw.
-    """
-    epochs, ranks = np.divmod(draws, n)
-    blocks, offsets = np.divmod(ranks, BLOCK)
-    sizes = np.broadcast_to(n, draws.shape)
-    examples = []
-    for block, offset, size, epoch in zip(
-            blocks.tolist(), offsets.tolist(), sizes.tolist(), epochs.tolist()):
-        examples.append(_permuted_block(block, size, (seed, epoch))[offset])
-    return np.array(examples, np.int64)
-
-
-@lru_cache(maxsize=256)
-def _permuted_block(block, n, seed):
-    first = block * BLOCK
-    return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
-
-
-# ---- batches
-
-# How shards become sequences: fields of config.py, with the defaults of a caller without a Config.
-SEQ_FORMAT = {
-    "seq_len": 1,
-    "vocab_size": 0,  # 0: ids are not checked
-    "packing": "stream",
-    "document_mask": False,
-    "truncation": "keep_start",
-    "padding_side": "right",
-}
-
-
-def make_dataset(shards, seq_format=SEQ_FORMAT):
-    """Cut shards into sequences.
-
-    Returns {"shards", "seq_format",
-        "n": number of sequences,
-        "cum_counts": [shards], number of sequences up to the end of each shard,
-        "lengths": [shards], number of tokens in each}.
-    With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
-    first is a label in exactly one sequence: a shard's last sequence overlaps the one before, and
-    ignores the labels that both have. With other packing, documents stay together: see `pack`.
-    """
-    seq_format = SEQ_FORMAT | seq_format
-    T = seq_format["seq_len"]
-    lengths = np.array([len(shard["tokens"]) for shard in shards])
-    if seq_format["packing"] == "stream":
-        counts = np.where(lengths > T, -(-(lengths - 1) // T), 0)  # rounded up
-    else:
-        shards, counts = _pack_shards(shards, seq_format)
-    return {"shards": shards, "seq_format": seq_format, "n": int(sum(counts)),
-            "cum_counts": np.cumsum(counts), "lengths": lengths}
-
-
-def batch_at(dataset, step, batch_size, seed=0, rows=None):
-    """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
-
-    "tokens" and "labels"; where documents do not attend to each other also "segments" (the number
-    of the document in its row, 0: padding) and "positions" (in the document).
-    Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
-    """
-    draws = _draws(step, batch_size, rows)
-    if "mixture" in dataset:
-        examples = _mixture_examples(dataset["mixture"], draws, seed)
-    else:
-        examples = _shuffled(draws, dataset["n"], seed)
-    return _read_sequences(dataset, examples)
-
-
-def eval_batch_at(dataset, index, batch_size, rows=None):
-    """Build evaluation batch `index` as batch_at does: each sequence once, in a fixed order.
-
-    After the last sequence, all labels are ignored.
-    """
-    examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
-    batch = _read_sequences(dataset, examples)
-    batch["labels"][~valid] = IGNORE
-    return batch
-
-
-def _read_sequences(dataset, examples):
-    """Build a batch of these sequences, int64 in [0, number of sequences)."""
-    # The shard of each sequence, and which of the shard's sequences it is.
-    cum_counts = dataset["cum_counts"]
-    shard_of = np.searchsorted(cum_counts, examples, side="right")
-    n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
-    offsets = examples - n_before
-
-    # Not the shard of every row: a check takes as long as copying a row.
-    for i in shard_of[:2]:
-        _check_unchanged(dataset["shards"][i])
-    if dataset["seq_format"]["packing"] == "stream":
-        return _stream_batch(dataset, shard_of, offsets)
-    return _packed_batch(dataset, shard_of, offsets)
-
-
-def _stream_batch(dataset, shard_of, offsets):
-    """Build a batch of seq_len successive tokens; a shard's last sequence is moved back to fit."""
-    seq_format = dataset["seq_format"]
-    T = seq_format["seq_len"]
-    shards = [dataset["shards"][i] for i in shard_of.tolist()]
-    starts = np.minimum(offsets * T, dataset["lengths"][shard_of] - 1 - T)
-
-    # A row of T + 1 ids holds the tokens and, shifted by one, the labels. It is int64 until it is
-    # checked: a wrong id may not fit into int32.
-    ids = np.empty((len(shards), T + 1), np.int64)
-    for row, shard, start in zip(ids, shards, starts.tolist()):
-        row[:] = shard["tokens"][start : start + T + 1]
-    check_ids(ids, seq_format["vocab_size"], shards)
-    tokens = ids[:, :-1].astype(np.int32)
-    labels = ids[:, 1:].astype(np.int32)
-
-    # A sequence that was moved back ignores the labels of the one before.
-    n_repeated = offsets * T - starts
-    for row in np.flatnonzero(n_repeated):
-        labels[row, : n_repeated[row]] = IGNORE
-    # Prompts are not labels.
-    for row, shard, start in zip(labels, shards, starts.tolist()):
-        if "ignored" in shard:
-            row[shard["ignored"][start + 1 : start + T + 1] == 1] = IGNORE
-
-    batch = {"tokens": tokens, "labels": labels}
-    if seq_format["document_mask"]:
-        _add_document_mask(batch, shards, starts.tolist())
-    return batch
-
-
-def check_ids(rows, vocab_size, shards):
-    """Raise ValueError for an id outside [0, vocab_size), naming the shard of its row.
-
-    vocab_size 0: any id is legal.
-    """
-    if not vocab_size or not rows.size:
-        return
-    if rows.min() >= 0 and rows.max() < vocab_size:
-        return
-    is_bad = (rows < 0) | (rows >= vocab_size)
-    i = int(np.argmax(is_bad.any(axis=1)))
-    raise ValueError(
-        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}); set "
-        "--vocab_size, or use the tokenizer that wrote the file")
-
-
-def _check_unchanged(shard):
-    """Raise ValueError if the shard's file has another size now.
-
-    Reading a mapped file beyond its end would kill the process.
-    """
-    if "path" not in shard:
-        return
-    with as_value_error(f"{shard['name']}: was deleted during training", OSError):
-        size = os.stat(shard["path"]).st_size
-    if size != shard["file_size"]:
-        raise ValueError(f"{shard['path']}: had {shard['file_size']} bytes when it was opened and "
-                         f"has {size} now; data must not change while a run reads it")
-
-
-# ---- to the devices
-
-def local_rows(sharding, shape):
-    """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
-    all_rows = np.arange(shape[0])
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return np.unique(np.concatenate([all_rows[index[0]] for index in indices]))
-
-
-def to_device(batch, shardings, rows, batch_size):
-    """Make global arrays [batch_size, ...] of any rank from the local rows that `batch` holds.
-
-    shardings: {name: sharding}. rows: what local_rows gives for them, a row of `batch` each.
-    """
-    arrays = {}
-    for name, x in batch.items():
-        # JAX calls _device_part for the devices of this process only: it needs no other rows.
-        shape = (batch_size, *x.shape[1:])
-        arrays[name] = jax.make_array_from_callback(
-            shape, shardings[name], partial(_device_part, x, rows, batch_size))
-    return arrays
-
-
-def _device_part(x, rows, batch_size, index):
-    """Return the part of a global array at `index`, which one device holds, from the local rows."""
+def _device_slice(x, rows, batch_size, index):
+    """Slice the local rows x for one device, which holds the global array at `index`."""
     first, last, _ = index[0].indices(batch_size)
     # The rows of a device are consecutive, so they are consecutive in `rows` too.
     start, stop = np.searchsorted(rows, (first, last))
     return x[(slice(start, stop), *index[1:])]
 
 
-def prefetch(make, start, stop, depth=2, stopped=lambda: False, busy=lambda: None,
-             on_missing=lambda i: None):
-    """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
-    ahead.
-
-    make(i) returns None while its data is missing, and is then called again. on_missing(i) is
-    called once when the consumer has to wait for such an item. The iterator ends early when
-    stopped() is true during a wait. busy() returns when the consumer has no other work left; the
-    wait is counted from then.
-    """
-    pool = ThreadPoolExecutor(1, "data")
-    closed = threading.Event()
-    missing = set()
-
-    def make_when_there(i):
+def _make_when_there(make, missing, closed, i):
+    """Make item i, in the thread of prefetch. A missing item is tried again every 0.2 s."""
+    item = make(i)
+    while item is None and not closed.wait(0.2):
+        missing.add(i)
         item = make(i)
-        while item is None and not closed.wait(0.2):
-            missing.add(i)
-            item = make(i)
-        return item
-
-    ahead = deque()
-    try:
-        for i in range(start, min(start + depth, stop)):
-            ahead.append(pool.submit(make_when_there, i))
-        for i in range(start, stop):
-            item = ahead.popleft()
-            if not item.done():
-                busy()
-            began = time.perf_counter()
-            is_reported = False
-            while not wait([item], timeout=0.1).done:
-                if stopped():
-                    return
-                if i in missing and not is_reported:
-                    on_missing(i)
-                    is_reported = True
-            waited_s = time.perf_counter() - began
-            if i + depth < stop:
-                ahead.append(pool.submit(make_when_there, i + depth))
-            yield item.result(), waited_s
-    finally:
-        closed.set()
-        pool.shutdown(cancel_futures=True)
-
-
-# ---- the text of a run
-
-def open_text(parts, cfg):
-    """Open the text of a config as {"train": source, "val": source or None}.
-
-    A source is {
-        "n": number of sequences,
-        "batch": (step, rows) -> batch,
-        "fingerprint": a text that differs when the tokens do,
-        "summary": a text to print,
-        "bytes_per_token": number, or None if it is unknown}.
-    The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys, see
-    in_windows. "train" is None if `parts` does not have it and "val" does not need its files.
-    cfg: any object with the fields under "data" in config.py, and batch_size seq_len vocab_size
-    seed cache_dir out_dir.
-    """
-    tokenizer = make_tokenizer(cfg.tokenizer)
-    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
-    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
-    open_files = partial(
-        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
-        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id)
-    check_disjoint(_mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data})
-
-    # Validation data from files of its own.
-    val = None
-    if cfg.val_data:
-        val = _make_source(open_files(cfg.val_data), eval_batch_at, cfg, tokenizer)
-    if "train" not in parts and (val or cfg.order == "windows"):
-        return {"train": None, "val": val}
-
-    # Optional kinds of training data.
-    if cfg.order == "windows":
-        return {"train": _open_windows(cfg, open_files), "val": val}
-    if cfg.mix:
-        return _open_mixture(cfg, open_files, tokenizer, val)
-
-    # Training data. Without val_data, the last val_frac of it is validation data.
-    dataset = open_files(cfg.data)
-    if cfg.val_frac and not val:
-        dataset, val_dataset = split(dataset, cfg.val_frac)
-        val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
-    train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
-    return {"train": train, "val": val}
-
-
-def _make_source(dataset, build_batch, cfg, tokenizer):
-    """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
-    return {
-        "n": dataset["n"],
-        "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
-        "fingerprint": fingerprint(dataset),
-        "summary": describe(dataset),
-        "bytes_per_token": bytes_per_token(dataset, tokenizer),
-    }
-
-
-N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
-
-
-def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
-                 folder=".token_cache", eod_id=-1, may_be_empty=False):
-    """Open documents and token files given as files, globs and folders of Hugging Face datasets; by
-    default Python's standard library.
-
-    All documents are one shard, tokenized into `folder`. Each token file (.bin, .npy) is a shard;
-    dtype is that of .bin files, eod_id the id between their documents, -1: unknown.
-    Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
-    label (unless may_be_empty), or has an id that is not below vocab_size.
-    """
-    _raise_file_limit()
-    seq_format = SEQ_FORMAT | seq_format
-    paths = expand(patterns) if patterns else _standard_library()
-    token_files = [path for path in paths if path.suffix in TOKEN_FILES]
-    texts = [path for path in paths if path.suffix not in TOKEN_FILES]
-    shards = []
-    if token_files:
-        shards += _open_token_files(token_files, seq_format, dtype, eod_id)
-    if texts:
-        shards.append(tokenize_files(texts, tokenizer, folder))
-    dataset = make_dataset(shards, seq_format)
-
-    # Each shard must have a sequence, and ids that the model has.
-    T = seq_format["seq_len"]
-    vocab_size = seq_format["vocab_size"]
-    n_sequences = np.diff(dataset["cum_counts"], prepend=0)
-    for shard, n in zip(dataset["shards"], n_sequences):
-        tokens = shard["tokens"]
-        if not n and not may_be_empty:
-            raise ValueError(f"{shard['name']}: has {len(tokens)} tokens, and no sequence of {T} "
-                             "with a label; use more data, another --seq_len or --truncation")
-        if np.iinfo(tokens.dtype).max >= vocab_size:
-            check_ids(tokens[None, : N_SCANNED // len(shards)], vocab_size, [shard])
-    return dataset
-
-
-def split(dataset, val_frac):
-    """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
-
-    No shard is cut into a part shorter than seq_len + 1. With packing, no document is cut.
-    Raises: ValueError when one side would have no sequence.
-    """
-    seq_format = dataset["seq_format"]
-    n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
-    cut_key = "tokens" if seq_format["packing"] == "stream" else "documents"
-    train_shards = []
-    val_shards = []
-    for shard in dataset["shards"]:
-        n = len(shard["tokens"])
-        cut = min(max(n_train, 0), n)
-        n_train -= n
-        if cut_key == "tokens":
-            train_part, val_part = _cut_tokens(shard, cut, seq_format["seq_len"])
-        else:
-            train_part, val_part = _cut_documents(shard, cut)
-        if len(train_part[cut_key]):
-            train_shards.append(train_part)
-        if len(val_part[cut_key]):
-            val_shards.append(val_part)
-
-    train = make_dataset(train_shards, seq_format)
-    val = make_dataset(val_shards, seq_format)
-    for name, side in (("training", train), ("validation", val)):
-        if not side["n"]:
-            raise ValueError(
-                f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
-                "tokens; give --val_data, more data or a shorter --seq_len")
-    return train, val
-
-
-def _cut_tokens(shard, cut, seq_len):
-    """Cut a shard before token `cut` into two, of which one may be empty."""
-    # A part that is too short for a sequence goes to the other side.
-    n = len(shard["tokens"])
-    if cut <= seq_len:
-        cut = 0
-    elif n - cut <= seq_len:
-        cut = n
-
-    first = dict(shard)
-    second = dict(shard)
-    for name in ("tokens", "ignored"):
-        if name in shard:
-            first[name] = shard[name][:cut]
-            second[name] = shard[name][cut:]
-    second["token_offset"] += cut  # "documents" count tokens from the start of the shard
-    return first, second
-
-
-def check_disjoint(groups):
-    """Raise ValueError for a file that is in two of {name: patterns}."""
-    names_of = {}
-    for name, patterns in groups.items():
-        for path in expand(patterns, lenient=True):
-            names_of.setdefault(os.path.realpath(path), []).append(name)
-    for path, names in sorted(names_of.items()):
-        if len(names) > 1:
-            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
+    return item
 
 
 # ---- text files to tokens
@@ -536,6 +458,7 @@ def expand(patterns, lenient=False, field="data"):
             names = [pattern]
         n_found = 0
         for name in names:
+            # A folder written by the datasets library has a state.json.
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
                 paths[os.path.realpath(name)] = Path(name)
                 n_found += 1
@@ -570,6 +493,8 @@ def tokenize_files(paths, tokenizer, folder):
         "counts": {name: number of documents read, of documents skipped},
         "path", "file_size": of a file that must not change}.
     A shard of a token file has no "documents", "ignored" and "counts", but an "eod_id".
+    With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
+    documents are split, both sides keep all tokens and differ in "documents".
     """
     name = str(paths[0])
     if len(paths) > 1:
@@ -587,6 +512,7 @@ def tokenize_files(paths, tokenizer, folder):
 
 def _read_shard(folder, tokenizer):
     """Map the arrays of a tokenized shard; None if they are missing or incomplete."""
+    # The pair (np.int64, 2) makes the memmap of "documents" two-dimensional, [documents, 2].
     dtypes = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "ignored": np.uint8}
     shard = {}
     try:
@@ -620,8 +546,17 @@ def _write_shard(paths, tokenizer, folder):
 def _write_documents(pieces, tokenizer, tokens, ignored, documents):
     """Write documents end to end into three files; return the counts of documents.
 
-    Between two texts is an eos id that belongs to both. If the tokenizer has a bos id, each text
-    lies between its own bos and eos. Chats are as their template writes them.
+    Two texts A and B become these tokens. `documents` gets [first, last) of each:
+
+        without a bos id                      with a bos id
+        0   1 2 3 4   5 6 7                   0   1 2 3 4   5   6 7 8
+        eos A A A eos B B eos                 bos A A A eos bos B B eos
+        [------A-----)                        [------A-----)
+                  [-----B----)                              [-----B----)
+
+    Without a bos id, one eos stands between two texts and is part of both.
+    With a bos id, each text has a bos and an eos of its own.
+    A chat is written as its template renders it; an eos around it is not part of it.
     """
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
@@ -635,27 +570,35 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             counts["empty documents skipped"] += 1
             continue
 
-        # Begin a document. The id before a text belongs to it; after a chat it is not a label.
+        # Begin a document: write its first token, [first. n is the number of tokens so far.
         if is_first:
+            # After a chat, the id before a document is not a label.
             n = append(_ids_before(bos, eos, is_chat), after_chat)
-            documents.write(np.int64(n if is_chat else n - 1))
+            # The id before a text is part of it.
+            first = n if is_chat else n - 1
+            documents.write(np.int64(first))
         n = append(piece["ids"], piece["ignored"])
-        # End a document. The id after a text belongs to it.
+        # End a document: write the token after its last, last).
         if piece["is_last"]:
-            documents.write(np.int64(n if is_chat else n + 1))
+            # The eos after a text is part of it. Without a bos id it is written later: before the
+            # next document, or below.
+            last = n if is_chat else n + 1
+            documents.write(np.int64(last))
             if bos is not None and not is_chat:
                 n = append([eos], False)
             counts["documents"] += 1
             after_chat = is_chat
         is_first = piece["is_last"]
 
+    # The eos after the last document.
     if bos is None:
         n = append([eos], after_chat)
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
         documents.write(np.int64((0, 0)))
     if ignored.tell():
-        ignored.truncate(n)  # as long as the tokens: zeros to the end
+        # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
+        ignored.truncate(n)
     return counts
 
 
@@ -686,9 +629,10 @@ def _encode_files(paths, tokenizer):
     The last piece of a document has is_last. Rows are encoded 512 at a time: a tokenizer's library
     uses all cores for a list.
     """
+    # The number of bytes, for the progress bar.
     total = 0
     for path in paths:
-        files = (path, *path.glob("*"))  # a folder by datasets has files
+        files = (path, *path.glob("*"))  # a folder written by the datasets library has files
         total += sum(file.stat().st_size for file in files)
     rows = chain.from_iterable(rows_in(path, tokenizer["piece"]) for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
@@ -697,20 +641,25 @@ def _encode_files(paths, tokenizer):
             some_rows = list(islice(rows, 512))
             if not some_rows:
                 return
+            # Encode the texts of all rows in one list, and give each row its ids back.
             texts_of = [_texts(row, where) for where, row, _ in some_rows]
             texts = list(chain.from_iterable(texts_of))
             encoded = iter(tokenizer["encode_batch"](texts))
             bar.update(sum(len(text) for text in texts))
             for (where, row, is_last), row_texts in zip(some_rows, texts_of):
                 ids_of = [next(encoded) for _ in row_texts]
-                if len(ids_of) == 1:
-                    ids, ignored = ids_of[0], False
-                elif len(ids_of) == 2:
-                    ids, ignored = _join_prompt(*ids_of)
-                else:
+                is_chat = not row_texts
+                # Optional: a chat. Its text is rendered by the chat template.
+                if is_chat:
                     ids, ignored = _encode_chat(row, tokenizer, where)
-                yield {"ids": ids, "ignored": ignored, "is_chat": not row_texts,
-                       "is_last": is_last}
+                # Optional: a prompt, which is ignored, and its completion.
+                elif len(row_texts) == 2:
+                    ids, ignored = _join_prompt(*ids_of)
+                # A text, or a piece of it: all ids are labels.
+                else:
+                    ids = ids_of[0]
+                    ignored = False
+                yield {"ids": ids, "ignored": ignored, "is_chat": is_chat, "is_last": is_last}
 
 
 def _texts(row, where):
@@ -738,6 +687,7 @@ def rows_in(path, size):
     characters (-1: in one); all rows but these have is_last.
     """
     kind = _file_kind(path)
+    # Optional: tables, and JSON.
     if path.is_dir() or kind.endswith(".parquet"):
         yield from _table_rows(path)
     elif kind.endswith((".json", ".jsonl")):
@@ -787,8 +737,10 @@ def _text_pieces(file, size):
     text = file.read(size)
     more = file.read(size)
     while more:
-        n_searched = max(0, len(text) - 2)  # before these characters there is no cut
+        # Earlier text was already searched. The last two characters may end a line or a word now.
+        n_searched = max(0, len(text) - 2)
         text += more
+        # Cut after the last line that ends here, else after the last word; else read on.
         cut = line_end.match(text, n_searched) or word_end.match(text, n_searched)
         if cut:
             yield text[: cut.end()], False
@@ -800,7 +752,7 @@ def _text_pieces(file, size):
 def _content_id(path):
     """Identify the content of a file by its size and a checksum of its first MiB.
 
-    A folder by datasets is identified by its state.json.
+    A folder written by the datasets library is identified by its state.json.
     """
     if path.is_dir():
         path = path / "state.json"
@@ -813,6 +765,80 @@ def _raise_file_limit():
     with contextlib.suppress(ValueError, OSError):
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(most, 2**16)), most))
+
+
+# ---- token cache
+
+def _token_cache_folder(cfg):
+    """Choose the folder of tokenized text: token_cache, or the first of "data" in cache_dir and in
+    out_dir that can be made.
+    """
+    if cfg.token_cache:
+        folders = [cfg.token_cache]
+    else:
+        homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
+        folders = [os.path.join(home, "data") for home in homes]
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            return folder
+        except OSError:
+            pass  # enable_compilation_cache reports a cache_dir that cannot be written
+    return folders[-1]
+
+
+def _readers():
+    """List the functions that decide which tokens come from a file and a tokenizer."""
+    readers = (
+        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
+        _write_shard, _write_documents, _ids_before, _append_ids,
+    )
+    return readers + CHAT_READERS + FORMAT_READERS
+
+
+def _cache_key(paths, tokenizer):
+    """Name the tokens of these files: a hash of their content, the tokenizer, and the readers.
+
+    The source of the readers is part of it: who edits how a format is read gets other tokens.
+    """
+    code = [zlib.crc32(inspect.getsource(function).encode()) for function in _readers()]
+    content = []
+    for path in paths:
+        # A folder written by the datasets library has files.
+        for file in (path, *sorted(path.glob("*"))):
+            if file.is_file():
+                identity = [file.suffixes[-2:], *_content_id(file)]
+                # The time of the last change stands for the content beyond the first MiB.
+                if file.stat().st_size > 2**20:
+                    identity.append(file.stat().st_mtime_ns)
+                content.append(identity)
+    key = json.dumps([*code, tokenizer["key"], *content])
+    return hashlib.sha256(key.encode()).hexdigest()[:20]
+
+
+def _write_once(folder, write, read):
+    """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
+
+    Of several processes one writes, and the others wait for its lock.
+    """
+    temporary = folder.with_suffix(".partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: at worst two processes do the work
+            temporary = folder.with_suffix(f".{time.time_ns()}")
+        if read(folder) is not None:
+            return
+        for leftover in (folder, temporary):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            write(temporary)
+            if read(folder) is None:
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 # ---- the tokenizer
@@ -853,7 +879,7 @@ def make_tokenizer(name):
     def n_bytes(ids):
         return len(decode(ids).encode())
 
-    # Texts are encoded in pieces only if the tokenizer splits them where _text_pieces does.
+    # Probe: does encoding in pieces give the same ids? These are cut as by _text_pieces.
     pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
     can_cut = np.array_equal(encode("".join(pieces)), np.concatenate(encode_batch(pieces)))
     defaults = {"n_bytes": n_bytes, "bos": None, "stops": {library["eos"]}, "chat": None,
@@ -924,7 +950,7 @@ def bytes_per_token(dataset, tokenizer):
     for shard in dataset["shards"]:
         if "documents" not in shard or "ignored" in shard:
             return None
-        # Split documents that are packed share their tokens.
+        # When packed documents are split, both sides keep all tokens: begin at the first document.
         first = shard["documents"][0, 0] if "spans" in shard else 0
         ids = shard["tokens"][first : first + 2**20]
         is_special = np.isin(ids, special)  # each counts as one byte
@@ -940,6 +966,125 @@ def text_metrics(means, source):
     if source.get("bytes_per_token"):
         metrics["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
     return metrics
+
+
+# ---- validation data from training data
+
+def split(dataset, val_frac):
+    """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
+
+    No side of a cut shard is shorter than seq_len + 1. With packing, no document is cut.
+    Raises: ValueError when one side would have no sequence.
+    """
+    seq_format = dataset["seq_format"]
+    n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
+    cut_key = "tokens" if seq_format["packing"] == "stream" else "documents"
+    train_shards = []
+    val_shards = []
+    for shard in dataset["shards"]:
+        # n_train: how many tokens of this shard and those after it are for training.
+        n = len(shard["tokens"])
+        cut = min(max(n_train, 0), n)
+        n_train -= n
+        if cut_key == "tokens":
+            train_shard, val_shard = _cut_tokens(shard, cut, seq_format["seq_len"])
+        else:
+            train_shard, val_shard = _cut_documents(shard, cut)
+        if len(train_shard[cut_key]):
+            train_shards.append(train_shard)
+        if len(val_shard[cut_key]):
+            val_shards.append(val_shard)
+
+    train = make_dataset(train_shards, seq_format)
+    val = make_dataset(val_shards, seq_format)
+    for name, side in (("training", train), ("validation", val)):
+        if not side["n"]:
+            raise ValueError(
+                f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
+                "tokens; give --val_data, more data or a shorter --seq_len")
+    return train, val
+
+
+def _cut_tokens(shard, cut, seq_len):
+    """Cut a shard before token `cut` into two, of which one may be empty."""
+    # A side that would be too short for a sequence joins the other side.
+    n = len(shard["tokens"])
+    if cut <= seq_len:
+        cut = 0
+    elif n - cut <= seq_len:
+        cut = n
+
+    first = dict(shard)
+    second = dict(shard)
+    for name in ("tokens", "ignored"):
+        if name in shard:
+            first[name] = shard[name][:cut]
+            second[name] = shard[name][cut:]
+    second["token_offset"] += cut  # "documents" count tokens from the start of the shard
+    return first, second
+
+
+# ---- checks of files and ids
+
+def check_disjoint(groups):
+    """Raise ValueError for a file that is in two of {name: patterns}."""
+    names_of = {}
+    for name, patterns in groups.items():
+        for path in expand(patterns, lenient=True):
+            names_of.setdefault(os.path.realpath(path), []).append(name)
+    for path, names in sorted(names_of.items()):
+        if len(names) > 1:
+            raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
+
+
+N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
+
+
+def _check_shards(dataset, may_be_empty):
+    """Raise ValueError for a shard without a sequence, or with an id that the model lacks."""
+    seq_format = dataset["seq_format"]
+    n_shards = len(dataset["shards"])
+    n_sequences = np.diff(dataset["cum_counts"], prepend=0)
+    for shard, n in zip(dataset["shards"], n_sequences):
+        tokens = shard["tokens"]
+        if not n and not may_be_empty:
+            raise ValueError(
+                f"{shard['name']}: has {len(tokens)} tokens, and no sequence of "
+                f"{seq_format['seq_len']} with a label; use more data, another --seq_len or "
+                "--truncation")
+        # The check is needed only if the dtype can hold an illegal id.
+        if np.iinfo(tokens.dtype).max >= seq_format["vocab_size"]:
+            check_ids(tokens[None, : N_SCANNED // n_shards], seq_format["vocab_size"], [shard])
+
+
+def check_ids(rows, vocab_size, shards):
+    """Raise ValueError for an id outside [0, vocab_size), naming the shard of its row.
+
+    vocab_size 0: any id is legal.
+    """
+    if not vocab_size or not rows.size:
+        return
+    if rows.min() >= 0 and rows.max() < vocab_size:
+        return
+    is_bad = (rows < 0) | (rows >= vocab_size)
+    i = int(np.argmax(is_bad.any(axis=1)))
+    raise ValueError(
+        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}); set "
+        "--vocab_size, or use the tokenizer that wrote the file")
+
+
+def _check_unchanged(shard):
+    """Raise ValueError if the shard's file has another size now.
+
+    Reading a mapped file beyond its end would kill the process.
+    """
+    if "path" not in shard:
+        return
+    with as_value_error(f"{shard['name']}: was deleted during training", OSError):
+        size = os.stat(shard["path"]).st_size
+    if size != shard["file_size"]:
+        raise ValueError(f"{shard['path']}: had {shard['file_size']} bytes when it was opened and "
+                         f"has {size} now; data must not change while a run reads it")
 
 
 # ---- errors
@@ -962,6 +1107,8 @@ def require(module, user):
 
 
 # ---- optional
+# Mixtures, windows, document mask, packing, token files, prompts and chats, file formats,
+# tokenizers, custom tasks. A room can be deleted together with the few lines that call it.
 
 # ---- mixtures
 
@@ -985,11 +1132,11 @@ def _open_mixture(cfg, open_files, tokenizer, val):
     if cfg.val_frac and val is None:
         pairs = [split(dataset, cfg.val_frac) for dataset in datasets]
         datasets = [train for train, _ in pairs]
-        val_parts = {}
+        val_sources = {}
         for name, (_, val_dataset) in zip(weights, pairs):
-            val_parts[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
-        summaries = [f"{name}: {source['summary']}" for name, source in val_parts.items()]
-        val = {"parts": val_parts, "summary": "; ".join(summaries)}
+            val_sources[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+        summaries = [f"{name}: {source['summary']}" for name, source in val_sources.items()]
+        val = {"parts": val_sources, "summary": "; ".join(summaries)}
 
     mixed = mix(datasets, list(weights.values()))
     train = _make_source(mixed, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
@@ -1443,7 +1590,7 @@ def _packed_batch(dataset, shard_of, offsets):
 
 
 def _cut_documents(shard, cut):
-    """Cut a shard between documents, near token `cut`, into two that share the tokens."""
+    """Cut a shard between documents, near token `cut`, into two; both sides keep all tokens."""
     documents = shard["documents"]
     if cut == len(shard["tokens"]):
         n_first = len(documents)
@@ -1472,7 +1619,6 @@ def _describe_packing(dataset):
 
 # ---- token files
 
-TOKEN_FILES = (".bin", ".npy")
 # {(magic, version): token dtype} of the header (256 int32) of llm.c's token files.
 LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint32")}
 
@@ -1537,82 +1683,6 @@ def _map_llmc(path, size, header):
         raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
                          f"{wanted} bytes; the file has {size}")
     return np.memmap(path, dtype, "r", 1024, (count,))
-
-
-# ---- token cache
-
-def _token_cache_folder(cfg):
-    """Choose the folder of tokenized text: token_cache, or the first of "data" in cache_dir and in
-    out_dir that can be made.
-    """
-    if cfg.token_cache:
-        folders = [cfg.token_cache]
-    else:
-        homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-        folders = [os.path.join(home, "data") for home in homes]
-    for folder in folders:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            return folder
-        except OSError:
-            pass  # enable_compilation_cache reports a cache_dir that cannot be written
-    return folders[-1]
-
-
-def _readers():
-    """List the functions that decide which tokens come from a file and a tokenizer."""
-    return (
-        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
-        _write_shard, _write_documents, _ids_before, _append_ids,
-        # prompts and chats
-        _join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span,
-        # file formats
-        _json_rows, _parse_json, _table_rows, _arrow_batches,
-    )
-
-
-def _cache_key(paths, tokenizer):
-    """Name the tokens of these files: a hash of their content, the tokenizer, and the readers.
-
-    The source of the readers is part of it: who edits how a format is read gets other tokens.
-    """
-    code = [zlib.crc32(inspect.getsource(function).encode()) for function in _readers()]
-    content = []
-    for path in paths:
-        for file in (path, *sorted(path.glob("*"))):  # a folder by datasets has files
-            if file.is_file():
-                identity = [file.suffixes[-2:], *_content_id(file)]
-                # The time of the last change stands for the content beyond the first MiB.
-                if file.stat().st_size > 2**20:
-                    identity.append(file.stat().st_mtime_ns)
-                content.append(identity)
-    key = json.dumps([*code, tokenizer["key"], *content])
-    return hashlib.sha256(key.encode()).hexdigest()[:20]
-
-
-def _write_once(folder, write, read):
-    """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
-
-    Of several processes one writes, and the others wait for its lock.
-    """
-    temporary = folder.with_suffix(".partial")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: at worst two processes do the work
-            temporary = folder.with_suffix(f".{time.time_ns()}")
-        if read(folder) is not None:
-            return
-        for leftover in (folder, temporary):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            write(temporary)
-            if read(folder) is None:
-                temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 # ---- prompts and chats
@@ -1689,6 +1759,9 @@ def _answer_span(library, render, text, i, where):
     return len(before), len(through)
 
 
+CHAT_READERS = (_join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span)
+
+
 # ---- file formats
 
 def _json_rows(path):
@@ -1733,6 +1806,9 @@ def _arrow_batches(path, parquet, ipc):
     state = json.loads((path / "state.json").read_text())
     for data_file in state["_data_files"]:
         yield from ipc.open_stream(str(path / data_file["filename"]))
+
+
+FORMAT_READERS = (_json_rows, _parse_json, _table_rows, _arrow_batches)
 
 
 # ---- tokenizers
@@ -1839,3 +1915,16 @@ def copy_tokenizer(name, folder):
     if path.is_file():
         shutil.copy(path, Path(folder, "tokenizer.json"))
     return path.exists()
+
+
+# ---- custom tasks
+
+# For tasks of your own, whose examples are not sequences of tokens. See eval_examples_at, too.
+
+def examples_at(step, batch_size, n, seed=0, rows=None):
+    """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+
+    Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
+    epoch is filled from the next epoch.
+    """
+    return _shuffled(_draws(step, batch_size, rows), n, seed)

@@ -501,7 +501,7 @@ def train(run, state, progress, signals):
     batches = data.prefetch(
         make_batch_at(run, run["train_data"], pinned=cfg.overfit_batch), first_step, cfg.steps,
         stopped=stopped_while_waiting,
-        busy=lambda: jax.block_until_ready(progress["pending"]),
+        wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
     # "Step k" is the state after k updates. One iteration at step k:

@@ -1836,12 +1836,13 @@ def test_a_wait_counts_once_there_is_nothing_else_to_do(monkeypatch):
     """
     now, gate = [0.0], threading.Event()
 
-    def busy():
+    def wait_until_idle():
         now[0] += 100
         gate.set()
 
     monkeypatch.setattr(data.time, "perf_counter", lambda: now[0])
-    assert [*data.prefetch(lambda i: gate.wait(60), 0, 1, busy=busy)] == [(True, 0.0)]
+    batches = data.prefetch(lambda i: gate.wait(60), 0, 1, wait_until_idle=wait_until_idle)
+    assert [*batches] == [(True, 0.0)]
     assert now == [100]
 
 
