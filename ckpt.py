@@ -40,7 +40,7 @@ READERS = 32  # number of arrays that are read at a time
 META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has about 2**21
 
 
-# ---- arrays and their layout
+# ---- save
 
 def flatten(tree):
     """Return ({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and
@@ -62,65 +62,6 @@ def flatten(tree):
         arrays[name] = x
     return arrays, treedef
 
-
-def _is_path(name):
-    """Return whether the name of an array leads to a place below its folder."""
-    keys = name.split("/")
-    return "." not in keys and ".." not in keys
-
-
-def _plan_layout(arrays):
-    """Return {name: layout}, how each array is stored; equal on every process.
-
-    Small arrays lie behind one another in SMALL, an array of bytes, each at an "offset". A larger
-    array is stored in files of shape "file", which consist of chunks of shape "chunk".
-    """
-    layouts = {}
-    n_small_bytes = 0
-    for name, x in arrays.items():
-        layout = {"shape": list(x.shape), "dtype": str(x.dtype)}
-        layouts[name] = layout
-        is_split = isinstance(x, jax.Array) and not x.is_fully_replicated
-        if x.nbytes <= SMALL_BYTES and not is_split:
-            layout["offset"] = n_small_bytes
-            n_small_bytes += x.nbytes
-            continue
-        # A file lies within one shard, so that one process writes it.
-        shard_shape = x.shape
-        if isinstance(x, jax.Array):
-            shard_shape = x.sharding.shard_shape(x.shape)
-        layout["file"] = _chunk_shape(shard_shape, FILE_BYTES // x.dtype.itemsize)
-        layout["chunk"] = _chunk_shape(layout["file"], CHUNK_BYTES // x.dtype.itemsize)
-    if n_small_bytes:
-        file = [min(n_small_bytes, FILE_BYTES)]
-        layouts[SMALL] = {"shape": [n_small_bytes], "dtype": "uint8", "file": file}
-    return layouts
-
-
-def _chunk_shape(shape, n_elements):
-    """Halve the longest even dim until at most n_elements are left; a dim of 0 becomes 1."""
-    part = [max(size, 1) for size in shape]
-    while prod(part) > n_elements:
-        even_dims = [dim for dim, size in enumerate(part) if size % 2 == 0]
-        if not even_dims:
-            break
-        longest = max(even_dims, key=lambda dim: part[dim])
-        part[longest] //= 2
-    return part
-
-
-def _file_slices(shape, file):
-    """Yield for each file of an array a tuple of slices: the part of the array in that file."""
-    if not shape:
-        yield ()
-        return
-    for start in range(0, shape[0], file[0]):
-        stop = min(start + file[0], shape[0])
-        for others in _file_slices(shape[1:], file[1:]):
-            yield (slice(start, stop), *others)
-
-
-# ---- save
 
 def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=False, log=print):
     """Start to write `tree` as checkpoint `step`; return a Future of its path.
@@ -160,13 +101,6 @@ def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=Fals
         _write, root, meta, shards, temporary, max_to_keep, keep_period, log)
 
 
-def wait(future):
-    """Block until a save is committed; raise the ValueError of a failed one. None: no save."""
-    if future is None:
-        return None
-    return future.result()
-
-
 def _copy_shards(arrays, layouts):
     """Return copies of what this process writes: dicts of "name", "index" and "data"."""
     is_main = jax.process_index() == 0
@@ -188,21 +122,6 @@ def _copy_shards(arrays, layouts):
         packed = np.frombuffer(b"".join(small), np.uint8)
         shards.append({"name": SMALL, "index": (), "data": packed})
     return shards
-
-
-def _snapshot(x):
-    """Copy an array, so that x may be overwritten or donated."""
-    if not isinstance(x, jax.Array):
-        return np.array(x)
-    if _in_host_memory(x):
-        # NumPy would return a view. JAX copies, in the background.
-        return jax.device_put(x, x.sharding, may_alias=False)
-    return np.asarray(x)
-
-
-def _in_host_memory(x):
-    platform = next(iter(x.devices())).platform
-    return platform == "cpu" or x.sharding.memory_kind != "device"
 
 
 def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
@@ -266,14 +185,6 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
     return path
 
 
-def _check_space(root, n_bytes):
-    """Raise OSError when the disk of a folder has less than n_bytes free."""
-    free = shutil.disk_usage(root).free
-    if free < n_bytes:
-        raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
-                      "are free: delete something, or keep fewer checkpoints")
-
-
 def _commit(root, store, meta, temporary):
     """Make the written arrays a checkpoint, by one atomic write of meta.json."""
     # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
@@ -297,6 +208,222 @@ def _commit(root, store, meta, temporary):
     store.write("meta.json", text).result()
     if temporary:
         store.write("temporary", b"yes").result()
+
+
+def wait(future):
+    """Block until a save is committed; raise the ValueError of a failed one. None: no save."""
+    if future is None:
+        return None
+    return future.result()
+
+
+# ---- restore
+
+def steps(root):
+    """Return the steps of the complete checkpoints, ascending."""
+    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
+
+
+def latest(root):
+    """Return the step of the newest complete checkpoint, or None."""
+    return max(steps(root), default=None)
+
+
+def newest_meta(root):
+    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
+    is no checkpoint. Process 0 reads it for all.
+
+    Raises ValueError when there are checkpoints but no meta.json can be read.
+    """
+    def find():
+        saved_steps = steps(root)
+        for step in reversed(saved_steps):
+            with contextlib.suppress(ValueError):
+                return step, read_meta(root, step)
+        if saved_steps:
+            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
+        return None, {}
+
+    return broadcast_from_main(find)
+
+
+def read_meta(root, step):
+    """Return the meta given to `save`, with "step", "folder" and "arrays".
+
+    Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
+    a folder may have been made to do harm.
+    """
+    try:
+        store = _open(root, _step_name(step))
+        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
+            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
+        content = json.loads(_read(store, "meta.json"))
+        meta = content["body"]
+        if _checksum(meta) != content["crc32"]:
+            raise ValueError("its checksum does not match")
+        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
+            raise ValueError("no save of this step writes it")
+        for name, layout in meta["arrays"].items():
+            if not _is_valid_layout(name, layout):
+                raise ValueError(f"no save writes such an entry: {name!r}: {layout}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        path = join_path(root, _step_name(step), "meta.json")
+        raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
+    return meta
+
+
+def restore_newest(root, like, log=print):
+    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+
+    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
+    when no checkpoint can be read, KeyError and TypeError as `restore` does.
+    """
+    saved_steps = broadcast_from_main(lambda: steps(root))
+    for step in reversed(saved_steps):
+        error = ""
+        try:
+            meta = broadcast_from_main(partial(read_meta, root, step))
+            tree = restore(root, step, like, meta)
+        except ValueError as e:
+            error = str(e)
+        if jax.process_count() > 1:
+            error = _agree_on_error(error, step)
+        if not error:
+            return step, tree
+        log(f"skipping a corrupted checkpoint: {error}")
+    raise ValueError(f"{root}: no checkpoint can be read")
+
+
+def restore(root, step, like, meta=None):
+    """Return the saved tree in the shapes, dtypes and shardings of `like`.
+
+    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. meta:
+    from `read_meta`, if already read. Each process reads only what its devices hold.
+
+    Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
+    shape, ValueError that names an array whose data is corrupted or missing.
+    """
+    if meta is None:
+        meta = read_meta(root, step)
+    wanted, treedef = flatten(like)
+    _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
+    with ThreadPoolExecutor(READERS) as pool:
+        # SMALL is read once, first, for all arrays in it.
+        small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
+        load = partial(_load, root, meta, small)
+        leaves = pool.map(load, wanted, wanted.values())
+        return jax.tree.unflatten(treedef, leaves)
+
+
+def _load(root, meta, small, name, like):
+    """Read the parts of an array that this process needs. small: Future of the array SMALL."""
+    layout = meta["arrays"][name]
+    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
+    try:
+        if "offset" in layout:
+            n_bytes = prod(shape) * dtype.itemsize
+            packed = np.zeros(0, np.uint8)
+            if n_bytes > 0:  # without any bytes there is no SMALL
+                packed = small.result()[layout["offset"]:][:n_bytes]
+            stored = packed.view(dtype).reshape(shape)
+        else:
+            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+        read = partial(_read_part, stored, dtype, like.dtype)
+        return _assemble(shape, getattr(like, "sharding", None), read)
+    except ValueError as e:
+        path = join_path(root, _step_name(meta["step"]))
+        raise ValueError(f"checkpoint {path}: array {name} is corrupted: {_message(e)}") from None
+
+
+# ---- supporting
+# Sections: layout of arrays, copies of arrays, parts of a save, checks of meta.json, parts of a
+# restore, values from process 0, paths, TensorStore, retention and clean-up, run folder, parameters
+# of a run, files, patterns of names.
+
+# ---- layout of arrays
+
+def _plan_layout(arrays):
+    """Return {name: layout}, how each array is stored; equal on every process.
+
+    Small arrays lie behind one another in SMALL, an array of bytes, each at an "offset". A larger
+    array is stored in files of shape "file", which consist of chunks of shape "chunk".
+    """
+    layouts = {}
+    n_small_bytes = 0
+    for name, x in arrays.items():
+        layout = {"shape": list(x.shape), "dtype": str(x.dtype)}
+        layouts[name] = layout
+        is_split = isinstance(x, jax.Array) and not x.is_fully_replicated
+        if x.nbytes <= SMALL_BYTES and not is_split:
+            layout["offset"] = n_small_bytes
+            n_small_bytes += x.nbytes
+            continue
+        # A file lies within one shard, so that one process writes it.
+        shard_shape = x.shape
+        if isinstance(x, jax.Array):
+            shard_shape = x.sharding.shard_shape(x.shape)
+        layout["file"] = _chunk_shape(shard_shape, FILE_BYTES // x.dtype.itemsize)
+        layout["chunk"] = _chunk_shape(layout["file"], CHUNK_BYTES // x.dtype.itemsize)
+    if n_small_bytes:
+        file = [min(n_small_bytes, FILE_BYTES)]
+        layouts[SMALL] = {"shape": [n_small_bytes], "dtype": "uint8", "file": file}
+    return layouts
+
+
+def _chunk_shape(shape, n_elements):
+    """Halve the longest even dim until at most n_elements are left; a dim of 0 becomes 1."""
+    part = [max(size, 1) for size in shape]
+    while prod(part) > n_elements:
+        even_dims = [dim for dim, size in enumerate(part) if size % 2 == 0]
+        if not even_dims:
+            break
+        longest = max(even_dims, key=lambda dim: part[dim])
+        part[longest] //= 2
+    return part
+
+
+def _file_slices(shape, file):
+    """Yield for each file of an array a tuple of slices: the part of the array in that file."""
+    if not shape:
+        yield ()
+        return
+    for start in range(0, shape[0], file[0]):
+        stop = min(start + file[0], shape[0])
+        for others in _file_slices(shape[1:], file[1:]):
+            yield (slice(start, stop), *others)
+
+
+def _is_path(name):
+    """Return whether the name of an array leads to a place below its folder."""
+    keys = name.split("/")
+    return "." not in keys and ".." not in keys
+
+
+# ---- copies of arrays
+
+def _snapshot(x):
+    """Copy an array, so that x may be overwritten or donated."""
+    if not isinstance(x, jax.Array):
+        return np.array(x)
+    if _in_host_memory(x):
+        # NumPy would return a view. JAX copies, in the background.
+        return jax.device_put(x, x.sharding, may_alias=False)
+    return np.asarray(x)
+
+
+def _in_host_memory(x):
+    platform = next(iter(x.devices())).platform
+    return platform == "cpu" or x.sharding.memory_kind != "device"
+
+
+# ---- parts of a save
+
+def _check_space(root, n_bytes):
+    """Raise OSError when the disk of a folder has less than n_bytes free."""
+    free = shutil.disk_usage(root).free
+    if free < n_bytes:
+        raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
+                      "are free: delete something, or keep fewer checkpoints")
 
 
 def _checksum(meta):
@@ -326,42 +453,7 @@ def _abort(root, store, meta, error, pending, log):
             _announce_failure(store, save_id, error)
 
 
-# ---- restore
-
-def steps(root):
-    """Return the steps of the complete checkpoints, ascending."""
-    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
-
-
-def latest(root):
-    """Return the step of the newest complete checkpoint, or None."""
-    return max(steps(root), default=None)
-
-
-def read_meta(root, step):
-    """Return the meta given to `save`, with "step", "folder" and "arrays".
-
-    Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
-    a folder may have been made to do harm.
-    """
-    try:
-        store = _open(root, _step_name(step))
-        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
-            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
-        content = json.loads(_read(store, "meta.json"))
-        meta = content["body"]
-        if _checksum(meta) != content["crc32"]:
-            raise ValueError("its checksum does not match")
-        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
-            raise ValueError("no save of this step writes it")
-        for name, layout in meta["arrays"].items():
-            if not _is_valid_layout(name, layout):
-                raise ValueError(f"no save writes such an entry: {name!r}: {layout}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        path = join_path(root, _step_name(step), "meta.json")
-        raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
-    return meta
-
+# ---- checks of meta.json
 
 def _is_valid_layout(name, layout):
     """Return whether `save` writes such an entry of "arrays". Values of other types may raise."""
@@ -393,26 +485,7 @@ def _is_part(part, shape):
     return True
 
 
-def restore(root, step, like, meta=None):
-    """Return the saved tree in the shapes, dtypes and shardings of `like`.
-
-    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. meta:
-    from `read_meta`, if already read. Each process reads only what its devices hold.
-
-    Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
-    shape, ValueError that names an array whose data is corrupted or missing.
-    """
-    if meta is None:
-        meta = read_meta(root, step)
-    wanted, treedef = flatten(like)
-    _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
-    with ThreadPoolExecutor(READERS) as pool:
-        # SMALL is read once, first, for all arrays in it.
-        small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
-        load = partial(_load, root, meta, small)
-        leaves = pool.map(load, wanted, wanted.values())
-        return jax.tree.unflatten(treedef, leaves)
-
+# ---- parts of a restore
 
 def _check_fit(wanted, layouts, path):
     """Raise KeyError or TypeError when a checkpoint lacks wanted arrays or has other shapes."""
@@ -430,26 +503,6 @@ def _check_fit(wanted, layouts, path):
                           "in this model")
     if errors:
         raise TypeError(f"checkpoint {path} has other shapes or dtypes: {'; '.join(errors)}")
-
-
-def _load(root, meta, small, name, like):
-    """Read the parts of an array that this process needs. small: Future of the array SMALL."""
-    layout = meta["arrays"][name]
-    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
-    try:
-        if "offset" in layout:
-            n_bytes = prod(shape) * dtype.itemsize
-            packed = np.zeros(0, np.uint8)
-            if n_bytes > 0:  # without any bytes there is no SMALL
-                packed = small.result()[layout["offset"]:][:n_bytes]
-            stored = packed.view(dtype).reshape(shape)
-        else:
-            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
-        read = partial(_read_part, stored, dtype, like.dtype)
-        return _assemble(shape, getattr(like, "sharding", None), read)
-    except ValueError as e:
-        path = join_path(root, _step_name(meta["step"]))
-        raise ValueError(f"checkpoint {path}: array {name} is corrupted: {_message(e)}") from None
 
 
 def _read_part(stored, stored_dtype, dtype, *ranges):
@@ -486,47 +539,7 @@ def _aligned_empty(shape, dtype):
     return memory[start:start + n_bytes].view(dtype).reshape(shape)
 
 
-def newest_meta(root):
-    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint. Process 0 reads it for all.
-
-    Raises ValueError when there are checkpoints but no meta.json can be read.
-    """
-    def find():
-        saved_steps = steps(root)
-        for step in reversed(saved_steps):
-            with contextlib.suppress(ValueError):
-                return step, read_meta(root, step)
-        if saved_steps:
-            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
-        return None, {}
-
-    return broadcast_from_main(find)
-
-
-def restore_newest(root, like, log=print):
-    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
-
-    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
-    when no checkpoint can be read, KeyError and TypeError as `restore` does.
-    """
-    saved_steps = broadcast_from_main(lambda: steps(root))
-    for step in reversed(saved_steps):
-        error = ""
-        try:
-            meta = broadcast_from_main(partial(read_meta, root, step))
-            tree = restore(root, step, like, meta)
-        except ValueError as e:
-            error = str(e)
-        if jax.process_count() > 1:
-            error = _agree_on_error(error, step)
-        if not error:
-            return step, tree
-        log(f"skipping a corrupted checkpoint: {error}")
-    raise ValueError(f"{root}: no checkpoint can be read")
-
-
-# ---- processes, paths and files
+# ---- values from process 0
 
 def broadcast_from_main(decide):
     """Return in every process what decide() returns on process 0, passed on as JSON. A ValueError
@@ -536,6 +549,8 @@ def broadcast_from_main(decide):
         return decide()
     return _broadcast(decide)
 
+
+# ---- paths
 
 def join_path(root, *names):
     """Return the path of a folder or file in a root."""
@@ -584,6 +599,8 @@ def _list_folders(root):
     return folders
 
 
+# ---- TensorStore
+
 def _open(root, *names):
     """Open a folder of a root as a TensorStore key-value store."""
     return ts.KvStore.open(_kvstore(root, *names)).result()
@@ -625,6 +642,60 @@ def _zarr_spec(root, meta, name):
     }
 
 
+def _message(error):
+    """Return TensorStore's error message without the spec and source locations at its end."""
+    return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
+
+
+# ---- retention and clean-up
+
+def prune(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
+    """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all), those
+    whose step keep_period divides, and the newest one. A temporary checkpoint is kept only while it
+    is the newest. `log` gets a message for each that cannot be deleted.
+    """
+    saved = {}
+    for step, names in sorted(_step_folders(root).items()):
+        if "meta.json" in names and step <= up_to:
+            saved[step] = names
+    lasting = [step for step, names in saved.items() if "temporary" not in names]
+    permanent = [step for step in lasting if keep_period and step % keep_period == 0]
+    kept = set(lasting[-max_to_keep:])  # [-0:] is all of them
+    kept.update(permanent)
+    kept.add(max(saved, default=None))
+    for step in saved.keys() - kept:
+        _delete_step(root, step, log)
+
+
+def delete_all(root, log=print):
+    """Delete every checkpoint of root."""
+    for step in _step_folders(root):
+        _delete_step(root, step, log)
+
+
+def _delete_step(root, step, log):
+    # Without meta.json the rest is no checkpoint; with it the rest must be complete.
+    _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step))
+
+
+def clean(root, log=print, only=None):
+    """Delete what interrupted saves and deletions left, in the folders of all steps or of one. Call
+    it only while none of these steps is being saved.
+    """
+    for step, names in _step_folders(root).items():
+        if only not in (None, step):
+            continue
+        if "meta.json" not in names:
+            _delete_step(root, step, log)
+            continue
+        try:
+            meta = read_meta(root, step)
+        except ValueError:  # a corrupted meta.json does not say which folder it names
+            continue
+        for name in names - {"meta.json", "temporary", meta["folder"]}:
+            _delete(root, log, f"{_step_name(step)}/{name}")
+
+
 def _delete(root, log, *names):
     """Delete files and folders of root, in this order, until one cannot be deleted. That is logged,
     since it must not end a run.
@@ -643,10 +714,207 @@ def _delete(root, log, *names):
             return
 
 
-def _message(error):
-    """Return TensorStore's error message without the spec and source locations at its end."""
-    return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
+# ---- run folder
 
+# Files that resume="overwrite" deletes, beside the checkpoints.
+RUN_FILES = ("metrics.jsonl", "plot.png", "windows.jsonl")
+
+
+def ckpt_root(out_dir, ckpt_dir):
+    """Return the folder or bucket with the checkpoints of a run."""
+    return ckpt_dir or join_path(out_dir, "ckpt")
+
+
+def root_of(out_dir):
+    """Return the root of the checkpoints of the run whose config.json is in out_dir."""
+    return ckpt_root(out_dir, read_json(Path(out_dir, "config.json")).get("ckpt_dir"))
+
+
+def roots(root):
+    """Return the root of a run's checkpoints and the root of its parameters-only checkpoints."""
+    return root, join_path(root, "weights")
+
+
+def newest_run_meta(root, needed_for=""):
+    """Return (step, meta) of the newest checkpoint, as `newest_meta` does.
+
+    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
+    when a needed checkpoint is missing, or when the checkpoint was not saved by a run.
+    """
+    saved, meta = newest_meta(root)
+    if needed_for and not meta:
+        raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
+                         "that has saved one")
+    if meta and "config" not in meta:
+        raise ValueError(f"{root}: checkpoint {saved} was not saved by a run; to start from its "
+                         "parameters, use --init_from")
+    return saved, meta
+
+
+def find_start(out_dir, root, resume, given=False):
+    """Return (step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
+
+    resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
+    parameters. Raises ValueError when a checkpoint is required and missing, or must not exist.
+    """
+    if resume == "overwrite":
+        return None, {}
+
+    # The run in out_dir may have its checkpoints in another folder. The same folder may be spelled
+    # in two ways; join_path drops a slash at the end.
+    recorded_root = broadcast_from_main(lambda: root_of(out_dir))
+    is_elsewhere = os.path.realpath(join_path(recorded_root)) != os.path.realpath(join_path(root))
+    if is_elsewhere and newest_meta(recorded_root)[1]:
+        raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {recorded_root}; "
+                         "set --ckpt_dir to that, or choose another --out_dir")
+
+    needed_for = "resume must" if resume == "must" else ""
+    saved, meta = newest_run_meta(root, needed_for)
+    if meta and (given or resume == "never"):
+        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
+                         "launch would not resume; choose another --out_dir, or delete the run "
+                         "with --resume overwrite")
+    return saved, meta
+
+
+# What a file system without locks answers.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextlib.contextmanager
+def lock_folders(out_dir, root, log=print):
+    """Make out_dir, and a root on this machine; keep other runs from writing to them and to a
+    bucket. Process 0 does it for all processes. Delete the remains of interrupted saves.
+
+    Yield check(), which raises ValueError once another run has taken over the bucket.
+    """
+    if jax.process_index():
+        yield lambda: None
+        return
+
+    # One lock where both are the same folder.
+    folders = {}
+    for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
+        if _is_local(path):
+            folders[os.path.realpath(path)] = f"{field} {path!r}"
+    owner = os.urandom(4).hex()
+
+    def check():
+        pass
+
+    with contextlib.ExitStack() as locks:
+        for folder, field in folders.items():
+            try:
+                os.makedirs(folder, exist_ok=True)
+                lock_file = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
+                # The system releases the lock when the process ends, in whatever way.
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_local(root):
+                    owner = _lock_owner(lock_file, owner)
+            except BlockingIOError:
+                raise ValueError(f"{field}: another run is writing to it; choose another") from None
+            except OSError as e:
+                if e.errno not in NO_LOCKS:
+                    raise ValueError(
+                        f"{field}: cannot be written: {e.strerror}; choose another") from None
+                log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
+                    "other run writes to it")
+        if not _is_local(root):
+            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
+                     f"{os.path.realpath(out_dir)}")
+            check = locks.enter_context(lock_bucket(root, owner, about, log))
+        for each in roots(root):
+            clean(each, log)
+        yield check
+
+
+def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
+    """Write config.json. overwrite: first delete the previous run. Process 0 does it for all."""
+    if jax.process_index():
+        return
+    if overwrite:
+        for each in roots(root):
+            delete_all(each, log)
+        for name in RUN_FILES:
+            Path(out_dir, name).unlink(missing_ok=True)
+    replace_file(Path(out_dir, "config.json"), config_text)
+
+
+def open_log(out_dir, step):
+    """Open metrics.jsonl for the rows of a run that starts at `step`. Rows of later steps, and
+    "stop" and "end" rows, are deleted first.
+    """
+    lines = []
+    for row in read_log(out_dir):
+        if row["step"] <= step and row["event"] not in ("stop", "end"):
+            lines.append(json_line(row) + "\n")
+    path = Path(out_dir, "metrics.jsonl")
+    replace_file(path, "".join(lines))
+    return open(path, "a", buffering=1)
+
+
+def read_log(out_dir):
+    """Return the rows of metrics.jsonl, without a torn line and without rows that have no step."""
+    path = Path(out_dir, "metrics.jsonl")
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:  # an "error" row has none
+                rows.append(row)
+    return rows
+
+
+def json_line(row):
+    """Return a row as JSON on one line. NumPy's numbers and arrays become numbers and lists.
+    Numbers that are not finite become null, since JSON has none. Other values become text.
+    """
+    def plain(x):
+        if hasattr(x, "tolist"):
+            x = x.tolist()
+        if isinstance(x, float):
+            return x if isfinite(x) else None
+        if isinstance(x, dict):
+            return {str(key): plain(value) for key, value in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(value) for value in x]
+        return x
+
+    return json.dumps(plain(row), default=str)
+
+
+# ---- parameters of a run
+
+def load_parameters(sources, like):
+    """Return {name: array} of the parameters that `open_sources` chose. like: {name: shape with
+    sharding}.
+    """
+    loaded = {}
+    for source in sources:
+        saved_like = {saved_name: like[name] for saved_name, name in source["take"].items()}
+        for saved_name, x in source["read"](saved_like).items():
+            loaded[source["take"][saved_name]] = x
+    return loaded
+
+
+def restore_run(out_dir, root, like, excluded, first, log=print):
+    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
+    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
+    """
+    wanted, treedef = flatten(like)
+    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
+    try:
+        step, restored = restore_newest(root, saved, log)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
+    arrays = flatten(first)[0] | restored
+    leaves = [arrays[path] for path in wanted]
+    return step, jax.tree.unflatten(treedef, leaves)
+
+
+# ---- files
 
 def read_json(path):
     """Return the object in a JSON file, or {} when there is no such file. Raises ValueError for a
@@ -667,8 +935,6 @@ def replace_file(path, text):
     partial_path.replace(path)
 
 
-# ---- optional
-
 # ---- patterns of names
 
 def _matching(names, patterns):
@@ -678,6 +944,10 @@ def _matching(names, patterns):
         found.update(fnmatch.filter(names, pattern))
     return found
 
+
+# ---- optional
+# Rooms: several processes, buckets, locks of buckets, sources of weights, verify, safetensors,
+# exports.
 
 # ---- several processes
 
@@ -801,55 +1071,6 @@ def _delete_keys(root, name):
     store.write(name, None).result()
 
 
-# ---- retention and clean-up
-
-def prune(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
-    """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all), those
-    whose step keep_period divides, and the newest one. A temporary checkpoint is kept only while it
-    is the newest. `log` gets a message for each that cannot be deleted.
-    """
-    saved = {}
-    for step, names in sorted(_step_folders(root).items()):
-        if "meta.json" in names and step <= up_to:
-            saved[step] = names
-    lasting = [step for step, names in saved.items() if "temporary" not in names]
-    permanent = [step for step in lasting if keep_period and step % keep_period == 0]
-    kept = set(lasting[-max_to_keep:])  # [-0:] is all of them
-    kept.update(permanent)
-    kept.add(max(saved, default=None))
-    for step in saved.keys() - kept:
-        _delete_step(root, step, log)
-
-
-def delete_all(root, log=print):
-    """Delete every checkpoint of root."""
-    for step in _step_folders(root):
-        _delete_step(root, step, log)
-
-
-def _delete_step(root, step, log):
-    # Without meta.json the rest is no checkpoint; with it the rest must be complete.
-    _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step))
-
-
-def clean(root, log=print, only=None):
-    """Delete what interrupted saves and deletions left, in the folders of all steps or of one. Call
-    it only while none of these steps is being saved.
-    """
-    for step, names in _step_folders(root).items():
-        if only not in (None, step):
-            continue
-        if "meta.json" not in names:
-            _delete_step(root, step, log)
-            continue
-        try:
-            meta = read_meta(root, step)
-        except ValueError:  # a corrupted meta.json does not say which folder it names
-            continue
-        for name in names - {"meta.json", "temporary", meta["folder"]}:
-            _delete(root, log, f"{_step_name(step)}/{name}")
-
-
 # ---- locks of buckets
 
 LOCK = ".lock"  # the object, beside the checkpoints
@@ -896,6 +1117,21 @@ def lock_bucket(root, owner, about, log=print):
         lock["ended"].set()
         thread.join(3 * ANSWER_S)  # the server may not answer the thread
         _release_lock(lock)
+
+
+def _lock_owner(lock_file, new):
+    """Return the text in out_dir/.lock, at first `new`, with the number of the file.
+
+    A copy of the folder has another file number. A process that has locked this file and finds a
+    bucket locked under this text knows that the process of that lock has ended.
+    """
+    lock_file.seek(0)
+    text = lock_file.read()
+    if not text:
+        text = new
+        lock_file.write(text)
+        lock_file.flush()
+    return f"{text}.{os.fstat(lock_file.fileno()).st_ino}"
 
 
 def _take_lock(lock):
@@ -1008,192 +1244,6 @@ def _write_lock(store, holder, generation, timeout_s=None):
         store.write(LOCK, value, if_equal=generation).result(timeout=timeout_s)
     except ValueError:
         store.write(LOCK, value).result(timeout=timeout_s)
-
-
-# ---- run folder
-
-# Files that resume="overwrite" deletes, beside the checkpoints.
-RUN_FILES = ("metrics.jsonl", "plot.png", "windows.jsonl")
-
-
-def ckpt_root(out_dir, ckpt_dir):
-    """Return the folder or bucket with the checkpoints of a run."""
-    return ckpt_dir or join_path(out_dir, "ckpt")
-
-
-def root_of(out_dir):
-    """Return the root of the checkpoints of the run whose config.json is in out_dir."""
-    return ckpt_root(out_dir, read_json(Path(out_dir, "config.json")).get("ckpt_dir"))
-
-
-def roots(root):
-    """Return the root of a run's checkpoints and the root of its parameters-only checkpoints."""
-    return root, join_path(root, "weights")
-
-
-def newest_run_meta(root, needed_for=""):
-    """Return (step, meta) of the newest checkpoint, as `newest_meta` does.
-
-    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
-    when a needed checkpoint is missing, or when the checkpoint was not saved by a run.
-    """
-    saved, meta = newest_meta(root)
-    if needed_for and not meta:
-        raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
-                         "that has saved one")
-    if meta and "config" not in meta:
-        raise ValueError(f"{root}: checkpoint {saved} was not saved by a run; to start from its "
-                         "parameters, use --init_from")
-    return saved, meta
-
-
-def find_start(out_dir, root, resume, given=False):
-    """Return (step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
-
-    resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
-    parameters. Raises ValueError when a checkpoint is required and missing, or must not exist.
-    """
-    if resume == "overwrite":
-        return None, {}
-
-    # The run in out_dir may have its checkpoints in another folder. The same folder may be spelled
-    # in two ways; join_path drops a slash at the end.
-    recorded_root = broadcast_from_main(lambda: root_of(out_dir))
-    is_elsewhere = os.path.realpath(join_path(recorded_root)) != os.path.realpath(join_path(root))
-    if is_elsewhere and newest_meta(recorded_root)[1]:
-        raise ValueError(f"out_dir {out_dir!r}: the checkpoints of its run are in {recorded_root}; "
-                         "set --ckpt_dir to that, or choose another --out_dir")
-
-    needed_for = "resume must" if resume == "must" else ""
-    saved, meta = newest_run_meta(root, needed_for)
-    if meta and (given or resume == "never"):
-        raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
-                         "launch would not resume; choose another --out_dir, or delete the run "
-                         "with --resume overwrite")
-    return saved, meta
-
-
-# What a file system without locks answers.
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-@contextlib.contextmanager
-def lock_folders(out_dir, root, log=print):
-    """Make out_dir, and a root on this machine; keep other runs from writing to them and to a
-    bucket. Process 0 does it for all processes. Delete the remains of interrupted saves.
-
-    Yield check(), which raises ValueError once another run has taken over the bucket.
-    """
-    if jax.process_index():
-        yield lambda: None
-        return
-
-    # One lock where both are the same folder.
-    folders = {}
-    for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
-        if _is_local(path):
-            folders[os.path.realpath(path)] = f"{field} {path!r}"
-    owner = os.urandom(4).hex()
-
-    def check():
-        pass
-
-    with contextlib.ExitStack() as locks:
-        for folder, field in folders.items():
-            try:
-                os.makedirs(folder, exist_ok=True)
-                lock_file = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
-                # The system releases the lock when the process ends, in whatever way.
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_local(root):
-                    owner = _lock_owner(lock_file, owner)
-            except BlockingIOError:
-                raise ValueError(f"{field}: another run is writing to it; choose another") from None
-            except OSError as e:
-                if e.errno not in NO_LOCKS:
-                    raise ValueError(
-                        f"{field}: cannot be written: {e.strerror}; choose another") from None
-                log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
-                    "other run writes to it")
-        if not _is_local(root):
-            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
-                     f"{os.path.realpath(out_dir)}")
-            check = locks.enter_context(lock_bucket(root, owner, about, log))
-        for each in roots(root):
-            clean(each, log)
-        yield check
-
-
-def _lock_owner(lock_file, new):
-    """Return the text in out_dir/.lock, at first `new`, with the number of the file.
-
-    A copy of the folder has another file number. A process that has locked this file and finds a
-    bucket locked under this text knows that the process of that lock has ended.
-    """
-    lock_file.seek(0)
-    text = lock_file.read()
-    if not text:
-        text = new
-        lock_file.write(text)
-        lock_file.flush()
-    return f"{text}.{os.fstat(lock_file.fileno()).st_ino}"
-
-
-def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
-    """Write config.json. overwrite: first delete the previous run. Process 0 does it for all."""
-    if jax.process_index():
-        return
-    if overwrite:
-        for each in roots(root):
-            delete_all(each, log)
-        for name in RUN_FILES:
-            Path(out_dir, name).unlink(missing_ok=True)
-    replace_file(Path(out_dir, "config.json"), config_text)
-
-
-def open_log(out_dir, step):
-    """Open metrics.jsonl for the rows of a run that starts at `step`. Rows of later steps, and
-    "stop" and "end" rows, are deleted first.
-    """
-    lines = []
-    for row in read_log(out_dir):
-        if row["step"] <= step and row["event"] not in ("stop", "end"):
-            lines.append(json_line(row) + "\n")
-    path = Path(out_dir, "metrics.jsonl")
-    replace_file(path, "".join(lines))
-    return open(path, "a", buffering=1)
-
-
-def read_log(out_dir):
-    """Return the rows of metrics.jsonl, without a torn line and without rows that have no step."""
-    path = Path(out_dir, "metrics.jsonl")
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:  # an "error" row has none
-                rows.append(row)
-    return rows
-
-
-def json_line(row):
-    """Return a row as JSON on one line. NumPy's numbers and arrays become numbers and lists.
-    Numbers that are not finite become null, since JSON has none. Other values become text.
-    """
-    def plain(x):
-        if hasattr(x, "tolist"):
-            x = x.tolist()
-        if isinstance(x, float):
-            return x if isfinite(x) else None
-        if isinstance(x, dict):
-            return {str(key): plain(value) for key, value in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [plain(value) for value in x]
-        return x
-
-    return json.dumps(plain(row), default=str)
 
 
 # ---- sources of weights
@@ -1404,33 +1454,6 @@ def _log_origin(some, names, origin, log):
     if some:
         which = f": {', '.join(some)}" if len(some) < len(names) else ""
         log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
-
-
-def load_parameters(sources, like):
-    """Return {name: array} of the parameters that `open_sources` chose. like: {name: shape with
-    sharding}.
-    """
-    loaded = {}
-    for source in sources:
-        saved_like = {saved_name: like[name] for saved_name, name in source["take"].items()}
-        for saved_name, x in source["read"](saved_like).items():
-            loaded[source["take"][saved_name]] = x
-    return loaded
-
-
-def restore_run(out_dir, root, like, excluded, first, log=print):
-    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
-    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
-    """
-    wanted, treedef = flatten(like)
-    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
-    try:
-        step, restored = restore_newest(root, saved, log)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
-    arrays = flatten(first)[0] | restored
-    leaves = [arrays[path] for path in wanted]
-    return step, jax.tree.unflatten(treedef, leaves)
 
 
 def load_saved(out_dir, root, meta, sources, texts, like, log=print):
