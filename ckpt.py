@@ -2,9 +2,9 @@
 """Sharded checkpoints of any pytree of arrays, written in the background by TensorStore.
 
 Commit: (1) each process writes its shards to root/000000100/<id>/, all files and folders synced;
-(2) process 0 waits for all of them, then (3) writes root/000000100/meta.json, which names <id>:
-one atomic write, also in an object store. (4) Only process 0 lists and decides what is newest;
-(5) readers look at meta.json alone: without it there is no checkpoint.
+(2) process 0 waits for all of them; (3) it writes root/000000100/meta.json, which names <id>: one
+atomic write, also in an object store. Without meta.json there is no checkpoint. Only process 0
+lists the checkpoints and decides which is the newest.
 
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
@@ -63,7 +63,7 @@ def flatten(tree):
     return arrays, treedef
 
 
-def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=False, log=print):
+def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=False, log=print):
     """Start to write `tree` as checkpoint `step`; return a Future of its path.
 
     Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
@@ -81,19 +81,22 @@ def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=Fals
     """
     arrays, _ = flatten(tree)
 
-    # Start all copies to the host, then take one after the other. An array in host memory needs
-    # none, and a copy would prevent its donation.
+    # Start all copies to the host, then collect them. An array in host memory needs no copy: it
+    # would prevent the donation of the array.
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):
             x.copy_to_host_async()
-    layouts = _plan_layout(arrays)
+    layouts = _plan_layout(arrays)  # the shape of the files of each array
     shards = _copy_shards(arrays, layouts)
 
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
+    # Process 0 chooses it for all processes.
     save_id = broadcast_from_main(lambda: os.urandom(4).hex())
-    step = int(_step_name(step))
-    meta = dict(step=step, folder=save_id, arrays=layouts, **dict(meta))
-    # Make it what a reader will get: keys are texts, and NumPy's numbers are Python's.
+    step = int(_step_name(step))  # raises ValueError for a step that is not a count
+    if meta is None:
+        meta = {}
+    meta = dict(step=step, folder=save_id, arrays=layouts, **meta)  # TypeError for a reserved entry
+    # Convert meta to what a reader will get: JSON has text keys, and no numbers of NumPy.
     meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
 
     thread = ThreadPoolExecutor(1, "ckpt")
@@ -133,18 +136,20 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
     save_id = meta["folder"]
     step_name = _step_name(meta["step"])
     path = join_path(root, step_name)
-    store = None
+    store = None  # TensorStore's key-value store of the checkpoint's folder: keys are file names
     pending = []
     try:
         if _is_local(root):
             Path(root).mkdir(parents=True, exist_ok=True)
             _check_space(root, sum(shard["data"].nbytes for shard in shards))
         store = _open(root, step_name)
-        # TensorStore would try forever to create an array in a bucket that does not exist. This
-        # write fails there.
+        # This file has two purposes. Its write fails for a bucket that does not exist, in which
+        # TensorStore would try forever to create an array. With several processes, its content
+        # "written" will say that this process has written its shards.
         store.write(f"{save_id}.{rank}", b"begun").result()
 
-        # (1) Create all arrays, start all writes, then wait for them.
+        # (1) Write the shards of this process: create all arrays in the format zarr 3, start all
+        # writes, then wait for them.
         arrays = {}
         for shard in shards:
             name = shard["name"]
@@ -154,31 +159,37 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
         for shard in shards:
             name = shard["name"]
             data = np.asarray(shard["data"])
-            target = arrays[name].result()[shard["index"]].translate_to[0]
-            # One write of several files would end at its first error and still write the others.
+            target = arrays[name].result()[shard["index"]]
+            target = target.translate_to[0]  # index from 0 again, as in data
+            # One write per file: a single write of several files returns at its first error while
+            # the others continue.
             for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
                 pending.append(
                     target[part].write(data[part], can_reference_source_data_indefinitely=True))
         for write in pending:
             write.result()
 
-        # (2) Process 0 waits for the shards of all processes, (3) then it commits.
-        if rank == 0:
+        # (2) With several processes, process 0 waits until all have written their shards.
+        if rank == 0 and jax.process_count() > 1:
             _wait_for_shards(store, save_id)
+
+        # (3) Process 0 writes meta.json.
+        if rank == 0:
             _commit(root, store, meta, temporary)
         else:
-            _wait_for_commit(store, save_id)
+            _report_and_wait_for_commit(store, save_id)
     except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
         error = _message(e)
         if store:
-            _abort(root, store, meta, error, pending, log)
+            _abort(root, store, meta, error, pending, log)  # delete what this save has written
         raise ValueError(
             f"{path} could not be written, older checkpoints are intact: {error}") from e
 
-    # The checkpoint exists. A failure from here on is logged, since nothing is lost.
+    # The checkpoint exists. Delete an earlier one of this step, which it replaces, and old ones. A
+    # failure from here on is logged, since nothing is lost.
     if rank == 0:
         try:
-            clean(root, log, meta["step"])
+            clean(root, log, only=meta["step"])
             prune(root, max_to_keep, keep_period, log, up_to=meta["step"])
         except (ValueError, OSError) as e:
             log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
@@ -188,7 +199,7 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
 def _commit(root, store, meta, temporary):
     """Make the written arrays a checkpoint, by one atomic write of meta.json."""
     # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
-    # the root, and two more, which a run may have made.
+    # the root and its two parents, in case the run created them.
     if _is_local(root):
         path = Path(root, _step_name(meta["step"])).resolve()
         folders = [folder for folder, _, _ in os.walk(path)]
@@ -201,8 +212,12 @@ def _commit(root, store, meta, temporary):
     if len(text) > META_BYTES:
         raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
 
-    # A kill between two of these writes may leave a temporary checkpoint without its mark, which is
-    # then kept. It never leaves a mark on a checkpoint that must be kept.
+    # The file "temporary" marks a checkpoint that the next one replaces. A kill may come between
+    # any two of these writes, so their order is:
+    # - A mark that an earlier save of this step has left is deleted before meta.json is written: no
+    #   checkpoint that must be kept ever has a mark.
+    # - A new mark is written after meta.json. A kill may leave a temporary checkpoint without its
+    #   mark, which is then kept.
     if not temporary:
         store.write("temporary", None).result()
     store.write("meta.json", text).result()
@@ -211,7 +226,9 @@ def _commit(root, store, meta, temporary):
 
 
 def wait(future):
-    """Block until a save is committed; raise the ValueError of a failed one. None: no save."""
+    """Block until a save is committed, and return its path. Raises the ValueError of a failed save.
+    None, for no save, returns at once.
+    """
     if future is None:
         return None
     return future.result()
@@ -233,6 +250,9 @@ def newest_meta(root):
     """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
     is no checkpoint. Process 0 reads it for all.
 
+    A launch calls this first, to choose what to resume from and to compare configs. Its arrays are
+    not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
+
     Raises ValueError when there are checkpoints but no meta.json can be read.
     """
     def find():
@@ -251,7 +271,7 @@ def read_meta(root, step):
     """Return the meta given to `save`, with "step", "folder" and "arrays".
 
     Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
-    a folder may have been made to do harm.
+    the folder may be malicious.
     """
     try:
         store = _open(root, _step_name(step))
@@ -275,8 +295,11 @@ def read_meta(root, step):
 def restore_newest(root, like, log=print):
     """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
 
-    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
-    when no checkpoint can be read, KeyError and TypeError as `restore` does.
+    A run resumes with this, once `newest_meta` has found a checkpoint; the two differ when arrays
+    of the newest one are corrupted. `log` gets a message for each corrupted checkpoint.
+
+    Process 0 lists the checkpoints. Raises ValueError when no checkpoint can be read, KeyError and
+    TypeError as `restore` does.
     """
     saved_steps = broadcast_from_main(lambda: steps(root))
     for step in reversed(saved_steps):
@@ -309,25 +332,30 @@ def restore(root, step, like, meta=None):
     _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
     with ThreadPoolExecutor(READERS) as pool:
         # SMALL is read once, first, for all arrays in it.
-        small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
+        small = None
+        if SMALL in meta["arrays"]:
+            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
         load = partial(_load, root, meta, small)
         leaves = pool.map(load, wanted, wanted.values())
         return jax.tree.unflatten(treedef, leaves)
 
 
 def _load(root, meta, small, name, like):
-    """Read the parts of an array that this process needs. small: Future of the array SMALL."""
+    """Read the parts of an array that this process needs. small: Future of the array SMALL, or None
+    when no array is in it.
+    """
     layout = meta["arrays"][name]
     shape, dtype = layout["shape"], np.dtype(layout["dtype"])
     try:
         if "offset" in layout:
             n_bytes = prod(shape) * dtype.itemsize
             packed = np.zeros(0, np.uint8)
-            if n_bytes > 0:  # without any bytes there is no SMALL
+            if n_bytes > 0:  # if all small arrays are empty, there is no SMALL
                 packed = small.result()[layout["offset"]:][:n_bytes]
             stored = packed.view(dtype).reshape(shape)
         else:
             stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+        # Read each part that the sharding gives to this process, once, and put the parts together.
         read = partial(_read_part, stored, dtype, like.dtype)
         return _assemble(shape, getattr(like, "sharding", None), read)
     except ValueError as e:
@@ -345,8 +373,8 @@ def _load(root, meta, small, name, like):
 def _plan_layout(arrays):
     """Return {name: layout}, how each array is stored; equal on every process.
 
-    Small arrays lie behind one another in SMALL, an array of bytes, each at an "offset". A larger
-    array is stored in files of shape "file", which consist of chunks of shape "chunk".
+    Small arrays are stored one after another in SMALL, an array of bytes, each at an "offset". A
+    larger array is stored in files of shape "file", which consist of chunks of shape "chunk".
     """
     layouts = {}
     n_small_bytes = 0
@@ -456,7 +484,9 @@ def _abort(root, store, meta, error, pending, log):
 # ---- checks of meta.json
 
 def _is_valid_layout(name, layout):
-    """Return whether `save` writes such an entry of "arrays". Values of other types may raise."""
+    """Return whether `save` writes such an entry of "arrays". A value of a wrong type, such as a
+    shape that is no list, raises KeyError or TypeError, which `read_meta` catches.
+    """
     shape, dtype = layout["shape"], layout["dtype"]
     if not _is_path(name):
         return False
@@ -582,8 +612,10 @@ def _step_folders(root):
     found = {}
     for folder, names in folders.items():
         is_step = re.fullmatch("[0-9]{9,}", folder) and folder == _step_name(int(folder))
-        is_known = "meta.json" in names or all(map(KNOWN_NAMES.fullmatch, names))
-        if is_step and is_known:
+        # Without meta.json it is an unfinished save or deletion, if a save writes all these names.
+        has_meta = "meta.json" in names
+        has_only_known_names = all(KNOWN_NAMES.fullmatch(name) for name in names)
+        if is_step and (has_meta or has_only_known_names):
             found[int(folder)] = names
     return found
 
@@ -622,8 +654,7 @@ def _kvstore(root, *names):
 
 
 def _zarr_spec(root, meta, name):
-    """Return TensorStore's spec of an array. To open an array whose zarr.json differs is an error.
-    """
+    """Return TensorStore's spec of an array. Opening fails if zarr.json differs from this spec."""
     layout = meta["arrays"][name]
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     if "chunk" in layout:
@@ -981,7 +1012,7 @@ def _wait_for_shards(store, save_id):
     _wait_for_peers(store, save_id, unfinished, PEER_TIMEOUT_S)
 
 
-def _wait_for_commit(store, save_id):
+def _report_and_wait_for_commit(store, save_id):
     """Report that this process has written its shards; wait until process 0 has committed."""
     store.write(f"{save_id}.{jax.process_index()}", b"written").result()
 
