@@ -303,32 +303,6 @@ def parse(argv, kind=Config):
         raise
 
 
-def _expand_home(arg):
-    # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
-    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
-
-
-# Fields of a process, not of the run: config.json holds their defaults.
-LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
-                 "process_id")
-
-
-def repeatable(cfg):
-    """The config as config.json holds it: without what belongs to this launch of the run.
-
-    Resets LAUNCH_FIELDS to their defaults, and steps if they were derived from epochs.
-    """
-    default = type(cfg)()
-    reset = {name: getattr(default, name) for name in LAUNCH_FIELDS}
-    if cfg.epochs:
-        reset["steps"] = default.steps
-    return dataclasses.replace(cfg, **reset)
-
-
-def to_json(cfg):
-    return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
-
-
 # ---- validation
 
 def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
@@ -354,239 +328,39 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     raise_if_errors(errors)
 
 
-def _type_errors(values, hints):
-    """Errors of values that are not of the type of their field. hints: {field: type}."""
-    errors = []
-    for name, hint in hints.items():
-        if name in values and not _is_of_type(values[name], hint):
-            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
-    return errors
+# ---- supporting
+# Sections: parts of the command line, config files, numbers, intervals, stop conditions, types and
+# bounds, mesh sizes, rules between fields, fields without an effect, errors, the transformer,
+# groups of --help, differences between configs.
 
+# ---- parts of the command line
 
-def _is_of_type(value, hint):
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        item_type = get_args(hint)[0]
-        return isinstance(value, tuple) and all(isinstance(item, item_type) for item in value)
-    if isinstance(value, bool) != (hint is bool):  # in Python a bool is an int
-        return False
-    if hint is float:
-        return isinstance(value, int | float) and isfinite(value)
-    return isinstance(value, hint)
-
-
-def _describe_type(hint):
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if get_origin(hint) is tuple:
-        return f"a list, in Python a tuple, of {get_args(hint)[0].__name__}"
-    if hint is float:
-        return "a finite float"
-    return f"of type {getattr(hint, '__name__', hint)}"
-
-
-def _bound_errors(cfg):
-    """Errors of numbers outside the bound that their type carries."""
-    hints = get_type_hints(type(cfg), include_extras=True)
-    bounds = {}
-    for name, hint in hints.items():
-        if get_origin(hint) is Annotated:
-            bounds[name] = hint.__metadata__[0]
-    return value_errors(vars(cfg), bounds)
-
-
-def _choice_errors(cfg, choices):
-    errors = []
-    for name, known in choices.items():
-        given = getattr(cfg, name)
-        if not isinstance(given, tuple):
-            given = (given,)
-        for text in given:
-            chosen = str(text).rpartition("=")[2]
-            if chosen not in known:
-                errors.append(f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})")
-    return errors
-
-
-def mesh_sizes(cfg, n_devices):
-    """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
-    sizes = {axis: getattr(cfg, axis) for axis in MESH}
-    known = prod(n for n in sizes.values() if n > 0)
-    inferred = [axis for axis, n in sizes.items() if n == -1]
-    if inferred:
-        sizes[inferred[0]] = n_devices // known
-    if prod(sizes.values()) != n_devices:
-        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
-        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
-    outer = "fsdp"  # the axis that crosses the slow network between slices
-    if sizes["dp"] > 1:
-        outer = "dp"
-    n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
-    errors += multiple_errors(
-        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
-    return sizes, errors
-
-
-def multiple_errors(name, value, rule, divisor):
-    """An error if value is not a multiple of the divisor, with the nearest legal values."""
-    if value % divisor == 0:
-        return []
-    below = max(value // divisor * divisor, divisor)
-    above = -(-value // divisor) * divisor
-    nearest = f"{below} or {above}"
-    if below == above:
-        nearest = f"{above}"
-    return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
-
-
-def divisor_errors(name, value, rule, total):
-    """An error if value does not divide the total, with the nearest legal value."""
-    if total % value == 0:
-        return []
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    nearest = min(divisors, key=lambda n: abs(n - value))
-    return [f"{name} {value}: must divide {rule} = {total}; nearest: {nearest}"]
-
-
-# ---- errors
-
-def raise_if_errors(errors, where="config"):
-    """Raise one ValueError with all errors that are not empty, if there are any."""
-    errors = [error for error in errors if error]
-    if len(errors) == 1:
-        raise ValueError(f"{where}: {errors[0]}")
-    if errors:
-        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
-
-
-def field_error(cfg, name, rule):
-    return f"{name} {getattr(cfg, name)!r}: {rule}"
-
-
-def key_errors(where, given, known, required=()):
-    """Errors of the keys of a dict: unknown keys, and required ones that are missing."""
-    errors = [f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
-              for key in given if key not in known]
-    errors += [f"{where}no {key!r}" for key in required if key not in given]
-    return errors
-
-
-def value_errors(given, rules):
-    """Errors of the values of a dict. rules: {key: (test, rule as text)}."""
-    errors = []
-    for key, (test, rule) in rules.items():
-        if key in given and not test(given[key]):
-            errors.append(f"{key} {given[key]!r:.80}: must be {rule}")
-    return errors
-
-
-def did_you_mean(name, known):
-    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
-    if close:
-        return f"nearest: {close[0]}"
-    return f"legal: {', '.join(known)}"
-
-
-def parses(read, *args):
-    """Whether read(*args) raises no ValueError."""
-    try:
-        read(*args)
-    except ValueError:
-        return False
-    return True
-
-
-# ---- optional
-
-# ---- groups of --help
-
-def add_group_headings(help_text, kind):
-    """The text of --help with a heading above the first flag of each group of fields."""
-    groups = field_groups(kind)
-    group = ""
-    lines = []
-    for line in help_text.splitlines():
-        flag = re.match(r"\W{0,2}--(\w+)", line)
-        if flag and groups.get(flag[1], group) != group:
-            group = groups[flag[1]]
-            lines += ["", f" {group}", " " + "-" * len(group)]
-        lines.append(line.rstrip())
-    return "".join(line + "\n" for line in lines)
-
-
-def field_groups(kind):
-    """{field: group} by the `# ---- group` comments in the source of a dataclass and its bases.
-
-    A class without such comments is a group of its own name.
-    """
-    groups = {}
-    for cls in reversed(kind.__mro__[:-1]):
-        group = cls.__name__
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):  # typed into an interpreter
-            continue
-        for heading, field in re.findall(r"^ *(?:# ---- (.+)|(\w+):)", source, re.MULTILINE):
-            if heading:
-                group = heading
-            elif field not in groups:
-                groups[field] = group
-    return groups
-
-
-# ---- earlier names
-
-# Earlier names of fields. They are rejected with the current name.
-RENAMED = {
-    "micro_batches": "grad_accum_steps",
-    "fill": "packing",
-    "packed": "document_mask",
-    "too_long": "truncation",
-    "pad": "padding_side",
-    "end_id": "eod_id",
-    "prepared": "token_cache",
-    "keep": "max_to_keep",
-    "keep_every": "keep_period",
-    "leave_out": "save_exclude",
-    "moments_on": "offload_optimizer",
-    "nan": "on_nonfinite",
-    "scale": "width_mult",
-}
-
-
-def earlier_flag_errors(argv, kind):
-    """Errors of flags that have an earlier name of a field; a fork may have such a field."""
-    errors = []
-    for arg in argv:
-        flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
-        if flag:
-            name = flag[1].replace("-", "_")
-            if _is_earlier_name(name, kind):
-                errors.append(f"--{name} is now --{RENAMED[name]}")
-    return errors
-
-
-def _is_earlier_name(name, kind):
-    return name in RENAMED and name not in get_type_hints(kind)
+def _expand_home(arg):
+    # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
+    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
 
 
 # ---- config files
 
-def load(name, kind=Config):
-    """The config of a preset or a JSON file. Raises ValueError when the name is neither."""
-    if name in PRESETS:
-        return kind(config=name, **PRESETS[name])
-    if not Path(name).is_file():
-        raise ValueError(f"config {name!r}: neither a file nor a preset "
-                         f"({did_you_mean(name, PRESETS)})")
-    cfg = from_json(Path(name).read_bytes(), name, kind)
-    if cfg.config:
-        raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
-                                                    "delete this field")], name)
-    return dataclasses.replace(cfg, config=name)
+# Fields of a process, not of the run: config.json holds their defaults.
+LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
+                 "process_id")
+
+
+def repeatable(cfg):
+    """The config as config.json holds it: without what belongs to this launch of the run.
+
+    Resets LAUNCH_FIELDS to their defaults, and steps if they were derived from epochs.
+    """
+    default = type(cfg)()
+    reset = {name: getattr(default, name) for name in LAUNCH_FIELDS}
+    if cfg.epochs:
+        reset["steps"] = default.steps
+    return dataclasses.replace(cfg, **reset)
+
+
+def to_json(cfg):
+    return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
 
 
 def from_json(text, where="JSON", kind=Config):
@@ -613,6 +387,20 @@ def from_json(text, where="JSON", kind=Config):
         if types[name] is float:
             values[name] = float(value)
     return kind(**values)
+
+
+def load(name, kind=Config):
+    """The config of a preset or a JSON file. Raises ValueError when the name is neither."""
+    if name in PRESETS:
+        return kind(config=name, **PRESETS[name])
+    if not Path(name).is_file():
+        raise ValueError(f"config {name!r}: neither a file nor a preset "
+                         f"({did_you_mean(name, PRESETS)})")
+    cfg = from_json(Path(name).read_bytes(), name, kind)
+    if cfg.config:
+        raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
+                                                    "delete this field")], name)
+    return dataclasses.replace(cfg, config=name)
 
 
 # ---- numbers
@@ -746,20 +534,104 @@ def _stop_order(condition):
     return len(names), condition["exit_code"]
 
 
-# ---- profiles
+# ---- types and bounds
 
-def profile_span(cfg):
-    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
+def _type_errors(values, hints):
+    """Errors of values that are not of the type of their field. hints: {field: type}."""
+    errors = []
+    for name, hint in hints.items():
+        if name in values and not _is_of_type(values[name], hint):
+            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
+    return errors
 
-    Raises ValueError when it is malformed, or begins after the last step.
-    """
-    if not cfg.profile:
-        return 0, 0
-    first, last = map(int, cfg.profile.split(":"))
-    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
-    if not 0 < first <= last or not begins_in_run:
-        raise ValueError(f"profile {cfg.profile!r}: traces no step")
-    return first, last
+
+def _is_of_type(value, hint):
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        item_type = get_args(hint)[0]
+        return isinstance(value, tuple) and all(isinstance(item, item_type) for item in value)
+    if isinstance(value, bool) != (hint is bool):  # in Python a bool is an int
+        return False
+    if hint is float:
+        return isinstance(value, int | float) and isfinite(value)
+    return isinstance(value, hint)
+
+
+def _describe_type(hint):
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return f"a list, in Python a tuple, of {get_args(hint)[0].__name__}"
+    if hint is float:
+        return "a finite float"
+    return f"of type {getattr(hint, '__name__', hint)}"
+
+
+def _bound_errors(cfg):
+    """Errors of numbers outside the bound that their type carries."""
+    hints = get_type_hints(type(cfg), include_extras=True)
+    bounds = {}
+    for name, hint in hints.items():
+        if get_origin(hint) is Annotated:
+            bounds[name] = hint.__metadata__[0]
+    return value_errors(vars(cfg), bounds)
+
+
+def _choice_errors(cfg, choices):
+    errors = []
+    for name, known in choices.items():
+        given = getattr(cfg, name)
+        if not isinstance(given, tuple):
+            given = (given,)
+        for text in given:
+            chosen = str(text).rpartition("=")[2]
+            if chosen not in known:
+                errors.append(f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})")
+    return errors
+
+
+# ---- mesh sizes
+
+def mesh_sizes(cfg, n_devices):
+    """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
+    sizes = {axis: getattr(cfg, axis) for axis in MESH}
+    known = prod(n for n in sizes.values() if n > 0)
+    inferred = [axis for axis, n in sizes.items() if n == -1]
+    if inferred:
+        sizes[inferred[0]] = n_devices // known
+    if prod(sizes.values()) != n_devices:
+        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
+        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
+    outer = "fsdp"  # the axis that crosses the slow network between slices
+    if sizes["dp"] > 1:
+        outer = "dp"
+    n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
+    errors += multiple_errors(
+        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
+    return sizes, errors
+
+
+def multiple_errors(name, value, rule, divisor):
+    """An error if value is not a multiple of the divisor, with the nearest legal values."""
+    if value % divisor == 0:
+        return []
+    below = max(value // divisor * divisor, divisor)
+    above = -(-value // divisor) * divisor
+    nearest = f"{below} or {above}"
+    if below == above:
+        nearest = f"{above}"
+    return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
+
+
+def divisor_errors(name, value, rule, total):
+    """An error if value does not divide the total, with the nearest legal value."""
+    if total % value == 0:
+        return []
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - value))
+    return [f"{name} {value}: must divide {rule} = {total}; nearest: {nearest}"]
 
 
 # ---- rules between fields
@@ -914,6 +786,55 @@ UNUSED_WHEN = (
 )
 
 
+# ---- errors
+
+def raise_if_errors(errors, where="config"):
+    """Raise one ValueError with all errors that are not empty, if there are any."""
+    errors = [error for error in errors if error]
+    if len(errors) == 1:
+        raise ValueError(f"{where}: {errors[0]}")
+    if errors:
+        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
+
+
+def field_error(cfg, name, rule):
+    return f"{name} {getattr(cfg, name)!r}: {rule}"
+
+
+def key_errors(where, given, known, required=()):
+    """Errors of the keys of a dict: unknown keys, and required ones that are missing."""
+    errors = [f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
+              for key in given if key not in known]
+    errors += [f"{where}no {key!r}" for key in required if key not in given]
+    return errors
+
+
+def value_errors(given, rules):
+    """Errors of the values of a dict. rules: {key: (test, rule as text)}."""
+    errors = []
+    for key, (test, rule) in rules.items():
+        if key in given and not test(given[key]):
+            errors.append(f"{key} {given[key]!r:.80}: must be {rule}")
+    return errors
+
+
+def did_you_mean(name, known):
+    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
+    if close:
+        return f"nearest: {close[0]}"
+    return f"legal: {', '.join(known)}"
+
+
+def parses(read, *args):
+    """Whether read(*args) raises no ValueError."""
+    try:
+        read(*args)
+    except ValueError:
+        return False
+    return True
+
+
 # ---- the transformer
 
 def text_errors(sizes, cfg):
@@ -971,66 +892,40 @@ def derive_text(cfg):
         n_kv_heads=round(n_kv_heads * cfg.width_mult))
 
 
-# ---- presets
+# ---- groups of --help
 
-# Fields that presets of long runs share, and those of two families of models.
-_LONG_RUN = {
-    "optimizer": "adamw", "b2": 0.95,
-    "schedule": "cosine", "warmup_steps": 2000.0, "min_lr_frac": 0.1,
-    "remat": "full", "steps": 100000,
-}
-_LLAMA = _LONG_RUN | {
-    "vocab_size": 128256, "seq_len": 8192,
-    "rope_theta": 500000.0, "norm_eps": 1e-5, "qk_norm": False, "tie_embeddings": False,
-}
-_QWEN = _LONG_RUN | {
-    "vocab_size": 151936, "seq_len": 4096,
-    "head_dim": 128, "rope_theta": 1000000.0,
-}
+def add_group_headings(help_text, kind):
+    """The text of --help with a heading above the first flag of each group of fields."""
+    groups = field_groups(kind)
+    group = ""
+    lines = []
+    for line in help_text.splitlines():
+        flag = re.match(r"\W{0,2}--(\w+)", line)
+        if flag and groups.get(flag[1], group) != group:
+            group = groups[flag[1]]
+            lines += ["", f" {group}", " " + "-" * len(group)]
+        lines.append(line.rstrip())
+    return "".join(line + "\n" for line in lines)
 
-PRESETS = {
-    "debug": {
-        "d_model": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 0, "d_ff": 512,
-        "batch_size": 8, "seq_len": 128, "lr": -1.0, "steps": 100,
-    },
-    "gpt2-124m": _LONG_RUN | {
-        "d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 0, "d_ff": 2048,
-        "vocab_size": 50304, "seq_len": 1024,
-        "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
-        "remat": "none", "steps": 10000, "warmup_steps": 500.0,
-    },
-    "llama-8b": _LLAMA | {
-        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
-        "batch_size": 512, "lr": 3e-4,
-    },
-    "llama-70b": _LLAMA | {
-        "d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672,
-        "batch_size": 1024, "lr": 1.5e-4,
-    },
-    "llama-405b": _LLAMA | {
-        "d_model": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "d_ff": 53248,
-        "batch_size": 2048, "lr": 8e-5, "warmup_steps": 8000.0, "min_lr_frac": 0.01,
-    },
-    "qwen3-0.6b": _QWEN | {
-        "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
-        "batch_size": 256, "lr": 6e-4,
-    },
-    "qwen3-8b": _QWEN | {
-        "d_model": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "d_ff": 12288,
-        "tie_embeddings": False, "batch_size": 512, "lr": 3e-4,
-    },
-    "qwen3-30b-a3b": _QWEN | {
-        "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,
-        "n_experts": 128, "experts_per_token": 8,
-        "tie_embeddings": False, "batch_size": 1024, "lr": 3e-4,
-    },
-    "mixtral-8x7b": _LLAMA | {
-        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
-        "n_experts": 8, "experts_per_token": 2,
-        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
-        "batch_size": 1024, "lr": 3e-4,
-    },
-}
+
+def field_groups(kind):
+    """{field: group} by the `# ---- group` comments in the source of a dataclass and its bases.
+
+    A class without such comments is a group of its own name.
+    """
+    groups = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        group = cls.__name__
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # typed into an interpreter
+            continue
+        for heading, field in re.findall(r"^ *(?:# ---- (.+)|(\w+):)", source, re.MULTILINE):
+            if heading:
+                group = heading
+            elif field not in groups:
+                groups[field] = group
+    return groups
 
 
 # ---- differences between configs
@@ -1123,3 +1018,119 @@ def changes_since(saved, current):
             if name in before and before[name] != value:
                 changes.append(f"{name} was {before[name] or 'empty'}, is {value or 'empty'}")
     return changes
+
+
+# ---- optional
+# Rooms: earlier names, profiles, presets.
+
+# ---- earlier names
+
+# Earlier names of fields. They are rejected with the current name.
+RENAMED = {
+    "micro_batches": "grad_accum_steps",
+    "fill": "packing",
+    "packed": "document_mask",
+    "too_long": "truncation",
+    "pad": "padding_side",
+    "end_id": "eod_id",
+    "prepared": "token_cache",
+    "keep": "max_to_keep",
+    "keep_every": "keep_period",
+    "leave_out": "save_exclude",
+    "moments_on": "offload_optimizer",
+    "nan": "on_nonfinite",
+    "scale": "width_mult",
+}
+
+
+def earlier_flag_errors(argv, kind):
+    """Errors of flags that have an earlier name of a field; a fork may have such a field."""
+    errors = []
+    for arg in argv:
+        flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
+        if flag:
+            name = flag[1].replace("-", "_")
+            if _is_earlier_name(name, kind):
+                errors.append(f"--{name} is now --{RENAMED[name]}")
+    return errors
+
+
+def _is_earlier_name(name, kind):
+    return name in RENAMED and name not in get_type_hints(kind)
+
+
+# ---- profiles
+
+def profile_span(cfg):
+    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
+
+    Raises ValueError when it is malformed, or begins after the last step.
+    """
+    if not cfg.profile:
+        return 0, 0
+    first, last = map(int, cfg.profile.split(":"))
+    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
+    if not 0 < first <= last or not begins_in_run:
+        raise ValueError(f"profile {cfg.profile!r}: traces no step")
+    return first, last
+
+
+# ---- presets
+
+# Fields that presets of long runs share, and those of two families of models.
+_LONG_RUN = {
+    "optimizer": "adamw", "b2": 0.95,
+    "schedule": "cosine", "warmup_steps": 2000.0, "min_lr_frac": 0.1,
+    "remat": "full", "steps": 100000,
+}
+_LLAMA = _LONG_RUN | {
+    "vocab_size": 128256, "seq_len": 8192,
+    "rope_theta": 500000.0, "norm_eps": 1e-5, "qk_norm": False, "tie_embeddings": False,
+}
+_QWEN = _LONG_RUN | {
+    "vocab_size": 151936, "seq_len": 4096,
+    "head_dim": 128, "rope_theta": 1000000.0,
+}
+PRESETS = {
+    "debug": {
+        "d_model": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 0, "d_ff": 512,
+        "batch_size": 8, "seq_len": 128, "lr": -1.0, "steps": 100,
+    },
+    "gpt2-124m": _LONG_RUN | {
+        "d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 0, "d_ff": 2048,
+        "vocab_size": 50304, "seq_len": 1024,
+        "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
+        "remat": "none", "steps": 10000, "warmup_steps": 500.0,
+    },
+    "llama-8b": _LLAMA | {
+        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+        "batch_size": 512, "lr": 3e-4,
+    },
+    "llama-70b": _LLAMA | {
+        "d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672,
+        "batch_size": 1024, "lr": 1.5e-4,
+    },
+    "llama-405b": _LLAMA | {
+        "d_model": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "d_ff": 53248,
+        "batch_size": 2048, "lr": 8e-5, "warmup_steps": 8000.0, "min_lr_frac": 0.01,
+    },
+    "qwen3-0.6b": _QWEN | {
+        "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
+        "batch_size": 256, "lr": 6e-4,
+    },
+    "qwen3-8b": _QWEN | {
+        "d_model": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "d_ff": 12288,
+        "tie_embeddings": False, "batch_size": 512, "lr": 3e-4,
+    },
+    "qwen3-30b-a3b": _QWEN | {
+        "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,
+        "n_experts": 128, "experts_per_token": 8,
+        "tie_embeddings": False, "batch_size": 1024, "lr": 3e-4,
+    },
+    "mixtral-8x7b": _LLAMA | {
+        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+        "n_experts": 8, "experts_per_token": 2,
+        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
+        "batch_size": 1024, "lr": 3e-4,
+    },
+}
