@@ -236,16 +236,6 @@ def wait(future):
 
 # ---- restore
 
-def steps(root):
-    """Return the steps of the complete checkpoints, ascending."""
-    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
-
-
-def latest(root):
-    """Return the step of the newest complete checkpoint, or None."""
-    return max(steps(root), default=None)
-
-
 def newest_meta(root):
     """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
     is no checkpoint. Process 0 reads it for all.
@@ -256,7 +246,7 @@ def newest_meta(root):
     Raises ValueError when there are checkpoints but no meta.json can be read.
     """
     def find():
-        saved_steps = steps(root)
+        saved_steps = steps(root)  # of the complete checkpoints, ascending
         for step in reversed(saved_steps):
             with contextlib.suppress(ValueError):
                 return step, read_meta(root, step)
@@ -365,8 +355,8 @@ def _load(root, meta, small, name, like):
 
 # ---- supporting
 # Sections: layout of arrays, copies of arrays, parts of a save, checks of meta.json, parts of a
-# restore, values from process 0, paths, TensorStore, retention and clean-up, run folder, parameters
-# of a run, files, patterns of names.
+# restore, values from process 0, paths, list of checkpoints, TensorStore, retention and clean-up,
+# run folder, parameters of a run, files, patterns of names.
 
 # ---- layout of arrays
 
@@ -598,6 +588,18 @@ def _step_name(step):
     if not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"step {step!r}: must be a whole number, at least 0")
     return f"{step:09d}"
+
+
+# ---- list of checkpoints
+
+def steps(root):
+    """Return the steps of the complete checkpoints, ascending."""
+    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
+
+
+def latest(root):
+    """Return the step of the newest complete checkpoint, or None."""
+    return max(steps(root), default=None)
 
 
 KNOWN_NAMES = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder

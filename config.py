@@ -3,7 +3,7 @@
 
 Owns `Config`, the one class of the project, its text forms (command line, JSON, named presets) and
 its validation. Rejects a config that cannot run, with all errors in one message.
-Invariant: `from_json(to_json(cfg)) == cfg`, and a `Config` is hashable: a static jit argument.
+Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
 import contextlib
 import dataclasses
@@ -30,13 +30,13 @@ PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
 LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = Annotated[int | str, (
-    lambda x: parses(parse_intervals, x),
+    lambda x: parses(parse_intervals, x),  # -> {unit: amount}
     "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
-# The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
+# The comment beside or above a field is its text in --help; `# ---- name` begins a group in it.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
@@ -55,7 +55,9 @@ class Config:
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
     # sources of initial parameters: folders of runs or of Hugging Face weights; the last one wins.
-    # Options follow within one pair of quotes: 'DIR load=w* exclude=*norm strict=no dynamic=yes'
+    # Options follow within one pair of quotes, as in 'DIR load=w* strict=no'. load=: patterns of
+    # parameters to take; exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to
+    # replace; strict=no: skip names that do not fit; dynamic=yes: load again every reload_every
     init_from: tuple[str, ...] = ()
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
@@ -81,10 +83,11 @@ class Config:
     # stream: join all documents and cut every seq_len tokens; best_fit: pack documents into
     # sequences without splitting them; none: one document per sequence, padded
     packing: Literal["stream", "best_fit", "none"] = "stream"
-    # attention and positions within each document of a stream, as with best_fit and none
+    # attend only within the token's own document, with positions from its start; best_fit and none
+    # always do
     document_mask: bool = False
-    # part to keep of a document longer than a sequence, unless packing is stream; drop: skip the
-    # document; error: raise an error
+    # which part to keep of a document that is longer than a sequence, unless packing is stream;
+    # drop: skip the document; error: raise an error
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     # side on which sequences are padded, unless packing is stream
     padding_side: Literal["right", "left"] = "right"
@@ -101,8 +104,8 @@ class Config:
 
     steps: PosInt = 600  # optimizer steps in total, and the horizon of the schedule
     epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it determines steps
-    # conditions that end the run early: 500 (steps in all), +100 (more steps), 2h30m (since the
-    # start), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
+    # conditions that end the run early: 500 (steps in all), +100 (steps of this launch), 2h30m
+    # (since this launch began), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
     stop: tuple[str, ...] = ()
     batch_size: PosInt = 16  # sequences per step, over all devices
     grad_accum_steps: PosInt = 1  # microbatches per step, for gradient accumulation
@@ -124,7 +127,7 @@ class Config:
     qk_norm: bool = True  # RMSNorm on each query and key head
     qkv_bias: bool = False  # biases of the query, key and value projections
     tie_embeddings: bool = True  # one matrix for embedding and logits
-    # tokens that each query attends to, the last of them its own; 0: all
+    # how many tokens a query attends to, itself included; 0: all before it
     sliding_window: NonNegInt = 0
     n_experts: NonNegInt = 0  # experts per layer; 0: a dense MLP
     experts_per_token: PosInt = 2  # experts that the router selects for each token (top-k)
@@ -134,7 +137,8 @@ class Config:
     lora_rank: NonNegInt = 0  # rank of the LoRA factors; 0: no LoRA
     lora_alpha: PosFloat = 16.0  # LoRA factors are scaled by lora_alpha / lora_rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # glob patterns of weights with LoRA factors
-    # multiplier of d_model, d_ff, n_heads and n_kv_heads; head width, layers and vocabulary stay
+    # scaling of the width, to compare sizes of one model: multiplies d_model, d_ff, n_heads and
+    # n_kv_heads; head width, layers, vocabulary and lr are unchanged
     width_mult: PosFloat = 1.0
 
     # ---- numerics
@@ -191,8 +195,9 @@ class Config:
     # sequences: mean over sequences of their means; constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
     loss_divisor: NonNegFloat = 0.0  # denominator for a batch, with loss_norm constant
-    # after a non-finite loss or gradient, which changes no parameter. skip: take the next batch;
-    # stop: save the last good state and exit with code 1; raise: end with a traceback
+    # what to do after a loss or gradient that is not finite; parameters are unchanged in any case.
+    # skip: take the next batch; stop: save the last good state and exit with code 1; raise: end
+    # with a traceback
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
 
     # ---- mesh
@@ -223,8 +228,8 @@ class Config:
     # at the end
     eval_every: Interval = 250
     eval_batches: NonNegInt = 40  # batches per evaluation; 0: all validation data
-    # interval between checkpoints, as 250, 1epoch or 250,10m; one saved by time is deleted after
-    # the next; 0: only at the end
+    # interval between checkpoints, as 250, 1epoch or 250,10m; a checkpoint made because of a time
+    # is deleted when the next one exists; 0: only at the end
     save_every: Interval = 250
     max_to_keep: NonNegInt = 2  # newest checkpoints to keep; 0: all
     keep_period: NonNegInt = 0  # checkpoints at multiples of this step are never deleted; 0: none
@@ -252,8 +257,10 @@ class Config:
     top_p: PosFraction = 1.0
 
 
-MESH = ("dp", "fsdp", "ep", "tp", "sp")  # axes of the mesh, outermost first
-EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # events with a field NAME_every
+# Zeros are resolved by derive_text, "auto" by train.setup_run.
+
+# Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
+MESH = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 # ---- command line
@@ -266,25 +273,15 @@ def parse(argv, kind=Config):
     """
     import tyro
 
-    raise_if_errors(earlier_flag_errors(argv, kind), "command line")
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def human_number(info):
-        metavars = {int: "N", float: "X"}
-        if info.type not in metavars:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar=metavars[info.type],
-            instance_from_str=lambda args: parse_number(args[0], info.type),
-            is_instance=lambda x: isinstance(x, (int, info.type)),
-            str_from_instance=lambda x: [str(x)])
-
+    raise_if_errors(renamed_flag_errors(argv, kind), "command line")
     argv = [_expand_home(arg) for arg in argv]
+    registry = _number_registry()  # numbers may be written as 1Ki, 50% or 2h30m
     cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
                   description="Train, evaluate, sample, plan, prepare data or export.")
 
-    # The first pass finds the file or preset whose values are the defaults of the second.
+    # tyro has to know the defaults before it parses, but the flags say which file or preset has
+    # them. So parse twice: the first pass finds that file, without --help and errors of unknown
+    # flags; the second has its values as defaults.
     flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
     defaults_file = flags.config
     saved = Path(flags.out_dir, "config.json")
@@ -294,13 +291,8 @@ def parse(argv, kind=Config):
     if defaults_file:
         defaults = load(defaults_file, kind)
 
-    printed = io.StringIO()  # nothing but the text of --help
-    try:
-        with contextlib.redirect_stdout(printed):
-            return cli(default=defaults)
-    except SystemExit:
-        print(add_group_headings(printed.getvalue(), kind), end="")
-        raise
+    with headings_in_help(kind):  # one above each group of fields
+        return cli(default=defaults)
 
 
 # ---- validation
@@ -309,17 +301,22 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     """Raise one ValueError with all errors: name, value, rule, nearest legal value.
 
     n_devices: None skips the mesh. choices: {field: its legal values}, which other files define;
-    for a field with entries PATTERN=VALUE, those of VALUE.
-    task_errors({axis: size} or None, cfg): errors of what is trained, as text_errors finds them.
+    for PATTERN=VALUE fields, the legal VALUEs. task_errors({axis: size} or None, cfg): errors that
+    only the task can find, e.g. text_errors.
     """
+    # Each field alone: its type, its bound, and its choices if other files define them.
     field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
     if not field_errors:
         field_errors = _bound_errors(cfg)
-    errors = field_errors + _choice_errors(cfg, {"allow_change": vars(cfg)} | dict(choices))
-    if field_errors:  # the rules below compute with numbers
+    # Field names are the legal values of allow_change.
+    choices = {"allow_change": vars(cfg)} | dict(choices)
+    errors = field_errors + _choice_errors(cfg, choices)
+    if field_errors:  # stop here: the rules would fail on wrong types
         raise_if_errors(errors)
-    errors += _unused_errors(cfg)
-    errors += _rule_errors(cfg)
+
+    # Fields together, then with the mesh, then with the task.
+    errors += _unused_errors(cfg)  # by the table UNUSED_WHEN: fields that have no effect
+    errors += _rule_errors(cfg)  # by the table RULES
     sizes = None
     if n_devices:
         sizes, mesh_errors = mesh_sizes(cfg, n_devices)
@@ -335,6 +332,26 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 # ---- parts of the command line
 
+def _number_registry():
+    """Tyro's registry of types, in which `parse_number` reads int and float."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def human_number(info):
+        metavars = {int: "N", float: "X"}
+        if info.type not in metavars:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar=metavars[info.type],
+            instance_from_str=lambda args: parse_number(args[0], info.type),
+            is_instance=lambda x: isinstance(x, (int, info.type)),
+            str_from_instance=lambda x: [str(x)])
+
+    return registry
+
+
 def _expand_home(arg):
     # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
     return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
@@ -342,13 +359,13 @@ def _expand_home(arg):
 
 # ---- config files
 
-# Fields of a process, not of the run: config.json holds their defaults.
+# Fields of one launch, not of the run; config.json stores their defaults.
 LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
                  "process_id")
 
 
 def repeatable(cfg):
-    """The config as config.json holds it: without what belongs to this launch of the run.
+    """The config as config.json stores it: without what belongs to one launch of the run.
 
     Resets LAUNCH_FIELDS to their defaults, and steps if they were derived from epochs.
     """
@@ -360,6 +377,7 @@ def repeatable(cfg):
 
 
 def to_json(cfg):
+    """The text of config.json. `from_json(to_json(cfg)) == cfg`."""
     return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
 
 
@@ -376,9 +394,9 @@ def from_json(text, where="JSON", kind=Config):
         if isinstance(value, list):
             values[name] = tuple(value)
 
-    earlier = [name for name in values if _is_earlier_name(name, kind)]
-    errors = [f"{name!r} is now {RENAMED[name]!r}" for name in earlier]
-    others = {name: value for name, value in values.items() if name not in earlier}
+    renamed = dict(renamed_fields(values, kind))  # {earlier name of a field: its current name}
+    errors = [f"{name!r} is now {current!r}" for name, current in renamed.items()]
+    others = {name: value for name, value in values.items() if name not in renamed}
     errors += key_errors("", others, types)
     errors += _type_errors(others, types)
     raise_if_errors(errors, where)
@@ -448,6 +466,9 @@ def _sum_of_parts(text):
 
 
 # ---- intervals
+
+EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # events with a field NAME_every
+
 
 def parse_interval(text):
     """(unit, amount) of 250, 10m, 2epochs or window. unit: step, second, epoch or window."""
@@ -894,6 +915,18 @@ def derive_text(cfg):
 
 # ---- groups of --help
 
+@contextlib.contextmanager
+def headings_in_help(kind):
+    """Add group headings to the text of --help, which tyro prints before it exits."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except SystemExit:
+        print(add_group_headings(printed.getvalue(), kind), end="")
+        raise
+
+
 def add_group_headings(help_text, kind):
     """The text of --help with a heading above the first flag of each group of fields."""
     groups = field_groups(kind)
@@ -1043,20 +1076,20 @@ RENAMED = {
 }
 
 
-def earlier_flag_errors(argv, kind):
-    """Errors of flags that have an earlier name of a field; a fork may have such a field."""
-    errors = []
+def renamed_flag_errors(argv, kind):
+    """Errors of flags that have an earlier name of a field."""
+    names = []
     for arg in argv:
         flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
         if flag:
-            name = flag[1].replace("-", "_")
-            if _is_earlier_name(name, kind):
-                errors.append(f"--{name} is now --{RENAMED[name]}")
-    return errors
+            names.append(flag[1].replace("-", "_"))
+    return [f"--{name} is now --{current}" for name, current in renamed_fields(names, kind)]
 
 
-def _is_earlier_name(name, kind):
-    return name in RENAMED and name not in get_type_hints(kind)
+def renamed_fields(names, kind):
+    """[(earlier name, current name)] of the earlier names; a fork may have a field of that name."""
+    fields = get_type_hints(kind)
+    return [(name, RENAMED[name]) for name in names if name in RENAMED and name not in fields]
 
 
 # ---- profiles
