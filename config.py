@@ -257,7 +257,7 @@ class Config:
     top_p: PosFraction = 1.0
 
 
-# Zeros are resolved by derive_text, "auto" by train.setup_run.
+# Sizes of 0 are resolved by derive_text, "auto" by train.setup_run.
 
 # Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
@@ -315,8 +315,8 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
         raise_if_errors(errors)
 
     # Fields together, then with the mesh, then with the task.
-    errors += _unused_errors(cfg)  # by the table UNUSED_WHEN: fields that have no effect
-    errors += _rule_errors(cfg)  # by the table RULES
+    errors += _unused_errors(cfg)  # fields without an effect: table UNUSED_WHEN, under supporting
+    errors += _rule_errors(cfg)  # table RULES, under supporting
     sizes = None
     if n_devices:
         sizes, mesh_errors = mesh_sizes(cfg, n_devices)
