@@ -2,9 +2,9 @@
 """Sharded checkpoints of any pytree of arrays, written in the background by TensorStore.
 
 Commit: (1) each process writes its shards to root/000000100/<id>/, all files and folders synced;
-(2) process 0 waits for all of them, then (3) writes root/000000100/meta.json, which names <id>:
-one atomic write, also in an object store. (4) Only process 0 lists and decides what is newest;
-(5) readers look at meta.json alone: without it there is no checkpoint.
+(2) process 0 waits for all of them; (3) it writes root/000000100/meta.json, which names <id>: one
+atomic write, also in an object store. Without meta.json there is no checkpoint. Only process 0
+lists the checkpoints and decides which is the newest.
 
     ckpt.wait(ckpt.save("runs", 7, tree)); tree = ckpt.restore("runs", 7, like=tree)
 """
@@ -40,7 +40,7 @@ READERS = 32  # number of arrays that are read at a time
 META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has about 2**21
 
 
-# ---- arrays and their layout
+# ---- save
 
 def flatten(tree):
     """Return ({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and
@@ -63,17 +63,308 @@ def flatten(tree):
     return arrays, treedef
 
 
-def _is_path(name):
-    """Return whether the name of an array leads to a place below its folder."""
-    keys = name.split("/")
-    return "." not in keys and ".." not in keys
+def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=False, log=print):
+    """Start to write `tree` as checkpoint `step`; return a Future of its path.
 
+    Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
+    the same step is replaced. Every process must call it, on a shared root: each writes the shards
+    that it owns, process 0 commits, and all Futures resolve after that. Then older checkpoints are
+    deleted: see `prune`.
+
+    root: a folder, gs://bucket/path, s3://bucket/path or, for another server than Amazon's,
+    s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step",
+    "folder" and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets
+    a message for whatever cannot be deleted.
+
+    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. The Future
+    has all other errors: see `wait`.
+    """
+    arrays, _ = flatten(tree)
+
+    # Start all copies to the host, then collect them. An array in host memory needs no copy: it
+    # would prevent the donation of the array.
+    for x in arrays.values():
+        if isinstance(x, jax.Array) and not _in_host_memory(x):
+            x.copy_to_host_async()
+    layouts = _plan_layout(arrays)  # the shape of the files of each array
+    shards = _copy_shards(arrays, layouts)
+
+    # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
+    # Process 0 chooses it for all processes.
+    save_id = broadcast_from_main(lambda: os.urandom(4).hex())
+    step = int(_step_name(step))  # raises ValueError for a step that is not a count
+    if meta is None:
+        meta = {}
+    meta = dict(step=step, folder=save_id, arrays=layouts, **meta)  # TypeError for a reserved entry
+    # Convert meta to what a reader will get: JSON has text keys, and no numbers of NumPy.
+    meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
+
+    thread = ThreadPoolExecutor(1, "ckpt")
+    return thread.submit(
+        _write, root, meta, shards, temporary, max_to_keep, keep_period, log)
+
+
+def _copy_shards(arrays, layouts):
+    """Return copies of what this process writes: dicts of "name", "index" and "data"."""
+    is_main = jax.process_index() == 0
+    shards = []
+    small = []
+    for name, x in arrays.items():
+        if "offset" in layouts[name]:
+            if is_main:
+                small.append(np.asarray(x).tobytes())
+        elif isinstance(x, jax.Array):
+            # Several devices may have copies of a shard: the first one is written.
+            for shard in x.addressable_shards:
+                if shard.replica_id == 0:
+                    data = _snapshot(shard.data)
+                    shards.append({"name": name, "index": shard.index, "data": data})
+        elif is_main:
+            shards.append({"name": name, "index": (), "data": _snapshot(x)})
+    if SMALL in layouts and is_main:
+        packed = np.frombuffer(b"".join(small), np.uint8)
+        shards.append({"name": SMALL, "index": (), "data": packed})
+    return shards
+
+
+def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
+    """Write the shards of this process and commit; return the path of the checkpoint.
+
+    Raises ValueError when anything fails; what this save has written is then deleted.
+    """
+    rank = jax.process_index()
+    save_id = meta["folder"]
+    step_name = _step_name(meta["step"])
+    path = join_path(root, step_name)
+    store = None  # TensorStore's key-value store of the checkpoint's folder: keys are file names
+    pending = []
+    try:
+        if _is_local(root):
+            Path(root).mkdir(parents=True, exist_ok=True)
+            _check_space(root, sum(shard["data"].nbytes for shard in shards))
+        store = _open(root, step_name)
+        # This file has two purposes. Its write fails for a bucket that does not exist, in which
+        # TensorStore would try forever to create an array. With several processes, its content
+        # "written" will say that this process has written its shards.
+        store.write(f"{save_id}.{rank}", b"begun").result()
+
+        # (1) Write the shards of this process: create all arrays in the format zarr 3, start all
+        # writes, then wait for them.
+        arrays = {}
+        for shard in shards:
+            name = shard["name"]
+            if name not in arrays:
+                arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
+                pending.append(arrays[name])
+        for shard in shards:
+            name = shard["name"]
+            data = np.asarray(shard["data"])
+            target = arrays[name].result()[shard["index"]]
+            target = target.translate_to[0]  # index from 0 again, as in data
+            # One write per file: a single write of several files returns at its first error while
+            # the others continue.
+            for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
+                pending.append(
+                    target[part].write(data[part], can_reference_source_data_indefinitely=True))
+        for write in pending:
+            write.result()
+
+        # (2) With several processes, process 0 waits until all have written their shards.
+        if rank == 0 and jax.process_count() > 1:
+            _wait_for_shards(store, save_id)
+
+        # (3) Process 0 writes meta.json.
+        if rank == 0:
+            _commit(root, store, meta, temporary)
+        else:
+            _report_and_wait_for_commit(store, save_id)
+    except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
+        error = _message(e)
+        if store:
+            _abort(root, store, meta, error, pending, log)  # delete what this save has written
+        raise ValueError(
+            f"{path} could not be written, older checkpoints are intact: {error}") from e
+
+    # The checkpoint exists. Delete an earlier one of this step, which it replaces, and old ones. A
+    # failure from here on is logged, since nothing is lost.
+    if rank == 0:
+        try:
+            clean(root, log, only=meta["step"])
+            prune(root, max_to_keep, keep_period, log, up_to=meta["step"])
+        except (ValueError, OSError) as e:
+            log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
+    return path
+
+
+def _commit(root, store, meta, temporary):
+    """Make the written arrays a checkpoint, by one atomic write of meta.json."""
+    # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
+    # the root and its two parents, in case the run created them.
+    if _is_local(root):
+        path = Path(root, _step_name(meta["step"])).resolve()
+        folders = [folder for folder, _, _ in os.walk(path)]
+        folders += path.parents[:3]
+        for folder in folders:
+            _sync(folder)
+
+    content = {"crc32": _checksum(meta), "body": meta}
+    text = json.dumps(content, indent=1).encode()
+    if len(text) > META_BYTES:
+        raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
+
+    # The file "temporary" marks a checkpoint that the next one replaces. A kill may come between
+    # any two of these writes, so their order is:
+    # - A mark that an earlier save of this step has left is deleted before meta.json is written: no
+    #   checkpoint that must be kept ever has a mark.
+    # - A new mark is written after meta.json. A kill may leave a temporary checkpoint without its
+    #   mark, which is then kept.
+    if not temporary:
+        store.write("temporary", None).result()
+    store.write("meta.json", text).result()
+    if temporary:
+        store.write("temporary", b"yes").result()
+
+
+def wait(future):
+    """Block until a save is committed, and return its path. Raises the ValueError of a failed save.
+    None, for no save, returns at once.
+    """
+    if future is None:
+        return None
+    return future.result()
+
+
+# ---- restore
+
+def newest_meta(root):
+    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
+    is no checkpoint. Process 0 reads it for all.
+
+    A launch calls this first, to choose what to resume from and to compare configs. Its arrays are
+    not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
+
+    Raises ValueError when there are checkpoints but no meta.json can be read.
+    """
+    def find():
+        saved_steps = steps(root)  # of the complete checkpoints, ascending
+        for step in reversed(saved_steps):
+            with contextlib.suppress(ValueError):
+                return step, read_meta(root, step)
+        if saved_steps:
+            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
+        return None, {}
+
+    return broadcast_from_main(find)
+
+
+def read_meta(root, step):
+    """Return the meta given to `save`, with "step", "folder" and "arrays".
+
+    Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
+    the folder may be malicious.
+    """
+    try:
+        store = _open(root, _step_name(step))
+        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
+            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
+        content = json.loads(_read(store, "meta.json"))
+        meta = content["body"]
+        if _checksum(meta) != content["crc32"]:
+            raise ValueError("its checksum does not match")
+        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
+            raise ValueError("no save of this step writes it")
+        for name, layout in meta["arrays"].items():
+            if not _is_valid_layout(name, layout):
+                raise ValueError(f"no save writes such an entry: {name!r}: {layout}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        path = join_path(root, _step_name(step), "meta.json")
+        raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
+    return meta
+
+
+def restore_newest(root, like, log=print):
+    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+
+    A run resumes with this, once `newest_meta` has found a checkpoint; the two differ when arrays
+    of the newest one are corrupted. `log` gets a message for each corrupted checkpoint.
+
+    Process 0 lists the checkpoints. Raises ValueError when no checkpoint can be read, KeyError and
+    TypeError as `restore` does.
+    """
+    saved_steps = broadcast_from_main(lambda: steps(root))
+    for step in reversed(saved_steps):
+        error = ""
+        try:
+            meta = broadcast_from_main(partial(read_meta, root, step))
+            tree = restore(root, step, like, meta)
+        except ValueError as e:
+            error = str(e)
+        if jax.process_count() > 1:
+            error = _agree_on_error(error, step)
+        if not error:
+            return step, tree
+        log(f"skipping a corrupted checkpoint: {error}")
+    raise ValueError(f"{root}: no checkpoint can be read")
+
+
+def restore(root, step, like, meta=None):
+    """Return the saved tree in the shapes, dtypes and shardings of `like`.
+
+    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. meta:
+    from `read_meta`, if already read. Each process reads only what its devices hold.
+
+    Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
+    shape, ValueError that names an array whose data is corrupted or missing.
+    """
+    if meta is None:
+        meta = read_meta(root, step)
+    wanted, treedef = flatten(like)
+    _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
+    with ThreadPoolExecutor(READERS) as pool:
+        # SMALL is read once, first, for all arrays in it.
+        small = None
+        if SMALL in meta["arrays"]:
+            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
+        load = partial(_load, root, meta, small)
+        leaves = pool.map(load, wanted, wanted.values())
+        return jax.tree.unflatten(treedef, leaves)
+
+
+def _load(root, meta, small, name, like):
+    """Read the parts of an array that this process needs. small: Future of the array SMALL, or None
+    when no array is in it.
+    """
+    layout = meta["arrays"][name]
+    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
+    try:
+        if "offset" in layout:
+            n_bytes = prod(shape) * dtype.itemsize
+            packed = np.zeros(0, np.uint8)
+            if n_bytes > 0:  # if all small arrays are empty, there is no SMALL
+                packed = small.result()[layout["offset"]:][:n_bytes]
+            stored = packed.view(dtype).reshape(shape)
+        else:
+            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
+        # Read each part that the sharding gives to this process, once, and put the parts together.
+        read = partial(_read_part, stored, dtype, like.dtype)
+        return _assemble(shape, getattr(like, "sharding", None), read)
+    except ValueError as e:
+        path = join_path(root, _step_name(meta["step"]))
+        raise ValueError(f"checkpoint {path}: array {name} is corrupted: {_message(e)}") from None
+
+
+# ---- supporting
+# Sections: layout of arrays, copies of arrays, parts of a save, checks of meta.json, parts of a
+# restore, values from process 0, paths, list of checkpoints, TensorStore, retention and clean-up,
+# run folder, parameters of a run, files, patterns of names.
+
+# ---- layout of arrays
 
 def _plan_layout(arrays):
     """Return {name: layout}, how each array is stored; equal on every process.
 
-    Small arrays lie behind one another in SMALL, an array of bytes, each at an "offset". A larger
-    array is stored in files of shape "file", which consist of chunks of shape "chunk".
+    Small arrays are stored one after another in SMALL, an array of bytes, each at an "offset". A
+    larger array is stored in files of shape "file", which consist of chunks of shape "chunk".
     """
     layouts = {}
     n_small_bytes = 0
@@ -120,75 +411,13 @@ def _file_slices(shape, file):
             yield (slice(start, stop), *others)
 
 
-# ---- save
-
-def save(root, step, tree, meta=(), max_to_keep=0, keep_period=0, temporary=False, log=print):
-    """Start to write `tree` as checkpoint `step`; return a Future of its path.
-
-    Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
-    the same step is replaced. Every process must call it, on a shared root: each writes the shards
-    that it owns, process 0 commits, and all Futures resolve after that. Then older checkpoints are
-    deleted: see `prune`.
-
-    root: a folder, gs://bucket/path, s3://bucket/path or, for another server than Amazon's,
-    s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step",
-    "folder" and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets
-    a message for whatever cannot be deleted.
-
-    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. The Future
-    has all other errors: see `wait`.
-    """
-    arrays, _ = flatten(tree)
-
-    # Start all copies to the host, then take one after the other. An array in host memory needs
-    # none, and a copy would prevent its donation.
-    for x in arrays.values():
-        if isinstance(x, jax.Array) and not _in_host_memory(x):
-            x.copy_to_host_async()
-    layouts = _plan_layout(arrays)
-    shards = _copy_shards(arrays, layouts)
-
-    # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
-    save_id = broadcast_from_main(lambda: os.urandom(4).hex())
-    step = int(_step_name(step))
-    meta = dict(step=step, folder=save_id, arrays=layouts, **dict(meta))
-    # Make it what a reader will get: keys are texts, and NumPy's numbers are Python's.
-    meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
-
-    thread = ThreadPoolExecutor(1, "ckpt")
-    return thread.submit(
-        _write, root, meta, shards, temporary, max_to_keep, keep_period, log)
+def _is_path(name):
+    """Return whether the name of an array leads to a place below its folder."""
+    keys = name.split("/")
+    return "." not in keys and ".." not in keys
 
 
-def wait(future):
-    """Block until a save is committed; raise the ValueError of a failed one. None: no save."""
-    if future is None:
-        return None
-    return future.result()
-
-
-def _copy_shards(arrays, layouts):
-    """Return copies of what this process writes: dicts of "name", "index" and "data"."""
-    is_main = jax.process_index() == 0
-    shards = []
-    small = []
-    for name, x in arrays.items():
-        if "offset" in layouts[name]:
-            if is_main:
-                small.append(np.asarray(x).tobytes())
-        elif isinstance(x, jax.Array):
-            # Several devices may have copies of a shard: the first one is written.
-            for shard in x.addressable_shards:
-                if shard.replica_id == 0:
-                    data = _snapshot(shard.data)
-                    shards.append({"name": name, "index": shard.index, "data": data})
-        elif is_main:
-            shards.append({"name": name, "index": (), "data": _snapshot(x)})
-    if SMALL in layouts and is_main:
-        packed = np.frombuffer(b"".join(small), np.uint8)
-        shards.append({"name": SMALL, "index": (), "data": packed})
-    return shards
-
+# ---- copies of arrays
 
 def _snapshot(x):
     """Copy an array, so that x may be overwritten or donated."""
@@ -205,66 +434,7 @@ def _in_host_memory(x):
     return platform == "cpu" or x.sharding.memory_kind != "device"
 
 
-def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
-    """Write the shards of this process and commit; return the path of the checkpoint.
-
-    Raises ValueError when anything fails; what this save has written is then deleted.
-    """
-    rank = jax.process_index()
-    save_id = meta["folder"]
-    step_name = _step_name(meta["step"])
-    path = join_path(root, step_name)
-    store = None
-    pending = []
-    try:
-        if _is_local(root):
-            Path(root).mkdir(parents=True, exist_ok=True)
-            _check_space(root, sum(shard["data"].nbytes for shard in shards))
-        store = _open(root, step_name)
-        # TensorStore would try forever to create an array in a bucket that does not exist. This
-        # write fails there.
-        store.write(f"{save_id}.{rank}", b"begun").result()
-
-        # (1) Create all arrays, start all writes, then wait for them.
-        arrays = {}
-        for shard in shards:
-            name = shard["name"]
-            if name not in arrays:
-                arrays[name] = ts.open(_zarr_spec(root, meta, name), create=True, open=True)
-                pending.append(arrays[name])
-        for shard in shards:
-            name = shard["name"]
-            data = np.asarray(shard["data"])
-            target = arrays[name].result()[shard["index"]].translate_to[0]
-            # One write of several files would end at its first error and still write the others.
-            for part in _file_slices(data.shape, meta["arrays"][name]["file"]):
-                pending.append(
-                    target[part].write(data[part], can_reference_source_data_indefinitely=True))
-        for write in pending:
-            write.result()
-
-        # (2) Process 0 waits for the shards of all processes, (3) then it commits.
-        if rank == 0:
-            _wait_for_shards(store, save_id)
-            _commit(root, store, meta, temporary)
-        else:
-            _wait_for_commit(store, save_id)
-    except (ValueError, OSError) as e:  # TensorStore raises ValueErrors
-        error = _message(e)
-        if store:
-            _abort(root, store, meta, error, pending, log)
-        raise ValueError(
-            f"{path} could not be written, older checkpoints are intact: {error}") from e
-
-    # The checkpoint exists. A failure from here on is logged, since nothing is lost.
-    if rank == 0:
-        try:
-            clean(root, log, meta["step"])
-            prune(root, max_to_keep, keep_period, log, up_to=meta["step"])
-        except (ValueError, OSError) as e:
-            log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
-    return path
-
+# ---- parts of a save
 
 def _check_space(root, n_bytes):
     """Raise OSError when the disk of a folder has less than n_bytes free."""
@@ -272,31 +442,6 @@ def _check_space(root, n_bytes):
     if free < n_bytes:
         raise OSError(errno.ENOSPC, f"{n_bytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB "
                       "are free: delete something, or keep fewer checkpoints")
-
-
-def _commit(root, store, meta, temporary):
-    """Make the written arrays a checkpoint, by one atomic write of meta.json."""
-    # TensorStore has synced each file and its folder. Sync the folders above: those of the arrays,
-    # the root, and two more, which a run may have made.
-    if _is_local(root):
-        path = Path(root, _step_name(meta["step"])).resolve()
-        folders = [folder for folder, _, _ in os.walk(path)]
-        folders += path.parents[:3]
-        for folder in folders:
-            _sync(folder)
-
-    content = {"crc32": _checksum(meta), "body": meta}
-    text = json.dumps(content, indent=1).encode()
-    if len(text) > META_BYTES:
-        raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
-
-    # A kill between two of these writes may leave a temporary checkpoint without its mark, which is
-    # then kept. It never leaves a mark on a checkpoint that must be kept.
-    if not temporary:
-        store.write("temporary", None).result()
-    store.write("meta.json", text).result()
-    if temporary:
-        store.write("temporary", b"yes").result()
 
 
 def _checksum(meta):
@@ -326,45 +471,12 @@ def _abort(root, store, meta, error, pending, log):
             _announce_failure(store, save_id, error)
 
 
-# ---- restore
-
-def steps(root):
-    """Return the steps of the complete checkpoints, ascending."""
-    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
-
-
-def latest(root):
-    """Return the step of the newest complete checkpoint, or None."""
-    return max(steps(root), default=None)
-
-
-def read_meta(root, step):
-    """Return the meta given to `save`, with "step", "folder" and "arrays".
-
-    Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
-    a folder may have been made to do harm.
-    """
-    try:
-        store = _open(root, _step_name(step))
-        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
-            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
-        content = json.loads(_read(store, "meta.json"))
-        meta = content["body"]
-        if _checksum(meta) != content["crc32"]:
-            raise ValueError("its checksum does not match")
-        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
-            raise ValueError("no save of this step writes it")
-        for name, layout in meta["arrays"].items():
-            if not _is_valid_layout(name, layout):
-                raise ValueError(f"no save writes such an entry: {name!r}: {layout}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        path = join_path(root, _step_name(step), "meta.json")
-        raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
-    return meta
-
+# ---- checks of meta.json
 
 def _is_valid_layout(name, layout):
-    """Return whether `save` writes such an entry of "arrays". Values of other types may raise."""
+    """Return whether `save` writes such an entry of "arrays". A value of a wrong type, such as a
+    shape that is no list, raises KeyError or TypeError, which `read_meta` catches.
+    """
     shape, dtype = layout["shape"], layout["dtype"]
     if not _is_path(name):
         return False
@@ -393,26 +505,7 @@ def _is_part(part, shape):
     return True
 
 
-def restore(root, step, like, meta=None):
-    """Return the saved tree in the shapes, dtypes and shardings of `like`.
-
-    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. meta:
-    from `read_meta`, if already read. Each process reads only what its devices hold.
-
-    Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
-    shape, ValueError that names an array whose data is corrupted or missing.
-    """
-    if meta is None:
-        meta = read_meta(root, step)
-    wanted, treedef = flatten(like)
-    _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
-    with ThreadPoolExecutor(READERS) as pool:
-        # SMALL is read once, first, for all arrays in it.
-        small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
-        load = partial(_load, root, meta, small)
-        leaves = pool.map(load, wanted, wanted.values())
-        return jax.tree.unflatten(treedef, leaves)
-
+# ---- parts of a restore
 
 def _check_fit(wanted, layouts, path):
     """Raise KeyError or TypeError when a checkpoint lacks wanted arrays or has other shapes."""
@@ -430,26 +523,6 @@ def _check_fit(wanted, layouts, path):
                           "in this model")
     if errors:
         raise TypeError(f"checkpoint {path} has other shapes or dtypes: {'; '.join(errors)}")
-
-
-def _load(root, meta, small, name, like):
-    """Read the parts of an array that this process needs. small: Future of the array SMALL."""
-    layout = meta["arrays"][name]
-    shape, dtype = layout["shape"], np.dtype(layout["dtype"])
-    try:
-        if "offset" in layout:
-            n_bytes = prod(shape) * dtype.itemsize
-            packed = np.zeros(0, np.uint8)
-            if n_bytes > 0:  # without any bytes there is no SMALL
-                packed = small.result()[layout["offset"]:][:n_bytes]
-            stored = packed.view(dtype).reshape(shape)
-        else:
-            stored = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
-        read = partial(_read_part, stored, dtype, like.dtype)
-        return _assemble(shape, getattr(like, "sharding", None), read)
-    except ValueError as e:
-        path = join_path(root, _step_name(meta["step"]))
-        raise ValueError(f"checkpoint {path}: array {name} is corrupted: {_message(e)}") from None
 
 
 def _read_part(stored, stored_dtype, dtype, *ranges):
@@ -486,47 +559,7 @@ def _aligned_empty(shape, dtype):
     return memory[start:start + n_bytes].view(dtype).reshape(shape)
 
 
-def newest_meta(root):
-    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint. Process 0 reads it for all.
-
-    Raises ValueError when there are checkpoints but no meta.json can be read.
-    """
-    def find():
-        saved_steps = steps(root)
-        for step in reversed(saved_steps):
-            with contextlib.suppress(ValueError):
-                return step, read_meta(root, step)
-        if saved_steps:
-            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
-        return None, {}
-
-    return broadcast_from_main(find)
-
-
-def restore_newest(root, like, log=print):
-    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
-
-    Process 0 lists the checkpoints. `log` gets a message for each corrupted one. Raises ValueError
-    when no checkpoint can be read, KeyError and TypeError as `restore` does.
-    """
-    saved_steps = broadcast_from_main(lambda: steps(root))
-    for step in reversed(saved_steps):
-        error = ""
-        try:
-            meta = broadcast_from_main(partial(read_meta, root, step))
-            tree = restore(root, step, like, meta)
-        except ValueError as e:
-            error = str(e)
-        if jax.process_count() > 1:
-            error = _agree_on_error(error, step)
-        if not error:
-            return step, tree
-        log(f"skipping a corrupted checkpoint: {error}")
-    raise ValueError(f"{root}: no checkpoint can be read")
-
-
-# ---- processes, paths and files
+# ---- values from process 0
 
 def broadcast_from_main(decide):
     """Return in every process what decide() returns on process 0, passed on as JSON. A ValueError
@@ -536,6 +569,8 @@ def broadcast_from_main(decide):
         return decide()
     return _broadcast(decide)
 
+
+# ---- paths
 
 def join_path(root, *names):
     """Return the path of a folder or file in a root."""
@@ -555,6 +590,18 @@ def _step_name(step):
     return f"{step:09d}"
 
 
+# ---- list of checkpoints
+
+def steps(root):
+    """Return the steps of the complete checkpoints, ascending."""
+    return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
+
+
+def latest(root):
+    """Return the step of the newest complete checkpoint, or None."""
+    return max(steps(root), default=None)
+
+
 KNOWN_NAMES = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
 
 
@@ -567,8 +614,10 @@ def _step_folders(root):
     found = {}
     for folder, names in folders.items():
         is_step = re.fullmatch("[0-9]{9,}", folder) and folder == _step_name(int(folder))
-        is_known = "meta.json" in names or all(map(KNOWN_NAMES.fullmatch, names))
-        if is_step and is_known:
+        # Without meta.json it is an unfinished save or deletion, if a save writes all these names.
+        has_meta = "meta.json" in names
+        has_only_known_names = all(KNOWN_NAMES.fullmatch(name) for name in names)
+        if is_step and (has_meta or has_only_known_names):
             found[int(folder)] = names
     return found
 
@@ -583,6 +632,8 @@ def _list_folders(root):
                     folders[entry.name] = set(os.listdir(entry.path))
     return folders
 
+
+# ---- TensorStore
 
 def _open(root, *names):
     """Open a folder of a root as a TensorStore key-value store."""
@@ -605,8 +656,7 @@ def _kvstore(root, *names):
 
 
 def _zarr_spec(root, meta, name):
-    """Return TensorStore's spec of an array. To open an array whose zarr.json differs is an error.
-    """
+    """Return TensorStore's spec of an array. Opening fails if zarr.json differs from this spec."""
     layout = meta["arrays"][name]
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     if "chunk" in layout:
@@ -625,180 +675,9 @@ def _zarr_spec(root, meta, name):
     }
 
 
-def _delete(root, log, *names):
-    """Delete files and folders of root, in this order, until one cannot be deleted. That is logged,
-    since it must not end a run.
-    """
-    for name in names:
-        path = Path(root, name)
-        try:
-            if not _is_local(root):
-                _delete_keys(root, name)
-            elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        except (ValueError, OSError) as e:
-            log(f"{join_path(root, name)} could not be deleted: {_message(e)}")
-            return
-
-
 def _message(error):
     """Return TensorStore's error message without the spec and source locations at its end."""
     return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
-
-
-def read_json(path):
-    """Return the object in a JSON file, or {} when there is no such file. Raises ValueError for a
-    file that cannot be read.
-    """
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read: {e}") from None
-
-
-def replace_file(path, text):
-    """Write a file so that a crash leaves the old text or the new one."""
-    partial_path = path.with_suffix(".tmp")
-    partial_path.write_text(text)
-    partial_path.replace(path)
-
-
-# ---- optional
-
-# ---- patterns of names
-
-def _matching(names, patterns):
-    """Return the set of names that match at least one glob pattern."""
-    found = set()
-    for pattern in patterns:
-        found.update(fnmatch.filter(names, pattern))
-    return found
-
-
-# ---- several processes
-
-PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
-
-
-def _broadcast(decide):
-    """Do the work of `broadcast_from_main` for several processes."""
-    value = error = None
-    if jax.process_index() == 0:
-        try:
-            value = decide()
-        except ValueError as e:
-            error = str(e)
-    # The other processes need the length first.
-    text = np.frombuffer(json.dumps([value, error]).encode(), np.uint8)
-    n_bytes = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, n_bytes))
-    value, error = json.loads(np.asarray(text, np.uint8).tobytes())
-    if error is not None:
-        raise ValueError(error)
-    return value
-
-
-def _wait_for_shards(store, save_id):
-    """Wait, on process 0, until every other process has written its shards."""
-    def unfinished():
-        others = range(1, jax.process_count())
-        return [rank for rank in others if _read(store, f"{save_id}.{rank}") != b"written"]
-
-    _wait_for_peers(store, save_id, unfinished, PEER_TIMEOUT_S)
-
-
-def _wait_for_commit(store, save_id):
-    """Report that this process has written its shards; wait until process 0 has committed."""
-    store.write(f"{save_id}.{jax.process_index()}", b"written").result()
-
-    def unfinished():
-        is_committed = save_id.encode() in _read(store, "meta.json")
-        return [] if is_committed else [0]
-
-    # Longer than process 0 waits, since its error names the process that is unfinished.
-    _wait_for_peers(store, save_id, unfinished, 2 * PEER_TIMEOUT_S)
-
-
-def _wait_for_peers(store, save_id, unfinished, timeout_s):
-    """Poll until unfinished() lists no process. Raises OSError when one has failed or takes too
-    long.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        ranks = unfinished()
-        if not ranks:
-            return
-        error = _read(store, f"{save_id}.failed")
-        if error:
-            raise OSError(error.decode())
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {ranks} are not done after {timeout_s} s: have they "
-                               "exited, or do they not share this folder?")
-        time.sleep(0.05)
-
-
-def _announce_failure(store, save_id, error):
-    """Make the other processes of a save raise this error."""
-    text = f"process {jax.process_index()}: {error}"
-    store.write(f"{save_id}.failed", text.encode()).result()
-
-
-def _agree_on_error(error, step):
-    """Return this process's error, or a message when only another process has one, or ""."""
-    any_error = multihost_utils.process_allgather(bool(error)).any()
-    if any_error and not error:
-        return f"another process could not read checkpoint {step}"
-    return error
-
-
-# ---- buckets
-
-RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
-
-
-def _bucket_kvstore(root, *names):
-    """Return TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
-    url, _, endpoint = str(root).partition("?endpoint=")
-    kind, _, rest = url.partition("://")
-    bucket, *folders = rest.rstrip("/").split("/")
-    path = "/".join([*folders, *names, ""])
-    if kind == "gs":
-        return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
-    if kind == "s3":
-        spec = {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES}
-        if endpoint:
-            spec["endpoint"] = endpoint
-        return spec
-    raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
-
-
-def _join_url(root, *names):
-    """Return the URL of a folder or file in a bucket; the endpoint stays last."""
-    url, mark, endpoint = str(root).partition("?endpoint=")
-    return "/".join([url.rstrip("/"), *names]) + mark + endpoint
-
-
-def _list_bucket(root):
-    """Return {folder: names in it} of a root in a bucket."""
-    folders = {}
-    for key in _open(root).list().result():
-        folder, *rest = key.decode(errors="replace").split("/")
-        names = folders.setdefault(folder, set())
-        if rest and rest[0]:
-            names.add(rest[0])
-    return folders
-
-
-def _delete_keys(root, name):
-    """Delete a key of a bucket and all keys below it."""
-    store = _open(root)
-    keys_below = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" comes after "/"
-    store.delete_range(keys_below).result()
-    store.write(name, None).result()
 
 
 # ---- retention and clean-up
@@ -850,164 +729,22 @@ def clean(root, log=print, only=None):
             _delete(root, log, f"{_step_name(step)}/{name}")
 
 
-# ---- locks of buckets
-
-LOCK = ".lock"  # the object, beside the checkpoints
-HEARTBEAT_S = 10  # between heartbeats
-STALE_S = 60  # how long a lock goes without a heartbeat before another run may take it
-ANSWER_S = 10  # how long a heartbeat waits for the server
-
-
-@contextlib.contextmanager
-def lock_bucket(root, owner, about, log=print):
-    """Keep other runs from writing to a bucket. The lock is an object in the bucket with an owner
-    and a heartbeat. Yield check(), which raises ValueError once another run has taken the lock.
-
-    owner: a text that no other living run has. A lock of the same owner is taken at once, since its
-    process must have ended. A lock of another owner is taken once its heartbeat has not changed for
-    STALE_S, by the reader's clock; `log` gets a message before that wait. about: describes the
-    holder. A thread renews the lock. A failed heartbeat is logged and tried again.
-
-    Raises ValueError when another run is alive, or the bucket cannot be written to.
+def _delete(root, log, *names):
+    """Delete files and folders of root, in this order, until one cannot be deleted. That is logged,
+    since it must not end a run.
     """
-    lock = {
-        "root": root,
-        "path": join_path(root, LOCK),
-        "store": _open(root),
-        "owner": owner,
-        "about": about,
-        "log": log,
-        "ended": threading.Event(),  # set when the run ends
-        "renewed_at": time.monotonic(),
-        "lost": "",  # the error message, once another run has the lock
-    }
-    try:
-        live_holder = _take_lock(lock)
-    except (ValueError, OSError) as e:
-        raise ValueError(f"{lock['path']} cannot be written: {_message(e)}") from None
-    if live_holder:
-        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {live_holder}; "
-                         "choose another")
-    thread = threading.Thread(target=_renew_lock, args=(lock,), daemon=True)
-    thread.start()
-    try:
-        yield partial(_check_lock, lock)
-    finally:
-        lock["ended"].set()
-        thread.join(3 * ANSWER_S)  # the server may not answer the thread
-        _release_lock(lock)
-
-
-def _take_lock(lock):
-    """Write the lock; return None, or who holds it when that run is alive. Takes up to STALE_S."""
-    first_seen = None
-    seen_at = None
-    while True:
-        holder, generation = _read_lock(lock["store"])
-        # This run wrote it below, or a process of this run that has ended.
-        has_lock = holder.get("owner") == lock["owner"]
-        if has_lock:
-            return None
-        is_stale = holder == first_seen and time.monotonic() - seen_at > STALE_S
-        if not holder or is_stale:
-            _write_lock(lock["store"], _lock_content(lock, 0), generation)
-            continue  # to read who has it: another run may have written first
-        if first_seen is None:
-            first_seen = holder
-            seen_at = time.monotonic()
-            lock["log"](f"{lock['path']} is held by {holder.get('about')}: waiting up to "
-                        f"{STALE_S:g} s to see whether it is alive")
-        if holder != first_seen:
-            return holder.get("about")
-        time.sleep(HEARTBEAT_S / 10)
-
-
-def _renew_lock(lock):
-    """Write a heartbeat every HEARTBEAT_S, until the run has ended or lost the lock."""
-    beat = 0
-    unreachable = False
-    while not lock["ended"].is_set():
+    for name in names:
+        path = Path(root, name)
         try:
-            holder, generation = _read_lock(lock["store"], ANSWER_S)
-            _note_if_lost(lock, holder)
-            if lock["lost"]:
-                return
-            beat += 1
-            _write_lock(lock["store"], _lock_content(lock, beat), generation, ANSWER_S)
-            lock["renewed_at"] = time.monotonic()
-            unreachable = False
+            if not _is_local(root):
+                _delete_keys(root, name)
+            elif path.is_dir() and not path.is_symlink():  # TensorStore would leave empty folders
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         except (ValueError, OSError) as e:
-            if not unreachable:  # log it once, however long it lasts
-                lock["log"](f"{lock['path']} cannot be renewed: {_lock_error(e)}; retrying "
-                            f"every {HEARTBEAT_S:g} s")
-            unreachable = True
-        lock["ended"].wait(HEARTBEAT_S)
-
-
-def _check_lock(lock):
-    """Raise ValueError when another run has taken the lock."""
-    # A process that was stopped may have lost the lock before its thread runs again: read it here.
-    silent_s = time.monotonic() - lock["renewed_at"]
-    if not lock["lost"] and silent_s > STALE_S:
-        with contextlib.suppress(ValueError, OSError):  # without a server the save will fail
-            holder, _ = _read_lock(lock["store"], ANSWER_S)
-            _note_if_lost(lock, holder)
-    if lock["lost"]:
-        raise ValueError(lock["lost"])
-
-
-def _note_if_lost(lock, holder):
-    """Set lock["lost"] when another run has the lock, or had it and deleted it at its end."""
-    if holder.get("owner") == lock["owner"] or lock["lost"]:
-        return
-    lock["lost"] = (
-        f"ckpt_dir {str(lock['root'])!r}: another run has taken it over, "
-        f"{holder.get('about', 'and has ended since')}, because this run wrote no heartbeat for "
-        f"{STALE_S:g} s; this run saves nothing more there")
-    lock["log"](lock["lost"])
-
-
-def _release_lock(lock):
-    """Delete the lock, unless another run has it."""
-    try:
-        holder, generation = _read_lock(lock["store"], ANSWER_S)
-        if holder.get("owner") == lock["owner"]:
-            _write_lock(lock["store"], None, generation, ANSWER_S)
-    except (ValueError, OSError) as e:
-        lock["log"](f"{lock['path']} could not be deleted: {_lock_error(e)}")
-
-
-def _lock_error(error):
-    return _message(error) or "no answer"  # a timeout has no message
-
-
-def _lock_content(lock, beat):
-    return {"owner": lock["owner"], "about": lock["about"], "beat": beat}
-
-
-def _read_lock(store, timeout_s=None):
-    """Return ({"owner", "about", "beat"}, generation of the object); {} when there is no lock."""
-    found = store.read(LOCK).result(timeout=timeout_s)
-    if found.state != "value":
-        return {}, found.stamp.generation
-    try:
-        holder = json.loads(found.value)
-    except ValueError:
-        holder = None
-    if not isinstance(holder, dict):  # another program wrote it: treat it as another run
-        holder = {"owner": None, "about": repr(found.value[:80])}
-    return holder, found.stamp.generation
-
-
-def _write_lock(store, holder, generation, timeout_s=None):
-    """Write the lock, or delete it for None, unless it has changed since it was read. The next read
-    shows who has it. A server that refuses conditions gets a plain write.
-    """
-    value = None if holder is None else json.dumps(holder).encode()
-    try:
-        store.write(LOCK, value, if_equal=generation).result(timeout=timeout_s)
-    except ValueError:
-        store.write(LOCK, value).result(timeout=timeout_s)
+            log(f"{join_path(root, name)} could not be deleted: {_message(e)}")
+            return
 
 
 # ---- run folder
@@ -1124,21 +861,6 @@ def lock_folders(out_dir, root, log=print):
         yield check
 
 
-def _lock_owner(lock_file, new):
-    """Return the text in out_dir/.lock, at first `new`, with the number of the file.
-
-    A copy of the folder has another file number. A process that has locked this file and finds a
-    bucket locked under this text knows that the process of that lock has ended.
-    """
-    lock_file.seek(0)
-    text = lock_file.read()
-    if not text:
-        text = new
-        lock_file.write(text)
-        lock_file.flush()
-    return f"{text}.{os.fstat(lock_file.fileno()).st_ino}"
-
-
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
     """Write config.json. overwrite: first delete the previous run. Process 0 does it for all."""
     if jax.process_index():
@@ -1194,6 +916,367 @@ def json_line(row):
         return x
 
     return json.dumps(plain(row), default=str)
+
+
+# ---- parameters of a run
+
+def load_parameters(sources, like):
+    """Return {name: array} of the parameters that `open_sources` chose. like: {name: shape with
+    sharding}.
+    """
+    loaded = {}
+    for source in sources:
+        saved_like = {saved_name: like[name] for saved_name, name in source["take"].items()}
+        for saved_name, x in source["read"](saved_like).items():
+            loaded[source["take"][saved_name]] = x
+    return loaded
+
+
+def restore_run(out_dir, root, like, excluded, first, log=print):
+    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
+    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
+    """
+    wanted, treedef = flatten(like)
+    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
+    try:
+        step, restored = restore_newest(root, saved, log)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
+    arrays = flatten(first)[0] | restored
+    leaves = [arrays[path] for path in wanted]
+    return step, jax.tree.unflatten(treedef, leaves)
+
+
+# ---- files
+
+def read_json(path):
+    """Return the object in a JSON file, or {} when there is no such file. Raises ValueError for a
+    file that cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: cannot be read: {e}") from None
+
+
+def replace_file(path, text):
+    """Write a file so that a crash leaves the old text or the new one."""
+    partial_path = path.with_suffix(".tmp")
+    partial_path.write_text(text)
+    partial_path.replace(path)
+
+
+# ---- patterns of names
+
+def _matching(names, patterns):
+    """Return the set of names that match at least one glob pattern."""
+    found = set()
+    for pattern in patterns:
+        found.update(fnmatch.filter(names, pattern))
+    return found
+
+
+# ---- optional
+# Rooms: several processes, buckets, locks of buckets, sources of weights, verify, safetensors,
+# exports.
+
+# ---- several processes
+
+PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the others
+
+
+def _broadcast(decide):
+    """Do the work of `broadcast_from_main` for several processes."""
+    value = error = None
+    if jax.process_index() == 0:
+        try:
+            value = decide()
+        except ValueError as e:
+            error = str(e)
+    # The other processes need the length first.
+    text = np.frombuffer(json.dumps([value, error]).encode(), np.uint8)
+    n_bytes = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    text = multihost_utils.broadcast_one_to_all(np.resize(text, n_bytes))
+    value, error = json.loads(np.asarray(text, np.uint8).tobytes())
+    if error is not None:
+        raise ValueError(error)
+    return value
+
+
+def _wait_for_shards(store, save_id):
+    """Wait, on process 0, until every other process has written its shards."""
+    def unfinished():
+        others = range(1, jax.process_count())
+        return [rank for rank in others if _read(store, f"{save_id}.{rank}") != b"written"]
+
+    _wait_for_peers(store, save_id, unfinished, PEER_TIMEOUT_S)
+
+
+def _report_and_wait_for_commit(store, save_id):
+    """Report that this process has written its shards; wait until process 0 has committed."""
+    store.write(f"{save_id}.{jax.process_index()}", b"written").result()
+
+    def unfinished():
+        is_committed = save_id.encode() in _read(store, "meta.json")
+        return [] if is_committed else [0]
+
+    # Longer than process 0 waits, since its error names the process that is unfinished.
+    _wait_for_peers(store, save_id, unfinished, 2 * PEER_TIMEOUT_S)
+
+
+def _wait_for_peers(store, save_id, unfinished, timeout_s):
+    """Poll until unfinished() lists no process. Raises OSError when one has failed or takes too
+    long.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ranks = unfinished()
+        if not ranks:
+            return
+        error = _read(store, f"{save_id}.failed")
+        if error:
+            raise OSError(error.decode())
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {ranks} are not done after {timeout_s} s: have they "
+                               "exited, or do they not share this folder?")
+        time.sleep(0.05)
+
+
+def _announce_failure(store, save_id, error):
+    """Make the other processes of a save raise this error."""
+    text = f"process {jax.process_index()}: {error}"
+    store.write(f"{save_id}.failed", text.encode()).result()
+
+
+def _agree_on_error(error, step):
+    """Return this process's error, or a message when only another process has one, or ""."""
+    any_error = multihost_utils.process_allgather(bool(error)).any()
+    if any_error and not error:
+        return f"another process could not read checkpoint {step}"
+    return error
+
+
+# ---- buckets
+
+RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
+
+
+def _bucket_kvstore(root, *names):
+    """Return TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
+    url, _, endpoint = str(root).partition("?endpoint=")
+    kind, _, rest = url.partition("://")
+    bucket, *folders = rest.rstrip("/").split("/")
+    path = "/".join([*folders, *names, ""])
+    if kind == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": path, "gcs_request_retries": RETRIES}
+    if kind == "s3":
+        spec = {"driver": "s3", "bucket": bucket, "path": path, "s3_request_retries": RETRIES}
+        if endpoint:
+            spec["endpoint"] = endpoint
+        return spec
+    raise ValueError(f"{root}: must be a folder, gs://bucket/path or s3://bucket/path")
+
+
+def _join_url(root, *names):
+    """Return the URL of a folder or file in a bucket; the endpoint stays last."""
+    url, mark, endpoint = str(root).partition("?endpoint=")
+    return "/".join([url.rstrip("/"), *names]) + mark + endpoint
+
+
+def _list_bucket(root):
+    """Return {folder: names in it} of a root in a bucket."""
+    folders = {}
+    for key in _open(root).list().result():
+        folder, *rest = key.decode(errors="replace").split("/")
+        names = folders.setdefault(folder, set())
+        if rest and rest[0]:
+            names.add(rest[0])
+    return folders
+
+
+def _delete_keys(root, name):
+    """Delete a key of a bucket and all keys below it."""
+    store = _open(root)
+    keys_below = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" comes after "/"
+    store.delete_range(keys_below).result()
+    store.write(name, None).result()
+
+
+# ---- locks of buckets
+
+LOCK = ".lock"  # the object, beside the checkpoints
+HEARTBEAT_S = 10  # between heartbeats
+STALE_S = 60  # how long a lock goes without a heartbeat before another run may take it
+ANSWER_S = 10  # how long a heartbeat waits for the server
+
+
+@contextlib.contextmanager
+def lock_bucket(root, owner, about, log=print):
+    """Keep other runs from writing to a bucket. The lock is an object in the bucket with an owner
+    and a heartbeat. Yield check(), which raises ValueError once another run has taken the lock.
+
+    owner: a text that no other living run has. A lock of the same owner is taken at once, since its
+    process must have ended. A lock of another owner is taken once its heartbeat has not changed for
+    STALE_S, by the reader's clock; `log` gets a message before that wait. about: describes the
+    holder. A thread renews the lock. A failed heartbeat is logged and tried again.
+
+    Raises ValueError when another run is alive, or the bucket cannot be written to.
+    """
+    lock = {
+        "root": root,
+        "path": join_path(root, LOCK),
+        "store": _open(root),
+        "owner": owner,
+        "about": about,
+        "log": log,
+        "ended": threading.Event(),  # set when the run ends
+        "renewed_at": time.monotonic(),
+        "lost": "",  # the error message, once another run has the lock
+    }
+    try:
+        live_holder = _take_lock(lock)
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{lock['path']} cannot be written: {_message(e)}") from None
+    if live_holder:
+        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {live_holder}; "
+                         "choose another")
+    thread = threading.Thread(target=_renew_lock, args=(lock,), daemon=True)
+    thread.start()
+    try:
+        yield partial(_check_lock, lock)
+    finally:
+        lock["ended"].set()
+        thread.join(3 * ANSWER_S)  # the server may not answer the thread
+        _release_lock(lock)
+
+
+def _lock_owner(lock_file, new):
+    """Return the text in out_dir/.lock, at first `new`, with the number of the file.
+
+    A copy of the folder has another file number. A process that has locked this file and finds a
+    bucket locked under this text knows that the process of that lock has ended.
+    """
+    lock_file.seek(0)
+    text = lock_file.read()
+    if not text:
+        text = new
+        lock_file.write(text)
+        lock_file.flush()
+    return f"{text}.{os.fstat(lock_file.fileno()).st_ino}"
+
+
+def _take_lock(lock):
+    """Write the lock; return None, or who holds it when that run is alive. Takes up to STALE_S."""
+    first_seen = None
+    seen_at = None
+    while True:
+        holder, generation = _read_lock(lock["store"])
+        # This run wrote it below, or a process of this run that has ended.
+        has_lock = holder.get("owner") == lock["owner"]
+        if has_lock:
+            return None
+        is_stale = holder == first_seen and time.monotonic() - seen_at > STALE_S
+        if not holder or is_stale:
+            _write_lock(lock["store"], _lock_content(lock, 0), generation)
+            continue  # to read who has it: another run may have written first
+        if first_seen is None:
+            first_seen = holder
+            seen_at = time.monotonic()
+            lock["log"](f"{lock['path']} is held by {holder.get('about')}: waiting up to "
+                        f"{STALE_S:g} s to see whether it is alive")
+        if holder != first_seen:
+            return holder.get("about")
+        time.sleep(HEARTBEAT_S / 10)
+
+
+def _renew_lock(lock):
+    """Write a heartbeat every HEARTBEAT_S, until the run has ended or lost the lock."""
+    beat = 0
+    unreachable = False
+    while not lock["ended"].is_set():
+        try:
+            holder, generation = _read_lock(lock["store"], ANSWER_S)
+            _note_if_lost(lock, holder)
+            if lock["lost"]:
+                return
+            beat += 1
+            _write_lock(lock["store"], _lock_content(lock, beat), generation, ANSWER_S)
+            lock["renewed_at"] = time.monotonic()
+            unreachable = False
+        except (ValueError, OSError) as e:
+            if not unreachable:  # log it once, however long it lasts
+                lock["log"](f"{lock['path']} cannot be renewed: {_lock_error(e)}; retrying "
+                            f"every {HEARTBEAT_S:g} s")
+            unreachable = True
+        lock["ended"].wait(HEARTBEAT_S)
+
+
+def _check_lock(lock):
+    """Raise ValueError when another run has taken the lock."""
+    # A process that was stopped may have lost the lock before its thread runs again: read it here.
+    silent_s = time.monotonic() - lock["renewed_at"]
+    if not lock["lost"] and silent_s > STALE_S:
+        with contextlib.suppress(ValueError, OSError):  # without a server the save will fail
+            holder, _ = _read_lock(lock["store"], ANSWER_S)
+            _note_if_lost(lock, holder)
+    if lock["lost"]:
+        raise ValueError(lock["lost"])
+
+
+def _note_if_lost(lock, holder):
+    """Set lock["lost"] when another run has the lock, or had it and deleted it at its end."""
+    if holder.get("owner") == lock["owner"] or lock["lost"]:
+        return
+    lock["lost"] = (
+        f"ckpt_dir {str(lock['root'])!r}: another run has taken it over, "
+        f"{holder.get('about', 'and has ended since')}, because this run wrote no heartbeat for "
+        f"{STALE_S:g} s; this run saves nothing more there")
+    lock["log"](lock["lost"])
+
+
+def _release_lock(lock):
+    """Delete the lock, unless another run has it."""
+    try:
+        holder, generation = _read_lock(lock["store"], ANSWER_S)
+        if holder.get("owner") == lock["owner"]:
+            _write_lock(lock["store"], None, generation, ANSWER_S)
+    except (ValueError, OSError) as e:
+        lock["log"](f"{lock['path']} could not be deleted: {_lock_error(e)}")
+
+
+def _lock_error(error):
+    return _message(error) or "no answer"  # a timeout has no message
+
+
+def _lock_content(lock, beat):
+    return {"owner": lock["owner"], "about": lock["about"], "beat": beat}
+
+
+def _read_lock(store, timeout_s=None):
+    """Return ({"owner", "about", "beat"}, generation of the object); {} when there is no lock."""
+    found = store.read(LOCK).result(timeout=timeout_s)
+    if found.state != "value":
+        return {}, found.stamp.generation
+    try:
+        holder = json.loads(found.value)
+    except ValueError:
+        holder = None
+    if not isinstance(holder, dict):  # another program wrote it: treat it as another run
+        holder = {"owner": None, "about": repr(found.value[:80])}
+    return holder, found.stamp.generation
+
+
+def _write_lock(store, holder, generation, timeout_s=None):
+    """Write the lock, or delete it for None, unless it has changed since it was read. The next read
+    shows who has it. A server that refuses conditions gets a plain write.
+    """
+    value = None if holder is None else json.dumps(holder).encode()
+    try:
+        store.write(LOCK, value, if_equal=generation).result(timeout=timeout_s)
+    except ValueError:
+        store.write(LOCK, value).result(timeout=timeout_s)
 
 
 # ---- sources of weights
@@ -1404,33 +1487,6 @@ def _log_origin(some, names, origin, log):
     if some:
         which = f": {', '.join(some)}" if len(some) < len(names) else ""
         log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
-
-
-def load_parameters(sources, like):
-    """Return {name: array} of the parameters that `open_sources` chose. like: {name: shape with
-    sharding}.
-    """
-    loaded = {}
-    for source in sources:
-        saved_like = {saved_name: like[name] for saved_name, name in source["take"].items()}
-        for saved_name, x in source["read"](saved_like).items():
-            loaded[source["take"][saved_name]] = x
-    return loaded
-
-
-def restore_run(out_dir, root, like, excluded, first, log=print):
-    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
-    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
-    """
-    wanted, treedef = flatten(like)
-    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
-    try:
-        step, restored = restore_newest(root, saved, log)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
-    arrays = flatten(first)[0] | restored
-    leaves = [arrays[path] for path in wanted]
-    return step, jax.tree.unflatten(treedef, leaves)
 
 
 def load_saved(out_dir, root, meta, sources, texts, like, log=print):

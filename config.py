@@ -3,7 +3,7 @@
 
 Owns `Config`, the one class of the project, its text forms (command line, JSON, named presets) and
 its validation. Rejects a config that cannot run, with all errors in one message.
-Invariant: `from_json(to_json(cfg)) == cfg`, and a `Config` is hashable: a static jit argument.
+Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
 import contextlib
 import dataclasses
@@ -30,13 +30,13 @@ PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
 LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = Annotated[int | str, (
-    lambda x: parses(parse_intervals, x),
+    lambda x: parses(parse_intervals, x),  # -> {unit: amount}
     "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
-# The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
+# The comment beside or above a field is its text in --help; `# ---- name` begins a group in it.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
@@ -55,7 +55,9 @@ class Config:
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
     # sources of initial parameters: folders of runs or of Hugging Face weights; the last one wins.
-    # Options follow within one pair of quotes: 'DIR load=w* exclude=*norm strict=no dynamic=yes'
+    # Options follow within one pair of quotes, as in 'DIR load=w* strict=no'. load=: patterns of
+    # parameters to take; exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to
+    # replace; strict=no: skip names that do not fit; dynamic=yes: load again every reload_every
     init_from: tuple[str, ...] = ()
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
@@ -81,10 +83,11 @@ class Config:
     # stream: join all documents and cut every seq_len tokens; best_fit: pack documents into
     # sequences without splitting them; none: one document per sequence, padded
     packing: Literal["stream", "best_fit", "none"] = "stream"
-    # attention and positions within each document of a stream, as with best_fit and none
+    # attend only within the token's own document, with positions from its start; best_fit and none
+    # always do
     document_mask: bool = False
-    # part to keep of a document longer than a sequence, unless packing is stream; drop: skip the
-    # document; error: raise an error
+    # which part to keep of a document that is longer than a sequence, unless packing is stream;
+    # drop: skip the document; error: raise an error
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     # side on which sequences are padded, unless packing is stream
     padding_side: Literal["right", "left"] = "right"
@@ -101,8 +104,8 @@ class Config:
 
     steps: PosInt = 600  # optimizer steps in total, and the horizon of the schedule
     epochs: NonNegFloat = 0.0  # passes over the training data; above 0 it determines steps
-    # conditions that end the run early: 500 (steps in all), +100 (more steps), 2h30m (since the
-    # start), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
+    # conditions that end the run early: 500 (steps in all), +100 (steps of this launch), 2h30m
+    # (since this launch began), val_loss<3 or loss>9 (a loss above its bound exits with code 1)
     stop: tuple[str, ...] = ()
     batch_size: PosInt = 16  # sequences per step, over all devices
     grad_accum_steps: PosInt = 1  # microbatches per step, for gradient accumulation
@@ -124,7 +127,7 @@ class Config:
     qk_norm: bool = True  # RMSNorm on each query and key head
     qkv_bias: bool = False  # biases of the query, key and value projections
     tie_embeddings: bool = True  # one matrix for embedding and logits
-    # tokens that each query attends to, the last of them its own; 0: all
+    # how many tokens a query attends to, itself included; 0: all before it
     sliding_window: NonNegInt = 0
     n_experts: NonNegInt = 0  # experts per layer; 0: a dense MLP
     experts_per_token: PosInt = 2  # experts that the router selects for each token (top-k)
@@ -134,7 +137,8 @@ class Config:
     lora_rank: NonNegInt = 0  # rank of the LoRA factors; 0: no LoRA
     lora_alpha: PosFloat = 16.0  # LoRA factors are scaled by lora_alpha / lora_rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # glob patterns of weights with LoRA factors
-    # multiplier of d_model, d_ff, n_heads and n_kv_heads; head width, layers and vocabulary stay
+    # scaling of the width, to compare sizes of one model: multiplies d_model, d_ff, n_heads and
+    # n_kv_heads; head width, layers, vocabulary and lr are unchanged
     width_mult: PosFloat = 1.0
 
     # ---- numerics
@@ -191,8 +195,9 @@ class Config:
     # sequences: mean over sequences of their means; constant: loss_divisor
     loss_norm: Literal["tokens", "positions", "sequences", "constant"] = "tokens"
     loss_divisor: NonNegFloat = 0.0  # denominator for a batch, with loss_norm constant
-    # after a non-finite loss or gradient, which changes no parameter. skip: take the next batch;
-    # stop: save the last good state and exit with code 1; raise: end with a traceback
+    # what to do after a loss or gradient that is not finite; parameters are unchanged in any case.
+    # skip: take the next batch; stop: save the last good state and exit with code 1; raise: end
+    # with a traceback
     on_nonfinite: Literal["skip", "stop", "raise"] = "stop"
 
     # ---- mesh
@@ -223,8 +228,8 @@ class Config:
     # at the end
     eval_every: Interval = 250
     eval_batches: NonNegInt = 40  # batches per evaluation; 0: all validation data
-    # interval between checkpoints, as 250, 1epoch or 250,10m; one saved by time is deleted after
-    # the next; 0: only at the end
+    # interval between checkpoints, as 250, 1epoch or 250,10m; a checkpoint made because of a time
+    # is deleted when the next one exists; 0: only at the end
     save_every: Interval = 250
     max_to_keep: NonNegInt = 2  # newest checkpoints to keep; 0: all
     keep_period: NonNegInt = 0  # checkpoints at multiples of this step are never deleted; 0: none
@@ -252,8 +257,10 @@ class Config:
     top_p: PosFraction = 1.0
 
 
-MESH = ("dp", "fsdp", "ep", "tp", "sp")  # axes of the mesh, outermost first
-EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # events with a field NAME_every
+# Sizes of 0 are resolved by derive_text, "auto" by train.setup_run.
+
+# Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
+MESH = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 # ---- command line
@@ -266,7 +273,69 @@ def parse(argv, kind=Config):
     """
     import tyro
 
-    raise_if_errors(earlier_flag_errors(argv, kind), "command line")
+    raise_if_errors(renamed_flag_errors(argv, kind), "command line")
+    argv = [_expand_home(arg) for arg in argv]
+    registry = _number_registry()  # numbers may be written as 1Ki, 50% or 2h30m
+    cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
+                  description="Train, evaluate, sample, plan, prepare data or export.")
+
+    # tyro has to know the defaults before it parses, but the flags say which file or preset has
+    # them. So parse twice: the first pass finds that file, without --help and errors of unknown
+    # flags; the second has its values as defaults.
+    flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
+    defaults_file = flags.config
+    saved = Path(flags.out_dir, "config.json")
+    if not defaults_file and flags.mode in ("eval", "sample", "export") and saved.is_file():
+        defaults_file = str(saved)
+    defaults = kind()
+    if defaults_file:
+        defaults = load(defaults_file, kind)
+
+    with headings_in_help(kind):  # one above each group of fields
+        return cli(default=defaults)
+
+
+# ---- validation
+
+def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
+    """Raise one ValueError with all errors: name, value, rule, nearest legal value.
+
+    n_devices: None skips the mesh. choices: {field: its legal values}, which other files define;
+    for PATTERN=VALUE fields, the legal VALUEs. task_errors({axis: size} or None, cfg): errors that
+    only the task can find, e.g. text_errors.
+    """
+    # Each field alone: its type, its bound, and its choices if other files define them.
+    field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
+    if not field_errors:
+        field_errors = _bound_errors(cfg)
+    # Field names are the legal values of allow_change.
+    choices = {"allow_change": vars(cfg)} | dict(choices)
+    errors = field_errors + _choice_errors(cfg, choices)
+    if field_errors:  # stop here: the rules would fail on wrong types
+        raise_if_errors(errors)
+
+    # Fields together, then with the mesh, then with the task.
+    errors += _unused_errors(cfg)  # fields without an effect: table UNUSED_WHEN, under supporting
+    errors += _rule_errors(cfg)  # table RULES, under supporting
+    sizes = None
+    if n_devices:
+        sizes, mesh_errors = mesh_sizes(cfg, n_devices)
+        errors += mesh_errors
+    errors += task_errors(sizes, cfg)
+    raise_if_errors(errors)
+
+
+# ---- supporting
+# Sections: parts of the command line, config files, numbers, intervals, stop conditions, types and
+# bounds, mesh sizes, rules between fields, fields without an effect, errors, the transformer,
+# groups of --help, differences between configs.
+
+# ---- parts of the command line
+
+def _number_registry():
+    """Tyro's registry of types, in which `parse_number` reads int and float."""
+    import tyro
+
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -280,27 +349,7 @@ def parse(argv, kind=Config):
             is_instance=lambda x: isinstance(x, (int, info.type)),
             str_from_instance=lambda x: [str(x)])
 
-    argv = [_expand_home(arg) for arg in argv]
-    cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
-                  description="Train, evaluate, sample, plan, prepare data or export.")
-
-    # The first pass finds the file or preset whose values are the defaults of the second.
-    flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
-    defaults_file = flags.config
-    saved = Path(flags.out_dir, "config.json")
-    if not defaults_file and flags.mode in ("eval", "sample", "export") and saved.is_file():
-        defaults_file = str(saved)
-    defaults = kind()
-    if defaults_file:
-        defaults = load(defaults_file, kind)
-
-    printed = io.StringIO()  # nothing but the text of --help
-    try:
-        with contextlib.redirect_stdout(printed):
-            return cli(default=defaults)
-    except SystemExit:
-        print(add_group_headings(printed.getvalue(), kind), end="")
-        raise
+    return registry
 
 
 def _expand_home(arg):
@@ -308,13 +357,15 @@ def _expand_home(arg):
     return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
 
 
-# Fields of a process, not of the run: config.json holds their defaults.
+# ---- config files
+
+# Fields of one launch, not of the run; config.json stores their defaults.
 LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
                  "process_id")
 
 
 def repeatable(cfg):
-    """The config as config.json holds it: without what belongs to this launch of the run.
+    """The config as config.json stores it: without what belongs to one launch of the run.
 
     Resets LAUNCH_FIELDS to their defaults, and steps if they were derived from epochs.
     """
@@ -326,267 +377,8 @@ def repeatable(cfg):
 
 
 def to_json(cfg):
+    """The text of config.json. `from_json(to_json(cfg)) == cfg`."""
     return json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
-
-
-# ---- validation
-
-def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
-    """Raise one ValueError with all errors: name, value, rule, nearest legal value.
-
-    n_devices: None skips the mesh. choices: {field: its legal values}, which other files define;
-    for a field with entries PATTERN=VALUE, those of VALUE.
-    task_errors({axis: size} or None, cfg): errors of what is trained, as text_errors finds them.
-    """
-    field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
-    if not field_errors:
-        field_errors = _bound_errors(cfg)
-    errors = field_errors + _choice_errors(cfg, {"allow_change": vars(cfg)} | dict(choices))
-    if field_errors:  # the rules below compute with numbers
-        raise_if_errors(errors)
-    errors += _unused_errors(cfg)
-    errors += _rule_errors(cfg)
-    sizes = None
-    if n_devices:
-        sizes, mesh_errors = mesh_sizes(cfg, n_devices)
-        errors += mesh_errors
-    errors += task_errors(sizes, cfg)
-    raise_if_errors(errors)
-
-
-def _type_errors(values, hints):
-    """Errors of values that are not of the type of their field. hints: {field: type}."""
-    errors = []
-    for name, hint in hints.items():
-        if name in values and not _is_of_type(values[name], hint):
-            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
-    return errors
-
-
-def _is_of_type(value, hint):
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        item_type = get_args(hint)[0]
-        return isinstance(value, tuple) and all(isinstance(item, item_type) for item in value)
-    if isinstance(value, bool) != (hint is bool):  # in Python a bool is an int
-        return False
-    if hint is float:
-        return isinstance(value, int | float) and isfinite(value)
-    return isinstance(value, hint)
-
-
-def _describe_type(hint):
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if get_origin(hint) is tuple:
-        return f"a list, in Python a tuple, of {get_args(hint)[0].__name__}"
-    if hint is float:
-        return "a finite float"
-    return f"of type {getattr(hint, '__name__', hint)}"
-
-
-def _bound_errors(cfg):
-    """Errors of numbers outside the bound that their type carries."""
-    hints = get_type_hints(type(cfg), include_extras=True)
-    bounds = {}
-    for name, hint in hints.items():
-        if get_origin(hint) is Annotated:
-            bounds[name] = hint.__metadata__[0]
-    return value_errors(vars(cfg), bounds)
-
-
-def _choice_errors(cfg, choices):
-    errors = []
-    for name, known in choices.items():
-        given = getattr(cfg, name)
-        if not isinstance(given, tuple):
-            given = (given,)
-        for text in given:
-            chosen = str(text).rpartition("=")[2]
-            if chosen not in known:
-                errors.append(f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})")
-    return errors
-
-
-def mesh_sizes(cfg, n_devices):
-    """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
-    sizes = {axis: getattr(cfg, axis) for axis in MESH}
-    known = prod(n for n in sizes.values() if n > 0)
-    inferred = [axis for axis, n in sizes.items() if n == -1]
-    if inferred:
-        sizes[inferred[0]] = n_devices // known
-    if prod(sizes.values()) != n_devices:
-        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
-        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
-    outer = "fsdp"  # the axis that crosses the slow network between slices
-    if sizes["dp"] > 1:
-        outer = "dp"
-    n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
-    errors += multiple_errors(
-        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
-    return sizes, errors
-
-
-def multiple_errors(name, value, rule, divisor):
-    """An error if value is not a multiple of the divisor, with the nearest legal values."""
-    if value % divisor == 0:
-        return []
-    below = max(value // divisor * divisor, divisor)
-    above = -(-value // divisor) * divisor
-    nearest = f"{below} or {above}"
-    if below == above:
-        nearest = f"{above}"
-    return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
-
-
-def divisor_errors(name, value, rule, total):
-    """An error if value does not divide the total, with the nearest legal value."""
-    if total % value == 0:
-        return []
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    nearest = min(divisors, key=lambda n: abs(n - value))
-    return [f"{name} {value}: must divide {rule} = {total}; nearest: {nearest}"]
-
-
-# ---- errors
-
-def raise_if_errors(errors, where="config"):
-    """Raise one ValueError with all errors that are not empty, if there are any."""
-    errors = [error for error in errors if error]
-    if len(errors) == 1:
-        raise ValueError(f"{where}: {errors[0]}")
-    if errors:
-        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
-
-
-def field_error(cfg, name, rule):
-    return f"{name} {getattr(cfg, name)!r}: {rule}"
-
-
-def key_errors(where, given, known, required=()):
-    """Errors of the keys of a dict: unknown keys, and required ones that are missing."""
-    errors = [f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
-              for key in given if key not in known]
-    errors += [f"{where}no {key!r}" for key in required if key not in given]
-    return errors
-
-
-def value_errors(given, rules):
-    """Errors of the values of a dict. rules: {key: (test, rule as text)}."""
-    errors = []
-    for key, (test, rule) in rules.items():
-        if key in given and not test(given[key]):
-            errors.append(f"{key} {given[key]!r:.80}: must be {rule}")
-    return errors
-
-
-def did_you_mean(name, known):
-    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
-    if close:
-        return f"nearest: {close[0]}"
-    return f"legal: {', '.join(known)}"
-
-
-def parses(read, *args):
-    """Whether read(*args) raises no ValueError."""
-    try:
-        read(*args)
-    except ValueError:
-        return False
-    return True
-
-
-# ---- optional
-
-# ---- groups of --help
-
-def add_group_headings(help_text, kind):
-    """The text of --help with a heading above the first flag of each group of fields."""
-    groups = field_groups(kind)
-    group = ""
-    lines = []
-    for line in help_text.splitlines():
-        flag = re.match(r"\W{0,2}--(\w+)", line)
-        if flag and groups.get(flag[1], group) != group:
-            group = groups[flag[1]]
-            lines += ["", f" {group}", " " + "-" * len(group)]
-        lines.append(line.rstrip())
-    return "".join(line + "\n" for line in lines)
-
-
-def field_groups(kind):
-    """{field: group} by the `# ---- group` comments in the source of a dataclass and its bases.
-
-    A class without such comments is a group of its own name.
-    """
-    groups = {}
-    for cls in reversed(kind.__mro__[:-1]):
-        group = cls.__name__
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):  # typed into an interpreter
-            continue
-        for heading, field in re.findall(r"^ *(?:# ---- (.+)|(\w+):)", source, re.MULTILINE):
-            if heading:
-                group = heading
-            elif field not in groups:
-                groups[field] = group
-    return groups
-
-
-# ---- earlier names
-
-# Earlier names of fields. They are rejected with the current name.
-RENAMED = {
-    "micro_batches": "grad_accum_steps",
-    "fill": "packing",
-    "packed": "document_mask",
-    "too_long": "truncation",
-    "pad": "padding_side",
-    "end_id": "eod_id",
-    "prepared": "token_cache",
-    "keep": "max_to_keep",
-    "keep_every": "keep_period",
-    "leave_out": "save_exclude",
-    "moments_on": "offload_optimizer",
-    "nan": "on_nonfinite",
-    "scale": "width_mult",
-}
-
-
-def earlier_flag_errors(argv, kind):
-    """Errors of flags that have an earlier name of a field; a fork may have such a field."""
-    errors = []
-    for arg in argv:
-        flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
-        if flag:
-            name = flag[1].replace("-", "_")
-            if _is_earlier_name(name, kind):
-                errors.append(f"--{name} is now --{RENAMED[name]}")
-    return errors
-
-
-def _is_earlier_name(name, kind):
-    return name in RENAMED and name not in get_type_hints(kind)
-
-
-# ---- config files
-
-def load(name, kind=Config):
-    """The config of a preset or a JSON file. Raises ValueError when the name is neither."""
-    if name in PRESETS:
-        return kind(config=name, **PRESETS[name])
-    if not Path(name).is_file():
-        raise ValueError(f"config {name!r}: neither a file nor a preset "
-                         f"({did_you_mean(name, PRESETS)})")
-    cfg = from_json(Path(name).read_bytes(), name, kind)
-    if cfg.config:
-        raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
-                                                    "delete this field")], name)
-    return dataclasses.replace(cfg, config=name)
 
 
 def from_json(text, where="JSON", kind=Config):
@@ -602,9 +394,9 @@ def from_json(text, where="JSON", kind=Config):
         if isinstance(value, list):
             values[name] = tuple(value)
 
-    earlier = [name for name in values if _is_earlier_name(name, kind)]
-    errors = [f"{name!r} is now {RENAMED[name]!r}" for name in earlier]
-    others = {name: value for name, value in values.items() if name not in earlier}
+    renamed = dict(renamed_fields(values, kind))  # {earlier name of a field: its current name}
+    errors = [f"{name!r} is now {current!r}" for name, current in renamed.items()]
+    others = {name: value for name, value in values.items() if name not in renamed}
     errors += key_errors("", others, types)
     errors += _type_errors(others, types)
     raise_if_errors(errors, where)
@@ -613,6 +405,20 @@ def from_json(text, where="JSON", kind=Config):
         if types[name] is float:
             values[name] = float(value)
     return kind(**values)
+
+
+def load(name, kind=Config):
+    """The config of a preset or a JSON file. Raises ValueError when the name is neither."""
+    if name in PRESETS:
+        return kind(config=name, **PRESETS[name])
+    if not Path(name).is_file():
+        raise ValueError(f"config {name!r}: neither a file nor a preset "
+                         f"({did_you_mean(name, PRESETS)})")
+    cfg = from_json(Path(name).read_bytes(), name, kind)
+    if cfg.config:
+        raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
+                                                    "delete this field")], name)
+    return dataclasses.replace(cfg, config=name)
 
 
 # ---- numbers
@@ -660,6 +466,9 @@ def _sum_of_parts(text):
 
 
 # ---- intervals
+
+EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # events with a field NAME_every
+
 
 def parse_interval(text):
     """(unit, amount) of 250, 10m, 2epochs or window. unit: step, second, epoch or window."""
@@ -746,20 +555,104 @@ def _stop_order(condition):
     return len(names), condition["exit_code"]
 
 
-# ---- profiles
+# ---- types and bounds
 
-def profile_span(cfg):
-    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
+def _type_errors(values, hints):
+    """Errors of values that are not of the type of their field. hints: {field: type}."""
+    errors = []
+    for name, hint in hints.items():
+        if name in values and not _is_of_type(values[name], hint):
+            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
+    return errors
 
-    Raises ValueError when it is malformed, or begins after the last step.
-    """
-    if not cfg.profile:
-        return 0, 0
-    first, last = map(int, cfg.profile.split(":"))
-    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
-    if not 0 < first <= last or not begins_in_run:
-        raise ValueError(f"profile {cfg.profile!r}: traces no step")
-    return first, last
+
+def _is_of_type(value, hint):
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        item_type = get_args(hint)[0]
+        return isinstance(value, tuple) and all(isinstance(item, item_type) for item in value)
+    if isinstance(value, bool) != (hint is bool):  # in Python a bool is an int
+        return False
+    if hint is float:
+        return isinstance(value, int | float) and isfinite(value)
+    return isinstance(value, hint)
+
+
+def _describe_type(hint):
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return f"a list, in Python a tuple, of {get_args(hint)[0].__name__}"
+    if hint is float:
+        return "a finite float"
+    return f"of type {getattr(hint, '__name__', hint)}"
+
+
+def _bound_errors(cfg):
+    """Errors of numbers outside the bound that their type carries."""
+    hints = get_type_hints(type(cfg), include_extras=True)
+    bounds = {}
+    for name, hint in hints.items():
+        if get_origin(hint) is Annotated:
+            bounds[name] = hint.__metadata__[0]
+    return value_errors(vars(cfg), bounds)
+
+
+def _choice_errors(cfg, choices):
+    errors = []
+    for name, known in choices.items():
+        given = getattr(cfg, name)
+        if not isinstance(given, tuple):
+            given = (given,)
+        for text in given:
+            chosen = str(text).rpartition("=")[2]
+            if chosen not in known:
+                errors.append(f"{name} {text!r}: unknown ({did_you_mean(chosen, known)})")
+    return errors
+
+
+# ---- mesh sizes
+
+def mesh_sizes(cfg, n_devices):
+    """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
+    sizes = {axis: getattr(cfg, axis) for axis in MESH}
+    known = prod(n for n in sizes.values() if n > 0)
+    inferred = [axis for axis, n in sizes.items() if n == -1]
+    if inferred:
+        sizes[inferred[0]] = n_devices // known
+    if prod(sizes.values()) != n_devices:
+        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
+        return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
+    outer = "fsdp"  # the axis that crosses the slow network between slices
+    if sizes["dp"] > 1:
+        outer = "dp"
+    n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
+    errors += multiple_errors(
+        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
+    return sizes, errors
+
+
+def multiple_errors(name, value, rule, divisor):
+    """An error if value is not a multiple of the divisor, with the nearest legal values."""
+    if value % divisor == 0:
+        return []
+    below = max(value // divisor * divisor, divisor)
+    above = -(-value // divisor) * divisor
+    nearest = f"{below} or {above}"
+    if below == above:
+        nearest = f"{above}"
+    return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
+
+
+def divisor_errors(name, value, rule, total):
+    """An error if value does not divide the total, with the nearest legal value."""
+    if total % value == 0:
+        return []
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - value))
+    return [f"{name} {value}: must divide {rule} = {total}; nearest: {nearest}"]
 
 
 # ---- rules between fields
@@ -914,6 +807,55 @@ UNUSED_WHEN = (
 )
 
 
+# ---- errors
+
+def raise_if_errors(errors, where="config"):
+    """Raise one ValueError with all errors that are not empty, if there are any."""
+    errors = [error for error in errors if error]
+    if len(errors) == 1:
+        raise ValueError(f"{where}: {errors[0]}")
+    if errors:
+        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
+
+
+def field_error(cfg, name, rule):
+    return f"{name} {getattr(cfg, name)!r}: {rule}"
+
+
+def key_errors(where, given, known, required=()):
+    """Errors of the keys of a dict: unknown keys, and required ones that are missing."""
+    errors = [f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
+              for key in given if key not in known]
+    errors += [f"{where}no {key!r}" for key in required if key not in given]
+    return errors
+
+
+def value_errors(given, rules):
+    """Errors of the values of a dict. rules: {key: (test, rule as text)}."""
+    errors = []
+    for key, (test, rule) in rules.items():
+        if key in given and not test(given[key]):
+            errors.append(f"{key} {given[key]!r:.80}: must be {rule}")
+    return errors
+
+
+def did_you_mean(name, known):
+    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
+    if close:
+        return f"nearest: {close[0]}"
+    return f"legal: {', '.join(known)}"
+
+
+def parses(read, *args):
+    """Whether read(*args) raises no ValueError."""
+    try:
+        read(*args)
+    except ValueError:
+        return False
+    return True
+
+
 # ---- the transformer
 
 def text_errors(sizes, cfg):
@@ -971,66 +913,52 @@ def derive_text(cfg):
         n_kv_heads=round(n_kv_heads * cfg.width_mult))
 
 
-# ---- presets
+# ---- groups of --help
 
-# Fields that presets of long runs share, and those of two families of models.
-_LONG_RUN = {
-    "optimizer": "adamw", "b2": 0.95,
-    "schedule": "cosine", "warmup_steps": 2000.0, "min_lr_frac": 0.1,
-    "remat": "full", "steps": 100000,
-}
-_LLAMA = _LONG_RUN | {
-    "vocab_size": 128256, "seq_len": 8192,
-    "rope_theta": 500000.0, "norm_eps": 1e-5, "qk_norm": False, "tie_embeddings": False,
-}
-_QWEN = _LONG_RUN | {
-    "vocab_size": 151936, "seq_len": 4096,
-    "head_dim": 128, "rope_theta": 1000000.0,
-}
+@contextlib.contextmanager
+def headings_in_help(kind):
+    """Add group headings to the text of --help, which tyro prints before it exits."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except SystemExit:
+        print(add_group_headings(printed.getvalue(), kind), end="")
+        raise
 
-PRESETS = {
-    "debug": {
-        "d_model": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 0, "d_ff": 512,
-        "batch_size": 8, "seq_len": 128, "lr": -1.0, "steps": 100,
-    },
-    "gpt2-124m": _LONG_RUN | {
-        "d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 0, "d_ff": 2048,
-        "vocab_size": 50304, "seq_len": 1024,
-        "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
-        "remat": "none", "steps": 10000, "warmup_steps": 500.0,
-    },
-    "llama-8b": _LLAMA | {
-        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
-        "batch_size": 512, "lr": 3e-4,
-    },
-    "llama-70b": _LLAMA | {
-        "d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672,
-        "batch_size": 1024, "lr": 1.5e-4,
-    },
-    "llama-405b": _LLAMA | {
-        "d_model": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "d_ff": 53248,
-        "batch_size": 2048, "lr": 8e-5, "warmup_steps": 8000.0, "min_lr_frac": 0.01,
-    },
-    "qwen3-0.6b": _QWEN | {
-        "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
-        "batch_size": 256, "lr": 6e-4,
-    },
-    "qwen3-8b": _QWEN | {
-        "d_model": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "d_ff": 12288,
-        "tie_embeddings": False, "batch_size": 512, "lr": 3e-4,
-    },
-    "qwen3-30b-a3b": _QWEN | {
-        "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,
-        "n_experts": 128, "experts_per_token": 8,
-        "tie_embeddings": False, "batch_size": 1024, "lr": 3e-4,
-    },
-    "mixtral-8x7b": _LLAMA | {
-        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
-        "n_experts": 8, "experts_per_token": 2,
-        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
-        "batch_size": 1024, "lr": 3e-4,
-    },
-}
+
+def add_group_headings(help_text, kind):
+    """The text of --help with a heading above the first flag of each group of fields."""
+    groups = field_groups(kind)
+    group = ""
+    lines = []
+    for line in help_text.splitlines():
+        flag = re.match(r"\W{0,2}--(\w+)", line)
+        if flag and groups.get(flag[1], group) != group:
+            group = groups[flag[1]]
+            lines += ["", f" {group}", " " + "-" * len(group)]
+        lines.append(line.rstrip())
+    return "".join(line + "\n" for line in lines)
+
+
+def field_groups(kind):
+    """{field: group} by the `# ---- group` comments in the source of a dataclass and its bases.
+
+    A class without such comments is a group of its own name.
+    """
+    groups = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        group = cls.__name__
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # typed into an interpreter
+            continue
+        for heading, field in re.findall(r"^ *(?:# ---- (.+)|(\w+):)", source, re.MULTILINE):
+            if heading:
+                group = heading
+            elif field not in groups:
+                groups[field] = group
+    return groups
 
 
 # ---- differences between configs
@@ -1123,3 +1051,119 @@ def changes_since(saved, current):
             if name in before and before[name] != value:
                 changes.append(f"{name} was {before[name] or 'empty'}, is {value or 'empty'}")
     return changes
+
+
+# ---- optional
+# Rooms: earlier names, profiles, presets.
+
+# ---- earlier names
+
+# Earlier names of fields. They are rejected with the current name.
+RENAMED = {
+    "micro_batches": "grad_accum_steps",
+    "fill": "packing",
+    "packed": "document_mask",
+    "too_long": "truncation",
+    "pad": "padding_side",
+    "end_id": "eod_id",
+    "prepared": "token_cache",
+    "keep": "max_to_keep",
+    "keep_every": "keep_period",
+    "leave_out": "save_exclude",
+    "moments_on": "offload_optimizer",
+    "nan": "on_nonfinite",
+    "scale": "width_mult",
+}
+
+
+def renamed_flag_errors(argv, kind):
+    """Errors of flags that have an earlier name of a field."""
+    names = []
+    for arg in argv:
+        flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
+        if flag:
+            names.append(flag[1].replace("-", "_"))
+    return [f"--{name} is now --{current}" for name, current in renamed_fields(names, kind)]
+
+
+def renamed_fields(names, kind):
+    """[(earlier name, current name)] of the earlier names; a fork may have a field of that name."""
+    fields = get_type_hints(kind)
+    return [(name, RENAMED[name]) for name in names if name in RENAMED and name not in fields]
+
+
+# ---- profiles
+
+def profile_span(cfg):
+    """(first, last) step of cfg.profile, counted from 1; (0, 0) when it is empty.
+
+    Raises ValueError when it is malformed, or begins after the last step.
+    """
+    if not cfg.profile:
+        return 0, 0
+    first, last = map(int, cfg.profile.split(":"))
+    begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
+    if not 0 < first <= last or not begins_in_run:
+        raise ValueError(f"profile {cfg.profile!r}: traces no step")
+    return first, last
+
+
+# ---- presets
+
+# Fields that presets of long runs share, and those of two families of models.
+_LONG_RUN = {
+    "optimizer": "adamw", "b2": 0.95,
+    "schedule": "cosine", "warmup_steps": 2000.0, "min_lr_frac": 0.1,
+    "remat": "full", "steps": 100000,
+}
+_LLAMA = _LONG_RUN | {
+    "vocab_size": 128256, "seq_len": 8192,
+    "rope_theta": 500000.0, "norm_eps": 1e-5, "qk_norm": False, "tie_embeddings": False,
+}
+_QWEN = _LONG_RUN | {
+    "vocab_size": 151936, "seq_len": 4096,
+    "head_dim": 128, "rope_theta": 1000000.0,
+}
+PRESETS = {
+    "debug": {
+        "d_model": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 0, "d_ff": 512,
+        "batch_size": 8, "seq_len": 128, "lr": -1.0, "steps": 100,
+    },
+    "gpt2-124m": _LONG_RUN | {
+        "d_model": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 0, "d_ff": 2048,
+        "vocab_size": 50304, "seq_len": 1024,
+        "batch_size": 480, "grad_accum_steps": 8, "lr": 6e-4,
+        "remat": "none", "steps": 10000, "warmup_steps": 500.0,
+    },
+    "llama-8b": _LLAMA | {
+        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+        "batch_size": 512, "lr": 3e-4,
+    },
+    "llama-70b": _LLAMA | {
+        "d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672,
+        "batch_size": 1024, "lr": 1.5e-4,
+    },
+    "llama-405b": _LLAMA | {
+        "d_model": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "d_ff": 53248,
+        "batch_size": 2048, "lr": 8e-5, "warmup_steps": 8000.0, "min_lr_frac": 0.01,
+    },
+    "qwen3-0.6b": _QWEN | {
+        "d_model": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "d_ff": 3072,
+        "batch_size": 256, "lr": 6e-4,
+    },
+    "qwen3-8b": _QWEN | {
+        "d_model": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "d_ff": 12288,
+        "tie_embeddings": False, "batch_size": 512, "lr": 3e-4,
+    },
+    "qwen3-30b-a3b": _QWEN | {
+        "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 768,
+        "n_experts": 128, "experts_per_token": 8,
+        "tie_embeddings": False, "batch_size": 1024, "lr": 3e-4,
+    },
+    "mixtral-8x7b": _LLAMA | {
+        "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336,
+        "n_experts": 8, "experts_per_token": 2,
+        "vocab_size": 32000, "seq_len": 4096, "rope_theta": 1000000.0,
+        "batch_size": 1024, "lr": 3e-4,
+    },
+}

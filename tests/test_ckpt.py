@@ -283,7 +283,7 @@ def test_names_and_arrays_that_cannot_be_saved_are_refused(tmp_path, tree, words
 def test_reserved_keys_of_meta_are_refused(tmp_path):
     """The error comes before anything is written.
 
-    Break: ckpt.py: arrays=layouts, **dict(meta)) => arrays=layouts) | dict(meta)
+    Break: ckpt.py: arrays=layouts, **meta) => arrays=layouts) | meta
     """
     with pytest.raises(TypeError, match="multiple values for keyword argument"):
         ckpt.save(tmp_path / "run", 1, {"a": np.ones(3)}, {"step": 2, "arrays": {}, "note": ""})

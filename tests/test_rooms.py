@@ -185,6 +185,8 @@ FEATURES = {
         "edits": [
             ("ckpt.py", "            check = locks.enter_context(lock_bucket(root, owner, about, "
              "log))\n", ""),
+            ("ckpt.py", "                if not _is_local(root):\n"
+             "                    owner = _lock_owner(lock_file, owner)\n", ""),
         ],
     },
 }
