@@ -1419,6 +1419,8 @@ def poll_stop_requests(run, step, progress, signals):
     if several:
         gathered = multihost_utils.process_allgather(np.float32([*found.values()]))
         found = dict(zip(found, gathered.max(axis=0).tolist()))
+        # A copy: a request that a hook makes later counts once all processes know of it.
+        hook_stops = list(hook_stops) if found["n_hook_stops"] else []
         if found["n_hook_stops"] and not hook_stops:
             hook_stops = ["a hook of another process requested it"]
     signal_name = signal.Signals(int(found["signal"])).name if found["signal"] else None
@@ -1726,7 +1728,7 @@ def print_summary(cfg, row):
     """Print where the time went, the newest metrics, and why the run stopped."""
     seconds = row["time_s"]
     total = sum(seconds.values())
-    print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total over restarts")
+    print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total")
     print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
 
     metrics = [f"step {row['step']}"]

@@ -1391,7 +1391,7 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
     rest = ("step      4  validation loss 2.5000  accuracy 0.250  1.500 bits/byte\n"
             "-------- sample --------\none\n-------- sample --------\ntwo\n"
             "------------------------\nstep      4  no sample: none left\n")
-    table = ("   start compile  wasted  total over restarts\n"
+    table = ("   start compile  wasted  total\n"
              "    1.0%    0.0%   99.0%  1,000 s\n")
     done = (table + "step 4, validation loss 2.5000, 1.500 bits/byte, training loss 2.3457\n"
             "{}; 62 s, saved in out/ckpt\n")
