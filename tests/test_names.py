@@ -104,13 +104,9 @@ FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
 # optional feature: a reader may take it by its name, and whoever deletes the room deletes the call.
 JUMPS = {
     "config.py": {
-        "groups of --help": ["add_group_headings"],
-        "earlier names": ["earlier_flag_errors"],
-        "config files": ["load"],
-        "numbers": ["parse_number"],
-        "intervals": ["parse_intervals"],
-        "rules between fields": ["_rule_errors"],
-        "fields without an effect": ["_unused_errors"],
+        "earlier names": ["renamed_fields", "renamed_flag_errors"],
+        "profiles": ["profile_span"],
+        "presets": ["PRESETS"],
     },
     "model.py": {
         "generation": ["_hidden_states_cached"],
@@ -137,17 +133,16 @@ JUMPS = {
         "windows": ["_open_windows"],
         "document mask": ["_add_document_mask"],
         "packing": ["_cut_documents", "_describe_packing", "_pack_shards", "_packed_batch"],
-        "token files": ["TOKEN_FILES", "_open_token_files"],
-        "token cache": ["_cache_key", "_token_cache_folder", "_write_once"],
-        "prompts and chats": ["_check_messages", "_encode_chat", "_join_prompt"],
-        "file formats": ["_json_rows", "_table_rows"],
+        "token files": ["_open_token_files"],
+        "prompts and chats": ["CHAT_READERS", "_check_messages", "_encode_chat", "_join_prompt"],
+        "file formats": ["FORMAT_READERS", "_json_rows", "_table_rows"],
         "tokenizers": ["_hf_tokenizer", "_tiktoken_tokenizer"],
     },
     "ckpt.py": {
         "several processes": ["_agree_on_error", "_announce_failure", "_broadcast",
-                              "_wait_for_commit", "_wait_for_shards"],
+                              "_report_and_wait_for_commit", "_wait_for_shards"],
         "buckets": ["_bucket_kvstore", "_delete_keys", "_join_url", "_list_bucket"],
-        "retention and clean-up": ["clean", "prune"],
+        "locks of buckets": ["_lock_owner", "lock_bucket"],
     },
     "train.py": {
         "custom tasks": ["check_table", "complete_task"],
