@@ -5,7 +5,7 @@ Owns gradients, accumulation, clipping, optimizers, schedules, shardings and the
 them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", "spec", "init",
 "trained", "ids"}} are arguments. `cfg`: any object with the fields under "optimizer" and "mesh" in
 config.py, and dtype deterministic steps grad_accum_steps watch log_every.
-Invariant: one call of `train_step` is one step, and everything depends on state["step"].
+Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
 """
 import contextlib
 import hashlib
@@ -33,7 +33,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 # Names of metrics, and of other values in the rows of metrics.jsonl, that a loss must not use.
 RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
-                    "counts"}
+                    "counts", "n_labels"}
 
 
 def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
@@ -48,9 +48,13 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
 
     loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
     """
-    # Of parameters with "ids", take only the rows that this batch looks up.
-    row_ids, batch = find_rows(batch, table)
-    rows = gather_rows(state, row_ids)
+    # Sparse rows: take only those that this batch looks up. Only tasks with sparse tables have
+    # "ids"; for all others rows is the whole state.
+    rows = state
+    is_sparse = any("ids" in row for row in table.values())
+    if is_sparse:
+        row_ids, batch = find_rows(batch, table)
+        rows = gather_rows(state, row_ids)
     old_params = _trained(rows["params"], table)
     old_opt = rows["opt"]
 
@@ -68,7 +72,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
 
-    # Describe the weights that --watch names, as they are before the step.
+    # Weight statistics of --watch: the weights before the step. Logged steps count from 1, so this
+    # step is state["step"] + 1.
     if cfg.watch and cfg.log_every:
         metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
 
@@ -78,15 +83,15 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
             clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
             grads = jax.tree.map(lambda g: g * clip, grads)
 
-    # Move along the optimizer's direction. Parameters of another dtype move in float32.
+    # Subtract lr times the optimizer's direction. The move is computed in float32, then cast back.
     with jax.named_scope("optimizer"):
         lr = lr_at(state["step"], cfg)
-        updates, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
+        directions, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
 
         def move(p, u):
             return (p.astype(jnp.float32) - lr * u).astype(p.dtype)
 
-        new_params = jax.tree.map(move, old_params, updates)
+        new_params = jax.tree.map(move, old_params, directions)
 
     # Keep the old parameters and moments if the loss or the gradient is not finite.
     finite = jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm)
@@ -98,10 +103,12 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     new_opt = jax.tree.map(if_finite, new_opt, old_opt)
     n_skipped = state["skipped"] + jnp.where(finite, 0, 1)
 
-    # Write the rows back.
-    new_rows = {"params": rows["params"] | new_params, "opt": new_opt}
-    new = scatter_rows(state, row_ids, new_rows)
+    # Sparse rows: write them back.
+    new = {"params": rows["params"] | new_params, "opt": new_opt}
+    if is_sparse:
+        new = scatter_rows(state, row_ids, new)
 
+    # fp16_train_step adds "scale".
     new_state = {"step": state["step"] + 1, "params": new["params"], "opt": new["opt"],
                  "skipped": n_skipped}
     metrics |= {
@@ -126,9 +133,10 @@ def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
     mesh = jax.sharding.get_abstract_mesh()
     specs = {}
     if not mesh.empty:
-        specs = moment_specs(_trained(table, table), mesh)
+        specs = moment_specs(_trained(table, table), mesh)  # {name: spec}, also split over dp
         for name in specs:
-            if "ids" in table[name]:  # few rows, which may belong to any device
+            # Sparse rows: a few rows, which may belong to any device.
+            if "ids" in table[name]:
                 specs[name] = P()
 
     def microbatch_grads(microbatch):
@@ -169,20 +177,22 @@ def _sum_over_microbatches(f, batch, A):
 def lr_at(step, cfg):
     """Return the learning rate of the step from `step` to `step + 1`.
 
-    The rate rises linearly to its peak during warm-up, then follows cfg.schedule down to
-    min_lr_frac of the peak at cfg.steps.
+    The rate rises linearly to its peak during warm-up, then follows cfg.schedule. Most schedules
+    end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
+    falls slowly. step may be traced, cfg never is.
     """
     n_warmup = cfg.warmup_steps
     if n_warmup < 1:  # a fraction of all steps
         n_warmup *= cfg.steps
     n_warmup = round(n_warmup)
     peak = cfg.lr
-    if peak == -1:
+    if peak == -1:  # the default of the optimizer
         peak = DEFAULT_LR[cfg.optimizer]
 
     step = jnp.asarray(step, jnp.float32)
     n_after_warmup = jnp.maximum(step - n_warmup, 0)
     progress = jnp.clip(n_after_warmup / max(cfg.steps - n_warmup, 1), 0, 1)
+    # A schedule goes from 1 to 0, which means from the peak to min_lr_frac of the peak.
     decay = SCHEDULES[cfg.schedule](cfg, progress, n_after_warmup, n_warmup)
     after_warmup = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * decay
     during_warmup = (step + 1) / max(n_warmup, 1)
@@ -194,14 +204,16 @@ def lr_at(step, cfg):
 def make_optimizer(cfg, table):
     """Make the optax optimizer of the trained parameters.
 
-    A row of the table may have an "optimizer", an "lr_mult" and a "decay_mult". Without
-    "decay_mult", weights decay, whose init is ("normal", std), and biases and gains do not.
+    Its update is a direction: train_step subtracts lr times it. A row of the table may have an
+    "optimizer", an "lr_mult" and a "decay_mult". By default weight decay applies to rows whose init
+    is "normal", not to biases and gains.
     """
     kinds, decays, rates = {}, {}, {}
     for name, row in _trained(table, table).items():
         kind = row.get("optimizer", cfg.optimizer)
         is_matrix = row["init"][0] == "normal"
         decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
+        # A multiple of lr_at. It is taken before kind changes: AdamW under Muon keeps Muon's rate.
         rates[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
 
         # Muon is for stacks of matrices, one per layer. AdamW handles the other parameters.
@@ -218,6 +230,7 @@ def make_optimizer(cfg, table):
             updates[name] = rates[name] * direction
         return updates
 
+    # One optax optimizer for each kind in use.
     optimizers = {kind: OPTIMIZERS[kind](cfg) for kind in sorted(set(kinds.values()))}
     if len(optimizers) == 1:
         (optimizer,) = optimizers.values()
@@ -231,7 +244,7 @@ def make_optimizer(cfg, table):
 def eval_step(params, batch, cfg, loss_fn):
     """Return {name: (sum, count)} of one batch.
 
-    It is split into the microbatches of train_step, so that the memory of a step is enough.
+    It is split into the microbatches of train_step, so that it needs no more memory than a step.
     """
     def microbatch_sums(microbatch):
         return loss_fn(params, microbatch, cfg)
@@ -240,13 +253,16 @@ def eval_step(params, batch, cfg, loss_fn):
     return {name: (sums[name], counts[name]) for name in sums}
 
 
-def evaluate(eval_step, params, batches, stopped=lambda: False):
-    """Return {name: (sum, count)} in float64 over all batches, or None once stopped() is true."""
+def evaluate(eval_fn, params, batches, stopped=lambda: False):
+    """Return {name: (sum, count)} in float64 over all batches, or None once stopped() is true.
+
+    eval_fn(params, batch): the compiled eval_step.
+    """
     results = []
     for batch in batches:
         if stopped():
             return None
-        results.append(eval_step(params, batch))
+        results.append(eval_fn(params, batch))
         # Wait for the batch before, while the device works on this one.
         if len(results) > 1:
             jax.block_until_ready(results[-2])
@@ -258,6 +274,7 @@ def evaluate(eval_step, params, batches, stopped=lambda: False):
 
 # ---- mesh
 
+# As in config.MESH; repeated, so that this file works alone.
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
@@ -283,27 +300,8 @@ def make_mesh(cfg, devices=None):
         raise ValueError(f"mesh {sizes}: has {prod(sizes.values())} devices, but there are "
                          f"{len(devices)}; change a size, or set one to -1")
 
-    # The slice of each device; only TPUs have one.
-    slices = []
-    for device in devices:
-        index = getattr(device, "slice_index", None)
-        if index is None:
-            index = 0
-        slices.append(index)
-    n_slices = len(set(slices))
-    if devices[0].platform == "tpu" and cfg.slices != n_slices:
-        raise ValueError(f"slices {cfg.slices}: the devices have {n_slices}; set it to {n_slices}")
-
-    # One axis crosses the slow network: dp, or fsdp where dp is 1.
-    slow_axis = "fsdp" if sizes["dp"] == 1 else "dp"
-    sizes[slow_axis] //= cfg.slices
-    by_slice = devices[np.argsort(slices, kind="stable")]
-    parts = []
-    for group in np.split(by_slice, cfg.slices):
-        # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
-        parts.append(mesh_utils.create_device_mesh(
-            list(sizes.values()), list(group), allow_split_physical_axes=True))
-    grid = np.concatenate(parts, axis=AXES.index(slow_axis))
+    # The devices as an array with a dim for each axis. Only dp or fsdp crosses slices.
+    grid = _device_grid(devices, sizes, cfg)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -320,6 +318,7 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
     zero = jnp.zeros((), jnp.int32)
     opt = optimizer.init(_f32(_trained(values, table)))
     state = {"step": zero, "params": values, "opt": opt, "skipped": zero}
+    # Loss scaling for float16.
     if cfg.dtype == "float16":
         state["scale"] = init_loss_scale()
     return state
@@ -335,7 +334,7 @@ def state_shardings(state, table, mesh, moment_memory=None):
     specs = moment_specs(table, mesh)
 
     def moment_sharding(path, moment):
-        name = _parameter_of(path, table)
+        name = _parameter_of(path, table)  # the parameter's name in the path of the leaf, or None
         if name is None or moment.shape != state["params"][name].shape:
             return replicated
         return NamedSharding(mesh, specs[name], memory_kind=moment_memory)
@@ -374,11 +373,13 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
     "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch) -> (state,
-    metrics). It returns the value to use: the hook for pruning and the like.
+    metrics). It returns the value to use: hooks use it for pruning, another loss or another
+    optimizer.
 
     Returns a dict:
     "state": the state as shapes with shardings;
-    "train_step", "eval_step", "init", "digest": functions that lower that program when called;
+    "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
+    digest is a checksum of the state, saved with it);
     "from_params": a jitted function (key, params=) -> state, which donates params.
     """
     # The functions to compile: all arguments that are not arrays are bound.
@@ -427,14 +428,16 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
 # ---- supporting
 #
-# In this order: schedules, optimizers, parts of the state, shapes and slices, compilation, devices,
-# memory, digest of the state, utilization, peak figures of devices, description of the machine.
+# Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
+# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
+# utilization, peak figures of devices, description of the machine.
 
 
 # ---- schedules
 
-# Each schedule returns the learning rate as a fraction of its peak. progress goes from 0 at the end
-# of warm-up to 1 at the last step, n_after_warmup counts the steps since the end of warm-up.
+# Each schedule returns a number from 1 to 0, which lr_at maps to peak ... min_lr_frac x peak.
+# progress goes from 0 at the end of warm-up to 1 at the last step, n_after_warmup counts the steps
+# since the end of warm-up. Both may be traced; cfg and n_warmup are Python values.
 
 def _constant(cfg, progress, n_after_warmup, n_warmup):
     return 1.0
@@ -474,8 +477,8 @@ SCHEDULES = {
 
 # ---- optimizers
 
-# Each optimizer turns a gradient into a direction. Weight decay and the factor -lr_at(step) are
-# applied to all of them alike, by make_optimizer and by train_step.
+# Each optimizer turns a gradient into a direction; train_step subtracts lr times it. Weight decay
+# is applied to all of them alike, by make_optimizer.
 
 def _adamw(cfg):
     return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype)
@@ -597,10 +600,36 @@ def _axis_names(axes):
     return jax.tree.leaves(axes)
 
 
+def _device_grid(devices, sizes, cfg):
+    """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""
+    # The slice of each device; only TPUs have one.
+    slices = []
+    for device in devices:
+        index = getattr(device, "slice_index", None)
+        if index is None:
+            index = 0
+        slices.append(index)
+    n_slices = len(set(slices))
+    if devices[0].platform == "tpu" and cfg.slices != n_slices:
+        raise ValueError(f"slices {cfg.slices}: the devices have {n_slices}; set it to {n_slices}")
+
+    # One axis crosses the slow network: dp, or fsdp where dp is 1. sizes becomes that of one slice.
+    slow_axis = "fsdp" if sizes["dp"] == 1 else "dp"
+    sizes = dict(sizes)
+    sizes[slow_axis] //= cfg.slices
+    by_slice = devices[np.argsort(slices, kind="stable")]
+    parts = []
+    for group in np.split(by_slice, cfg.slices):
+        # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
+        parts.append(mesh_utils.create_device_mesh(
+            list(sizes.values()), list(group), allow_split_physical_axes=True))
+    return np.concatenate(parts, axis=AXES.index(slow_axis))
+
+
 # ---- compilation
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
-    """Compile the programs of lower_steps before an array exists.
+    """Compile the programs of lower_steps before any array is allocated.
 
     Returns a dict:
     "state": the state as shapes with shardings;
@@ -608,15 +637,16 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "train_step": (state, batch) -> (state, metrics), which donates its state;
     "eval_step": (params, batch) -> {name: (sum, count)};
     "digest": (state) -> the result of digest_sums;
-    "compile_eval", "compile_digest": functions that wait until that program is compiled, which
-    is later; compile_eval raises MemoryError when it does not fit beside the state;
-    "memory": memory_by_kind of train_step; "metrics": the shapes of its metrics.
+    "compile_eval", "compile_digest": functions that compile that program if necessary, and wait for
+    it; compile_eval raises MemoryError when it does not fit beside the state;
+    "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts;
+    "metrics": the shapes of its metrics.
     """
     steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
     state = steps["state"]
 
     # Compile train_step and init side by side. init runs once, so it is compiled quickly.
-    pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
+    pool = ThreadPoolExecutor()  # XLA releases the GIL while it compiles
     lowered_step = steps["train_step"]()
     step_future = pool.submit(lowered_step.compile)
     lowered_init = steps["init"]()
@@ -626,8 +656,8 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     compiled_init = init_future.result()
     memory = memory_by_kind(state, compiled_step)
 
-    # Compile the others later: in the background, or on a CPU at their first call. There the first
-    # steps would run at half their speed beside a compilation.
+    # Compile the others later: in the background, or on a CPU at their first call. On a CPU, a
+    # compilation in the background would halve the speed of the first steps.
     def compile_later(compile):
         if mesh.devices.flat[0].platform == "cpu":
             return cache(compile)
@@ -672,17 +702,17 @@ def platform(device):
     return "cuda" if float(capability) >= 8 else "old cuda"
 
 
-def choose_dtype(dtype, platform):
-    """Return dtype, with "auto" resolved to the fastest one on this platform.
+def choose_dtype(dtype, platform_name):
+    """Return dtype, with "auto" resolved to the fastest one on this platform (see `platform`).
 
     On a CPU that is "mixed" if it has AMX, or if it has AVX512_BF16 and AMD made it. Intel's CPUs
     with AVX512_BF16 alone multiply float32 twice as fast as bfloat16.
     """
     if dtype != "auto":
         return dtype
-    if platform == "old cuda":
+    if platform_name == "old cuda":
         return "float16"
-    if platform != "cpu":
+    if platform_name != "cpu":
         return "bfloat16"
     cpuinfo = Path("/proc/cpuinfo")
     words = set()
@@ -1170,7 +1200,7 @@ def count_memory(state, programs, batch, added=None, options=None):
     "memory": memory_by_kind of the step or, without one, the parameters and the total;
     "added": {program: bytes} of the task's programs.
     """
-    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+    with ThreadPoolExecutor() as pool:  # XLA releases the GIL while it compiles
         futures = {name: pool.submit(each.compile, options) for name, each in programs.items()}
     compiled = {name: future.result() for name, future in futures.items()}
 

@@ -145,10 +145,9 @@ FEATURES = {
     "sparse rows": {
         "rooms": {"step.py": ["sparse rows"], "train.py": ["sparse rows"]},
         "edits": [
-            ("step.py", "    row_ids, batch = find_rows(batch, table)\n"
-             "    rows = gather_rows(state, row_ids)\n", "    rows = state\n"),
-            ("step.py", "    new = scatter_rows(state, row_ids, new_rows)\n",
-             "    new = new_rows\n"),
+            ("step.py", "    if is_sparse:\n        row_ids, batch = find_rows(batch, table)\n"
+             "        rows = gather_rows(state, row_ids)\n", ""),
+            ("step.py", "    if is_sparse:\n        new = scatter_rows(state, row_ids, new)\n", ""),
             ("train.py", '        config.raise_if_errors(id_errors(batch, setup["table"]), '
              'f"batch {index}")\n', ""),
         ],
