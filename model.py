@@ -911,6 +911,13 @@ def _recomputed_attention(cfg, seq_len):
 
 # ---- helpers of several rooms
 
+# Llama 3.1's bounds on the periods of a rotary frequency within the original length: a frequency
+# with fewer than the low bound is stretched, one with more than the high bound is kept.
+ROPE_LOW_FREQ_FACTOR = 1
+
+ROPE_HIGH_FREQ_FACTOR = 4
+
+
 def _split_tiles(x, n):
     """Split the positions of x [B, T, ...] into n tiles: [n, B, T/n, ...].
 
@@ -1081,13 +1088,6 @@ def _prompts(cfg, tokenizer):
 
 
 # ---- rotary scaling
-
-# Llama 3.1's bounds on the periods of a rotary frequency within the original length: a frequency
-# with fewer than the low bound is stretched, one with more than the high bound is kept.
-ROPE_LOW_FREQ_FACTOR = 1
-
-ROPE_HIGH_FREQ_FACTOR = 4
-
 
 def _stretch_rope(freq, cfg):
     """Stretch rotary frequencies as Llama 3.1 does.
