@@ -914,7 +914,6 @@ def _recomputed_attention(cfg, seq_len):
 # Llama 3.1's bounds on the periods of a rotary frequency within the original length: a frequency
 # with fewer than the low bound is stretched, one with more than the high bound is kept.
 ROPE_LOW_FREQ_FACTOR = 1
-
 ROPE_HIGH_FREQ_FACTOR = 4
 
 
