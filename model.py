@@ -5,14 +5,6 @@ Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the f
 loss, generation and Hugging Face's names. Rejects attention kernels that the device lacks.
 Invariant: each parameter is declared once, in `param_table`.
 """
-# cfg: any object with the fields under "model" and "numerics" in config.py, and freeze loss_norm
-# loss_divisor batch_size label_smoothing z_loss router_balance router_z. `generate` also reads
-# temperature top_k top_p; `batch_shapes` and `choose_attention` document_mask packing seq_len;
-# `apply_param_groups` lr_mult decay_mult optimizers.
-#
-# A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
-# width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
-# V vocabulary, L layers, E experts, 1 a dim of size 1.
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
@@ -26,6 +18,16 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+# cfg: any object with the fields under "model" and "numerics" in config.py, and freeze loss_norm
+# loss_divisor batch_size label_smoothing z_loss router_balance router_z. `generate` also reads
+# temperature top_k top_p; `batch_shapes` and `choose_attention` document_mask packing seq_len;
+# `apply_param_groups` lr_mult decay_mult optimizers. Sizes that are 0 in a Config are resolved by
+# now, by config.derive_text, and so is the dtype "auto".
+#
+# A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
+# width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
+# V vocabulary, L layers, E experts, 1 a dim of size 1.
+
 BATCH_AXES = ("dp", "fsdp", "ep")  # mesh axes that split the sequences of a batch
 WEIGHT_AXES = ("fsdp", "ep", "sp")  # mesh axes that split a weight, gathered where it is used
 IGNORE = -100  # label ignored by the loss
@@ -33,11 +35,6 @@ IGNORE = -100  # label ignored by the loss
 # Parameters in float32 whatever the dtype: the router, and biases, whose gradient sums over all
 # positions.
 F32_PARAMS = ("layers.w_router", "layers.bq", "layers.bk", "layers.bv")
-
-# Llama 3.1's bounds on the periods of a rotary frequency within the original length: a frequency
-# with fewer than the low bound is stretched, one with more than the high bound is kept.
-ROPE_LOW_FREQ_FACTOR = 1
-ROPE_HIGH_FREQ_FACTOR = 4
 
 # Longest sequence with dense attention. Beyond it attention by blocks is faster, and its memory is
 # linear in T.
@@ -56,30 +53,31 @@ def param_table(cfg):
 
     Raises: ValueError for a pattern in freeze or lora_targets without a match.
     """
+    # Sizes that are 0 in a Config are resolved by now, by config.derive_text.
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
 
     ones = ("constant", 1.0)
     zeros = ("constant", 0.0)
-    fan_in = ("normal", D**-0.5)
+    normal = ("normal", D**-0.5)  # the embedding too
     # Weights that add to the residual start smaller, or its variance would grow with depth.
     attn_out = ("normal", (2 * L * N * H) ** -0.5)
     mlp_out = ("normal", (2 * L * F) ** -0.5)
 
     # tp splits heads, the MLP's width and the vocabulary; WEIGHT_AXES split the model's width.
-    in_spec = P(None, WEIGHT_AXES, "tp")  # from the residual: no sum over tp in the product
-    out_spec = P(None, "tp", WEIGHT_AXES)  # to the residual: its product is summed over tp
+    in_spec = P(None, WEIGHT_AXES, "tp")  # from the residual, column-parallel: no all-reduce
+    out_spec = P(None, "tp", WEIGHT_AXES)  # to the residual, row-parallel: all-reduce over tp
 
     table = {
-        "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=fan_in),
+        "embed": dict(shape=(V, D), spec=P("tp", WEIGHT_AXES), init=normal),
         "layers.attn_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.wq": dict(shape=(L, D, N * H), spec=in_spec, init=fan_in),
-        "layers.wk": dict(shape=(L, D, K * H), spec=in_spec, init=fan_in),
-        "layers.wv": dict(shape=(L, D, K * H), spec=in_spec, init=fan_in),
+        "layers.wq": dict(shape=(L, D, N * H), spec=in_spec, init=normal),
+        "layers.wk": dict(shape=(L, D, K * H), spec=in_spec, init=normal),
+        "layers.wv": dict(shape=(L, D, K * H), spec=in_spec, init=normal),
         "layers.wo": dict(shape=(L, N * H, D), spec=out_spec, init=attn_out),
         "layers.mlp_norm": dict(shape=(L, D), spec=P(), init=ones),
-        "layers.w_gate": dict(shape=(L, D, F), spec=in_spec, init=fan_in),
-        "layers.w_up": dict(shape=(L, D, F), spec=in_spec, init=fan_in),
+        "layers.w_gate": dict(shape=(L, D, F), spec=in_spec, init=normal),
+        "layers.w_up": dict(shape=(L, D, F), spec=in_spec, init=normal),
         "layers.w_down": dict(shape=(L, F, D), spec=out_spec, init=mlp_out),
         "final_norm": dict(shape=(D,), spec=P(), init=ones),
     }
@@ -94,11 +92,13 @@ def param_table(cfg):
         table["layers.bk"] = dict(shape=(L, K * H), spec=P(None, "tp"), init=zeros)
         table["layers.bv"] = dict(shape=(L, K * H), spec=P(None, "tp"), init=zeros)
     if not cfg.tie_embeddings:
-        table["unembed"] = dict(shape=(D, V), spec=P(WEIGHT_AXES, "tp"), init=fan_in)
+        table["unembed"] = dict(shape=(D, V), spec=P(WEIGHT_AXES, "tp"), init=normal)
     # LoRA: two factors for each target.
     if cfg.lora_rank:
         table |= _lora_rows(table, cfg)
 
+    # The parameters that the patterns of cfg.freeze select are not trained. apply_param_groups
+    # freezes again, since it also serves tables of other models, which do not read cfg.freeze.
     frozen = matching("freeze", cfg.freeze, table)
     if len(frozen) == len(table):
         raise ValueError(f"freeze {' '.join(cfg.freeze)}: leaves no parameter to train; freeze "
@@ -106,25 +106,6 @@ def param_table(cfg):
     for name, row in table.items():
         row["trained"] = name not in frozen
     return table
-
-
-def matching(field, patterns, names):
-    """The set of names that patterns select. Later patterns win; a leading `!` deselects.
-
-    Raises: ValueError for a pattern without a match.
-    """
-    chosen = set()
-    for pattern in patterns:
-        glob = pattern.removeprefix("!")
-        found = {name for name in names if fnmatchcase(name, glob)}
-        if not found:
-            raise ValueError(f"{field} {pattern!r}: matches no parameter; there are "
-                             + ", ".join(names))
-        if pattern.startswith("!"):
-            chosen -= found
-        else:
-            chosen |= found
-    return chosen
 
 
 def init(key, cfg, table=None):
@@ -151,139 +132,94 @@ def init(key, cfg, table=None):
     return params
 
 
-# ---- sharding
+# ---- layers
 
-def _axis_size(*axes):
-    """Devices along these mesh axes (names, tuples of names, None) together; 1 without a mesh."""
-    shape = jax.sharding.get_abstract_mesh().shape
-    return prod(shape.get(name, 1) for name in jax.tree.leaves(axes))
+# Sharding: step.py lowers all of this under jax.set_mesh. Parameters come in with the specs of
+# param_table. Only activations are constrained, by _shard(x, *mesh axes of each dim). XLA inserts
+# the all-gather of weights over fsdp and the sums over tp (axes are Auto).
 
+def _hidden_states(params, batch, cfg):
+    """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over
+    layers).
 
-def _shard(x, *axes):
-    """Split each dim of an activation over mesh axes.
-
-    A dim whose size they do not divide is not split: the batch of a few prompts. Does nothing
-    without a mesh or inside shard_map.
+    batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
+    [B, T]: a token sees its own segment only. Parameters are cast to cfg.dtype once. Float32
+    throughout: norms, rotary positions, softmax, router, logits, loss, and the sums over positions
+    that are the gradients of the embedding and of biases.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
-        return x
-    spec = []
-    for size, axis in zip(x.shape, axes):
-        if size % _axis_size(axis) != 0:
-            axis = None
-        spec.append(axis)
-    return jax.lax.with_sharding_constraint(x, P(*spec))
+    params = _cast_params(params, cfg)
+    attn_inputs = _attention_inputs(batch, cfg)
+
+    def attend(q_BNTH, k_BKTH, v_BKTH):
+        # _attend_xla, or the fused kernel of the device: cuDNN on GPUs, Pallas on TPUs.
+        return _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+
+    def layer(x_BTD, w):
+        return _block(x_BTD, w, attend, attn_inputs, cfg)
+
+    # Rematerialization: backward computes again what the policy does not save.
+    if cfg.remat != "none":
+        layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
+    x_BTD = _embed(params["embed"], batch["tokens"])
+    # A scan over the arrays stacked by layer; unrolled for up to UNROLLED_LAYERS layers.
+    x_BTD, router_stats = _scan_layers(layer, x_BTD, _layer_weights(params), cfg)
+    router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
+    x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
+    return x_BTD, unembed_DV, router_stats
 
 
-def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
-    """Give each device complete sequences of some heads: q, k and v as [B, heads, T, H].
+def _embed(embed_VD, tokens_BT):
+    """Look up the embedding of each token: x_BTD."""
+    with jax.named_scope("embedding"):
+        # Two constraints: cast first, then gather the width. Without them XLA gathers float32. The
+        # width is complete before the look-up, so that only the sum over tp moves activations.
+        embed_VD = _shard(embed_VD, "tp", WEIGHT_AXES)
+        embed_VD = _shard(embed_VD, "tp", None)
+        x_BTD = _look_up(embed_VD, tokens_BT)  # embed_VD[tokens_BT], with a gradient in float32
+        return _shard(x_BTD, BATCH_AXES, "sp")
 
-    Over sp this is the all-to-all of Ulysses; over tp nothing moves.
+
+def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
+    """Apply one layer: (x_BTD, router statistics).
+
+    w: the layer's weights, named without the prefix. attend: see _self_attention. decoding: for
+    generation: MLPs are not tiled and experts drop no token.
     """
-    B, T, K, H = k_BTKH.shape
-    n_parts = _axis_size("tp", "sp")
-    # Copy kv heads until each device has its own.
-    n_copies = lcm(K, n_parts) // K
-    k = jnp.repeat(k_BTKH, n_copies, axis=2)
-    v = jnp.repeat(v_BTKH, n_copies, axis=2)
-    # Group the heads by device and join q, k and v, so that one all-to-all moves all three.
-    q = q_BTNH.reshape(B, T, n_parts, -1, H)
-    k = k.reshape(B, T, n_parts, -1, H)
-    v = v.reshape(B, T, n_parts, -1, H)
-    qkv = jnp.concatenate([q, k, v], axis=3)
-    # From parts of the sequence to parts of the heads.
-    qkv = _shard(qkv, BATCH_AXES, "sp", "tp")
-    qkv = _shard(qkv, BATCH_AXES, None, ("tp", "sp"))
-    end_of_q = q.shape[3]
-    end_of_k = end_of_q + k.shape[3]
-    q, k, v = jnp.split(qkv, [end_of_q, end_of_k], axis=3)
-    q_BNTH = q.reshape(B, T, -1, H).swapaxes(1, 2)
-    k_BKTH = k.reshape(B, T, -1, H).swapaxes(1, 2)
-    v_BKTH = v.reshape(B, T, -1, H).swapaxes(1, 2)
-    return q_BNTH, k_BKTH, v_BKTH
+    x_BTD = checkpoint_name(x_BTD, "block")
+    with jax.named_scope("attention"):
+        y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
+        y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
+        # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
+        x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
+    with jax.named_scope("mlp"):
+        y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg)
+        router_stats = {}
+        # Experts, or a long sequence in tiles; by default all at once.
+        if cfg.n_experts:
+            y_BTD, router_stats = _experts(y_BTD, w, attn_inputs["segments"], cfg, decoding)
+        elif cfg.mlp_tiles > 1 and not decoding:
+            y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
+        else:
+            y_BTD = _mlp(y_BTD, w, cfg)
+        x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
+    return x_BTD, router_stats
 
 
-def _to_sequence_sharding(a_BNTH):
-    """Give each device all heads of a part of the sequence: a_BTNH.
-
-    Over sp this is the second all-to-all of Ulysses.
-    """
-    a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))
-    return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")
-
-
-def _on_each_device(f, in_specs, out_specs, *more_axes):
-    """Wrap f in a shard_map over the axes of batch and sequence and over more_axes.
-
-    Loops over tiles need it, or XLA gathers weights and reduces gradients in every iteration.
-    """
-    if jax.sharding.get_abstract_mesh().empty:
-        return f
-    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs,
-                         axis_names={*BATCH_AXES, "sp", *more_axes}, check_vma=False)
-
-
-# ---- matrix products
-
-def _dtype(cfg):
-    """dtype of weights and activations; "mixed" narrows only the operands of matmuls."""
-    if cfg.dtype == "mixed":
-        return "float32"
-    return cfg.dtype
-
-
-def _matmul(x, w, cfg, f32_out=False):
-    """Multiply x [..., D] by w [D, F], in x's dtype, or with a float32 result if f32_out."""
-    mixed = cfg.dtype == "mixed"
-    # One product of two matrices: XLA on a CPU takes five times as long for the weight gradient of
-    # the same product in three dims. Over sp x keeps its dims: flattening a split sequence would
-    # gather it.
-    rows = x
-    if mixed or _axis_size("sp") == 1:
-        rows = x.reshape(-1, x.shape[-1])
-    if mixed:
-        y = _matmul_mixed(rows, w)
-    elif f32_out:
-        y = _matmul_f32(rows, w)
-    else:
-        y = jnp.dot(rows, w)
-    return y.reshape(*x.shape[:-1], w.shape[-1])
-
-
-@jax.custom_gradient
-def _matmul_f32(x, w):
-    """Multiply x by w into float32, whatever their dtype.
-
-    The gradient's products take dy rounded to that dtype: else a GPU would multiply in float32.
-    """
-    def gradient(dy):
-        return jax.vjp(jnp.dot, x, w)[1](dy.astype(x.dtype))
-
-    return jnp.dot(x, w, preferred_element_type=jnp.float32), gradient
-
-
-def _batched_matmul(x, w, cfg):
-    """Multiply x [B, K, G, M, D] by w [B, K, D, F] into float32, one product for each B and K."""
-    if cfg.dtype != "mixed":
-        return _einsum("BKGMD,BKDF->BKGMF", x, w)
-    B, K, D, F = w.shape
-    y = _matmul_mixed(x.reshape(B, K, -1, D), w)
-    return y.reshape(*x.shape[:-1], F)
-
-
-_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
+def _mlp(x, w, cfg):
+    """SwiGLU of x [..., D]."""
+    gate = _linear(x, w, "w_gate", cfg)
+    up = _linear(x, w, "w_up", cfg)
+    return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg)
 
 
 def _linear(x, w, name, cfg):
     """Multiply x by the weight w[name], and add the product of its LoRA factors if it has any."""
-    y = _matmul(x, w[name], cfg)
+    y = _matmul(x, w[name], cfg)  # x @ w[name], by the product that suits cfg.dtype
+    # LoRA: a weight with factors.
     if f"{name}.lora_a" in w:
         y += _lora_product(x, w, name, cfg)
     return y
 
-
-# ---- attention
 
 def _rms_norm(x, scale, cfg):
     """Divide x by its root mean square over the last dim, and multiply by scale, in float32."""
@@ -294,103 +230,16 @@ def _rms_norm(x, scale, cfg):
     return (x_f32 * scale_f32).astype(x.dtype)
 
 
-def rope_tables(positions_BT, cfg):
-    """cos and signed sin [B, 1, T, 2, H/2] in float32.
-
-    Source: Su et al. 2021, arXiv:2104.09864. rope_factor as in Llama 3.1: wavelengths beyond the
-    original length are multiplied by it, those below a quarter are kept, those between
-    interpolated.
-    """
-    even_dims = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32)
-    freq = cfg.rope_theta ** -(even_dims / cfg.head_dim)
-    if cfg.rope_factor != 1:
-        low, high = ROPE_LOW_FREQ_FACTOR, ROPE_HIGH_FREQ_FACTOR
-        n_periods = cfg.rope_original_len * freq / (2 * jnp.pi)
-        keep = jnp.clip((n_periods - low) / (high - low), 0, 1)
-        freq = keep * freq + (1 - keep) * freq / cfg.rope_factor
-    angle = positions_BT.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
-    cos = jnp.cos(angle)
-    sin = jnp.sin(angle)
-    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+def _head_inputs(x_BTD, params, cfg):
+    """The normalized output of the last layer, and the matrix that makes logits of it."""
+    with jax.named_scope("head"):
+        x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg)
+        if cfg.tie_embeddings:
+            return x_BTD, params["embed"].T
+        return x_BTD, params["unembed"]
 
 
-def _rotate(x, cos, sin):
-    """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
-
-    A flip, not a concatenation: XLA vectorizes it.
-    """
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    rotated = halves * cos + halves[..., ::-1, :] * sin
-    return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def _attention_inputs(batch, cfg):
-    """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
-    [B, T] or None, window (0: none), and the rotary tables cos and sin.
-    """
-    default_BT = jax.lax.broadcasted_iota(int, batch["tokens"].shape, 1)
-    positions_BT = batch.get("positions", default_BT)
-    cos, sin = rope_tables(positions_BT, cfg)
-    return {"positions": positions_BT, "segments": batch.get("segments"),
-            "window": cfg.sliding_window, "cos": cos, "sin": sin}
-
-
-def _attention_mask(query_pos, n_keys, window):
-    """Whether a query sees a key, [B, T, S]: the key is not later, and within the window (0: none).
-
-    query_pos [B, T]: the index of each query among the keys.
-    """
-    distance = query_pos[:, :, None] - jnp.arange(n_keys)[None, None, :]
-    mask = distance >= 0
-    if window:
-        mask &= distance < window
-    return mask
-
-
-def _same_segment(query_segments, key_segments):
-    """Whether a query [B, T] and a key [B, S] are of one document, [B, T, S]."""
-    return query_segments[:, :, None] == key_segments[:, None, :]
-
-
-def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
-    """Attention from all scores at once; mask_BTS: whether a query sees a key."""
-    B, N, T, H = q_BNTH.shape
-    K = k_BKSH.shape[1]
-    q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
-    scores_BKGTS = _batched_matmul(q_BKGTH, k_BKSH.mT, cfg)
-    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    # Softmax. It divides after the product with v: that saves a pass over the scores.
-    max_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
-    e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
-    a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
-    sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
-    # The names let a remat policy keep both.
-    a_BKGTH = checkpoint_name(a_BKGTH, "attention")
-    sum_BKGT1 = checkpoint_name(sum_BKGT1, "attention")
-    return (a_BKGTH / sum_BKGT1).reshape(q_BNTH.shape).astype(q_BNTH.dtype)
-
-
-def _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence, without a fused kernel. Training on a CPU runs this one."""
-    B, _, T, _ = q_BNTH.shape
-    if T > DENSE_LEN:
-        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-
-    def attend(start, stop):
-        """Attention of the queries from start to stop."""
-        n_keys = stop  # no query sees a later key
-        query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
-        mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
-        segments = attn_inputs["segments"]
-        if segments is not None:
-            mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
-        return _attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
-                             v_BKTH[:, :, :n_keys], mask_BTS, cfg)
-
-    # In two halves: the first skips the later keys, and with them a quarter of all scores.
-    middle = (T + 1) // 2
-    return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
-
+# ---- attention
 
 def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     """Attention of normalized x_BTD; attend(q_BNTH, k_BKTH, v_BKTH) gives a_BNTH."""
@@ -409,161 +258,107 @@ def _self_attention(x_BTD, w, attend, attn_inputs, cfg):
     if cfg.qk_norm:
         q_BTNH = _rms_norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = _rms_norm(k_BTKH, w["k_norm"], cfg)
+    # In: each sp shard has a part of the sequence, for all heads. Out: complete sequences of some
+    # heads. Over sp this is the all-to-all of Ulysses; over tp nothing moves.
     q_BNTH, k_BKTH, v_BKTH = _to_head_sharding(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH = _rotate(q_BNTH, attn_inputs["cos"], attn_inputs["sin"])
     k_BKTH = _rotate(k_BKTH, attn_inputs["cos"], attn_inputs["sin"])
     a_BNTH = attend(q_BNTH, k_BKTH, v_BKTH)
-    a_BTNH = _to_sequence_sharding(a_BNTH)
+    a_BTNH = _to_sequence_sharding(a_BNTH)  # back, by a second all-to-all over sp
     return _linear(a_BTNH.reshape(B, T, -1), w, "wo", cfg)
 
 
-# ---- layers
+def _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence, without a fused kernel. Training on a CPU runs this one."""
+    B, _, T, _ = q_BNTH.shape
+    # A long sequence: one block of scores at a time.
+    if T > DENSE_LEN:
+        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
 
-def _mlp(x, w, cfg):
-    """SwiGLU of x [..., D]."""
-    gate = _linear(x, w, "w_gate", cfg)
-    up = _linear(x, w, "w_up", cfg)
-    return _linear(jax.nn.silu(gate) * up, w, "w_down", cfg)
+    def attend(start, stop):
+        """Attention of the queries from start to stop."""
+        n_keys = stop  # no query sees a later key
+        query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
+        mask_BTS = _attention_mask(query_pos_BT, n_keys, attn_inputs["window"])
+        # Document mask: a query sees keys of its own document only.
+        segments = attn_inputs["segments"]
+        if segments is not None:
+            mask_BTS &= _same_segment(segments[:, start:stop], segments[:, :n_keys])
+        return _attend_dense(q_BNTH[:, :, start:stop], k_BKTH[:, :, :n_keys],
+                             v_BKTH[:, :, :n_keys], mask_BTS, cfg)
+
+    # In two halves: the first skips the later keys, and with them a quarter of all scores.
+    middle = (T + 1) // 2
+    return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
 
 
-def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
-    """Apply one layer: (x_BTD, router statistics).
+def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
+    """Attention from all scores at once; mask_BTS: whether a query sees a key."""
+    B, N, T, H = q_BNTH.shape
+    K = k_BKSH.shape[1]
+    # G = N // K query heads share a kv head. _batched_matmul makes one product for each B and K.
+    q_BKGTH = H**-0.5 * q_BNTH.reshape(B, K, N // K, T, H)
+    scores_BKGTS = _batched_matmul(q_BKGTH, k_BKSH.mT, cfg)
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    # Softmax. It divides after the product with v: that saves a pass over the scores.
+    max_BKGT1 = jax.lax.stop_gradient(scores_BKGTS.max(axis=-1, keepdims=True))
+    e_BKGTS = jnp.exp(scores_BKGTS - max_BKGT1)
+    a_BKGTH = _batched_matmul(e_BKGTS.astype(v_BKSH.dtype), v_BKSH, cfg)
+    sum_BKGT1 = e_BKGTS.sum(axis=-1, keepdims=True)
+    # The names let a remat policy keep both.
+    a_BKGTH = checkpoint_name(a_BKGTH, "attention")
+    sum_BKGT1 = checkpoint_name(sum_BKGT1, "attention")
+    return (a_BKGTH / sum_BKGT1).reshape(q_BNTH.shape).astype(q_BNTH.dtype)
 
-    w: the layer's weights, named without the prefix. attend: see _self_attention. decoding: for
-    generation, which tiles no MLP and drops no choice of an expert.
+
+def _attention_mask(query_pos, n_keys, window):
+    """Whether a query sees a key, [B, T, S]: the key is not later, and within the window (0: none).
+
+    query_pos [B, T]: the index of each query among the keys.
     """
-    x_BTD = checkpoint_name(x_BTD, "block")
-    with jax.named_scope("attention"):
-        y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
-        y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
-        # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
-        x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
-    with jax.named_scope("mlp"):
-        y_BTD = _rms_norm(x_BTD, w["mlp_norm"], cfg)
-        router_stats = {}
-        if cfg.n_experts:
-            y_BTD, router_stats = _experts(y_BTD, w, attn_inputs["segments"], cfg, decoding)
-        elif cfg.mlp_tiles > 1 and not decoding:
-            y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
-        else:
-            y_BTD = _mlp(y_BTD, w, cfg)
-        x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
-    return x_BTD, router_stats
+    distance = query_pos[:, :, None] - jnp.arange(n_keys)[None, None, :]
+    mask = distance >= 0
+    if window:
+        mask &= distance < window
+    return mask
 
 
-def _cast_params(params, cfg):
-    """params in the dtype of activations, those of F32_PARAMS in float32."""
-    cast = {}
-    for name, x in params.items():
-        dtype = jnp.float32 if name in F32_PARAMS else _dtype(cfg)
-        cast[name] = x.astype(dtype)
-    return cast
-
-
-def _embed(embed_VD, tokens_BT):
-    """Look up the embedding of each token: x_BTD."""
-    with jax.named_scope("embedding"):
-        # Gather the table's width over fsdp before the look-up: only the sum over tp moves
-        # activations. And after the cast: without these two constraints XLA gathers float32.
-        embed_VD = _shard(embed_VD, "tp", WEIGHT_AXES)
-        embed_VD = _shard(embed_VD, "tp", None)
-        return _shard(_look_up(embed_VD, tokens_BT), BATCH_AXES, "sp")
-
-
-@jax.custom_gradient
-def _look_up(embed_VD, tokens_BT):
-    """embed_VD[tokens_BT], with a gradient added up in float32: in bfloat16 a sum of ones stays at
-    256.
+def _attention_inputs(batch, cfg):
+    """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
+    [B, T] or None, window (0: none), and the rotary tables cos and sin.
     """
-    def add_rows(tokens, dx):
-        zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
-        sums_VD = zeros_VD.at[tokens].add(dx.astype(jnp.float32))
-        return sums_VD.astype(embed_VD.dtype)[None]
-
-    def gradient(dx_BTD):
-        B, T = tokens_BT.shape
-        divisible = B % _axis_size(BATCH_AXES) == 0 and T % _axis_size("sp") == 0
-        if dx_BTD.dtype == jnp.float32 or not divisible:
-            return add_rows(tokens_BT, dx_BTD)[0], None
-        # Each device rounds its sum before the devices add them: no float32 is sent.
-        split = P(BATCH_AXES, "sp")
-        stacked = P((*BATCH_AXES, "sp"))
-        sums = _on_each_device(add_rows, (split, split), stacked)(tokens_BT, dx_BTD)
-        return jax.lax.reduce_sum(sums, (0,)), None
-
-    return embed_VD[tokens_BT], gradient
+    default_BT = jax.lax.broadcasted_iota(int, batch["tokens"].shape, 1)
+    positions_BT = batch.get("positions", default_BT)
+    cos, sin = rope_tables(positions_BT, cfg)
+    return {"positions": positions_BT, "segments": batch.get("segments"),
+            "window": cfg.sliding_window, "cos": cos, "sin": sin}
 
 
-def _layer_weights(params):
-    """The weights of all layers, named without the prefix."""
-    weights = {}
-    for name, x in params.items():
-        if name.startswith("layers."):
-            weights[name.removeprefix("layers.")] = x
-    return weights
+def rope_tables(positions_BT, cfg):
+    """cos and signed sin [B, 1, T, 2, H/2] in float32.
 
-
-def _scan_layers(layer, x_BTD, inputs, cfg):
-    """Run x_BTD, result = layer(x_BTD, input) over inputs stacked by layer: (x_BTD, results)."""
-    # Unrolled, XLA fuses across layers: a third faster on a CPU. Scanned, compile time does not
-    # grow with depth.
-    unroll = cfg.n_layers <= 12
-    return jax.lax.scan(layer, x_BTD, inputs, unroll=unroll)
-
-
-def _hidden_states(params, batch, cfg):
-    """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], means over
-    layers).
+    Source: Su et al. 2021, arXiv:2104.09864.
     """
-    params = _cast_params(params, cfg)
-    attn_inputs = _attention_inputs(batch, cfg)
-
-    def attend(q_BNTH, k_BKTH, v_BKTH):
-        # On a CPU this is _attend_xla.
-        return ATTENTION[cfg.attention](q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
-
-    def layer(x_BTD, w):
-        return _block(x_BTD, w, attend, attn_inputs, cfg)
-
-    if cfg.remat != "none":
-        layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
-    x_BTD = _embed(params["embed"], batch["tokens"])
-    x_BTD, router_stats = _scan_layers(layer, x_BTD, _layer_weights(params), cfg)
-    router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
-    x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
-    return x_BTD, unembed_DV, router_stats
+    even_dims = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32)
+    freq = cfg.rope_theta ** -(even_dims / cfg.head_dim)
+    # Rotary scaling, for sequences longer than those of pretraining.
+    if cfg.rope_factor != 1:
+        freq = _stretch_rope(freq, cfg)
+    angle = positions_BT.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
-def _head_inputs(x_BTD, params, cfg):
-    """The normalized output of the last layer, and the matrix that makes logits of it."""
-    with jax.named_scope("head"):
-        x_BTD = _rms_norm(x_BTD, params["final_norm"], cfg)
-        if cfg.tie_embeddings:
-            return x_BTD, params["embed"].T
-        return x_BTD, params["unembed"]
+def _rotate(x, cos, sin):
+    """Rotate the two halves of each head of x [B, heads, T, H] (Hugging Face's order) in float32.
 
-
-def _logits(x_BTD, unembed_DV, cfg):
-    """Logits [B, T, V] in float32."""
-    with jax.named_scope("head"):
-        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out=True)
-        # tp splits the vocabulary: no device holds all logits of a token.
-        return _shard(logits_BTV, BATCH_AXES, "sp", "tp")
-
-
-def forward(params, batch, cfg, cache=None):
-    """Logits [B, T, V] in float32, and the cache with the keys and values of batch written in.
-
-    batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
-    [B, T]: a token sees its own segment only. Parameters are cast to cfg.dtype once. Float32
-    throughout: norms, rotary positions, softmax, router, logits, loss, and the sums over positions
-    that are the gradients of the embedding and of biases.
+    The flip of the halves and the signed sin make the 2x2 rotation. A flip, not a concatenation:
+    XLA vectorizes it.
     """
-    if cache is None:
-        x_BTD, unembed_DV, _ = _hidden_states(params, batch, cfg)
-    else:  # generation
-        x_BTD, unembed_DV, cache = _hidden_states_cached(params, batch, cfg, cache)
-    return _logits(x_BTD, unembed_DV, cfg), cache
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    rotated = halves * cos + halves[..., ::-1, :] * sin
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 # ---- loss
@@ -579,19 +374,22 @@ def batch_shapes(cfg):
 
 
 def loss_fn(params, batch, cfg):
-    """({name: sum}, {name: count}) over the labelled positions of batch "tokens", "labels" [B, T].
+    """Return sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
-    "objective" is minimized, divided as cfg.loss_norm says. A fork may add other sums to it; a term
-    per token belongs into _loss_sums, where its weights apply.
+    batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
+    minimized, divided as cfg.loss_norm says. A fork may add other sums to it; a term per token
+    belongs in _loss_sums, where its weights apply.
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie. Experts add "balance", "router_z" and
     "dropped"; a document mask adds "padding" and "attended_keys".
     """
     x_BTD, unembed_DV, router_stats = _hidden_states(params, batch, cfg)
     labels_BT = batch["labels"]
+    # By default weights are 1 where there is a label, and divisor is their sum.
     weights_BT, divisor = _loss_weights(labels_BT, cfg)
 
-    # Large logits are computed tile by tile, so that they never exist all at once.
+    # Large logits are computed tile by tile, so that they never exist all at once. _tiled_sums
+    # calls _loss_sums for each tile, so that a new term there is seen here too.
     n_tiles = _n_tiles(*labels_BT.shape, cfg)
     if n_tiles > 1:
         sums = _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
@@ -613,6 +411,368 @@ def loss_fn(params, batch, cfg):
     counts["objective"] = divisor
     return sums, counts
 
+
+def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
+    """The sums of loss_fn without the router's, from all logits at once.
+
+    Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    """
+    logits_BTV = _logits(x_BTD, unembed_DV, cfg)
+    with jax.named_scope("loss"):
+        mask_BT = labels_BT != IGNORE
+        max_BT, lse_BT = _max_and_logsumexp(logits_BTV)
+        true_BT = _label_logits(logits_BTV, jnp.where(mask_BT, labels_BT, 0))
+        nll_BT = lse_BT - true_BT
+        z_BT = lse_BT * lse_BT
+        objective_BT = nll_BT + cfg.z_loss * z_BT
+
+        # Label smoothing moves a fraction of the target to the other tokens.
+        if cfg.label_smoothing:
+            objective_BT += _label_smoothing(logits_BTV, true_BT, cfg)
+
+        # Accuracy. A tie of n tokens counts 1/n.
+        n_max_BT = (logits_BTV == max_BT[..., None]).sum(axis=-1)
+        acc_BT = (true_BT >= max_BT) / n_max_BT
+
+        # The objective is weighted (0 where there is no label), the others are only masked.
+        terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
+        sums = {}
+        for name, term_BT in terms.items():
+            sums[name] = jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
+        return sums
+
+
+def _logits(x_BTD, unembed_DV, cfg):
+    """Logits [B, T, V] in float32."""
+    with jax.named_scope("head"):
+        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out=True)
+        # tp splits the vocabulary: no device holds all logits of a token.
+        return _shard(logits_BTV, BATCH_AXES, "sp", "tp")
+
+
+# ---- supporting
+#
+# Every run uses these, but a first reading can skip them. In this order: patterns of names, inputs
+# of the layers, sharding, matrix products, mixed precision on CPUs, choice of the attention kernel,
+# parts of the loss, FLOPs.
+
+
+# ---- patterns of names
+
+def matching(field, patterns, names):
+    """The set of names that patterns select. Later patterns win; a leading `!` deselects.
+
+    Raises: ValueError for a pattern without a match.
+    """
+    chosen = set()
+    for pattern in patterns:
+        glob = pattern.removeprefix("!")
+        found = {name for name in names if fnmatchcase(name, glob)}
+        if not found:
+            raise ValueError(f"{field} {pattern!r}: matches no parameter; there are "
+                             + ", ".join(names))
+        if pattern.startswith("!"):
+            chosen -= found
+        else:
+            chosen |= found
+    return chosen
+
+
+# {field of cfg: its key in a row of the table}
+GROUP_KEYS = {"lr_mult": "lr_mult", "decay_mult": "decay_mult", "optimizers": "optimizer"}
+
+
+def apply_param_groups(table, cfg, parse_number):
+    """Put into the rows of table the values that the fields lr_mult, decay_mult and optimizers give
+    as PATTERN=VALUE: the keys of GROUP_KEYS. Rows that freeze names get "trained" False. The last
+    pattern that matches a parameter applies.
+
+    Raises: ValueError for a pattern without a match.
+    """
+    for field, key in GROUP_KEYS.items():
+        for text in getattr(cfg, field):
+            pattern, _, value = text.rpartition("=")
+            if field != "optimizers":
+                value = parse_number(value)
+            for name in matching(field, (pattern,), table):
+                table[name] = table[name] | {key: value}
+    for name in matching("freeze", cfg.freeze, table):
+        table[name] = table[name] | {"trained": False}
+    return table
+
+
+# ---- inputs of the layers
+
+def _cast_params(params, cfg):
+    """params in the dtype of activations, those of F32_PARAMS in float32."""
+    cast = {}
+    for name, x in params.items():
+        dtype = jnp.float32 if name in F32_PARAMS else _dtype(cfg)
+        cast[name] = x.astype(dtype)
+    return cast
+
+
+def _layer_weights(params):
+    """The weights of all layers, named without the prefix."""
+    weights = {}
+    for name, x in params.items():
+        if name.startswith("layers."):
+            weights[name.removeprefix("layers.")] = x
+    return weights
+
+
+# Most layers that are unrolled. Unrolled, XLA fuses across layers: a third faster on a CPU.
+# Scanned, compile time does not grow with depth.
+UNROLLED_LAYERS = 12
+
+
+def _scan_layers(layer, x_BTD, inputs, cfg):
+    """Run x_BTD, result = layer(x_BTD, input) over inputs stacked by layer: (x_BTD, results)."""
+    unroll = cfg.n_layers <= UNROLLED_LAYERS
+    return jax.lax.scan(layer, x_BTD, inputs, unroll=unroll)
+
+
+@jax.custom_gradient
+def _look_up(embed_VD, tokens_BT):
+    """embed_VD[tokens_BT], with a gradient added up in float32.
+
+    In bfloat16, adding ones stops at 256.
+    """
+    def add_rows(tokens, dx):
+        """The gradient as [1, V, D]: a leading dim, one entry per device."""
+        zeros_VD = jnp.zeros(embed_VD.shape, jnp.float32)
+        sums_VD = zeros_VD.at[tokens].add(dx.astype(jnp.float32))
+        return sums_VD.astype(embed_VD.dtype)[None]
+
+    def gradient(dx_BTD):
+        B, T = tokens_BT.shape
+        divisible = B % _axis_size(BATCH_AXES) == 0 and T % _axis_size("sp") == 0
+        if dx_BTD.dtype == jnp.float32 or not divisible:
+            return add_rows(tokens_BT, dx_BTD)[0], None
+        # Each device rounds its sum before the devices add them: no float32 is sent.
+        split = P(BATCH_AXES, "sp")
+        stacked = P((*BATCH_AXES, "sp"))  # sums [devices, V, D]
+        sums = _on_each_device(add_rows, (split, split), stacked)(tokens_BT, dx_BTD)
+        return jax.lax.reduce_sum(sums, (0,)), None
+
+    return embed_VD[tokens_BT], gradient
+
+
+# ---- sharding
+
+def _axis_size(*axes):
+    """Devices along these mesh axes (names, tuples of names, None) together; 1 without a mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return prod(shape.get(name, 1) for name in jax.tree.leaves(axes))
+
+
+def _shard(x, *axes):
+    """Split each dim of an activation over mesh axes.
+
+    Missing axes mean unsplit. A dim whose size its axes do not divide is not split either, for
+    example the batch of a few prompts. Does nothing without a mesh or inside shard_map.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return x
+    spec = []
+    for size, axis in zip(x.shape, axes):
+        if size % _axis_size(axis) != 0:
+            axis = None
+        spec.append(axis)
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+def _to_head_sharding(q_BTNH, k_BTKH, v_BTKH):
+    """Give each device complete sequences of some heads: q, k and v as [B, heads, T, H].
+
+    Over sp this is the all-to-all of Ulysses; over tp nothing moves.
+    """
+    B, T, K, H = k_BTKH.shape
+    n_parts = _axis_size("tp", "sp")
+    # Copy kv heads until each device has its own: K = 2 and tp x sp = 8 make 4 copies of each.
+    n_copies = lcm(K, n_parts) // K
+    k = jnp.repeat(k_BTKH, n_copies, axis=2)  # [B, T, K * n_copies, H]
+    v = jnp.repeat(v_BTKH, n_copies, axis=2)
+    # Group the heads by device and join q, k and v, so that one all-to-all moves all three.
+    q = q_BTNH.reshape(B, T, n_parts, -1, H)  # [B, T, n_parts, N / n_parts, H]
+    k = k.reshape(B, T, n_parts, -1, H)  # [B, T, n_parts, K * n_copies / n_parts, H]
+    v = v.reshape(B, T, n_parts, -1, H)
+    qkv = jnp.concatenate([q, k, v], axis=3)  # [B, T, n_parts, heads of a part, H]
+    # From parts of the sequence to parts of the heads.
+    qkv = _shard(qkv, BATCH_AXES, "sp", "tp")  # T over sp, n_parts over tp
+    qkv = _shard(qkv, BATCH_AXES, None, ("tp", "sp"))  # n_parts over both
+    end_of_q = q.shape[3]
+    end_of_k = end_of_q + k.shape[3]
+    q, k, v = jnp.split(qkv, [end_of_q, end_of_k], axis=3)
+    # From [B, T, n_parts, heads, H] to [B, all heads, T, H]. K here counts the copies.
+    q_BNTH = q.reshape(B, T, -1, H).swapaxes(1, 2)
+    k_BKTH = k.reshape(B, T, -1, H).swapaxes(1, 2)
+    v_BKTH = v.reshape(B, T, -1, H).swapaxes(1, 2)
+    return q_BNTH, k_BKTH, v_BKTH
+
+
+def _to_sequence_sharding(a_BNTH):
+    """Give each device all heads of a part of the sequence: a_BTNH.
+
+    Over sp this is the second all-to-all of Ulysses.
+    """
+    a_BNTH = _shard(a_BNTH, BATCH_AXES, ("tp", "sp"))  # heads over both
+    return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")  # T over sp, heads over tp
+
+
+def _on_each_device(f, in_specs, out_specs, *more_axes):
+    """Wrap f in a shard_map over the axes of batch and sequence and over more_axes.
+
+    Loops over tiles need it, or XLA gathers weights and reduces gradients in every iteration.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return f
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs,
+                         axis_names={*BATCH_AXES, "sp", *more_axes}, check_vma=False)
+
+
+# ---- matrix products
+
+def _dtype(cfg):
+    """dtype of weights and activations; "mixed" narrows only the operands of matmuls.
+
+    cfg.dtype is resolved, never "auto".
+    """
+    if cfg.dtype == "mixed":
+        return "float32"
+    return cfg.dtype
+
+
+def _matmul(x, w, cfg, f32_out=False):
+    """Multiply x [..., D] by w [D, F], in x's dtype, or with a float32 result if f32_out."""
+    mixed = cfg.dtype == "mixed"
+    # One product of two matrices: XLA on a CPU takes five times as long for the weight gradient of
+    # the same product in three dims. Over sp x keeps its dims, since flattening a split sequence
+    # would gather it; "mixed" flattens over sp too.
+    rows = x
+    if mixed or _axis_size("sp") == 1:
+        rows = x.reshape(-1, x.shape[-1])
+    if mixed:
+        y = _matmul_mixed(rows, w)
+    elif f32_out:
+        y = _matmul_f32(rows, w)
+    else:
+        y = jnp.dot(rows, w)
+    return y.reshape(*x.shape[:-1], w.shape[-1])
+
+
+@jax.custom_gradient
+def _matmul_f32(x, w):
+    """Multiply x by w into float32, whatever their dtype.
+
+    In backward, dy is rounded to x's dtype; otherwise a GPU would multiply in float32.
+    """
+    def gradient(dy):
+        return jax.vjp(jnp.dot, x, w)[1](dy.astype(x.dtype))
+
+    return jnp.dot(x, w, preferred_element_type=jnp.float32), gradient
+
+
+def _batched_matmul(x, w, cfg):
+    """Multiply x [B, K, G, M, D] by w [B, K, D, F] into float32, one product for each B and K.
+
+    Here M, D and F are the rows, the summed dim and the columns of any product, not widths.
+    """
+    if cfg.dtype != "mixed":
+        return _einsum("BKGMD,BKDF->BKGMF", x, w)
+    B, K, D, F = w.shape
+    y = _matmul_mixed(x.reshape(B, K, -1, D), w)
+    return y.reshape(*x.shape[:-1], F)
+
+
+_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+# ---- mixed precision on CPUs
+
+@jax.custom_gradient
+def _matmul_mixed(x, w):
+    """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
+    accumulated in float32.
+
+    For CPUs that multiply bfloat16 (AMX, AMD's AVX512_BF16), which are fast only if the sum runs
+    over the last dim of the left operand in memory.
+
+    Error: 2**-9 of each operand.
+    """
+    dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
+    x = x.astype(jnp.bfloat16)
+    w = w.astype(jnp.bfloat16)
+
+    def transposed(a):
+        # Forces XLA to write it: fused into a product, it is slow or has no kernel.
+        return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
+
+    def gradient(dy):
+        dy = dy.astype(jnp.bfloat16)
+        dx = dot(dy, transposed(w))
+        # The smaller of x and dy is transposed; without the barrier XLA transposes the other one,
+        # and has no kernel.
+        if x.size <= dy.size:
+            dw = jax.lax.optimization_barrier(dot(transposed(x), dy))
+        else:
+            dw = jax.lax.optimization_barrier(dot(transposed(dy), x)).mT
+        return dx, dw
+
+    return dot(x, w), gradient
+
+
+# ---- choice of the attention kernel
+
+def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
+    """Attention within a sequence, a_BNTH, by the kernel that cfg.attention names."""
+    if cfg.attention == "cudnn":
+        return _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+    if cfg.attention == "pallas":
+        return _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
+    return _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)  # "xla" and "auto"
+
+
+MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
+
+KERNEL_NEEDS = {
+    "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
+             "head_dim a multiple of 8 up to 128, and rows of one document or seq_len up to "
+             f"{MASK_LEN}",
+    "pallas": "a TPU, and head_dim and seq_len multiples of 128",
+}
+
+
+def choose_attention(cfg, platform):
+    """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
+    GPU of compute capability 8.0 or later, "tpu", or another.
+
+    Raises: ValueError when the kernel that cfg.attention names cannot be used.
+    """
+    H, T = cfg.head_dim, cfg.seq_len
+    one_document = cfg.packing == "stream" and not cfg.document_mask
+    works = {
+        "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
+                  and H % 8 == 0 and H <= 128 and (one_document or T <= MASK_LEN)),
+        "pallas": platform == "tpu" and H % 128 == 0 and T % 128 == 0,
+        "xla": True,
+    }
+    if cfg.attention == "auto":
+        usable = [kernel for kernel in works if works[kernel]]
+        return usable[0]
+    if not works[cfg.attention]:
+        raise ValueError(f"attention {cfg.attention}: needs {KERNEL_NEEDS[cfg.attention]}; "
+                         "choose xla or auto")
+    return cfg.attention
+
+
+def _same_segment(query_segments, key_segments):
+    """Whether a query [B, T] and a key [B, S] are of one document, [B, T, S]."""
+    return query_segments[:, :, None] == key_segments[:, None, :]
+
+
+# ---- parts of the loss
 
 def _loss_weights(labels_BT, cfg):
     """(weights_BT of positions in the objective's sum, divisor of that sum).
@@ -636,40 +796,6 @@ def _loss_weights(labels_BT, cfg):
     return weights_BT, jnp.float32(divisor)
 
 
-def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
-    """The sums of loss_fn without the router's, from all logits at once.
-
-    Source: label smoothing, Szegedy et al. 2015, arXiv:1512.00567, less the entropy of the smoothed
-    target, so that the best value is 0; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
-    """
-    logits_BTV = _logits(x_BTD, unembed_DV, cfg)
-    with jax.named_scope("loss"):
-        mask_BT = labels_BT != IGNORE
-        max_BT, lse_BT = _max_and_logsumexp(logits_BTV)
-        true_BT = _label_logits(logits_BTV, jnp.where(mask_BT, labels_BT, 0))
-        nll_BT = lse_BT - true_BT
-        z_BT = lse_BT * lse_BT
-        objective_BT = nll_BT + cfg.z_loss * z_BT
-
-        # Label smoothing moves a fraction eps of the target to the other tokens.
-        eps = cfg.label_smoothing
-        if eps:
-            n_others = cfg.vocab_size - 1
-            others_BT = (logits_BTV.sum(axis=-1) - true_BT) / n_others
-            entropy = -(1 - eps) * log(1 - eps) - eps * log(eps / n_others)
-            objective_BT += eps * (true_BT - others_BT) - entropy
-
-        # Accuracy. A tie of n tokens counts 1/n.
-        n_max_BT = (logits_BTV == max_BT[..., None]).sum(axis=-1)
-        acc_BT = (true_BT >= max_BT) / n_max_BT
-
-        terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
-        sums = {}
-        for name, term_BT in terms.items():
-            sums[name] = jnp.where(mask_BT, term_BT, 0).sum(dtype=jnp.float32)
-        return sums
-
-
 def _max_and_logsumexp(logits_BTV):
     """The highest logit and the log-sum-exp of the logits of each position."""
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
@@ -685,15 +811,111 @@ def _label_logits(logits_BTV, labels_BT):
     return jnp.where(hit_BTV, logits_BTV, 0).sum(axis=-1)
 
 
+# Size of a device's float32 logits above which the loss is computed in tiles. On CPUs tiles of
+# twice the size are 3 to 5% faster in float32 and up to 9% slower in "mixed".
+LOGIT_BYTES = 2**28
+
+
+def _n_tiles(B, T, cfg):
+    """cfg.logit_tiles, or the fewest that keep the logits of a tile under LOGIT_BYTES, or under the
+    size of the head's gradient, which each tile reads and writes.
+    """
+    if cfg.logit_tiles:
+        return cfg.logit_tiles
+    V, D = cfg.vocab_size, cfg.d_model
+    max_bytes = LOGIT_BYTES
+    if cfg.dtype == "float32":
+        max_bytes = 2 * LOGIT_BYTES
+    max_bytes = max(max_bytes, 4 * V * D / _axis_size("tp"))
+    logit_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
+    # Tiles divide the part of a sequence that a device has.
+    n_positions = T // _axis_size("sp")
+    for n in range(1, n_positions):
+        if n_positions % n == 0 and logit_bytes / n <= max_bytes:
+            return n
+    return n_positions
+
+
+# ---- FLOPs
+
+# What each policy computes again in backward: products with these weights, and this fraction of
+# attention (of XLA's dense form).
+RECOMPUTED = {
+    "none": dict(weights=(), attention_frac=0.0),
+    "full": dict(weights=("wq", "wk", "wv", "wo", "w_gate", "w_up"), attention_frac=1.0),
+    "dots": dict(weights=(), attention_frac=1.0),
+    "named": dict(weights=("wo", "w_gate", "w_up"), attention_frac=0.5),
+    "offload": dict(weights=("wq", "wk", "wv", "wo", "w_gate", "w_up"), attention_frac=1.0),
+}
+
+
+def flops_per_token(cfg, seq_len, keys=None):
+    """(FLOPs of training on one token, FLOPs computed twice, formula of the first).
+
+    Counts matmuls forward and backward, attention over `keys`, the mean number that a query sees
+    (by default half the sequence, or less under a sliding window), only the experts that a token
+    goes to, and no gradient of frozen weights.
+    """
+    # Matmuls: 2 FLOPs per weight forward, 2 for the input's gradient, 2 for the weight's.
+    head = "embed" if cfg.tie_embeddings else "unembed"
+    n_weights = {}
+    matmuls = 0
+    for name, row in param_table(cfg).items():
+        if name != head and not name.startswith("layers.w"):
+            continue
+        n = prod(row["shape"])
+        # Experts [layers, experts, in, out]: those that a token goes to.
+        if len(row["shape"]) == 4:
+            n = n * cfg.experts_per_token // row["shape"][1]
+        n_weights[name.removeprefix("layers.")] = n
+        flops_per_weight = 6 if row["trained"] else 4
+        matmuls += flops_per_weight * n
+
+    # Attention: scores and values, multiply and add; backward is twice forward.
+    if keys is None:
+        window = min(cfg.sliding_window or seq_len, seq_len)
+        keys = window * (1 - window / (2 * seq_len))
+    attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
+
+    # The part that backward computes a second time.
+    again = set(RECOMPUTED[cfg.remat]["weights"])
+    if cfg.mlp_tiles > 1:
+        again |= {"w_gate", "w_up"}
+    attention_frac = _recomputed_attention(cfg, seq_len)
+    recomputed = 2 * sum(n_weights[name] for name in again) + attention_frac * attention
+    return (matmuls + 3 * attention, recomputed,
+            "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys")
+
+
+def _recomputed_attention(cfg, seq_len):
+    """Fraction of forward attention that backward computes again."""
+    attention_frac = RECOMPUTED[cfg.remat]["attention_frac"]
+    # By blocks, backward always computes all scores again; of the rest, remat saves all or nothing.
+    if cfg.attention in ("auto", "xla") and seq_len > DENSE_LEN:
+        return 0.5 + int(attention_frac)
+    # Of the fused kernels only flash has results that the policy "named" does not save.
+    if cfg.remat == "named" and cfg.attention == "cudnn":
+        return 0.0
+    if cfg.remat == "named" and cfg.attention == "pallas":
+        return float(_needs_flash(cfg.sliding_window, seq_len))
+    return attention_frac
+
+
 # ---- optional
 #
-# The rooms, in this order: helpers of several rooms, generation, parameter groups, document mask,
-# rematerialization, memory flags, FLOPs, loss in tiles, log-probabilities of labels, MLP in tiles,
-# attention by blocks, attention by cuDNN, attention by Pallas, choice of the attention kernel,
-# mixed precision on CPUs, LoRA, experts, Hugging Face, PEFT.
+# The rooms, in this order: helpers of several rooms, generation, rotary scaling, label smoothing,
+# document mask, rematerialization, memory flags, loss in tiles, log-probabilities of labels, MLP in
+# tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
+# PEFT.
 
 
 # ---- helpers of several rooms
+
+# Llama 3.1's bounds on the periods of a rotary frequency within the original length: a frequency
+# with fewer than the low bound is stretched, one with more than the high bound is kept.
+ROPE_LOW_FREQ_FACTOR = 1
+ROPE_HIGH_FREQ_FACTOR = 4
+
 
 def _split_tiles(x, n):
     """Split the positions of x [B, T, ...] into n tiles: [n, B, T/n, ...].
@@ -724,6 +946,18 @@ def _by_heads(attend):
 
 
 # ---- generation
+
+def forward(params, batch, cfg, cache=None):
+    """Logits [B, T, V] in float32, and the cache with the keys and values of batch written in.
+
+    batch: as in _hidden_states. cache: see _empty_cache; None to attend within batch alone.
+    """
+    if cache is None:
+        x_BTD, unembed_DV, _ = _hidden_states(params, batch, cfg)
+    else:
+        x_BTD, unembed_DV, cache = _hidden_states_cached(params, batch, cfg, cache)
+    return _logits(x_BTD, unembed_DV, cfg), cache
+
 
 def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=None):
     """Draw n_new tokens [B, n_new] after the first lengths_B (at least 1) tokens of each row; the
@@ -852,29 +1086,35 @@ def _prompts(cfg, tokenizer):
     return tokens, lengths
 
 
-# ---- parameter groups
+# ---- rotary scaling
 
-# {field of cfg: its key in a row of the table}
-GROUP_KEYS = {"lr_mult": "lr_mult", "decay_mult": "decay_mult", "optimizers": "optimizer"}
+def _stretch_rope(freq, cfg):
+    """Stretch rotary frequencies as Llama 3.1 does.
 
-
-def apply_param_groups(table, cfg, parse_number):
-    """Put into the rows of table the values that the fields lr_mult, decay_mult and optimizers give
-    as PATTERN=VALUE: the keys of GROUP_KEYS. Rows that freeze names get "trained" False. The last
-    pattern that matches a parameter applies.
-
-    Raises: ValueError for a pattern without a match.
+    Wavelengths longer than the original length are multiplied by rope_factor, those shorter than a
+    quarter of it are kept, those between are interpolated.
     """
-    for field, key in GROUP_KEYS.items():
-        for text in getattr(cfg, field):
-            pattern, _, value = text.rpartition("=")
-            if field != "optimizers":
-                value = parse_number(value)
-            for name in matching(field, (pattern,), table):
-                table[name] = table[name] | {key: value}
-    for name in matching("freeze", cfg.freeze, table):
-        table[name] = table[name] | {"trained": False}
-    return table
+    low, high = ROPE_LOW_FREQ_FACTOR, ROPE_HIGH_FREQ_FACTOR
+    n_periods = cfg.rope_original_len * freq / (2 * jnp.pi)
+    keep = jnp.clip((n_periods - low) / (high - low), 0, 1)
+    return keep * freq + (1 - keep) * freq / cfg.rope_factor
+
+
+# ---- label smoothing
+
+def _label_smoothing(logits_BTV, true_BT, cfg):
+    """The term [B, T] that moves a fraction eps of the target from the label to the other tokens.
+
+    Minus the entropy of the smoothed target, so that a perfect model scores 0. true_BT: logits of
+    the labels.
+
+    Source: Szegedy et al. 2015, arXiv:1512.00567.
+    """
+    eps = cfg.label_smoothing
+    n_others = cfg.vocab_size - 1
+    others_BT = (logits_BTV.sum(axis=-1) - true_BT) / n_others
+    entropy = -(1 - eps) * log(1 - eps) - eps * log(eps / n_others)
+    return eps * (true_BT - others_BT) - entropy
 
 
 # ---- document mask
@@ -913,16 +1153,6 @@ REMAT = {
         offload_src="device", offload_dst="pinned_host"),
 }
 
-# What each policy computes again in backward: products with these weights, and this fraction of
-# attention (of XLA's dense form).
-RECOMPUTED = {
-    "none": dict(weights=(), attention_frac=0.0),
-    "full": dict(weights=("wq", "wk", "wv", "wo", "w_gate", "w_up"), attention_frac=1.0),
-    "dots": dict(weights=(), attention_frac=1.0),
-    "named": dict(weights=("wo", "w_gate", "w_up"), attention_frac=0.5),
-    "offload": dict(weights=("wq", "wk", "wv", "wo", "w_gate", "w_up"), attention_frac=1.0),
-}
-
 
 # ---- memory flags
 
@@ -941,86 +1171,7 @@ def memory_savers(sp, cfg):
     return flags
 
 
-# ---- FLOPs
-
-def flops_per_token(cfg, seq_len, keys=None):
-    """(FLOPs of training on one token, FLOPs computed twice, formula of the first).
-
-    Counts matmuls forward and backward, attention over `keys`, the mean number that a query sees
-    (by default half the sequence, or less under a sliding window), only the experts that a token
-    goes to, and no gradient of frozen weights.
-    """
-    # Matmuls: 2 FLOPs per weight forward, 2 for the input's gradient, 2 for the weight's.
-    head = "embed" if cfg.tie_embeddings else "unembed"
-    n_weights = {}
-    matmuls = 0
-    for name, row in param_table(cfg).items():
-        if name != head and not name.startswith("layers.w"):
-            continue
-        n = prod(row["shape"])
-        # Experts [layers, experts, in, out]: those that a token goes to.
-        if len(row["shape"]) == 4:
-            n = n * cfg.experts_per_token // row["shape"][1]
-        n_weights[name.removeprefix("layers.")] = n
-        flops_per_weight = 6 if row["trained"] else 4
-        matmuls += flops_per_weight * n
-
-    # Attention: scores and values, multiply and add; backward is twice forward.
-    if keys is None:
-        window = min(cfg.sliding_window or seq_len, seq_len)
-        keys = window * (1 - window / (2 * seq_len))
-    attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
-
-    # The part that backward computes a second time.
-    again = set(RECOMPUTED[cfg.remat]["weights"])
-    if cfg.mlp_tiles > 1:
-        again |= {"w_gate", "w_up"}
-    attention_frac = _recomputed_attention(cfg, seq_len)
-    recomputed = 2 * sum(n_weights[name] for name in again) + attention_frac * attention
-    return (matmuls + 3 * attention, recomputed,
-            "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys")
-
-
-def _recomputed_attention(cfg, seq_len):
-    """Fraction of forward attention that backward computes again."""
-    attention_frac = RECOMPUTED[cfg.remat]["attention_frac"]
-    # By blocks, backward always computes all scores again; of the rest, remat saves all or nothing.
-    if cfg.attention in ("auto", "xla") and seq_len > DENSE_LEN:
-        return 0.5 + int(attention_frac)
-    # Of the fused kernels only flash has results that the policy "named" does not save.
-    if cfg.remat == "named" and cfg.attention == "cudnn":
-        return 0.0
-    if cfg.remat == "named" and cfg.attention == "pallas":
-        return float(_needs_flash(cfg.sliding_window, seq_len))
-    return attention_frac
-
-
 # ---- loss in tiles
-
-# Size of a device's float32 logits above which the loss is computed in tiles. On CPUs tiles of
-# twice the size are 3 to 5% faster in float32 and up to 9% slower in "mixed".
-LOGIT_BYTES = 2**28
-
-
-def _n_tiles(B, T, cfg):
-    """cfg.logit_tiles, or the fewest that keep the logits of a tile under LOGIT_BYTES, or under the
-    size of the head's gradient, which each tile reads and writes.
-    """
-    if cfg.logit_tiles:
-        return cfg.logit_tiles
-    V, D = cfg.vocab_size, cfg.d_model
-    max_bytes = LOGIT_BYTES
-    if cfg.dtype == "float32":
-        max_bytes = 2 * LOGIT_BYTES
-    max_bytes = max(max_bytes, 4 * V * D / _axis_size("tp"))
-    logit_bytes = 4 * B * T * V / _axis_size(BATCH_AXES, "tp", "sp")
-    # Tiles divide the part of a sequence that a device has.
-    n_positions = T // _axis_size("sp")
-    for n in range(1, n_positions):
-        if n_positions % n == 0 and logit_bytes / n <= max_bytes:
-            return n
-    return n_positions
-
 
 @partial(jax.custom_vjp, nondiff_argnames=("cfg", "n_tiles"))
 def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
@@ -1304,9 +1455,6 @@ def _add_part(total, x, i):
 
 # ---- attention by cuDNN
 
-MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
-
-
 def _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg, implementation="cudnn"):
     """Attention within a sequence by cuDNN's fused kernel. Segments become a mask [T, T]."""
     mask = None
@@ -1372,81 +1520,6 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
     q_scaled_BNTH = H**-0.5 * q_BNTH
     a_BNTH = _by_heads(attend)(q_scaled_BNTH, k_BKTH, v_BKTH, attn_inputs["segments"])
     return a_BNTH.astype(q_BNTH.dtype)
-
-
-# ---- choice of the attention kernel
-
-# {cfg.attention: attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)}
-ATTENTION = {
-    "auto": _attend_xla,
-    "xla": _attend_xla,
-    "cudnn": _attend_cudnn,
-    "pallas": _attend_pallas,
-}
-
-KERNEL_NEEDS = {
-    "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
-             "head_dim a multiple of 8 up to 128, and rows of one document or seq_len up to "
-             f"{MASK_LEN}",
-    "pallas": "a TPU, and head_dim and seq_len multiples of 128",
-}
-
-
-def choose_attention(cfg, platform):
-    """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
-    GPU of compute capability 8.0 or later, "tpu", or another.
-
-    Raises: ValueError when the kernel that cfg.attention names cannot be used.
-    """
-    H, T = cfg.head_dim, cfg.seq_len
-    one_document = cfg.packing == "stream" and not cfg.document_mask
-    works = {
-        "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
-                  and H % 8 == 0 and H <= 128 and (one_document or T <= MASK_LEN)),
-        "pallas": platform == "tpu" and H % 128 == 0 and T % 128 == 0,
-        "xla": True,
-    }
-    if cfg.attention == "auto":
-        usable = [kernel for kernel in works if works[kernel]]
-        return usable[0]
-    if not works[cfg.attention]:
-        raise ValueError(f"attention {cfg.attention}: needs {KERNEL_NEEDS[cfg.attention]}; "
-                         "choose xla or auto")
-    return cfg.attention
-
-
-# ---- mixed precision on CPUs
-
-@jax.custom_gradient
-def _matmul_mixed(x, w):
-    """float32 [..., M, D] @ [..., D, F] and its gradient, from operands rounded to bfloat16 and
-    accumulated in float32.
-
-    For CPUs that multiply bfloat16 (AMX, AMD's AVX512_BF16), which are fast only if the sum runs
-    over the last dim of the left operand in memory.
-
-    Error: 2**-9 of each operand.
-    """
-    dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
-    x = x.astype(jnp.bfloat16)
-    w = w.astype(jnp.bfloat16)
-
-    def transposed(a):
-        # Forces XLA to write it: fused into a product, it is slow or has no kernel.
-        return with_layout_constraint(a.mT, Layout(tuple(range(a.ndim))))
-
-    def gradient(dy):
-        dy = dy.astype(jnp.bfloat16)
-        dx = dot(dy, transposed(w))
-        # The smaller of x and dy is transposed; without the barrier XLA transposes the other one,
-        # and has no kernel.
-        if x.size <= dy.size:
-            dw = jax.lax.optimization_barrier(dot(transposed(x), dy))
-        else:
-            dw = jax.lax.optimization_barrier(dot(transposed(dy), x)).mT
-        return dx, dw
-
-    return dot(x, w), gradient
 
 
 # ---- LoRA

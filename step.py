@@ -5,7 +5,7 @@ Owns gradients, accumulation, clipping, optimizers, schedules, shardings and the
 them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", "spec", "init",
 "trained", "ids"}} are arguments. `cfg`: any object with the fields under "optimizer" and "mesh" in
 config.py, and dtype deterministic steps grad_accum_steps watch log_every.
-Invariant: one call of `train_step` is one step, and everything depends on state["step"].
+Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
 """
 import contextlib
 import hashlib
@@ -29,8 +29,252 @@ from jax.experimental import mesh_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+# ---- the training step
+
+# Names of metrics, and of other values in the rows of metrics.jsonl, that a loss must not use.
+RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
+                    "counts", "n_labels"}
+
+
+def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
+    """Take one step: (state, metrics).
+
+    Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
+    "n_labels", the count of the loss; "finite"; "skipped", the number of steps so far that were not
+    finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
+
+    A loss or gradient that is not finite leaves parameters and moments as they were. The step still
+    counts, since its batch is spent.
+
+    loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
+    """
+    # Sparse rows: take only those that this batch looks up. Only tasks with sparse tables have
+    # "ids"; for all others rows is the whole state.
+    rows = state
+    is_sparse = any("ids" in row for row in table.values())
+    if is_sparse:
+        row_ids, batch = find_rows(batch, table)
+        rows = gather_rows(state, row_ids)
+    old_params = _trained(rows["params"], table)
+    old_opt = rows["opt"]
+
+    # Sum the loss and its gradient over the microbatches.
+    with jax.named_scope("gradients"):
+        sums, counts, grads = _sum_gradients(
+            rows["params"], batch, cfg, loss_fn, loss_scale, table)
+    reserved = sorted(RESERVED_METRICS & sums.keys())
+    if reserved:
+        raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
+
+    # Divide each sum by its count, once, after all microbatches.
+    divisors = {name: jnp.where(n == 0, 1, n) for name, n in counts.items()}
+    metrics = {name: sums[name] / divisors[name] for name in sums}
+    grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
+    grad_norm = optax.tree.norm(grads)
+
+    # Weight statistics of --watch: the weights before the step. Logged steps count from 1, so this
+    # step is state["step"] + 1.
+    if cfg.watch and cfg.log_every:
+        metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
+
+    # Clip the gradient to a global norm.
+    if cfg.clip_norm:
+        with jax.named_scope("clip"):
+            clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
+            grads = jax.tree.map(lambda g: g * clip, grads)
+
+    # Subtract lr times the optimizer's direction. The move is computed in float32, then cast back.
+    with jax.named_scope("optimizer"):
+        lr = lr_at(state["step"], cfg)
+        directions, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
+
+        def move(p, u):
+            return (p.astype(jnp.float32) - lr * u).astype(p.dtype)
+
+        new_params = jax.tree.map(move, old_params, directions)
+
+    # Keep the old parameters and moments if the loss or the gradient is not finite.
+    finite = jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm)
+
+    def if_finite(new, old):
+        return jnp.where(finite, new, old)
+
+    new_params = jax.tree.map(if_finite, new_params, old_params)
+    new_opt = jax.tree.map(if_finite, new_opt, old_opt)
+    n_skipped = state["skipped"] + jnp.where(finite, 0, 1)
+
+    # Sparse rows: write them back.
+    new = {"params": rows["params"] | new_params, "opt": new_opt}
+    if is_sparse:
+        new = scatter_rows(state, row_ids, new)
+
+    # fp16_train_step adds "scale".
+    new_state = {"step": state["step"] + 1, "params": new["params"], "opt": new["opt"],
+                 "skipped": n_skipped}
+    metrics |= {
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "finite": finite,
+        "skipped": n_skipped,
+        "counts": counts,
+        "n_labels": counts.get("loss", counts["objective"]),
+    }
+    return new_state, jax.tree.map(jnp.float32, metrics)
+
+
+# ---- gradients
+
+def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
+    """Return the loss's sums and counts, and the gradient of its summed objective times loss_scale.
+
+    All are sums over cfg.grad_accum_steps microbatches. The gradient is float32, of the trained
+    parameters.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = {}
+    if not mesh.empty:
+        specs = moment_specs(_trained(table, table), mesh)  # {name: spec}, also split over dp
+        for name in specs:
+            # Sparse rows: a few rows, which may belong to any device.
+            if "ids" in table[name]:
+                specs[name] = P()
+
+    def microbatch_grads(microbatch):
+        def objective(trained):
+            sums, counts = loss_fn(params | trained, microbatch, cfg)
+            return sums["objective"] * loss_scale, (sums, counts)
+
+        grad_fn = jax.value_and_grad(objective, has_aux=True)
+        (_, (sums, counts)), grads = grad_fn(_trained(params, table))
+        if specs:  # a reduce-scatter: each device sums only its part
+            grads = jax.lax.with_sharding_constraint(grads, specs)
+        return sums, counts, _f32(grads)
+
+    return _sum_over_microbatches(microbatch_grads, batch, cfg.grad_accum_steps)
+
+
+def _sum_over_microbatches(f, batch, A):
+    """Return the sums of f(microbatch) over A microbatches of a batch, one after the other."""
+    if A == 1:
+        return f(batch)
+
+    def split(x):
+        # Row b goes to microbatch b mod A, so that every device keeps its rows.
+        return jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0)
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, f(microbatch)), None
+
+    microbatches = jax.tree.map(split, batch)
+    shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    total, _ = jax.lax.scan(add, zeros, microbatches)
+    return total
+
+
+# ---- learning rate
+
+def lr_at(step, cfg):
+    """Return the learning rate of the step from `step` to `step + 1`.
+
+    The rate rises linearly to its peak during warm-up, then follows cfg.schedule. Most schedules
+    end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
+    falls slowly. step may be traced, cfg never is.
+    """
+    n_warmup = cfg.warmup_steps
+    if n_warmup < 1:  # a fraction of all steps
+        n_warmup *= cfg.steps
+    n_warmup = round(n_warmup)
+    peak = cfg.lr
+    if peak == -1:  # the default of the optimizer
+        peak = DEFAULT_LR[cfg.optimizer]
+
+    step = jnp.asarray(step, jnp.float32)
+    n_after_warmup = jnp.maximum(step - n_warmup, 0)
+    progress = jnp.clip(n_after_warmup / max(cfg.steps - n_warmup, 1), 0, 1)
+    # A schedule goes from 1 to 0, which means from the peak to min_lr_frac of the peak.
+    decay = SCHEDULES[cfg.schedule](cfg, progress, n_after_warmup, n_warmup)
+    after_warmup = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * decay
+    during_warmup = (step + 1) / max(n_warmup, 1)
+    return peak * jnp.where(step < n_warmup, during_warmup, after_warmup)
+
+
+# ---- the optimizer
+
+def make_optimizer(cfg, table):
+    """Make the optax optimizer of the trained parameters.
+
+    Its update is a direction: train_step subtracts lr times it. A row of the table may have an
+    "optimizer", an "lr_mult" and a "decay_mult". By default weight decay applies to rows whose init
+    is "normal", not to biases and gains.
+    """
+    kinds, decays, rates = {}, {}, {}
+    for name, row in _trained(table, table).items():
+        kind = row.get("optimizer", cfg.optimizer)
+        is_matrix = row["init"][0] == "normal"
+        decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
+        # A multiple of lr_at. It is taken before kind changes: AdamW under Muon keeps Muon's rate.
+        rates[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
+
+        # Muon is for stacks of matrices, one per layer. AdamW handles the other parameters.
+        is_stack = is_matrix and len(row["shape"]) > 2
+        if kind == "muon" and not is_stack:
+            kind = "adamw"
+        kinds[name] = kind
+
+    def add_weight_decay(directions, params):
+        updates = {}
+        for name, direction in directions.items():
+            if decays[name]:
+                direction = direction + decays[name] * params[name]
+            updates[name] = rates[name] * direction
+        return updates
+
+    # One optax optimizer for each kind in use.
+    optimizers = {kind: OPTIMIZERS[kind](cfg) for kind in sorted(set(kinds.values()))}
+    if len(optimizers) == 1:
+        (optimizer,) = optimizers.values()
+    else:
+        optimizer = optax.partition(optimizers, kinds)
+    return optax.chain(optimizer, optax.stateless(add_weight_decay))
+
+
+# ---- evaluation
+
+def eval_step(params, batch, cfg, loss_fn):
+    """Return {name: (sum, count)} of one batch.
+
+    It is split into the microbatches of train_step, so that it needs no more memory than a step.
+    """
+    def microbatch_sums(microbatch):
+        return loss_fn(params, microbatch, cfg)
+
+    sums, counts = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
+    return {name: (sums[name], counts[name]) for name in sums}
+
+
+def evaluate(eval_fn, params, batches, stopped=lambda: False):
+    """Return {name: (sum, count)} in float64 over all batches, or None once stopped() is true.
+
+    eval_fn(params, batch): the compiled eval_step.
+    """
+    results = []
+    for batch in batches:
+        if stopped():
+            return None
+        results.append(eval_fn(params, batch))
+        # Wait for the batch before, while the device works on this one.
+        if len(results) > 1:
+            jax.block_until_ready(results[-2])
+    if not results:
+        return {}
+    results = jax.tree.map(np.float64, jax.device_get(results))
+    return jax.tree.map(lambda *values: sum(values), *results)
+
+
 # ---- mesh
 
+# As in config.MESH; repeated, so that this file works alone.
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
@@ -56,56 +300,144 @@ def make_mesh(cfg, devices=None):
         raise ValueError(f"mesh {sizes}: has {prod(sizes.values())} devices, but there are "
                          f"{len(devices)}; change a size, or set one to -1")
 
-    # The slice of each device; only TPUs have one.
-    slices = []
-    for device in devices:
-        index = getattr(device, "slice_index", None)
-        if index is None:
-            index = 0
-        slices.append(index)
-    n_slices = len(set(slices))
-    if devices[0].platform == "tpu" and cfg.slices != n_slices:
-        raise ValueError(f"slices {cfg.slices}: the devices have {n_slices}; set it to {n_slices}")
-
-    # One axis crosses the slow network: dp, or fsdp where dp is 1.
-    slow_axis = "fsdp" if sizes["dp"] == 1 else "dp"
-    sizes[slow_axis] //= cfg.slices
-    by_slice = devices[np.argsort(slices, kind="stable")]
-    parts = []
-    for group in np.split(by_slice, cfg.slices):
-        # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
-        parts.append(mesh_utils.create_device_mesh(
-            list(sizes.values()), list(group), allow_split_physical_axes=True))
-    grid = np.concatenate(parts, axis=AXES.index(slow_axis))
+    # The devices as an array with a dim for each axis. Only dp or fsdp crosses slices.
+    grid = _device_grid(devices, sizes, cfg)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_shapes(table, mesh):
-    """Return errors, as texts, for parameters with a dim that the mesh cannot split evenly."""
-    errors = []
+# ---- state and shardings
+
+def init_state(key, cfg, init_fn, optimizer, table, params=None):
+    """Return the state {"step", "params", "opt", "skipped"}, and "scale" with float16.
+
+    Only trained parameters have moments. params: values that replace those of init_fn.
+    """
+    values = init_fn(key, cfg)
+    if params is not None:
+        values = values | params
+    zero = jnp.zeros((), jnp.int32)
+    opt = optimizer.init(_f32(_trained(values, table)))
+    state = {"step": zero, "params": values, "opt": opt, "skipped": zero}
+    # Loss scaling for float16.
+    if cfg.dtype == "float16":
+        state["scale"] = init_loss_scale()
+    return state
+
+
+def state_shardings(state, table, mesh, moment_memory=None):
+    """Return the shardings of a state.
+
+    A parameter has its spec. A moment of a parameter's shape has that of moment_specs, and lies in
+    moment_memory, which is the device's by default. All else is replicated.
+    """
+    replicated = NamedSharding(mesh, P())
+    specs = moment_specs(table, mesh)
+
+    def moment_sharding(path, moment):
+        name = _parameter_of(path, table)  # the parameter's name in the path of the leaf, or None
+        if name is None or moment.shape != state["params"][name].shape:
+            return replicated
+        return NamedSharding(mesh, specs[name], memory_kind=moment_memory)
+
+    shardings = jax.tree.map(lambda _: replicated, state)
+    shardings["params"] = {name: NamedSharding(mesh, row["spec"]) for name, row in table.items()}
+    shardings["opt"] = jax.tree_util.tree_map_with_path(moment_sharding, state["opt"])
+    return shardings
+
+
+def moment_specs(table, mesh):
+    """Return {name: spec} of moments and gradients.
+
+    It is the parameter's spec, but dims that are split over fsdp are also split over dp where
+    divisible. So dp is ZeRO-2, and fsdp is ZeRO-3.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
+    """
+    def with_dp(n, axes):
+        names = (*_axis_names(axes), "dp")
+        if "fsdp" in names and n % prod(mesh.shape[axis] for axis in names) == 0:
+            return names
+        return axes
+
+    specs = {}
     for name, row in table.items():
-        # A spec may be shorter than a shape: the other dims are not split.
-        for n, axes in zip(row["shape"], row["spec"], strict=False):
-            n_parts = prod(mesh.shape[axis] for axis in _axis_names(axes))
-            if n % n_parts:
-                below = n // n_parts * n_parts
-                nearest = f"{below + n_parts}"
-                if below:
-                    nearest = f"{below} or {nearest}"
-                errors.append(f"{name} {row['shape']}: dim {n} cannot be split over "
-                              f"{axes}={n_parts}; nearest: {nearest}")
-    return errors
+        dims = zip(row["shape"], row["spec"], strict=False)  # a spec may be shorter than a shape
+        specs[name] = P(*[with_dp(n, axes) for n, axes in dims])
+    return specs
 
 
-def _axis_names(axes):
-    """Return the mesh axes in one entry of a PartitionSpec: None, a name, or a tuple of names."""
-    return jax.tree.leaves(axes)
+# ---- programs
+
+def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
+    """Trace everything that runs on the mesh, without allocating an array.
+
+    batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
+    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch) -> (state,
+    metrics). It returns the value to use: hooks use it for pruning, another loss or another
+    optimizer.
+
+    Returns a dict:
+    "state": the state as shapes with shardings;
+    "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
+    digest is a checksum of the state, saved with it);
+    "from_params": a jitted function (key, params=) -> state, which donates params.
+    """
+    # The functions to compile: all arguments that are not arrays are bound.
+    loss_fn = override("loss_fn", loss_fn)
+    optimizer = override("optimizer", make_optimizer(cfg, table))
+    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
+    step_fn = override("train_step", partial(
+        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
+    eval_fn = partial(eval_step, cfg=cfg, loss_fn=loss_fn)
+    state_fn = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
+    digest_fn = digest_sums
+
+    # The state as shapes with shardings.
+    replicated = NamedSharding(mesh, P())
+    with jax.set_mesh(mesh):
+        key = jax.eval_shape(jax.random.key, 0)
+        shapes = jax.eval_shape(state_fn, key)
+    for name, x in shapes["params"].items():
+        assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
+    shardings = state_shardings(shapes, table, mesh)
+
+    # Moments in host memory are copied to the device for each program that reads them.
+    if cfg.offload_optimizer:
+        step_fn = opt_from_host(step_fn, shardings["opt"])
+        digest_fn = opt_from_host(digest_fn, shardings["opt"])
+        shardings = state_shardings(shapes, table, mesh, "pinned_host")
+    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+
+    # Jit and lower one of these functions.
+    options = compiler_options(cfg, mesh.devices.flat[0])
+    jit = partial(jax.jit, compiler_options=options)
+
+    def lower(f, args, out_shardings, donate=()):
+        with jax.set_mesh(mesh):
+            return jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+
+    return {
+        "state": state,
+        "train_step": partial(lower, step_fn, (state, batch), (shardings, replicated), donate=0),
+        "eval_step": partial(lower, eval_fn, (state["params"], batch), replicated),
+        "init": partial(lower, state_fn, (key,), shardings),
+        "digest": partial(lower, digest_fn, (state,), replicated),
+        "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
+    }
+
+
+# ---- supporting
+#
+# Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
+# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
+# utilization, peak figures of devices, description of the machine.
 
 
 # ---- schedules
 
-# Each schedule returns the learning rate as a fraction of its peak. progress goes from 0 at the end
-# of warm-up to 1 at the last step, n_after_warmup counts the steps since the end of warm-up.
+# Each schedule returns a number from 1 to 0, which lr_at maps to peak ... min_lr_frac x peak.
+# progress goes from 0 at the end of warm-up to 1 at the last step, n_after_warmup counts the steps
+# since the end of warm-up. Both may be traced; cfg and n_warmup are Python values.
 
 def _constant(cfg, progress, n_after_warmup, n_warmup):
     return 1.0
@@ -143,33 +475,10 @@ SCHEDULES = {
 }
 
 
-def lr_at(step, cfg):
-    """Return the learning rate of the step from `step` to `step + 1`.
-
-    The rate rises linearly to its peak during warm-up, then follows cfg.schedule down to
-    min_lr_frac of the peak at cfg.steps.
-    """
-    n_warmup = cfg.warmup_steps
-    if n_warmup < 1:  # a fraction of all steps
-        n_warmup *= cfg.steps
-    n_warmup = round(n_warmup)
-    peak = cfg.lr
-    if peak == -1:
-        peak = DEFAULT_LR[cfg.optimizer]
-
-    step = jnp.asarray(step, jnp.float32)
-    n_after_warmup = jnp.maximum(step - n_warmup, 0)
-    progress = jnp.clip(n_after_warmup / max(cfg.steps - n_warmup, 1), 0, 1)
-    decay = SCHEDULES[cfg.schedule](cfg, progress, n_after_warmup, n_warmup)
-    after_warmup = cfg.min_lr_frac + (1 - cfg.min_lr_frac) * decay
-    during_warmup = (step + 1) / max(n_warmup, 1)
-    return peak * jnp.where(step < n_warmup, during_warmup, after_warmup)
-
-
 # ---- optimizers
 
-# Each optimizer turns a gradient into a direction. Weight decay and the factor -lr_at(step) are
-# applied to all of them alike, by make_optimizer and by train_step.
+# Each optimizer turns a gradient into a direction; train_step subtracts lr times it. Weight decay
+# is applied to all of them alike, by make_optimizer.
 
 def _adamw(cfg):
     return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.moment_dtype)
@@ -238,41 +547,6 @@ DEFAULT_LR = {
 }
 
 
-def make_optimizer(cfg, table):
-    """Make the optax optimizer of the trained parameters.
-
-    A row of the table may have an "optimizer", an "lr_mult" and a "decay_mult". Without
-    "decay_mult", weights decay, whose init is ("normal", std), and biases and gains do not.
-    """
-    kinds, decays, rates = {}, {}, {}
-    for name, row in _trained(table, table).items():
-        kind = row.get("optimizer", cfg.optimizer)
-        is_matrix = row["init"][0] == "normal"
-        decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
-        rates[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
-
-        # Muon is for stacks of matrices, one per layer. AdamW handles the other parameters.
-        is_stack = is_matrix and len(row["shape"]) > 2
-        if kind == "muon" and not is_stack:
-            kind = "adamw"
-        kinds[name] = kind
-
-    def add_weight_decay(directions, params):
-        updates = {}
-        for name, direction in directions.items():
-            if decays[name]:
-                direction = direction + decays[name] * params[name]
-            updates[name] = rates[name] * direction
-        return updates
-
-    optimizers = {kind: OPTIMIZERS[kind](cfg) for kind in sorted(set(kinds.values()))}
-    if len(optimizers) == 1:
-        (optimizer,) = optimizers.values()
-    else:
-        optimizer = optax.partition(optimizers, kinds)
-    return optax.chain(optimizer, optax.stateless(add_weight_decay))
-
-
 def _relative_rate(cfg, kind):
     """Return the rate of parameters with this optimizer, as a multiple of lr_at."""
     if cfg.lr == -1:
@@ -280,23 +554,7 @@ def _relative_rate(cfg, kind):
     return 1.0
 
 
-# ---- state and shardings
-
-def init_state(key, cfg, init_fn, optimizer, table, params=None):
-    """Return the state {"step", "params", "opt", "skipped"}, and "scale" with float16.
-
-    Only trained parameters have moments. params: values that replace those of init_fn.
-    """
-    values = init_fn(key, cfg)
-    if params is not None:
-        values = values | params
-    zero = jnp.zeros((), jnp.int32)
-    opt = optimizer.init(_f32(_trained(values, table)))
-    state = {"step": zero, "params": values, "opt": opt, "skipped": zero}
-    if cfg.dtype == "float16":
-        state["scale"] = init_loss_scale()
-    return state
-
+# ---- parts of the state
 
 def _trained(params, table):
     return {name: x for name, x in params.items() if table[name].get("trained", True)}
@@ -304,48 +562,6 @@ def _trained(params, table):
 
 def _f32(tree):
     return optax.tree.cast(tree, jnp.float32)
-
-
-def moment_specs(table, mesh):
-    """Return {name: spec} of moments and gradients.
-
-    It is the parameter's spec, but dims that are split over fsdp are also split over dp where
-    divisible. So dp is ZeRO-2, and fsdp is ZeRO-3.
-
-    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
-    """
-    def with_dp(n, axes):
-        names = (*_axis_names(axes), "dp")
-        if "fsdp" in names and n % prod(mesh.shape[axis] for axis in names) == 0:
-            return names
-        return axes
-
-    specs = {}
-    for name, row in table.items():
-        dims = zip(row["shape"], row["spec"], strict=False)  # a spec may be shorter than a shape
-        specs[name] = P(*[with_dp(n, axes) for n, axes in dims])
-    return specs
-
-
-def state_shardings(state, table, mesh, moment_memory=None):
-    """Return the shardings of a state.
-
-    A parameter has its spec. A moment of a parameter's shape has that of moment_specs, and lies in
-    moment_memory, which is the device's by default. All else is replicated.
-    """
-    replicated = NamedSharding(mesh, P())
-    specs = moment_specs(table, mesh)
-
-    def moment_sharding(path, moment):
-        name = _parameter_of(path, table)
-        if name is None or moment.shape != state["params"][name].shape:
-            return replicated
-        return NamedSharding(mesh, specs[name], memory_kind=moment_memory)
-
-    shardings = jax.tree.map(lambda _: replicated, state)
-    shardings["params"] = {name: NamedSharding(mesh, row["spec"]) for name, row in table.items()}
-    shardings["opt"] = jax.tree_util.tree_map_with_path(moment_sharding, state["opt"])
-    return shardings
 
 
 def _parameter_of(path, names):
@@ -360,284 +576,60 @@ def _parameter_of(path, names):
     return found
 
 
-# ---- gradients
+# ---- shapes and slices
 
-def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
-    """Return the loss's sums and counts, and the gradient of its summed objective times loss_scale.
-
-    All are sums over cfg.grad_accum_steps microbatches. The gradient is float32, of the trained
-    parameters.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    specs = {}
-    if not mesh.empty:
-        specs = moment_specs(_trained(table, table), mesh)
-        for name in specs:
-            if "ids" in table[name]:  # few rows, which may belong to any device
-                specs[name] = P()
-
-    def microbatch_grads(microbatch):
-        def objective(trained):
-            sums, counts = loss_fn(params | trained, microbatch, cfg)
-            return sums["objective"] * loss_scale, (sums, counts)
-
-        grad_fn = jax.value_and_grad(objective, has_aux=True)
-        (_, (sums, counts)), grads = grad_fn(_trained(params, table))
-        if specs:  # a reduce-scatter: each device sums only its part
-            grads = jax.lax.with_sharding_constraint(grads, specs)
-        return sums, counts, _f32(grads)
-
-    return _sum_over_microbatches(microbatch_grads, batch, cfg.grad_accum_steps)
+def check_shapes(table, mesh):
+    """Return errors, as texts, for parameters with a dim that the mesh cannot split evenly."""
+    errors = []
+    for name, row in table.items():
+        # A spec may be shorter than a shape: the other dims are not split.
+        for n, axes in zip(row["shape"], row["spec"], strict=False):
+            n_parts = prod(mesh.shape[axis] for axis in _axis_names(axes))
+            if n % n_parts:
+                below = n // n_parts * n_parts
+                nearest = f"{below + n_parts}"
+                if below:
+                    nearest = f"{below} or {nearest}"
+                errors.append(f"{name} {row['shape']}: dim {n} cannot be split over "
+                              f"{axes}={n_parts}; nearest: {nearest}")
+    return errors
 
 
-def _sum_over_microbatches(f, batch, A):
-    """Return the sums of f(microbatch) over A microbatches of a batch, one after the other."""
-    if A == 1:
-        return f(batch)
-
-    def split(x):
-        # Row b goes to microbatch b mod A, so that every device keeps its rows.
-        return jnp.moveaxis(x.reshape(-1, A, *x.shape[1:]), 1, 0)
-
-    def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, f(microbatch)), None
-
-    microbatches = jax.tree.map(split, batch)
-    shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], microbatches))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-    total, _ = jax.lax.scan(add, zeros, microbatches)
-    return total
+def _axis_names(axes):
+    """Return the mesh axes in one entry of a PartitionSpec: None, a name, or a tuple of names."""
+    return jax.tree.leaves(axes)
 
 
-# ---- the training step
+def _device_grid(devices, sizes, cfg):
+    """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""
+    # The slice of each device; only TPUs have one.
+    slices = []
+    for device in devices:
+        index = getattr(device, "slice_index", None)
+        if index is None:
+            index = 0
+        slices.append(index)
+    n_slices = len(set(slices))
+    if devices[0].platform == "tpu" and cfg.slices != n_slices:
+        raise ValueError(f"slices {cfg.slices}: the devices have {n_slices}; set it to {n_slices}")
 
-# Names of metrics, and of other values in the rows of metrics.jsonl, that a loss must not use.
-RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
-                    "counts"}
-
-
-def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
-    """Take one step: (state, metrics).
-
-    Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
-    "n_labels", the count of the loss; "finite"; "skipped", the number of steps so far that were not
-    finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
-
-    A loss or gradient that is not finite leaves parameters and moments as they were. The step still
-    counts, since its batch is spent.
-
-    loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
-    """
-    # Of parameters with "ids", take only the rows that this batch looks up.
-    row_ids, batch = find_rows(batch, table)
-    rows = gather_rows(state, row_ids)
-    old_params = _trained(rows["params"], table)
-    old_opt = rows["opt"]
-
-    # Sum the loss and its gradient over the microbatches.
-    with jax.named_scope("gradients"):
-        sums, counts, grads = _sum_gradients(
-            rows["params"], batch, cfg, loss_fn, loss_scale, table)
-    reserved = sorted(RESERVED_METRICS & sums.keys())
-    if reserved:
-        raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
-
-    # Divide each sum by its count, once, after all microbatches.
-    divisors = {name: jnp.where(n == 0, 1, n) for name, n in counts.items()}
-    metrics = {name: sums[name] / divisors[name] for name in sums}
-    grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
-    grad_norm = optax.tree.norm(grads)
-
-    # Describe the weights that --watch names, as they are before the step.
-    if cfg.watch and cfg.log_every:
-        metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
-
-    # Clip the gradient to a global norm.
-    if cfg.clip_norm:
-        with jax.named_scope("clip"):
-            clip = jnp.minimum(1.0, cfg.clip_norm / (grad_norm + 1e-30))
-            grads = jax.tree.map(lambda g: g * clip, grads)
-
-    # Move along the optimizer's direction. Parameters of another dtype move in float32.
-    with jax.named_scope("optimizer"):
-        lr = lr_at(state["step"], cfg)
-        updates, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
-
-        def move(p, u):
-            return (p.astype(jnp.float32) - lr * u).astype(p.dtype)
-
-        new_params = jax.tree.map(move, old_params, updates)
-
-    # Keep the old parameters and moments if the loss or the gradient is not finite.
-    finite = jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm)
-
-    def if_finite(new, old):
-        return jnp.where(finite, new, old)
-
-    new_params = jax.tree.map(if_finite, new_params, old_params)
-    new_opt = jax.tree.map(if_finite, new_opt, old_opt)
-    n_skipped = state["skipped"] + jnp.where(finite, 0, 1)
-
-    # Write the rows back.
-    new_rows = {"params": rows["params"] | new_params, "opt": new_opt}
-    new = scatter_rows(state, row_ids, new_rows)
-
-    new_state = {"step": state["step"] + 1, "params": new["params"], "opt": new["opt"],
-                 "skipped": n_skipped}
-    metrics |= {
-        "lr": lr,
-        "grad_norm": grad_norm,
-        "finite": finite,
-        "skipped": n_skipped,
-        "counts": counts,
-        "n_labels": counts.get("loss", counts["objective"]),
-    }
-    return new_state, jax.tree.map(jnp.float32, metrics)
+    # One axis crosses the slow network: dp, or fsdp where dp is 1. sizes becomes that of one slice.
+    slow_axis = "fsdp" if sizes["dp"] == 1 else "dp"
+    sizes = dict(sizes)
+    sizes[slow_axis] //= cfg.slices
+    by_slice = devices[np.argsort(slices, kind="stable")]
+    parts = []
+    for group in np.split(by_slice, cfg.slices):
+        # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
+        parts.append(mesh_utils.create_device_mesh(
+            list(sizes.values()), list(group), allow_split_physical_axes=True))
+    return np.concatenate(parts, axis=AXES.index(slow_axis))
 
 
-# ---- evaluation
-
-def eval_step(params, batch, cfg, loss_fn):
-    """Return {name: (sum, count)} of one batch.
-
-    It is split into the microbatches of train_step, so that the memory of a step is enough.
-    """
-    def microbatch_sums(microbatch):
-        return loss_fn(params, microbatch, cfg)
-
-    sums, counts = _sum_over_microbatches(microbatch_sums, batch, cfg.grad_accum_steps)
-    return {name: (sums[name], counts[name]) for name in sums}
-
-
-def evaluate(eval_step, params, batches, stopped=lambda: False):
-    """Return {name: (sum, count)} in float64 over all batches, or None once stopped() is true."""
-    results = []
-    for batch in batches:
-        if stopped():
-            return None
-        results.append(eval_step(params, batch))
-        # Wait for the batch before, while the device works on this one.
-        if len(results) > 1:
-            jax.block_until_ready(results[-2])
-    if not results:
-        return {}
-    results = jax.tree.map(np.float64, jax.device_get(results))
-    return jax.tree.map(lambda *values: sum(values), *results)
-
-
-# ---- devices
-
-def platform(device):
-    """Return the kind of a device, by which dtype and attention are chosen.
-
-    It is "cuda" for an NVIDIA GPU of compute capability 8.0 or later, "old cuda" for an earlier
-    one, which has no bfloat16, and JAX's name for all others.
-    """
-    capability = str(getattr(device, "compute_capability", ""))
-    is_number = capability.replace(".", "").isdigit()  # AMD's are names
-    if device.platform != "gpu" or not is_number:
-        return device.platform
-    return "cuda" if float(capability) >= 8 else "old cuda"
-
-
-def choose_dtype(dtype, platform):
-    """Return dtype, with "auto" resolved to the fastest one on this platform.
-
-    On a CPU that is "mixed" if it has AMX, or if it has AVX512_BF16 and AMD made it. Intel's CPUs
-    with AVX512_BF16 alone multiply float32 twice as fast as bfloat16.
-    """
-    if dtype != "auto":
-        return dtype
-    if platform == "old cuda":
-        return "float16"
-    if platform != "cpu":
-        return "bfloat16"
-    cpuinfo = Path("/proc/cpuinfo")
-    words = set()
-    if cpuinfo.exists():
-        words = set(cpuinfo.read_text().split())
-    if "amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words:
-        return "mixed"
-    return "float32"
-
-
-def compiler_options(cfg, device):
-    """Return options of XLA for every program that runs on this kind of device.
-
-    CPU: each matrix product is a fusion of its own. XLA's default fuses a product with the
-    reduction that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12):
-    a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
-
-    NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
-    in the gradients of the embedding, of experts and of cuDNN's attention.
-    """
-    if device.platform == "cpu":
-        return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-    if cfg.deterministic and platform(device).endswith("cuda"):
-        return {"xla_gpu_exclude_nondeterministic_ops": True}
-    return {}
-
-
-# ---- programs
-
-def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
-    """Trace everything that runs on the mesh, without allocating an array.
-
-    batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
-    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch) -> (state,
-    metrics). It returns the value to use: the hook for pruning and the like.
-
-    Returns a dict:
-    "state": the state as shapes with shardings;
-    "train_step", "eval_step", "init", "digest": functions that lower that program when called;
-    "from_params": a jitted function (key, params=) -> state, which donates params.
-    """
-    # The functions to compile: all arguments that are not arrays are bound.
-    loss_fn = override("loss_fn", loss_fn)
-    optimizer = override("optimizer", make_optimizer(cfg, table))
-    step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
-    step_fn = override("train_step", partial(
-        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
-    eval_fn = partial(eval_step, cfg=cfg, loss_fn=loss_fn)
-    state_fn = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
-    digest_fn = digest_sums
-
-    # The state as shapes with shardings.
-    replicated = NamedSharding(mesh, P())
-    with jax.set_mesh(mesh):
-        key = jax.eval_shape(jax.random.key, 0)
-        shapes = jax.eval_shape(state_fn, key)
-    for name, x in shapes["params"].items():
-        assert x.shape == (*table[name]["shape"],), f"init: {name} is {x.shape}, unlike its row"
-    shardings = state_shardings(shapes, table, mesh)
-
-    # Moments in host memory are copied to the device for each program that reads them.
-    if cfg.offload_optimizer:
-        step_fn = opt_from_host(step_fn, shardings["opt"])
-        digest_fn = opt_from_host(digest_fn, shardings["opt"])
-        shardings = state_shardings(shapes, table, mesh, "pinned_host")
-    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
-
-    # Jit and lower one of these functions.
-    options = compiler_options(cfg, mesh.devices.flat[0])
-    jit = partial(jax.jit, compiler_options=options)
-
-    def lower(f, args, out_shardings, donate=()):
-        with jax.set_mesh(mesh):
-            return jit(f, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
-
-    return {
-        "state": state,
-        "train_step": partial(lower, step_fn, (state, batch), (shardings, replicated), donate=0),
-        "eval_step": partial(lower, eval_fn, (state["params"], batch), replicated),
-        "init": partial(lower, state_fn, (key,), shardings),
-        "digest": partial(lower, digest_fn, (state,), replicated),
-        "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
-    }
-
+# ---- compilation
 
 def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
-    """Compile the programs of lower_steps before an array exists.
+    """Compile the programs of lower_steps before any array is allocated.
 
     Returns a dict:
     "state": the state as shapes with shardings;
@@ -645,15 +637,16 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "train_step": (state, batch) -> (state, metrics), which donates its state;
     "eval_step": (params, batch) -> {name: (sum, count)};
     "digest": (state) -> the result of digest_sums;
-    "compile_eval", "compile_digest": functions that wait until that program is compiled, which
-    is later; compile_eval raises MemoryError when it does not fit beside the state;
-    "memory": memory_by_kind of train_step; "metrics": the shapes of its metrics.
+    "compile_eval", "compile_digest": functions that compile that program if necessary, and wait for
+    it; compile_eval raises MemoryError when it does not fit beside the state;
+    "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts;
+    "metrics": the shapes of its metrics.
     """
     steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
     state = steps["state"]
 
     # Compile train_step and init side by side. init runs once, so it is compiled quickly.
-    pool = ThreadPoolExecutor()  # XLA compiles without Python's lock
+    pool = ThreadPoolExecutor()  # XLA releases the GIL while it compiles
     lowered_step = steps["train_step"]()
     step_future = pool.submit(lowered_step.compile)
     lowered_init = steps["init"]()
@@ -663,8 +656,8 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     compiled_init = init_future.result()
     memory = memory_by_kind(state, compiled_step)
 
-    # Compile the others later: in the background, or on a CPU at their first call. There the first
-    # steps would run at half their speed beside a compilation.
+    # Compile the others later: in the background, or on a CPU at their first call. On a CPU, a
+    # compilation in the background would halve the speed of the first steps.
     def compile_later(compile):
         if mesh.devices.flat[0].platform == "cpu":
             return cache(compile)
@@ -694,7 +687,343 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     }
 
 
+# ---- devices
+
+def platform(device):
+    """Return the kind of a device, by which dtype and attention are chosen.
+
+    It is "cuda" for an NVIDIA GPU of compute capability 8.0 or later, "old cuda" for an earlier
+    one, which has no bfloat16, and JAX's name for all others.
+    """
+    capability = str(getattr(device, "compute_capability", ""))
+    is_number = capability.replace(".", "").isdigit()  # AMD's are names
+    if device.platform != "gpu" or not is_number:
+        return device.platform
+    return "cuda" if float(capability) >= 8 else "old cuda"
+
+
+def choose_dtype(dtype, platform_name):
+    """Return dtype, with "auto" resolved to the fastest one on this platform (see `platform`).
+
+    On a CPU that is "mixed" if it has AMX, or if it has AVX512_BF16 and AMD made it. Intel's CPUs
+    with AVX512_BF16 alone multiply float32 twice as fast as bfloat16.
+    """
+    if dtype != "auto":
+        return dtype
+    if platform_name == "old cuda":
+        return "float16"
+    if platform_name != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set()
+    if cpuinfo.exists():
+        words = set(cpuinfo.read_text().split())
+    if "amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words:
+        return "mixed"
+    return "float32"
+
+
+def compiler_options(cfg, device):
+    """Return options of XLA for every program that runs on this kind of device.
+
+    CPU: each matrix product is a fusion of its own. XLA's default fuses a product with the
+    reduction that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12):
+    a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
+
+    NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
+    in the gradients of the embedding, of experts and of cuDNN's attention.
+    """
+    if device.platform == "cpu":
+        return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    if cfg.deterministic and platform(device).endswith("cuda"):
+        return {"xla_gpu_exclude_nondeterministic_ops": True}
+    return {}
+
+
+# ---- memory
+
+def memory_by_kind(state, compiled):
+    """Return the bytes per device that a compiled train_step needs, by kind.
+
+    "total" must fit in the memory of a device. state: shapes with shardings.
+    """
+    def size(tree, on_host):
+        n_bytes = 0
+        for x in jax.tree.leaves(tree):
+            if (x.sharding.memory_kind == "pinned_host") == on_host:
+                n_bytes += _shard_bytes(x)
+        return n_bytes
+
+    stats = compiled.memory_analysis()
+    kinds = {
+        "parameters": size(state["params"], on_host=False),
+        "moments": size(state["opt"], on_host=False),
+        "moments in host memory": size(state["opt"], on_host=True),
+        "temporaries": stats.temp_size_in_bytes,
+        "temporaries in host memory": stats.host_temp_size_in_bytes,
+    }
+    memory = {kind: n_bytes for kind, n_bytes in kinds.items() if n_bytes}
+    memory["total"] = stats.argument_size_in_bytes + added_bytes(compiled)
+    return memory
+
+
+def added_bytes(compiled):
+    """Return the bytes per device that a compiled program adds to its arguments while it runs."""
+    stats = compiled.memory_analysis()
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def held_bytes(tree):
+    """Return the bytes that arrays take on each device. tree: shapes with shardings.
+
+    Arrays in host memory count only on a CPU, where it is the device's memory.
+    """
+    n_bytes = 0
+    for x in jax.tree.leaves(tree):
+        device = next(iter(x.sharding.device_set))
+        if x.sharding.memory_kind != "pinned_host" or device.platform == "cpu":
+            n_bytes += _shard_bytes(x)
+    return n_bytes
+
+
+def _shard_bytes(x):
+    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def memory_limit(mesh):
+    """Return the bytes that a program can have on each device, or None when they are unknown.
+
+    Devices of a CPU divide its memory equally.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        cpu_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cpu_bytes // len(jax.local_devices())
+    with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
+        return device.memory_stats()["bytes_limit"]
+    _, gib = peaks(device.device_kind)
+    if gib is None:
+        return None
+    return int(gib * 2**30)
+
+
+def check_fits(kinds, mesh, program="a step"):
+    """Raise MemoryError when a program needs more memory than a device has.
+
+    Its arguments are the reason and, when nothing but more devices can help, the advice. kinds:
+    the result of memory_by_kind.
+    """
+    limit = memory_limit(mesh)
+    if not limit:
+        return
+    if kinds["total"] > limit:
+        reason = (f"{program} needs {_gib(kinds['total'])} GiB on each device, which has "
+                  f"{_gib(limit)} GiB")
+        parameters = kinds["parameters"]
+        state_bytes = parameters + kinds.get("moments", 0)
+        if parameters > limit:
+            raise MemoryError(reason, "more devices along fsdp or tp: parameters alone take "
+                                      f"{_gib(parameters)} GiB")
+        if state_bytes > limit:
+            raise MemoryError(reason, "more devices along fsdp or tp, or --offload_optimizer: "
+                                      f"parameters and moments alone take {_gib(state_bytes)} GiB")
+        raise MemoryError(reason)
+
+
+def _gib(n_bytes):
+    return f"{n_bytes / 2**30:,.4g}"
+
+
+def check_eval_fits(compiled, state, batch, memory, mesh):
+    """Raise MemoryError when a compiled eval_step does not fit beside the state.
+
+    memory: memory_by_kind of the step.
+    """
+    total = held_bytes((state, batch)) + added_bytes(compiled)
+    check_fits(memory | {"total": total}, mesh, "evaluation")
+
+
+@contextlib.contextmanager
+def explain_oom(suggest):
+    """Turn an error for lack of memory, from a compilation or a run, into a ValueError with advice.
+
+    suggest: a function without arguments that returns the advice. It is called only when the error
+    brings no advice.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as e:
+        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        # The arguments of check_fits: the reason and, in some cases, the advice.
+        reason, advice = "", ""
+        if e.args:
+            reason = str(e.args[0]).partition("\n")[0]
+        if len(e.args) > 1:
+            advice = str(e.args[1])
+        if not advice:
+            advice = suggest()
+        raise ValueError(f"does not fit: {reason}; to change: {advice}") from None
+
+
+# ---- digest of the state
+
+def digest_sums(state):
+    """Return {"params": {name: sums}, "opt": {name: sums}}, the sums that digest needs.
+
+    Sums are two uint32 of an array: over its elements, hashes of an element's bits and its
+    position. Integer sums do not depend on their order, so neither the mesh nor the device changes
+    them. The hash of a position is one-to-one in the bits, so that a change of a single element
+    changes both sums; several changes cancel with probability 2^-64.
+    """
+    named = {}
+    for part in ("params", "opt"):
+        named[part] = {}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state[part])
+        for path, x in leaves:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            named[part][name] = _hash_sums(x)
+    return named
+
+
+def _hash_sums(x):
+    """Return the two sums of an array."""
+    bits = _as_uint32(x)
+    index = jnp.zeros(bits.shape, jnp.uint32)
+    for dim, size in enumerate(bits.shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    sums = []
+    for seed in (0x5BD1E995, 0x9E3779B9):
+        hashes = _mix(bits + _mix(index ^ jnp.uint32(seed)))
+        sums.append(hashes.sum(dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _as_uint32(x):
+    """Return the bits of an array, each element as one uint32, or as two if it has 64 bits."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype.name.startswith(("int2", "int4", "uint2", "uint4", "float4")):
+        x = x.astype(jnp.float32)  # which is exact; they have less than a byte
+    if x.dtype != bool:
+        n_bits = min(8 * x.dtype.itemsize, 32)
+        x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # of 64 bits: along a new last dim
+    return x.astype(jnp.uint32)
+
+
+def _mix(x):
+    """Mix the bits of each uint32: the finalizer of MurmurHash3."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def digest(sums):
+    """Return {"params", "opt"}: 16 hexadecimal digits of each part of digest_sums.
+
+    Two states with equal names, shapes, dtypes and bits have equal digests; others almost never.
+    """
+    digests = {}
+    for part, named in jax.device_get(sums).items():
+        text = hashlib.blake2b(digest_size=8)
+        for name in sorted(named):
+            text.update(f"{name} {named[name].tolist()}\n".encode())
+        digests[part] = text.hexdigest()
+    return digests
+
+
+# ---- utilization
+
+def utilization(flops, recomputed, units_per_s, n_devices, peak_tflops):
+    """Return {"model_tflops_per_device", "mfu", "hardware_tflops_per_device", "hfu"} of a run.
+
+    flops: of the model for one unit (a token, an example). recomputed: those that remat computes
+    again; only the hardware figures count them. peak_tflops: of one device, or None when it is not
+    known. mfu and hfu are fractions of this peak, or None.
+    """
+    scale = units_per_s / n_devices / 1e12
+    model_tflops = flops * scale
+    hardware_tflops = (flops + recomputed) * scale
+    mfu, hfu = None, None
+    if peak_tflops:
+        mfu = model_tflops / peak_tflops
+        hfu = hardware_tflops / peak_tflops
+    return {"model_tflops_per_device": model_tflops, "mfu": mfu,
+            "hardware_tflops_per_device": hardware_tflops, "hfu": hfu}
+
+
+# ---- peak figures of devices
+
+# {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; a kind that
+# begins like another stands before it. Source: the makers' data sheets; memory of TPUs, XLA.
+PEAKS = {
+    "NVIDIA A100": (312, 80),
+    "NVIDIA H100": (989, 80),
+    "NVIDIA H200": (989, 141),
+    "NVIDIA B200": (2250, 178),
+    "TPU v4": (275, 30.75),
+    "TPU v5 lite": (197, 15.75),
+    "TPU v5": (459, 95),
+    "TPU v6": (918, 31.25),
+}
+
+
+def peaks(kind):
+    """Return the row of PEAKS of a device of this kind, or Nones."""
+    for name, row in PEAKS.items():
+        if kind.startswith(name):
+            return row
+    return None, None
+
+
+# ---- description of the machine
+
+def describe_machine(device):
+    """Return {"cpu", "threads", "driver", "nccl"}.
+
+    With the versions and the mesh these decide how a program rounds. cpu: model, family and
+    stepping. threads: number that this process may use. driver, nccl: versions, or None without an
+    NVIDIA GPU.
+    """
+    driver, nccl = None, None
+    if platform(device).endswith("cuda"):
+        driver_file = Path("/proc/driver/nvidia/version")
+        if driver_file.exists():
+            driver = driver_file.read_text().splitlines()[0]
+        for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                nccl = importlib.metadata.version(package)
+    threads = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # Linux has it, a Mac has not
+        threads = len(os.sched_getaffinity(0))
+    return {"cpu": _describe_cpu(), "threads": threads, "driver": driver, "nccl": nccl}
+
+
+def _describe_cpu():
+    """Return model, family and stepping of the CPU, or its architecture where they are unknown."""
+    architecture = os.uname().machine
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return architecture
+    first_core = cpuinfo.read_text().split("\n\n")[0]
+    fields = {}
+    for line in first_core.splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    words = []
+    for name in ("model name", "cpu family", "model", "stepping"):
+        if name in fields:
+            words.append(f"{name} {fields[name]}")
+    if not words:
+        return architecture
+    return ", ".join(words)
+
+
 # ---- optional
+#
+# The rooms, in this order: loss scaling for float16, optimizer in host memory, sparse rows, weight
+# statistics, memory estimates, memory advice, processes, heartbeats, profiler, compilation cache.
+
 
 # ---- loss scaling for float16
 
@@ -852,179 +1181,10 @@ def _histogram(x, grad):
             "grad_norm": optax.tree.norm(grad)}
 
 
-# ---- digest of the state
-
-def digest_sums(state):
-    """Return {"params": {name: sums}, "opt": {name: sums}}, the sums that digest needs.
-
-    Sums are two uint32 of an array: over its elements, hashes of an element's bits and its
-    position. Integer sums do not depend on their order, so neither the mesh nor the device changes
-    them. The hash of a position is one-to-one in the bits, so that a change of a single element
-    changes both sums; several changes cancel with probability 2^-64.
-    """
-    named = {}
-    for part in ("params", "opt"):
-        named[part] = {}
-        leaves, _ = jax.tree_util.tree_flatten_with_path(state[part])
-        for path, x in leaves:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            named[part][name] = _hash_sums(x)
-    return named
-
-
-def _hash_sums(x):
-    """Return the two sums of an array."""
-    bits = _as_uint32(x)
-    index = jnp.zeros(bits.shape, jnp.uint32)
-    for dim, size in enumerate(bits.shape):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-    sums = []
-    for seed in (0x5BD1E995, 0x9E3779B9):
-        hashes = _mix(bits + _mix(index ^ jnp.uint32(seed)))
-        sums.append(hashes.sum(dtype=jnp.uint32))
-    return jnp.stack(sums)
-
-
-def _as_uint32(x):
-    """Return the bits of an array, each element as one uint32, or as two if it has 64 bits."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    if x.dtype.name.startswith(("int2", "int4", "uint2", "uint4", "float4")):
-        x = x.astype(jnp.float32)  # which is exact; they have less than a byte
-    if x.dtype != bool:
-        n_bits = min(8 * x.dtype.itemsize, 32)
-        x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # of 64 bits: along a new last dim
-    return x.astype(jnp.uint32)
-
-
-def _mix(x):
-    """Mix the bits of each uint32: the finalizer of MurmurHash3."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def digest(sums):
-    """Return {"params", "opt"}: 16 hexadecimal digits of each part of digest_sums.
-
-    Two states with equal names, shapes, dtypes and bits have equal digests; others almost never.
-    """
-    digests = {}
-    for part, named in jax.device_get(sums).items():
-        text = hashlib.blake2b(digest_size=8)
-        for name in sorted(named):
-            text.update(f"{name} {named[name].tolist()}\n".encode())
-        digests[part] = text.hexdigest()
-    return digests
-
-
-# ---- memory
+# ---- memory estimates
 
 # Names of programs in messages; the others are named by their key.
 PROGRAM_NAMES = {"update": "a step", "export": "an export"}
-
-MORE_DEVICES = "more devices along tp or sp"
-
-
-def memory_by_kind(state, compiled):
-    """Return the bytes per device that a compiled train_step needs, by kind.
-
-    "total" must fit in the memory of a device. state: shapes with shardings.
-    """
-    def size(tree, on_host):
-        n_bytes = 0
-        for x in jax.tree.leaves(tree):
-            if (x.sharding.memory_kind == "pinned_host") == on_host:
-                n_bytes += _shard_bytes(x)
-        return n_bytes
-
-    stats = compiled.memory_analysis()
-    kinds = {
-        "parameters": size(state["params"], on_host=False),
-        "moments": size(state["opt"], on_host=False),
-        "moments in host memory": size(state["opt"], on_host=True),
-        "temporaries": stats.temp_size_in_bytes,
-        "temporaries in host memory": stats.host_temp_size_in_bytes,
-    }
-    memory = {kind: n_bytes for kind, n_bytes in kinds.items() if n_bytes}
-    memory["total"] = stats.argument_size_in_bytes + added_bytes(compiled)
-    return memory
-
-
-def added_bytes(compiled):
-    """Return the bytes per device that a compiled program adds to its arguments while it runs."""
-    stats = compiled.memory_analysis()
-    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-
-
-def held_bytes(tree):
-    """Return the bytes that arrays take on each device. tree: shapes with shardings.
-
-    Arrays in host memory count only on a CPU, where it is the device's memory.
-    """
-    n_bytes = 0
-    for x in jax.tree.leaves(tree):
-        device = next(iter(x.sharding.device_set))
-        if x.sharding.memory_kind != "pinned_host" or device.platform == "cpu":
-            n_bytes += _shard_bytes(x)
-    return n_bytes
-
-
-def _shard_bytes(x):
-    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-
-def memory_limit(mesh):
-    """Return the bytes that a program can have on each device, or None when they are unknown.
-
-    Devices of a CPU divide its memory equally.
-    """
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        cpu_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cpu_bytes // len(jax.local_devices())
-    with contextlib.suppress(jax.errors.JaxRuntimeError, AttributeError, TypeError, KeyError):
-        return device.memory_stats()["bytes_limit"]
-    _, gib = peaks(device.device_kind)
-    if gib is None:
-        return None
-    return int(gib * 2**30)
-
-
-def check_fits(kinds, mesh, program="a step"):
-    """Raise MemoryError when a program needs more memory than a device has.
-
-    Its arguments are the reason and, when nothing but more devices can help, the advice. kinds:
-    the result of memory_by_kind.
-    """
-    limit = memory_limit(mesh)
-    if not limit:
-        return
-    if kinds["total"] > limit:
-        reason = (f"{program} needs {_gib(kinds['total'])} GiB on each device, which has "
-                  f"{_gib(limit)} GiB")
-        parameters = kinds["parameters"]
-        state_bytes = parameters + kinds.get("moments", 0)
-        if parameters > limit:
-            raise MemoryError(reason, "more devices along fsdp or tp: parameters alone take "
-                                      f"{_gib(parameters)} GiB")
-        if state_bytes > limit:
-            raise MemoryError(reason, "more devices along fsdp or tp, or --offload_optimizer: "
-                                      f"parameters and moments alone take {_gib(state_bytes)} GiB")
-        raise MemoryError(reason)
-
-
-def _gib(n_bytes):
-    return f"{n_bytes / 2**30:,.4g}"
-
-
-def check_eval_fits(compiled, state, batch, memory, mesh):
-    """Raise MemoryError when a compiled eval_step does not fit beside the state.
-
-    memory: memory_by_kind of the step.
-    """
-    total = held_bytes((state, batch)) + added_bytes(compiled)
-    check_fits(memory | {"total": total}, mesh, "evaluation")
 
 
 def count_memory(state, programs, batch, added=None, options=None):
@@ -1040,7 +1200,7 @@ def count_memory(state, programs, batch, added=None, options=None):
     "memory": memory_by_kind of the step or, without one, the parameters and the total;
     "added": {program: bytes} of the task's programs.
     """
-    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+    with ThreadPoolExecutor() as pool:  # XLA releases the GIL while it compiles
         futures = {name: pool.submit(each.compile, options) for name, each in programs.items()}
     compiled = {name: future.result() for name, future in futures.items()}
 
@@ -1092,33 +1252,13 @@ def check_peaks(cost, mesh):
 
 # ---- memory advice
 
+MORE_DEVICES = "more devices along tp or sp"
+
 # A flag is worth its time when it lowers the excess over the limit by more than one percent.
 WORTH_IT = 0.99
+
 # Sizes of a batch that are tried before the search gives up.
 N_TRIALS = 3
-
-
-@contextlib.contextmanager
-def explain_oom(suggest):
-    """Turn an error for lack of memory, from a compilation or a run, into a ValueError with advice.
-
-    suggest: a function without arguments that returns the advice. It is called only when the error
-    brings no advice.
-    """
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as e:
-        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        # The arguments of check_fits: the reason and, in some cases, the advice.
-        reason, advice = "", ""
-        if e.args:
-            reason = str(e.args[0]).partition("\n")[0]
-        if len(e.args) > 1:
-            advice = str(e.args[1])
-        if not advice:
-            advice = suggest()
-        raise ValueError(f"does not fit: {reason}; to change: {advice}") from None
 
 
 def memory_flags(cfg, mesh, savers):
@@ -1481,50 +1621,6 @@ def profiler(first, last, folder, log=print):
     return observe
 
 
-# ---- utilization
-
-def utilization(flops, recomputed, units_per_s, n_devices, peak_tflops):
-    """Return {"model_tflops_per_device", "mfu", "hardware_tflops_per_device", "hfu"} of a run.
-
-    flops: of the model for one unit (a token, an example). recomputed: those that remat computes
-    again; only the hardware figures count them. peak_tflops: of one device, or None when it is not
-    known. mfu and hfu are fractions of this peak, or None.
-    """
-    scale = units_per_s / n_devices / 1e12
-    model_tflops = flops * scale
-    hardware_tflops = (flops + recomputed) * scale
-    mfu, hfu = None, None
-    if peak_tflops:
-        mfu = model_tflops / peak_tflops
-        hfu = hardware_tflops / peak_tflops
-    return {"model_tflops_per_device": model_tflops, "mfu": mfu,
-            "hardware_tflops_per_device": hardware_tflops, "hfu": hfu}
-
-
-# ---- peak figures of devices
-
-# {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; a kind that
-# begins like another stands before it. Source: the makers' data sheets; memory of TPUs, XLA.
-PEAKS = {
-    "NVIDIA A100": (312, 80),
-    "NVIDIA H100": (989, 80),
-    "NVIDIA H200": (989, 141),
-    "NVIDIA B200": (2250, 178),
-    "TPU v4": (275, 30.75),
-    "TPU v5 lite": (197, 15.75),
-    "TPU v5": (459, 95),
-    "TPU v6": (918, 31.25),
-}
-
-
-def peaks(kind):
-    """Return the row of PEAKS of a device of this kind, or Nones."""
-    for name, row in PEAKS.items():
-        if kind.startswith(name):
-            return row
-    return None, None
-
-
 # ---- compilation cache
 
 def enable_compilation_cache(folder):
@@ -1538,46 +1634,3 @@ def enable_compilation_cache(folder):
     compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-# ---- description of the machine
-
-def describe_machine(device):
-    """Return {"cpu", "threads", "driver", "nccl"}.
-
-    With the versions and the mesh these decide how a program rounds. cpu: model, family and
-    stepping. threads: number that this process may use. driver, nccl: versions, or None without an
-    NVIDIA GPU.
-    """
-    driver, nccl = None, None
-    if platform(device).endswith("cuda"):
-        driver_file = Path("/proc/driver/nvidia/version")
-        if driver_file.exists():
-            driver = driver_file.read_text().splitlines()[0]
-        for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                nccl = importlib.metadata.version(package)
-    threads = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # Linux has it, a Mac has not
-        threads = len(os.sched_getaffinity(0))
-    return {"cpu": _describe_cpu(), "threads": threads, "driver": driver, "nccl": nccl}
-
-
-def _describe_cpu():
-    """Return model, family and stepping of the CPU, or its architecture where they are unknown."""
-    architecture = os.uname().machine
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return architecture
-    first_core = cpuinfo.read_text().split("\n\n")[0]
-    fields = {}
-    for line in first_core.splitlines():
-        name, _, value = line.partition(":")
-        fields[name.strip()] = value.strip()
-    words = []
-    for name in ("model name", "cpu family", "model", "stepping"):
-        if name in fields:
-            words.append(f"{name} {fields[name]}")
-    if not words:
-        return architecture
-    return ", ".join(words)

@@ -729,7 +729,7 @@ def attention_rate(T, dense_len):
     qkv = [jnp.asarray(rng.normal(size=(8192 // T, 4, T, 64)), jnp.float32) for _ in range(3)]
     attn_inputs = {"segments": None, "window": 0}
     grad = jax.jit(jax.grad(
-        lambda *qkv: (model.ATTENTION["xla"](*qkv, attn_inputs, cfg) ** 2).sum(), (0, 1, 2)))
+        lambda *qkv: (model._attend_xla(*qkv, attn_inputs, cfg) ** 2).sum(), (0, 1, 2)))
     return rate(lambda: jax.block_until_ready(grad(*qkv)), 8192)
 
 

@@ -104,6 +104,38 @@ FEATURES = {
              "            y_BTD = _mlp_in_tiles(y_BTD, w, cfg)\n", ""),
         ],
     },
+    "rotary scaling": {
+        "rooms": {"model.py": ["rotary scaling"]},
+        "edits": [
+            ("model.py", "    if cfg.rope_factor != 1:\n"
+             "        freq = _stretch_rope(freq, cfg)\n", ""),
+        ],
+    },
+    "label smoothing": {
+        "rooms": {"model.py": ["label smoothing"]},
+        "edits": [
+            ("model.py", "        if cfg.label_smoothing:\n"
+             "            objective_BT += _label_smoothing(logits_BTV, true_BT, cfg)\n", ""),
+        ],
+    },
+    "rematerialization": {
+        "rooms": {"model.py": ["rematerialization"]},
+        "edits": [
+            ("model.py", '    if cfg.remat != "none":\n'
+             "        layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])\n", ""),
+        ],
+    },
+    "fused attention": {
+        "rooms": {"model.py": ["attention by cuDNN", "attention by Pallas"]},
+        "edits": [
+            ("model.py", '    if cfg.attention == "cudnn":\n'
+             "        return _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n"
+             '    if cfg.attention == "pallas":\n'
+             "        return _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n", ""),
+            ("model.py", '    if cfg.remat == "named" and cfg.attention == "pallas":\n'
+             "        return float(_needs_flash(cfg.sliding_window, seq_len))\n", ""),
+        ],
+    },
     "attention by blocks": {
         "rooms": {"model.py": ["attention by blocks"]},
         "edits": [
@@ -145,10 +177,9 @@ FEATURES = {
     "sparse rows": {
         "rooms": {"step.py": ["sparse rows"], "train.py": ["sparse rows"]},
         "edits": [
-            ("step.py", "    row_ids, batch = find_rows(batch, table)\n"
-             "    rows = gather_rows(state, row_ids)\n", "    rows = state\n"),
-            ("step.py", "    new = scatter_rows(state, row_ids, new_rows)\n",
-             "    new = new_rows\n"),
+            ("step.py", "    if is_sparse:\n        row_ids, batch = find_rows(batch, table)\n"
+             "        rows = gather_rows(state, row_ids)\n", ""),
+            ("step.py", "    if is_sparse:\n        new = scatter_rows(state, row_ids, new)\n", ""),
             ("train.py", '        config.raise_if_errors(id_errors(batch, setup["table"]), '
              'f"batch {index}")\n', ""),
         ],
