@@ -81,8 +81,8 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     """
     arrays, _ = flatten(tree)
 
-    # Start all copies to the host, then collect them. An array in host memory needs no copy: it
-    # would prevent the donation of the array.
+    # Start all copies to the host, then collect them. Arrays in host memory are copied below:
+    # copy_to_host_async would keep a reference to them, which prevents their donation.
     for x in arrays.values():
         if isinstance(x, jax.Array) and not _in_host_memory(x):
             x.copy_to_host_async()
@@ -92,7 +92,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
     # Process 0 chooses it for all processes.
     save_id = broadcast_from_main(lambda: os.urandom(4).hex())
-    step = int(_step_name(step))  # raises ValueError for a step that is not a count
+    step = int(_step_name(step))  # ValueError for a step that is not a count
     if meta is None:
         meta = {}
     meta = dict(step=step, folder=save_id, arrays=layouts, **meta)  # TypeError for a reserved entry
@@ -143,8 +143,8 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
             Path(root).mkdir(parents=True, exist_ok=True)
             _check_space(root, sum(shard["data"].nbytes for shard in shards))
         store = _open(root, step_name)
-        # This file has two purposes. Its write fails for a bucket that does not exist, in which
-        # TensorStore would try forever to create an array. With several processes, its content
+        # This file has two purposes. Its write fails for a bucket that does not exist;
+        # without it, TensorStore would try there forever. With several processes, its content
         # "written" will say that this process has written its shards.
         store.write(f"{save_id}.{rank}", b"begun").result()
 
@@ -240,7 +240,7 @@ def newest_meta(root):
     """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
     is no checkpoint. Process 0 reads it for all.
 
-    A launch calls this first, to choose what to resume from and to compare configs. Its arrays are
+    A launch calls this first, through `find_start`, to choose what to resume from. Its arrays are
     not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
 
     Raises ValueError when there are checkpoints but no meta.json can be read.
@@ -272,10 +272,10 @@ def read_meta(root, step):
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
         if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
-            raise ValueError("no save of this step writes it")
+            raise ValueError("its step or folder is not one that a save writes")
         for name, layout in meta["arrays"].items():
             if not _is_valid_layout(name, layout):
-                raise ValueError(f"no save writes such an entry: {name!r}: {layout}")
+                raise ValueError(f"not an entry that a save writes: {name!r}: {layout}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         path = join_path(root, _step_name(step), "meta.json")
         raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
@@ -285,8 +285,9 @@ def read_meta(root, step):
 def restore_newest(root, like, log=print):
     """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
 
-    A run resumes with this, once `newest_meta` has found a checkpoint; the two differ when arrays
-    of the newest one are corrupted. `log` gets a message for each corrupted checkpoint.
+    A run resumes with this, through `restore_run`, once `newest_meta` has found a checkpoint; the
+    two differ when arrays of the newest one are corrupted. `log` gets a message for each corrupted
+    checkpoint.
 
     Process 0 lists the checkpoints. Raises ValueError when no checkpoint can be read, KeyError and
     TypeError as `restore` does.
@@ -324,7 +325,7 @@ def restore(root, step, like, meta=None):
         # SMALL is read once, first, for all arrays in it.
         small = None
         if SMALL in meta["arrays"]:
-            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
+            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))  # a dtype
         load = partial(_load, root, meta, small)
         leaves = pool.map(load, wanted, wanted.values())
         return jax.tree.unflatten(treedef, leaves)

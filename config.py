@@ -30,13 +30,14 @@ PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
 LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = Annotated[int | str, (
-    lambda x: parses(parse_intervals, x),  # -> {unit: amount}
+    lambda x: parses(parse_intervals, x),
     "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
 
-# The comment beside or above a field is its text in --help; `# ---- name` begins a group in it.
+# The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
+# A size of 0 is filled in by derive_text, "auto" by train.setup_run.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     # ---- run
@@ -96,7 +97,7 @@ class Config:
     order: Literal["shuffled", "windows"] = "shuffled"
     windows_per_epoch: NonNegInt = 0  # files per epoch with order windows; 0: all
     window_repeats: PosInt = 1  # passes over each file before the next one, with order windows
-    # seconds to wait for a new file before the next epoch begins, with order windows
+    # with order windows, seconds to wait for a new file before the files are read again
     wait_s: NonNegFloat = 0.0
     overfit_batch: bool = False  # train on batch 0 alone, to check that the model can learn it
 
@@ -174,7 +175,7 @@ class Config:
     poly_power: NonNegFloat = 2.0  # exponent of the polynomial schedule
     weight_decay: NonNegFloat = 0.1  # decoupled weight decay, times lr at each step; matrices only
     b1: FractionBelow1 = 0.9  # decay of the first moment; momentum of Lion, Muon and SGD
-    b2: FractionBelow1 = 0.98  # decay of the second moment of Adam and RMSprop, of Lion's momentum
+    b2: FractionBelow1 = 0.98  # decay of the second moment (Adam, RMSprop) or the momentum (Lion)
     eps: PosFloat = 1e-8  # constant added to the denominator of Adam and RMSprop
     # dtype of first moments; second moments are float32
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -202,14 +203,14 @@ class Config:
 
     # ---- mesh
 
-    # devices along dp, which splits the batch and the moments (ZeRO-2); -1: all remaining devices
+    # devices along dp, which splits batch, gradients and moments (ZeRO-2); -1: all remaining
     dp: Axis = 1
     # devices along fsdp, which splits the batch, the moments and the parameters (ZeRO-3); -1: all
     # remaining devices
     fsdp: Axis = -1
-    ep: Axis = 1  # devices along ep, which splits the experts and the batch
+    ep: Axis = 1  # devices along ep, which splits experts, the batch and other weights
     tp: Axis = 1  # devices along tp, which splits heads, MLP width and vocabulary
-    sp: Axis = 1  # devices along sp, which splits the sequence (Ulysses)
+    sp: Axis = 1  # devices along sp, which splits the sequence (Ulysses) and weights
     # TPU slices or groups of hosts joined by a slow network; they split dp, or fsdp where dp is 1
     slices: PosInt = 1
     # address of process 0 as host:port; auto: found by Slurm, Open MPI or Kubernetes; empty: the
@@ -257,8 +258,6 @@ class Config:
     top_p: PosFraction = 1.0
 
 
-# Sizes of 0 are resolved by derive_text, "auto" by train.setup_run.
-
 # Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
 MESH = ("dp", "fsdp", "ep", "tp", "sp")
 
@@ -273,6 +272,7 @@ def parse(argv, kind=Config):
     """
     import tyro
 
+    # Optional: earlier names of flags.
     raise_if_errors(renamed_flag_errors(argv, kind), "command line")
     argv = [_expand_home(arg) for arg in argv]
     registry = _number_registry()  # numbers may be written as 1Ki, 50% or 2h30m
@@ -300,9 +300,9 @@ def parse(argv, kind=Config):
 def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     """Raise one ValueError with all errors: name, value, rule, nearest legal value.
 
-    n_devices: None skips the mesh. choices: {field: its legal values}, which other files define;
-    for PATTERN=VALUE fields, the legal VALUEs. task_errors({axis: size} or None, cfg): errors that
-    only the task can find, e.g. text_errors.
+    n_devices: None skips the mesh. choices: {field: its legal values}, such as the optimizers of
+    step.py; for a PATTERN=VALUE field, the legal VALUEs. task_errors({axis: size} or None, cfg):
+    errors that only the task can find, e.g. text_errors.
     """
     # Each field alone: its type, its bound, and its choices if other files define them.
     field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))

@@ -43,7 +43,9 @@ from tqdm import tqdm
 #
 # The training step from state k to state k + 1 consumes batch k; the first batch is batch 0.
 #
-# A shard of the data is an array of tokens, left on disk, with facts: see `tokenize_files`.
+# A draw is a row counted over all batches: row r of batch k is draw k * batch_size + r.
+# A shard is a dict: an array of tokens that stays on disk, its name, documents and more: see
+# `tokenize_files`.
 # A dataset is shards cut into sequences of seq_len tokens: see `make_dataset`.
 # A source is what the loop reads, a dataset with a function from step to batch: see `open_text`.
 
@@ -89,9 +91,10 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
         "cum_counts": [shards], number of sequences up to the end of each shard,
         "lengths": [shards], number of tokens in each}.
     With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
-    first is a label in exactly one sequence. To fit, a shard's last sequence begins earlier and
-    ignores the labels that the one before has. 10 tokens, seq_len 4: sequences start at 0, 4, 5,
-    and the last has one label, token 9. With other packing, documents stay together: see `pack`.
+    first is a label in exactly one sequence. With 10 tokens and seq_len 4, sequences start at 0,
+    4 and 5: the last one of a shard begins earlier, to fit, and ignores the labels that the one
+    before has. Labels are tokens 1 to 4, 5 to 8, and 9. With other packing, documents stay
+    together: see `pack`.
     """
     seq_format = SEQ_FORMAT | seq_format
     T = seq_format["seq_len"]
@@ -105,7 +108,7 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 
 
 def _read_sequences(dataset, examples):
-    """Build a batch of these sequences, int64 in [0, number of sequences)."""
+    """Build the batch of the sequences numbered `examples` (int64)."""
     # The shard of each sequence, and which of the shard's sequences it is.
     cum_counts = dataset["cum_counts"]
     shard_of = np.searchsorted(cum_counts, examples, side="right")
@@ -113,7 +116,8 @@ def _read_sequences(dataset, examples):
     n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
     offsets = examples - n_before
 
-    # Is the file as long as it was? Check two shards only: a check costs as much as copying a row.
+    # Is the file as long as it was? Check two shards only, since a check costs as
+    # much as copying a row; other batches check the others.
     for i in shard_of[:2]:
         _check_unchanged(dataset["shards"][i])
     if dataset["seq_format"]["packing"] == "stream":
@@ -170,12 +174,12 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
 
 # ---- the shuffle
 
-# A draw is the number of a row, counted over all batches. Draws 0 to n - 1 are the first epoch of
-# n examples, draws n to 2n - 1 the second. permute(index, n, seed) maps [0, n) onto itself in an
-# order that `seed` names, in O(1) memory: no list of n examples is shuffled or stored.
+# Draws 0 to n - 1 are the first epoch of n examples, draws n to 2n - 1 the second.
+# permute(index, n, seed) maps [0, n) onto itself in an order determined by `seed`, in O(1) memory:
+# no list of n examples is shuffled or stored.
 
 BLOCK = 4096  # examples permuted in one call and cached; one call per batch would be slower
-EVAL_SEED = "held out"  # names the order of evaluation batches; another text is another order
+EVAL_SEED = "held out"  # determines the order of evaluation batches
 
 
 def _draws(step, batch_size, rows):
@@ -253,7 +257,8 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
     ahead.
 
     stopped(): asked during a wait; the iterator ends early when it is true.
-    wait_until_idle(): blocks until the device is idle; the wait is timed from then.
+    wait_until_idle(): blocks until the device is idle; the wait is timed from then, so that only
+    the time in which the device has nothing to do counts.
     Data may come later (windows): make(i) returns None while its data is missing, and is then
     called again. on_missing(i) is called once when the consumer has to wait for such an item.
     """
@@ -293,7 +298,7 @@ def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": source or None}.
 
     parts: which of "train" and "val" are needed. "train" is None if it was not asked for and "val"
-    has files of its own.
+    does not come from its files.
     A source is {
         "n": number of sequences,
         "batch": (step, rows) -> batch,
@@ -318,7 +323,7 @@ def open_text(parts, cfg):
     val = None
     if cfg.val_data:
         val = _make_source(open_files(cfg.val_data), eval_batch_at, cfg, tokenizer)
-    # Nothing needs the training files: they are not asked for, and validation does not use them.
+    # Training data was not asked for, and validation does not come from it: open nothing more.
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
 
@@ -332,7 +337,7 @@ def open_text(parts, cfg):
     # Training data. Without val_data, the last val_frac of it is validation data.
     dataset = open_files(cfg.data)
     if cfg.val_frac and not val:
-        dataset, val_dataset = split(dataset, cfg.val_frac)  # cuts the shards in two
+        dataset, val_dataset = split(dataset, cfg.val_frac)  # the end of all tokens
         val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
     train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
@@ -362,7 +367,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
     label (unless may_be_empty), or has an id that is not below vocab_size.
     """
-    _raise_file_limit()  # of the system: each mapped file keeps a descriptor
+    _increase_file_limit()  # each mapped file keeps a descriptor
     seq_format = SEQ_FORMAT | seq_format
     paths = expand(patterns) if patterns else _standard_library()
     token_files = [path for path in paths if path.suffix in TOKEN_FILES]
@@ -760,7 +765,7 @@ def _content_id(path):
         return [path.stat().st_size, zlib.crc32(file.read(2**20))]
 
 
-def _raise_file_limit():
+def _increase_file_limit():
     """Raise the limit of open files to 2^16, if allowed: each mapped file keeps a descriptor."""
     with contextlib.suppress(ValueError, OSError):
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -18,10 +18,10 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-# cfg: any object with the fields under "model" and "numerics" in config.py, and freeze loss_norm
-# loss_divisor batch_size label_smoothing z_loss router_balance router_z. `generate` also reads
-# temperature top_k top_p; `batch_shapes` and `choose_attention` document_mask packing seq_len;
-# `apply_param_groups` lr_mult decay_mult optimizers. Sizes that are 0 in a Config are resolved by
+# cfg: any object with the fields under "model" and "numerics" in config.py, and freeze, loss_norm,
+# loss_divisor, batch_size, label_smoothing, z_loss, router_balance, router_z. `generate` also reads
+# temperature, top_k, top_p; `batch_shapes` and `choose_attention` document_mask, packing, seq_len;
+# `apply_param_groups` lr_mult, decay_mult, optimizers. Sizes that are 0 in a Config are resolved by
 # now, by config.derive_text, and so is the dtype "auto".
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
@@ -29,7 +29,9 @@ from jax.sharding import PartitionSpec as P
 # V vocabulary, L layers, E experts, 1 a dim of size 1.
 
 BATCH_AXES = ("dp", "fsdp", "ep")  # mesh axes that split the sequences of a batch
-WEIGHT_AXES = ("fsdp", "ep", "sp")  # mesh axes that split a weight, gathered where it is used
+# Mesh axes that split a dense weight, which is gathered where it is used. ep and sp hold no other
+# part of it, so they help.
+WEIGHT_AXES = ("fsdp", "ep", "sp")
 IGNORE = -100  # label ignored by the loss
 
 # Parameters in float32 whatever the dtype: the router, and biases, whose gradient sums over all
@@ -97,8 +99,7 @@ def param_table(cfg):
     if cfg.lora_rank:
         table |= _lora_rows(table, cfg)
 
-    # The parameters that the patterns of cfg.freeze select are not trained. apply_param_groups
-    # freezes again, since it also serves tables of other models, which do not read cfg.freeze.
+    # The parameters that the patterns of cfg.freeze select are not trained.
     frozen = matching("freeze", cfg.freeze, table)
     if len(frozen) == len(table):
         raise ValueError(f"freeze {' '.join(cfg.freeze)}: leaves no parameter to train; freeze "
@@ -111,8 +112,8 @@ def param_table(cfg):
 def init(key, cfg, table=None):
     """Draw the parameters of a table (default: param_table(cfg)) in cfg.param_dtype.
 
-    A parameter's values depend on key, its name and its shape alone. With a table, init reads no
-    other field of cfg.
+    A parameter's values depend on key, its name and its shape alone. With a table, init reads only
+    cfg.param_dtype.
     """
     if table is None:
         table = param_table(cfg)
@@ -135,8 +136,10 @@ def init(key, cfg, table=None):
 # ---- layers
 
 # Sharding: step.py lowers all of this under jax.set_mesh. Parameters come in with the specs of
-# param_table. Only activations are constrained, by _shard(x, *mesh axes of each dim). XLA inserts
-# the all-gather of weights over fsdp and the sums over tp (axes are Auto).
+# param_table. Only activations are constrained, by _shard(x, *mesh axes of each dim; a missing
+# one is unsplit). XLA inserts the collectives, since axes are Auto: it gathers weights over
+# WEIGHT_AXES and sums over tp. Written by hand are only those in the gradient of _look_up and in
+# rooms for tiles and kernels.
 
 def _hidden_states(params, batch, cfg):
     """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over
@@ -144,8 +147,8 @@ def _hidden_states(params, batch, cfg):
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
     [B, T]: a token sees its own segment only. Parameters are cast to cfg.dtype once. Float32
-    throughout: norms, rotary positions, softmax, router, logits, loss, and the sums over positions
-    that are the gradients of the embedding and of biases.
+    throughout: norms, rotary positions, softmax, router, logits, loss, and on each device the sums
+    over positions that are the gradients of the embedding and of biases.
     """
     params = _cast_params(params, cfg)
     attn_inputs = _attention_inputs(batch, cfg)
@@ -171,8 +174,9 @@ def _hidden_states(params, batch, cfg):
 def _embed(embed_VD, tokens_BT):
     """Look up the embedding of each token: x_BTD."""
     with jax.named_scope("embedding"):
-        # Two constraints: cast first, then gather the width. Without them XLA gathers float32. The
-        # width is complete before the look-up, so that only the sum over tp moves activations.
+        # The table was cast in _cast_params. The first constraint keeps the result split as it is
+        # stored, so that the second gathers the cast width and not float32. The width is complete
+        # before the look-up, so that only the sum over tp moves activations.
         embed_VD = _shard(embed_VD, "tp", WEIGHT_AXES)
         embed_VD = _shard(embed_VD, "tp", None)
         x_BTD = _look_up(embed_VD, tokens_BT)  # embed_VD[tokens_BT], with a gradient in float32
@@ -275,7 +279,7 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
     if T > DENSE_LEN:
         return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)
 
-    def attend(start, stop):
+    def attend_rows(start, stop):
         """Attention of the queries from start to stop."""
         n_keys = stop  # no query sees a later key
         query_pos_BT = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
@@ -289,7 +293,7 @@ def _attend_xla(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
 
     # In two halves: the first skips the later keys, and with them a quarter of all scores.
     middle = (T + 1) // 2
-    return jnp.concatenate([attend(0, middle), attend(middle, T)], axis=2)
+    return jnp.concatenate([attend_rows(0, middle), attend_rows(middle, T)], axis=2)
 
 
 def _attend_dense(q_BNTH, k_BKSH, v_BKSH, mask_BTS, cfg):
@@ -377,8 +381,8 @@ def loss_fn(params, batch, cfg):
     """Return sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
-    minimized, divided as cfg.loss_norm says. A fork may add other sums to it; a term per token
-    belongs in _loss_sums, where its weights apply.
+    minimized, divided as cfg.loss_norm says. A fork may add whole sums to sums["objective"]. It
+    adds a term per token in _loss_sums, which weights it by weights_BT.
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie. Experts add "balance", "router_z" and
     "dropped"; a document mask adds "padding" and "attended_keys".
@@ -434,7 +438,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
         n_max_BT = (logits_BTV == max_BT[..., None]).sum(axis=-1)
         acc_BT = (true_BT >= max_BT) / n_max_BT
 
-        # The objective is weighted (0 where there is no label), the others are only masked.
+        # The objective has the weights of cfg.loss_norm. All terms are masked below.
         terms = {"objective": objective_BT * weights_BT, "loss": nll_BT, "z": z_BT, "acc": acc_BT}
         sums = {}
         for name, term_BT in terms.items():

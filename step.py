@@ -4,7 +4,7 @@
 Owns gradients, accumulation, clipping, optimizers, schedules, shardings and the programs made of
 them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", "spec", "init",
 "trained", "ids"}} are arguments. `cfg`: any object with the fields under "optimizer" and "mesh" in
-config.py, and dtype deterministic steps grad_accum_steps watch log_every.
+config.py, and dtype, deterministic, steps, grad_accum_steps, watch, log_every.
 Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
 """
 import contextlib
@@ -48,8 +48,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
 
     loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
     """
-    # Sparse rows: take only those that this batch looks up. Only tasks with sparse tables have
-    # "ids"; for all others rows is the whole state.
+    # Optional: sparse rows, for tasks whose tables have "ids": take only the rows that this batch
+    # looks up. By default rows is the whole state.
     rows = state
     is_sparse = any("ids" in row for row in table.values())
     if is_sparse:
@@ -72,8 +72,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
 
-    # Weight statistics of --watch: the weights before the step. Logged steps count from 1, so this
-    # step is state["step"] + 1.
+    # Weight statistics of --watch. The row of step k + 1 has the weights of step k and the gradient
+    # of batch k.
     if cfg.watch and cfg.log_every:
         metrics["watch"] = weight_stats(state["step"] + 1, state["params"], grads, cfg)
 
@@ -133,7 +133,8 @@ def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
     mesh = jax.sharding.get_abstract_mesh()
     specs = {}
     if not mesh.empty:
-        specs = moment_specs(_trained(table, table), mesh)  # {name: spec}, also split over dp
+        trained_rows = _trained(table, table)
+        specs = moment_specs(trained_rows, mesh)  # {name: spec}, also split over dp
         for name in specs:
             # Sparse rows: a few rows, which may belong to any device.
             if "ids" in table[name]:
@@ -213,7 +214,8 @@ def make_optimizer(cfg, table):
         kind = row.get("optimizer", cfg.optimizer)
         is_matrix = row["init"][0] == "normal"
         decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
-        # A multiple of lr_at. It is taken before kind changes: AdamW under Muon keeps Muon's rate.
+        # A multiple of lr_at: without --lr the ratio of the default rates of the two optimizers,
+        # else 1. Before kind changes below, since AdamW under Muon keeps Muon's rate.
         rates[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
 
         # Muon is for stacks of matrices, one per layer. AdamW handles the other parameters.
@@ -379,8 +381,9 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     Returns a dict:
     "state": the state as shapes with shardings;
     "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
-    digest is a checksum of the state, saved with it);
+    digest is a checksum of the state, logged to compare runs; a restore does not check it);
     "from_params": a jitted function (key, params=) -> state, which donates params.
+    `compile_steps`, under supporting, compiles them; the loop calls its result.
     """
     # The functions to compile: all arguments that are not arrays are bound.
     loss_fn = override("loss_fn", loss_fn)

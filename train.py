@@ -38,8 +38,10 @@ for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w"
         os.set_inheritable(stream.fileno(), True)
         setattr(sys, stream_name, stream)
 
-# Have glibc keep freed memory, before JAX starts its threads. On a CPU, new pages at each step
-# took from a third to two thirds of its time.
+# ---- the process: skip this at a first reading; it must run before JAX is imported
+
+# Have glibc keep freed memory, before JAX starts its threads. On a CPU, page faults took from a
+# third to two thirds of the time of a step.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
     libc = ctypes.CDLL(None)
@@ -107,10 +109,10 @@ TEXT = {
     "resolve": resolve_text,
     # ({axis: size}, cfg) -> errors in the config, as texts
     "validate": config.text_errors,
-    # What speeds are measured in, and how many of it are in a step: (cfg) -> number
+    # The unit of speeds, and how many of it a step has: (cfg) -> number
     "unit": "token",
     "units_per_step": lambda cfg: cfg.batch_size * cfg.seq_len,
-    # (means of a batch or {}, cfg) -> (FLOPs per unit, those that backward recomputes, formula)
+    # (means of a batch or {}, cfg) -> (FLOPs per unit, those of them that are recomputed, formula)
     "flops": lambda means, cfg: model.flops_per_token(
         cfg, cfg.seq_len, means.get("attended_keys")),
     # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
@@ -152,7 +154,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     sample or export these instead of those on disk; neither is changed.
     """
     launched = time.perf_counter()
-    # Connect to the other processes before signals are caught: JAX then catches SIGTERM itself.
+    # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
     hooks = (*hooks, *load_hooks(cfg.hooks))
 
@@ -166,6 +168,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
     if cfg.mode in ("eval", "sample", "export"):
         return run_saved(cfg, task, hooks, state, params)
 
+    # `signals` gets the name of the first signal. Until in_loop is set, a signal raises
+    # KeyboardInterrupt; afterwards it only asks the loop to stop. A second one ends the process.
     with catch_signals() as (signals, in_loop):
         setup = setup_run(cfg, task, hooks=hooks)
         cfg = setup["cfg"]
@@ -180,7 +184,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
                         setup, progress, observers, heartbeat, check_lock, state, params)
                     if started is None:
                         step, _ = ckpt.newest_meta(root)
-                        return {"step": step, "exit_code": 0, "reason": "finished before"}
+                        return {"step": step, "exit_code": 0, "reason": "already finished"}
                     run, state = started
                     in_loop.set()
                     return train(run, state, progress, signals)
@@ -189,7 +193,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None):
                 raise
             finally:
                 heartbeat(done=True)
-                # The folders stay locked until pending saves are written.
+                # The folders stay locked until pending saves are written. With several processes
+                # one that has died would never finish its save.
                 if jax.process_count() == 1:
                     for save in progress["pending_saves"].values():
                         save["future"].exception()
@@ -233,7 +238,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     watched = model.matching("watch", cfg.watch, table)
     cfg = dataclasses.replace(cfg, watch=tuple(sorted(watched)))
     if cfg.export:
-        task["hf"]["export"](None, cfg)
+        task["hf"]["export"](None, cfg)  # only looks for errors
 
     # Shapes and shardings of a batch.
     batch = {}
@@ -253,11 +258,11 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
 
 
 def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
-    """Open the data, compile, and make the initial state: (run, state), or None when the run has
-    finished before. run: setup and everything else that is fixed during the loop.
+    """Open the data, compile, and make the initial state: (run, state), or None when the run is
+    already finished. run: setup and everything else that is fixed during the loop.
 
-    observers: of make_observers. heartbeat: of start_heartbeats. check_lock: of ckpt.lock_folders.
-    state, params: those given by the caller, or None.
+    observers: from make_observers. heartbeat: from start_heartbeats. check_lock: from
+    ckpt.lock_folders. state, params: those given by the caller, or None.
     """
     cfg, task, hooks = setup["cfg"], setup["task"], setup["hooks"]
     timers = progress["timers"]
@@ -271,9 +276,10 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     cfg = set_steps(cfg, train_data)
     setup = setup | {"cfg": cfg}
 
-    # Find the checkpoint to resume from, if there is one.
+    # Find the newest checkpoint to resume from, if --resume allows it.
     is_given = state is not None or params is not None
     saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
+    # Optional: windows.
     if "restore" in train_data:
         train_data["restore"](saved_meta.get("data", {}).get("windows", []))
 
@@ -297,6 +303,9 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
         compile_began = time.perf_counter()
+        # Compiled: "train_step", "eval_step", "init", "from_params", "digest". Also "state" and
+        # "metrics" (shapes), "memory" (bytes by kind), and "compile_eval" and "compile_digest",
+        # which compile these two now, so that the time is charged to the compilation.
         programs = steplib.compile_steps(*step_args(setup))
         steplib.check_fits(programs["memory"], setup["mesh"])
         compile_s = time.perf_counter() - compile_began
@@ -350,48 +359,17 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     return run, state
 
 
-def init_progress(launched):
-    """What changes during a run; the loop owns it. launched: time.perf_counter() at launch."""
-    return {
-        # {event: (step, seconds since the launch)} when each event last happened
-        "last_done": {},
-        # {metric: newest value}
-        "last_metrics": {},
-        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
-        # "waited_s"}, or None
-        "pending": None,
-        # Metrics since the last log row
-        "window": new_window({}),
-        "timers": init_timers(launched),
-        # Result of the newest poll_stop_requests
-        "stop_requests": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
-                          "hook_stops": []},
-        # Reasons of hooks to stop, which log_event appends
-        "hook_stops": [],
-        # {kind: error} of the newest save or export of each kind, if it failed
-        "save_errors": {},
-        # {kind: {"step", "future"}} of saves that are being written
-        "pending_saves": {},
-    }
-
-
-def step_args(setup):
-    """The arguments of steplib.lower_steps and steplib.compile_steps."""
-    task = setup["task"]
-    override = partial(run_hooks, setup["hooks"])
-    return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
-            setup["batch"], override)
-
-
 # ---- where a run starts
 
 
 def choose_start(setup, train_data, state, params, meta):
     """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
-    sources of parameters, "missing": parameters that the checkpoint of `meta` lacks, "load_from":
-    sources to load them from, "meta"}. Prints the sources.
+    sources of parameters, "missing": parameters that the checkpoint of `meta` lacks (all, if it is
+    {}), "load_from": sources to load them from, "meta"}. Prints the sources.
 
-    Raises ValueError when the checkpoint has another config, other data or another model.
+    Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
+    ValueError when the data, the sources or another field differ and --allow_change does not name
+    them.
     """
     cfg = setup["cfg"]
     start = {"sources": [], "missing": set(), "load_from": [], "meta": meta}
@@ -443,43 +421,9 @@ def load_start(setup, start, programs, state, params):
     if not start["meta"]:
         return initial
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    # The newest checkpoint that can be read, with the parameters of `initial` that it lacks.
     _, restored = ckpt.restore_run(cfg.out_dir, root, like, start["missing"], initial, print0)
     return restored
-
-
-def restore_progress(progress, out_dir, step, meta):
-    """Continue the timers, the metrics and the events of earlier launches. meta: of the checkpoint
-    that the run resumes from, or {}.
-    """
-    def read_rows():
-        return [[row["step"], row["event"], row.get("time_s")] for row in ckpt.read_log(out_dir)]
-
-    rows = ckpt.broadcast_from_main(read_rows)
-    restore_timers(progress["timers"], rows, step)
-    for row_step, event, _ in rows:
-        if row_step == step:
-            progress["last_done"][event] = (step, 0.0)
-    if meta:
-        progress["last_done"]["save"] = (step, 0.0)
-    progress["window"] = new_window(meta.get("since_log", {}))
-
-
-def is_finished(cfg, step):
-    """Whether nothing is left to do at `step`: it is past cfg.steps, or has reached it and logged
-    its end. If so, print how to train further.
-    """
-    def read_end():
-        rows = ckpt.read_log(cfg.out_dir)
-        return rows[-1] if rows else {"event": ""}
-
-    last = ckpt.broadcast_from_main(read_end)
-    has_ended = last["event"] == "end" and last["reason"] == all_done(step)
-    if step < cfg.steps or (step == cfg.steps and not has_ended):
-        return False
-    further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
-           "again: --resume overwrite, or another --out_dir. To export it: --mode export.")
-    return True
 
 
 # ---- the loop
@@ -488,14 +432,14 @@ def is_finished(cfg, step):
 def train(run, state, progress, signals):
     """Train to cfg.steps, or until stop_reason gives a reason. Return the summary.
 
-    signals: names of the signals that were caught; a thread appends to it.
+    signals: a list in which a thread puts the name of the first signal.
     """
     cfg, programs, log_event = run["cfg"], run["programs"], run["log_event"]
     timers, last_done = progress["timers"], progress["last_done"]
     first_step = run["first_step"]
     start_bucket(timers, "step")
 
-    def stopped_while_waiting():  # at the step at which the loop below stands then
+    def stopped_while_waiting():  # `step` is the loop's variable, read when this is called
         return stop_while_waiting(run, step, progress, signals)
 
     batches = data.prefetch(
@@ -548,12 +492,13 @@ def train(run, state, progress, signals):
         if "export" in due and not save_only(signals):
             export(run, state["params"], step, progress)
 
-        # Note what was due as done. After a signal something was skipped: then the run stops below,
-        # and the resumed run does it, as the log has no row of it.
+        # Mark all as done, even what a signal skipped: the run stops below, and the resumed run
+        # makes up for it, since the log has no row of it.
         for event in due:
             last_done[event] = (step, progress["stop_requests"]["elapsed_s"])
 
-        # Stop before the next batch is consumed.
+        # Stop before the next batch is consumed. Several processes exchange their requests only at
+        # multiples of log_every; in between, the previous answer holds.
         progress["stop_requests"] = poll_stop_requests(run, step, progress, signals)
         stop = stop_reason(run, step, progress["stop_requests"], progress["last_metrics"])
         if stop:
@@ -578,11 +523,11 @@ def train(run, state, progress, signals):
         progress["window"]["steps"].append((step + 1, metrics))
         state = run_hooks(run["hooks"], "state", state)
 
-        # Log the metrics of the step before that update, which the device has finished by now.
+        # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
         log_step(run, progress)
         progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
-        # Report the saves that are written by now.
+        # Report the saves that have finished.
         for kind, save in list(progress["pending_saves"].items()):
             if save["future"].done():
                 wait_for_save(run, progress, kind)
@@ -629,8 +574,8 @@ def log_step(run, progress):
     timers, window, last_metrics = progress["timers"], progress["window"], progress["last_metrics"]
     step, metrics = pending["step"], pending["metrics"]
 
-    # Wait for the step. Both are taken out of the dict, since the window holds it too and needs
-    # only sums and counts.
+    # Wait for the step. The dict of metrics is also in the window, which needs only means and
+    # counts: take the rest out.
     weight_stats = metrics.pop("watch", {})  # stay on the device until they are logged
     finite = bool(metrics.pop("finite"))
     charge_wait(timers, pending["waited_s"])
@@ -641,7 +586,7 @@ def log_step(run, progress):
     values = {}
     if is_logged or run["hooks"]:
         values = jax.device_get(metrics)
-        # As in log rows: NaN instead of a mean over no label.
+        # This only replaces a mean over no label by NaN.
         values |= metric_means(metric_sums(values))
     row = log_event("step", {"step": step} | scalars(values))
 
@@ -651,7 +596,7 @@ def log_step(run, progress):
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
 
-    # Keep a bounded number of metrics on the device.
+    # Bound the number of metrics on the device: read them and add them to the sums.
     if not cfg.log_every:  # then a row has the metrics of its step alone
         window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step]
     elif len(window["steps"]) >= MAX_UNREAD_STEPS:
@@ -685,7 +630,7 @@ def save_state(run, state, step, progress, kind="save", temporary=False):
     cfg, timers = run["cfg"], progress["timers"]
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     max_to_keep, keep_period = cfg.max_to_keep, cfg.keep_period
-    run["check_lock"]()  # raises when another run writes there by now
+    run["check_lock"]()  # raises if another run has taken over the bucket
 
     with timed(timers, "save"):
         # Wait for the previous save of this kind.
@@ -729,60 +674,6 @@ def save_state(run, state, step, progress, kind="save", temporary=False):
                                   "waited_s": waited_s, "blocked_s": blocked_s})
 
 
-def run_validation(run, state, step, progress, signals, stopped_while_waiting):
-    """Evaluate the validation data, and log it."""
-    timers = progress["timers"]
-    with timed(timers, "compile"):
-        run["programs"]["compile_eval"]()
-    with timed(timers, "data"):
-        val_data = val_data_at(run, step, stopped_while_waiting)
-    if not val_data:
-        return
-
-    def stopped():
-        run["heartbeat"](doing="eval")
-        return save_only(signals)
-
-    with timed(timers, "eval"):
-        metrics = evaluate(
-            run, val_data, run["programs"]["eval_step"], state["params"], stopped)
-        if metrics:
-            row = run["log_event"]("eval", {"step": step} | metrics)
-            progress["last_metrics"] |= numbers(row)
-            progress["last_metrics"]["val_step"] = step
-
-
-def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
-    """{"val_*"}: the means of the loss's sums over the validation data, and the metrics of the
-    task; for a mixture also the loss of each part; {} once stopped().
-    """
-    cfg, task = setup["cfg"], setup["task"]
-    began = time.perf_counter()
-    row = {}
-    sums = {}
-    for name, part in val_data.get("parts", {"": val_data}).items():
-        n_batches = -(-part["n"] // cfg.batch_size)
-        if cfg.eval_batches:
-            n_batches = min(n_batches, cfg.eval_batches)
-        prefetched = data.prefetch(make_batch_at(setup, part), 0, n_batches)
-        batches = (batch for batch, _ in prefetched)
-        totals = steplib.evaluate(eval_step, params, batches, stopped)
-        if totals is None:
-            return {}
-        sums = jax.tree.map(np.add, sums, totals) if sums else totals
-        if name:
-            loss, n_labels = totals["loss"]
-            row[f"val_loss/{name}"] = float(np.divide(loss, n_labels))
-    means = metric_means(sums)
-    values = scalars(means)
-    values |= scalars(task["metrics"](means, val_data))
-    values["n_labels"] = int(values["n_labels"])
-    for name, value in values.items():
-        row[f"val_{name}"] = value
-    row["eval_s"] = time.perf_counter() - began
-    return row
-
-
 def stop_reason(run, step, requests, metrics):
     """The one place that decides whether to stop before the next batch: (reason, exit code), or
     None to continue.
@@ -823,46 +714,6 @@ def stop_reason(run, step, requests, metrics):
     if step >= cfg.steps:
         return all_done(cfg.steps), 0
     return None
-
-
-def end_run(run, state, step, progress, stop):
-    """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
-    cfg, timers = run["cfg"], progress["timers"]
-    for kind in ("weights", "save"):
-        if kind in progress["pending_saves"]:
-            with timed(timers, "save"):
-                wait_for_save(run, progress, kind)
-    start_bucket(timers, "other")
-
-    # The reason, with the errors of the last save and export.
-    reason, exit_code = stop
-    errors = progress["save_errors"]
-    reason = "; ".join([reason, *errors.values()])
-    if errors:
-        exit_code = 1
-    run["log_event"]("stop", {"step": step, "reason": reason})
-    if is_main():
-        Path(cfg.out_dir, "stop").unlink(missing_ok=True)
-
-    # The newest metrics, the time and the checkpoint.
-    row = dict(progress["last_metrics"])
-    row.pop("finite", None)
-    row.pop("eval_s", None)
-    if row.get("val_step") == step:
-        row.pop("val_step")
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    checkpoint = None
-    if "save" not in errors:
-        checkpoint = ckpt.join_path(root, f"{step:09d}")
-    row |= {
-        "step": step,
-        "reason": reason,
-        "exit_code": exit_code,
-        "wall_s": time.perf_counter() - timers["launched"],
-        "time_s": time_by_bucket(timers),
-        "checkpoint": checkpoint,
-    }
-    return run["log_event"]("end", row) | {"state": state, "mesh": run["mesh"]}
 
 
 # ---- batches and hooks
@@ -919,6 +770,217 @@ def run_hooks(hooks, event, value):
     return value
 
 
+# ---- supporting
+#
+# Every run uses what follows, but the names say enough at the call for a first reading: data and
+# steps, what changes during a run, evaluation and end, log rows, intervals, actions of the loop, the
+# initial state, means of metrics, where the time goes, stop requests, signals, printing, observers,
+# the console, what a run reports.
+
+
+# ---- data and steps
+
+
+def open_data(task, cfg, parts):
+    """{"train", "val"}: what the task's "open" returns, None for a missing part."""
+    opened = task["open"](parts, cfg)
+    config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
+    return {"train": None, "val": None} | opened
+
+
+def set_steps(cfg, train_data):
+    """cfg with the number of steps that cfg.epochs means, if it is set."""
+    if not cfg.epochs:
+        return cfg
+    steps = cfg.epochs * train_data["n"] / cfg.batch_size
+    if "windows" in train_data:
+        steps = math.floor(steps)  # the last few examples wait for the next file
+    else:
+        steps = math.ceil(steps)
+    return dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
+
+
+def step_args(setup):
+    """The arguments of steplib.lower_steps and steplib.compile_steps."""
+    task = setup["task"]
+    override = partial(run_hooks, setup["hooks"])
+    return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
+            setup["batch"], override)
+
+
+def data_position(run, step):
+    """Where a run stands in its data, for a checkpoint."""
+    train_data = run["train_data"]
+    epoch, sequence = divmod(step * run["cfg"].batch_size, train_data["n"])
+    position = {"fingerprint": train_data["fingerprint"], "epoch": epoch, "sequence": sequence}
+    if "windows" in train_data:
+        position["windows"] = train_data["windows"](step)
+    return position
+
+
+# ---- what changes during a run
+
+
+def init_progress(launched):
+    """What changes during a run; the loop owns it. launched: time.perf_counter() at launch."""
+    return {
+        # {event: (step, seconds since the launch)} when each event last happened
+        "last_done": {},
+        # {metric: newest value}
+        "last_metrics": {},
+        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
+        # "waited_s"}, or None
+        "pending": None,
+        # Metrics since the last log row
+        "window": new_window({}),
+        "timers": init_timers(launched),
+        # Result of the newest poll_stop_requests
+        "stop_requests": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
+                          "hook_stops": []},
+        # Reasons of hooks to stop, which log_event appends
+        "hook_stops": [],
+        # {kind: error} of the newest save or export of each kind, if it failed
+        "save_errors": {},
+        # {kind: {"step", "future"}} of saves that are being written
+        "pending_saves": {},
+    }
+
+
+def restore_progress(progress, out_dir, step, meta):
+    """Continue the timers, the metrics and the events of earlier launches. meta: of the checkpoint
+    that the run resumes from, or {}.
+    """
+    def read_rows():
+        return [[row["step"], row["event"], row.get("time_s")] for row in ckpt.read_log(out_dir)]
+
+    rows = ckpt.broadcast_from_main(read_rows)
+    restore_timers(progress["timers"], rows, step)
+    for row_step, event, _ in rows:
+        if row_step == step:
+            progress["last_done"][event] = (step, 0.0)
+    if meta:
+        progress["last_done"]["save"] = (step, 0.0)
+    progress["window"] = new_window(meta.get("since_log", {}))
+
+
+def is_finished(cfg, step):
+    """Whether nothing is left to do at `step`: it is past cfg.steps, or has reached it and logged
+    its end. If so, print how to train further.
+    """
+    def read_end():
+        rows = ckpt.read_log(cfg.out_dir)
+        return rows[-1] if rows else {"event": ""}
+
+    last = ckpt.broadcast_from_main(read_end)
+    has_ended = last["event"] == "end" and last["reason"] == all_done(step)
+    if step < cfg.steps or (step == cfg.steps and not has_ended):
+        return False
+    further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
+    print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
+           "again: --resume overwrite, or another --out_dir. To export it: --mode export.")
+    return True
+
+
+# ---- evaluation and end
+
+
+def run_validation(run, state, step, progress, signals, stopped_while_waiting):
+    """Evaluate the validation data, and log it."""
+    timers = progress["timers"]
+    with timed(timers, "compile"):
+        run["programs"]["compile_eval"]()
+    with timed(timers, "data"):
+        val_data = val_data_at(run, step, stopped_while_waiting)
+    if not val_data:
+        return
+
+    def stopped():  # called once per batch
+        run["heartbeat"](doing="eval")
+        return save_only(signals)
+
+    with timed(timers, "eval"):
+        metrics = evaluate(
+            run, val_data, run["programs"]["eval_step"], state["params"], stopped)
+        if metrics:
+            row = run["log_event"]("eval", {"step": step} | metrics)
+            progress["last_metrics"] |= numbers(row)
+            progress["last_metrics"]["val_step"] = step
+
+
+def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
+    """{"val_*"}: the means of the loss's sums over the validation data, and the metrics of the
+    task; for a mixture also the loss of each part; {} once stopped().
+    """
+    cfg, task = setup["cfg"], setup["task"]
+    began = time.perf_counter()
+    row = {}
+    sums = {}
+    for name, part in val_data.get("parts", {"": val_data}).items():
+        n_batches = -(-part["n"] // cfg.batch_size)
+        if cfg.eval_batches:
+            n_batches = min(n_batches, cfg.eval_batches)
+        prefetched = data.prefetch(make_batch_at(setup, part), 0, n_batches)
+        batches = (batch for batch, _ in prefetched)
+        totals = steplib.evaluate(eval_step, params, batches, stopped)
+        if totals is None:
+            return {}
+        sums = jax.tree.map(np.add, sums, totals) if sums else totals
+        if name:
+            loss, n_labels = totals["loss"]
+            row[f"val_loss/{name}"] = float(np.divide(loss, n_labels))
+    means = metric_means(sums)
+    values = scalars(means)
+    values |= scalars(task["metrics"](means, val_data))
+    values["n_labels"] = int(values["n_labels"])
+    for name, value in values.items():
+        row[f"val_{name}"] = value
+    row["eval_s"] = time.perf_counter() - began
+    return row
+
+
+def end_run(run, state, step, progress, stop):
+    """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
+    cfg, timers = run["cfg"], progress["timers"]
+    for kind in ("weights", "save"):
+        if kind in progress["pending_saves"]:
+            with timed(timers, "save"):
+                wait_for_save(run, progress, kind)
+    start_bucket(timers, "other")
+
+    # The reason, with the errors of the last save and export.
+    reason, exit_code = stop
+    errors = progress["save_errors"]
+    reason = "; ".join([reason, *errors.values()])
+    if errors:
+        exit_code = 1
+    run["log_event"]("stop", {"step": step, "reason": reason})
+    if is_main():
+        Path(cfg.out_dir, "stop").unlink(missing_ok=True)
+
+    # The newest metrics, the time and the checkpoint.
+    row = dict(progress["last_metrics"])
+    row.pop("finite", None)
+    row.pop("eval_s", None)
+    if row.get("val_step") == step:
+        row.pop("val_step")
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    checkpoint = None
+    if "save" not in errors:
+        checkpoint = ckpt.join_path(root, f"{step:09d}")
+    row |= {
+        "step": step,
+        "reason": reason,
+        "exit_code": exit_code,
+        "wall_s": time.perf_counter() - timers["launched"],
+        "time_s": time_by_bucket(timers),
+        "checkpoint": checkpoint,
+    }
+    return run["log_event"]("end", row) | {"state": state, "mesh": run["mesh"]}
+
+
+# ---- log rows
+
+
 def make_log_event(hooks, observers, heartbeat, progress):
     """Make log_event(event, row): run the hooks on the row, give it to the observers, note a stop
     request of a hook, and return the row.
@@ -952,45 +1014,6 @@ def notify(observers, event, row):
             lost = "; metrics.jsonl is no longer written" if name == "jsonl" else ""
             print0(f"observer {name}: at the event {event}: {message}; it is removed, and the run "
                    f"continues{lost}")
-
-
-# ---- supporting
-#
-# Every run uses what follows, but the names say enough at the call for a first reading: data and
-# steps, intervals, actions of the loop, the initial state, means of metrics, where the time goes,
-# stop requests, signals, printing, observers, the console, what a run reports, command line.
-
-
-# ---- data and steps
-
-
-def open_data(task, cfg, parts):
-    """{"train", "val"}: what the task's "open" returns, None for a missing part."""
-    opened = task["open"](parts, cfg)
-    config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
-    return {"train": None, "val": None} | opened
-
-
-def set_steps(cfg, train_data):
-    """cfg with the number of steps that cfg.epochs means, if it is set."""
-    if not cfg.epochs:
-        return cfg
-    steps = cfg.epochs * train_data["n"] / cfg.batch_size
-    if "windows" in train_data:
-        steps = math.floor(steps)  # the last few examples wait for the next file
-    else:
-        steps = math.ceil(steps)
-    return dataclasses.replace(cfg, steps=min(max(1, steps), 2**31 - 1))
-
-
-def data_position(run, step):
-    """Where a run stands in its data, for a checkpoint."""
-    train_data = run["train_data"]
-    epoch, sequence = divmod(step * run["cfg"].batch_size, train_data["n"])
-    position = {"fingerprint": train_data["fingerprint"], "epoch": epoch, "sequence": sequence}
-    if "windows" in train_data:
-        position["windows"] = train_data["windows"](step)
-    return position
 
 
 # ---- intervals

@@ -366,7 +366,7 @@ def joined_as(cfg):
 
 
 FIELDS = {
-    "mode": row(dict(mode="eval"), outcome(), "finished before", "eval", FINISHED),
+    "mode": row(dict(mode="eval"), outcome(), "already finished", "eval", FINISHED),
     "config": row(dict(config="gpt2-124m"), lambda cfg: config.parse(
         [f"--config={cfg.config}"]).n_layers, 4, 12),
     "out_dir": row(dict(out_dir="second"), lambda cfg: config.load(
@@ -376,9 +376,9 @@ FIELDS = {
                 [[0, 7], [276534068, 1641862660], [64, 112, 160, 144, 32, 96, 176, 16]],
                 dict(data=("count.npy",), val_frac=0.0)),
     "resume": row(dict(resume="never"), outcome("resume never: first holds a run at step 4"),
-                  "finished before", "resume never: first holds a run at step 4", FINISHED),
+                  "already finished", "resume never: first holds a run at step 4", FINISHED),
     "allow_change": row(dict(allow_change=("b1",)), outcome("b1 was 0.9, is 0.5"),
-                        "b1 was 0.9, is 0.5", "finished before", FINISHED | dict(b1=0.5)),
+                        "b1 was 0.9, is 0.5", "already finished", FINISHED | dict(b1=0.5)),
     "ckpt_dir": row(dict(ckpt_dir="elsewhere"), lambda cfg: Path(cfg.out_dir, "ckpt").exists(),
                     True, False, RUN),
     "init_from": row(dict(init_from=("first dynamic=yes",)),

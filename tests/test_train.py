@@ -252,7 +252,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
         "fingerprint": "", "epoch": 1, "sequence": 2}
     assert set(start["versions"]) == {"python", "jax", "jaxlib", "numpy", "optax", "tensorstore"}
     capsys.readouterr()
-    assert train.main(cfg)["reason"] == "finished before"
+    assert train.main(cfg)["reason"] == "already finished"
     output = capsys.readouterr().out
     assert "is finished, at step 8. To train further: --epochs 4.2." in output
 
@@ -1533,7 +1533,7 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
     capsys.readouterr()
     for steps in (8, 6):
         assert train.main(make(steps=steps)) == {
-            "step": 8, "reason": "finished before", "exit_code": 0}
+            "step": 8, "reason": "already finished", "exit_code": 0}
         output = capsys.readouterr().out
         assert "is finished, at step 8. To train further: --steps 16." in output
         assert "To export it: --mode export." in output
@@ -1615,7 +1615,7 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
                     train.main(tiny(**change))
 
     train.main(tiny(), hooks=[second])
-    assert train.main(tiny())["reason"] == "finished before"
+    assert train.main(tiny())["reason"] == "already finished"
 
 
 @pytest.mark.slow
@@ -1630,7 +1630,7 @@ def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
     summary = train.main(tiny())
     assert summary["reason"] == "all 8 steps are done" and "val_loss" in summary
     assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4, 8]
-    assert train.main(tiny())["reason"] == "finished before"
+    assert train.main(tiny())["reason"] == "already finished"
 
 
 @pytest.mark.slow
@@ -2164,7 +2164,7 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
     text.write_text(text.read_text().replace("beer", "wine"))
     with pytest.raises(ValueError, match="from other data or parameters: data was"):
         train.main(tiny())
-    assert train.main(tiny(allow_change=("data",)))["reason"] == "finished before"
+    assert train.main(tiny(allow_change=("data",)))["reason"] == "already finished"
 
 
 @pytest.mark.slow
@@ -2595,7 +2595,7 @@ def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
     cfg = tiny(steps=1, eval_every=0, ckpt_dir=str(tmp_path / "elsewhere"))
     train.main(cfg)
     again = train.main(dataclasses.replace(cfg, ckpt_dir=f"{tmp_path}/./elsewhere/"))
-    assert again["reason"] == "finished before"
+    assert again["reason"] == "already finished"
     with pytest.raises(ValueError, match=r"the checkpoints of its run are in .*elsewhere; set"):
         train.main(tiny(steps=2))
     other = tiny(steps=1, eval_every=0, init_from=(cfg.out_dir,), out_dir=str(tmp_path / "next"))
