@@ -30,6 +30,8 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+# ---- the process: skip this at a first reading; it must run before JAX is imported
+
 # A daemon may start with its standard streams closed. Connect them to /dev/null: otherwise the
 # first files that are opened get the descriptors 0, 1 and 2, and receive all that is printed.
 for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -37,8 +39,6 @@ for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w"
         stream = open(os.devnull, stream_mode, errors="backslashreplace")  # noqa: SIM115
         os.set_inheritable(stream.fileno(), True)
         setattr(sys, stream_name, stream)
-
-# ---- the process: skip this at a first reading; it must run before JAX is imported
 
 # Have glibc keep freed memory, before JAX starts its threads. On a CPU, page faults took from a
 # third to two thirds of the time of a step.
@@ -773,9 +773,9 @@ def run_hooks(hooks, event, value):
 # ---- supporting
 #
 # Every run uses what follows, but the names say enough at the call for a first reading: data and
-# steps, what changes during a run, evaluation and end, log rows, intervals, actions of the loop, the
-# initial state, means of metrics, where the time goes, stop requests, signals, printing, observers,
-# the console, what a run reports.
+# steps, what changes during a run, evaluation and end, log rows, intervals, actions of the loop,
+# the initial state, means of metrics, where the time goes, stop requests, signals, printing,
+# observers, the console, what a run reports.
 
 
 # ---- data and steps
