@@ -40,7 +40,7 @@ for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w"
         os.set_inheritable(stream.fileno(), True)
         setattr(sys, stream_name, stream)
 
-# Have glibc keep freed memory, before JAX starts its threads. On a CPU, page faults took from a
+# Have glibc keep freed memory, before JAX starts its threads. On a CPU, new pages took from a
 # third to two thirds of the time of a step.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
