@@ -1549,7 +1549,7 @@ def _verify_step(root, step, log):
                 n_arrays += 1
     except ValueError as e:
         errors.append(str(e))
-    log(f"{join_path(root, _step_name(step))}: read {n_arrays} arrays, found {len(errors)} errors")
+    log(f"{join_path(root, _step_name(step))}: arrays read: {n_arrays}, errors: {len(errors)}")
     return errors
 
 

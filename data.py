@@ -566,13 +566,13 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
     append = partial(_append_ids, tokens, ignored, tokenizer["dtype"])
-    counts = {"documents": 0, "empty documents skipped": 0}
+    counts = {"documents": 0, "empty skipped": 0}
     is_first = True  # the next piece begins a document
     after_chat = False
     for piece in pieces:
         is_chat = piece["is_chat"]
         if is_first and piece["is_last"] and not len(piece["ids"]):
-            counts["empty documents skipped"] += 1
+            counts["empty skipped"] += 1
             continue
 
         # Begin a document: write its first token, [first. n is the number of tokens so far.
@@ -1157,9 +1157,9 @@ def mix(datasets, weights):
     exact, so they are exact in every batch that can be divided so.
     Raises: ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
     """
-    if len(datasets) == 1:
-        return datasets[0]
     weights = [Fraction(weight) for weight in weights]
+    if len(datasets) == 1 and min(weights) > 0:
+        return datasets[0]
     total = sum(weights) or 1  # weights that add up to 0 are refused below
     fractions = [weight / total for weight in weights]
     n_cycle = lcm(*(fraction.denominator for fraction in fractions))

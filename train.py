@@ -877,7 +877,8 @@ def is_finished(cfg, step):
         return False
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
     print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
-           "again: --resume overwrite, or another --out_dir. To export it: --mode export.")
+           "again: --resume overwrite, or another --out_dir. To export it: --mode export --export "
+           "FOLDER.")
     return True
 
 

@@ -661,7 +661,7 @@ def test_verify_names_all_errors_at_once(tmp_path, parts, monkeypatch, capsys):
             runpy.run_path(str(ROOT / "ckpt.py"), run_name="__main__")
         return e.value.code
 
-    assert verified(tmp_path) is None and capsys.readouterr().out.count("found 0 errors") == 4
+    assert verified(tmp_path) is None and capsys.readouterr().out.count("errors: 0") == 4
     for other, words in (("none", "holds no checkpoint"), ("000000001/meta.json", "be listed")):
         assert words in verified(tmp_path / other)
     harm(tmp_path, 1, "a"), harm(tmp_path, 1, ".small")
@@ -675,7 +675,7 @@ def test_verify_names_all_errors_at_once(tmp_path, parts, monkeypatch, capsys):
                 "2/b/c: .*b/c/c/1. is missing", "3/meta.json: missing or corrupted"]
     assert len(found) == len(patterns), found
     assert all(re.search(pattern, "\n".join(found)) for pattern in patterns), "\n".join(found)
-    assert len(logged) == 4 and "read 3 arrays, found 2 errors" in logged[0], logged
+    assert len(logged) == 4 and "arrays read: 3, errors: 2" in logged[0], logged
     done = run([sys.executable, "ckpt.py", "verify", tmp_path])
     assert done.returncode == 1 and len(done.stderr.splitlines()) == len(found)
 
@@ -693,7 +693,7 @@ def test_verify_reads_the_parameters_saved_alone(tmp_path):
     error, = ckpt.verify(tmp_path, logged.append)
     assert re.search("weights/000000002/big: .*Digest mismatch", error), error
     assert [line.split(": ")[1] for line in logged] == [
-        f"read 2 arrays, found {n} errors" for n in (0, 1, 0)]
+        f"arrays read: 2, errors: {n}" for n in (0, 1, 0)]
     assert logged[2].startswith(f"{tmp_path}/weights/000000004")
     done = run([sys.executable, "ckpt.py", "verify", tmp_path])
     assert done.returncode == 1 and "weights/000000002" in done.stderr

@@ -561,7 +561,7 @@ def test_standard_library(tmp_path):
     assert paths == sorted(set(paths)) == data._standard_library()
     texts = [text for p in paths if (text := p.read_bytes())]
     assert bytes(dataset["shards"][0]["tokens"]) == b"\0" + b"".join(t + b"\0" for t in texts)
-    counts = {"documents": len(texts), "empty documents skipped": len(paths) - len(texts)}
+    counts = {"documents": len(texts), "empty skipped": len(paths) - len(texts)}
     assert dataset["shards"][0]["counts"] == counts
     parts = {part for p in paths for part in p.parts}
     assert {"site-packages", "test", "tests", "idle_test"}.isdisjoint(parts)
@@ -983,7 +983,7 @@ def test_rows_of_every_format(kind, tmp_path):
     shard = tokenized(rows_as(kind, tmp_path, rows), folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0one text\0zwei\nlines\0"
     assert shard["documents"].tolist() == [[0, 10], [9, 21]]
-    assert shard["counts"] == {"documents": 2, "empty documents skipped": 1}
+    assert shard["counts"] == {"documents": 2, "empty skipped": 1}
     (other := tmp_path / "pairs").mkdir()
     pairs = [{"prompt": "2 + 2 = ", "completion": "4"}, {"prompt": "3 + 3 = ", "completion": "6"}]
     path = rows_as(kind, other, pairs)
@@ -1560,14 +1560,15 @@ def test_a_mixture_is_exact(weights, size):
 
 
 def test_weights_of_a_mixture():
-    """Weights that are not above 0, or that never repeat, are refused.
+    """Weights that are not above 0, or that never repeat, are refused, also the weight of a single
+    dataset.
 
     Break: data.py: if min(weights) <= 0 or n_cycle > 10**4: => if n_cycle > 10**4:
     """
     parts = [count_up(seq_len=8)] * 2
-    for weights in (("0", "1"), ("0", "0"), ("0.123456789", "0.5")):
+    for weights in (("0", "1"), ("0", "0"), ("0.123456789", "0.5"), ("0",)):
         with pytest.raises(ValueError, match="must be above 0 and repeat within 10,000"):
-            data.mix(parts, weights)
+            data.mix(parts[:len(weights)], weights)
 
 
 # ---- windows

@@ -1536,7 +1536,7 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
             "step": 8, "reason": "already finished", "exit_code": 0}
         output = capsys.readouterr().out
         assert "is finished, at step 8. To train further: --steps 16." in output
-        assert "To export it: --mode export." in output
+        assert "To export it: --mode export --export FOLDER." in output
     for change, given, words in (
             (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
             ({}, dict(state={}), "holds a run at step 8, which this launch"),
