@@ -692,7 +692,7 @@ def test_verify_reads_the_parameters_saved_alone(tmp_path):
     logged = []
     error, = ckpt.verify(tmp_path, logged.append)
     assert re.search("weights/000000002/big: .*Digest mismatch", error), error
-    assert [line.split(": ")[1] for line in logged] == [
+    assert [line.split(": ", 1)[1] for line in logged] == [
         f"arrays read: 2, errors: {n}" for n in (0, 1, 0)]
     assert logged[2].startswith(f"{tmp_path}/weights/000000004")
     done = run([sys.executable, "ckpt.py", "verify", tmp_path])
