@@ -159,6 +159,7 @@ def identical(n_log_rows, n_digests):
     return {"differences": [], "n_log_rows": n_log_rows, "n_digests": n_digests}
 
 
+@pytest.mark.slow
 def test_an_audit_finds_the_first_step_that_differs(tiny):
     """A part of a run that is trained again is identical. If one bit of a parameter changed in the
     first run, the next log row and the next digest differ. Illegal steps are rejected.

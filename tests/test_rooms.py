@@ -276,11 +276,19 @@ def expected(tmp_path_factory, cache_dir):
     return losses(folder, folder / "out", cache_dir)
 
 
-@pytest.mark.slow
+def without(names):
+    """The edits and rooms of several features as one."""
+    joined = {"rooms": {}, "edits": []}
+    for name in names:
+        joined["edits"] += FEATURES[name]["edits"]
+        for file, banners in FEATURES[name]["rooms"].items():
+            joined["rooms"][file] = joined["rooms"].get(file, []) + banners
+    return joined
+
+
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_room_can_be_deleted(name, tmp_path, expected, cache_dir):
-    """Without a feature no name is undefined, and the default job has bit-identical losses and
-    digests. At most ten lines outside the rooms change.
+def test_without_a_room_no_name_is_undefined(name, tmp_path):
+    """At most ten lines outside the rooms of a feature change, and then nothing calls them.
 
     Break: train.py: observers.append((name, run_in_thread(name, TRACKERS[name], cfg))) => pass
     """
@@ -292,6 +300,23 @@ def test_a_room_can_be_deleted(name, tmp_path, expected, cache_dir):
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--no-cache",
          str(tmp_path)], capture_output=True, text=True)
     assert lint.returncode == 0, lint.stdout
+
+
+# Each of these features is deleted alone, all others together.
+ALONE = ["trackers", "profiler", "hooks from files", "LoRA", "experts", "loss in tiles",
+         "document mask", "sparse rows", "mixtures", "windows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [
+    *([name] for name in ALONE), [name for name in FEATURES if name not in ALONE]],
+    ids=[*ALONE, "all others"])
+def test_the_default_job_trains_without_a_room(names, tmp_path, expected, cache_dir):
+    """The losses and digests are bit-identical.
+
+    Break: train.py: (jsonl, trace_profile, console) => (jsonl, trace_profile)
+    """
+    delete(without(names), tmp_path)
     assert losses(tmp_path, tmp_path / "out", cache_dir) == expected
 
 

@@ -2046,7 +2046,7 @@ def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
     for name in train_files():
         shutil.copy(ROOT / name, tmp_path)
     source = (tmp_path / "data.py").read_text()
-    wanted = "    tokenizer = make_tokenizer(cfg.tokenizer)\n"
+    wanted = "    tokenizer = make_tokenizer(cfg.tokenizer)"
     assert source.count(wanted) == 1
     (tmp_path / "data.py").write_text(source.replace(wanted, wanted + "    k, v = 1, 2, 3\n"))
     call = [sys.executable, "train.py", "--steps", "1", "--cache_dir", ""]
