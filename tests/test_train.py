@@ -2048,7 +2048,7 @@ def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
     source = (tmp_path / "data.py").read_text()
     wanted = "    tokenizer = make_tokenizer(cfg.tokenizer)"
     assert source.count(wanted) == 1
-    (tmp_path / "data.py").write_text(source.replace(wanted, wanted + "    k, v = 1, 2, 3\n"))
+    (tmp_path / "data.py").write_text(source.replace(wanted, "    k, v = 1, 2, 3\n" + wanted))
     call = [sys.executable, "train.py", "--steps", "1", "--cache_dir", ""]
     for flags, code in (([], 1), (["--data", "none.txt", "--n_layers", "0"], 2)):
         run = subprocess.run([*call, *flags], cwd=tmp_path, capture_output=True, text=True)
