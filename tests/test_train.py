@@ -1677,7 +1677,7 @@ def test_a_checkpoint_of_another_program_is_refused(tiny, tmp_path):
             train.main(tiny(mode=mode, ckpt_dir=str(tmp_path / "foreign")))
 
 
-def test_a_hook_may_add_values_of_any_type(tiny):
+def test_a_hook_may_add_values_of_any_type(tiny, capsys):
     """The console skips values that are not numbers, and metrics.jsonl holds values that JSON does
     not know as text.
 
@@ -1689,6 +1689,7 @@ def test_a_hook_may_add_values_of_any_type(tiny):
 
     train.main(tiny(steps=2, eval_every=0), hooks=[at])
     assert {row["at"] for name in ("log", "eval") for row in rows(tiny().out_dir, name)} == {"a"}
+    assert "it is removed" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -1910,7 +1911,7 @@ def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
     holds the mesh of the checkpoint.
 
     Break: train.py: config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), mesh_shape)
-    => config.check_resumable(meta["config"], cfg, {}, {})
+    => config.check_resumable(meta["config"], cfg, mesh_shape, mesh_shape)
     """
     experts = dict(n_experts=2, d_ff=32, steps=2, eval_every=0, save_every=0, seq_len=32)
     train.main(tiny(**experts))
