@@ -143,9 +143,9 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
             Path(root).mkdir(parents=True, exist_ok=True)
             _check_space(root, sum(shard["data"].nbytes for shard in shards))
         store = _open(root, step_name)
-        # This file has two purposes. Its write fails for a bucket that does not exist;
-        # without it, TensorStore would try there forever. With several processes, its content
-        # "written" will say that this process has written its shards.
+        # This file has two purposes. Its write fails for a bucket that does not exist, where
+        # TensorStore would try forever. With several processes, its content "written" will
+        # say that this process has written its shards.
         store.write(f"{save_id}.{rank}", b"begun").result()
 
         # (1) Write the shards of this process: create all arrays in the format zarr 3, start all
@@ -322,10 +322,10 @@ def restore(root, step, like, meta=None):
     wanted, treedef = flatten(like)
     _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
     with ThreadPoolExecutor(READERS) as pool:
-        # SMALL is read once, first, for all arrays in it.
+        # SMALL is read once, first, for all arrays in it. Of np.empty only the dtype is used.
         small = None
         if SMALL in meta["arrays"]:
-            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))  # a dtype
+            small = pool.submit(_load, root, meta, None, SMALL, np.empty(0, np.uint8))
         load = partial(_load, root, meta, small)
         leaves = pool.map(load, wanted, wanted.values())
         return jax.tree.unflatten(treedef, leaves)

@@ -116,8 +116,8 @@ def _read_sequences(dataset, examples):
     n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
     offsets = examples - n_before
 
-    # Is the file as long as it was? Check two shards only, since a check costs as
-    # much as copying a row; other batches check the others.
+    # Is the file as long as it was? Check two shards only, since a check costs as much as
+    # copying a row. Other batches check the other shards.
     for i in shard_of[:2]:
         _check_unchanged(dataset["shards"][i])
     if dataset["seq_format"]["packing"] == "stream":
@@ -214,7 +214,7 @@ def _permuted_block(block, n, seed):
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
-    """Choose the examples in `rows` of evaluation batch `index`, and the mask of those that count.
+    """Choose the examples in `rows` of evaluation batch `index`, and the mask of rows that count.
 
     Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
     batches are a fair sample. After the last example they repeat with a mask of False.
@@ -307,8 +307,8 @@ def open_text(parts, cfg):
         "bytes_per_token": number, or None if it is unknown}.
     The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys: see
     in_windows.
-    cfg: any object with the fields under "data" in config.py, and batch_size seq_len vocab_size
-    seed cache_dir out_dir.
+    cfg: any object with the fields under "data" in config.py, and batch_size, seq_len, vocab_size,
+    seed, cache_dir and out_dir.
     """
     tokenizer = make_tokenizer(cfg.tokenizer)  # by default, ids are the bytes of the text
     seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}

@@ -88,8 +88,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
         lr = lr_at(state["step"], cfg)
         directions, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
 
-        def move(p, u):
-            return (p.astype(jnp.float32) - lr * u).astype(p.dtype)
+        def move(p, direction):
+            return (p.astype(jnp.float32) - lr * direction).astype(p.dtype)
 
         new_params = jax.tree.map(move, old_params, directions)
 
@@ -1351,7 +1351,7 @@ def _limit_to_reach(limit, peaks):
 
 
 def _combine(flags, cfg, peaks, count, limit):
-    """Add flags until the run fits: ({field: value} of those that help, the peaks with them)."""
+    """Add flags until the run fits: ({field: value} of useful flags, the peaks with them)."""
     changes = {}
     for flag in flags:
         with_flag = changes | _as_changes(flag, cfg)

@@ -1444,8 +1444,11 @@ def poll_stop_requests(run, step, progress, signals):
         gathered = multihost_utils.process_allgather(np.float32([*found.values()]))
         found = dict(zip(found, gathered.max(axis=0).tolist()))
         # A copy: a request that a hook makes later counts once all processes know of it.
-        hook_stops = list(hook_stops) if found["n_hook_stops"] else []
-        if found["n_hook_stops"] and not hook_stops:
+        if not found["n_hook_stops"]:
+            hook_stops = []
+        elif hook_stops:
+            hook_stops = list(hook_stops)
+        else:
             hook_stops = ["a hook of another process requested it"]
     signal_name = signal.Signals(int(found["signal"])).name if found["signal"] else None
     return {

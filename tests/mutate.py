@@ -65,7 +65,7 @@ def run_broken(file, text, *args):
 # ---- breaks that tests name
 
 def named_breaks():
-    """([(test id, file, old, new)] of the tests with a break, [test id] of those without)."""
+    """([(test id, file, old, new)] of named breaks, [test id] of tests without a break)."""
     found = []
     missing = []
     for path in sorted((ROOT / "tests").glob("test_*.py")):

@@ -788,7 +788,7 @@ def test_bfloat16_keeps_float32_masters():
     """dtype bfloat16: parameters and moments stay float32 through a step, and change by less than
     bfloat16 can represent.
 
-    Break: step.py: lr * u).astype(p.dtype) => lr * u).astype(cfg.dtype)
+    Break: step.py: lr * direction).astype(p.dtype) => lr * direction).astype(cfg.dtype)
     """
     state, update = linear_run(dataclasses.replace(BASE, dtype="bfloat16", lr=1e-4))
     after, _ = update(state, linear_batch())
@@ -1088,7 +1088,7 @@ def test_a_linear_loss_compiles_and_learns():
     """compile_steps knows no model: a linear regression, sharded over 8 devices, learns its weights
     (loss below 1% in 60 steps).
 
-    Break: step.py: (p.astype(jnp.float32) - lr * u) => (p.astype(jnp.float32) + lr * u)
+    Break: step.py: float32) - lr * direction) => float32) + lr * direction)
     """
     cfg = dataclasses.replace(BASE, dp=2, fsdp=2, tp=2, steps=60, weight_decay=0.0)
     batch = linear_batch(rows=32)
