@@ -76,10 +76,15 @@ class Config:
     mix: tuple[str, ...] = ()  # mixture to use instead of data, as web.bin=0.7 code.bin=0.3
     val_data: tuple[str, ...] = ()  # validation files or globs; empty: the last val_frac of data
     val_frac: FractionBelow1 = 0.1  # fraction of data for validation, when val_data is empty
-    data_dtype: Literal["uint16", "uint32"] = "uint16"  # dtype of .bin token files without a header
+    # columns of the data by other names than text, prompt and completion, or messages and tools:
+    # as text=content
+    columns: tuple[str, ...] = ()
+    # dtype of .bin token files without a header
+    data_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     # id of the token between documents in token files, which document_mask needs; -1: unknown
     eod_id: TokenId = -1
     tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
+    eos_token: str = ""  # token of the tokenizer that ends a document; empty: its eos_token
     token_cache: str = ""  # folder of tokenized data; empty: the folder data in cache_dir
     # stream: join all documents and cut every seq_len tokens; best_fit: pack documents into
     # sequences without splitting them; none: one document per sequence, padded
@@ -685,6 +690,17 @@ def _has_interval_in_windows(cfg):
 
 
 # field; whether a config breaks the rule; the rule
+# Names that the formats of data.py know.
+COLUMNS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected")
+
+
+def _are_columns(entries):
+    """Return whether entries are NAME=COLUMN, with each NAME once."""
+    names = [entry.partition("=")[0] for entry in entries]
+    has_columns = all(entry.partition("=")[2] for entry in entries)
+    return has_columns and set(names) <= set(COLUMNS) and len(set(names)) == len(names)
+
+
 RULES = (
     {"field": "process_id",
      "broken": lambda c: c.process_id >= c.n_processes,
@@ -699,6 +715,9 @@ RULES = (
     {"field": "mix",
      "broken": lambda c: not _are_name_numbers(c.mix),
      "rule": "must be NAME=NUMBER, as in web.bin=0.3"},
+    {"field": "columns",
+     "broken": lambda c: not _are_columns(c.columns),
+     "rule": "must be NAME=COLUMN, as in text=content, with a NAME of " + ", ".join(COLUMNS)},
     {"field": "lr_mult",
      "broken": lambda c: not _are_name_numbers(c.lr_mult),
      "rule": "must be NAME=NUMBER, as in embed=0.3"},

@@ -7,6 +7,7 @@ its arguments alone; there is no iterator state. Optional, at the end: mixtures,
 mask, packing, token files, prompts and chats, file formats, tokenizers, custom tasks.
 """
 import contextlib
+import csv
 import fcntl
 import glob
 import gzip
@@ -26,7 +27,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import chain, islice
+from itertools import islice
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
@@ -304,25 +305,28 @@ def open_text(parts, cfg):
         "batch": (step, rows) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
+        "examples": texts to print, in which one sees the labels,
         "bytes_per_token": number, or None if it is unknown}.
     The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys: see
     in_windows.
     cfg: any object with the fields under "data" in config.py, and batch_size, seq_len, vocab_size,
     seed, cache_dir and out_dir.
     """
-    tokenizer = make_tokenizer(cfg.tokenizer)  # by default, ids are the bytes of the text
+    # By default, ids are the bytes of the text.
+    tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
     seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
     seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
     open_files = partial(
         open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
-        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id)
+        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
     # No file may be in two of these. _mixture_files is empty unless datasets are mixed.
     check_disjoint(_mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data})
 
     # Validation data from files of its own.
     val = None
     if cfg.val_data:
-        val = _make_source(open_files(cfg.val_data), eval_batch_at, cfg, tokenizer)
+        val_dataset = open_files(cfg.val_data, field="val_data")
+        val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
     # Training data was not asked for, and validation does not come from it: open nothing more.
     if "train" not in parts and (val or cfg.order == "windows"):
         return {"train": None, "val": val}
@@ -350,6 +354,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),
+        "examples": show_examples(dataset, tokenizer),
         "bytes_per_token": bytes_per_token(dataset, tokenizer),
     }
 
@@ -358,18 +363,18 @@ TOKEN_FILES = (".bin", ".npy")  # suffixes of files of token ids; all other file
 
 
 def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
-                 folder=".token_cache", eod_id=-1, may_be_empty=False):
+                 folder=".token_cache", eod_id=-1, may_be_empty=False, columns=(), field="data"):
     """Open text documents and token files.
 
     patterns: files, globs or dataset folders; empty: the standard library. All documents are one
     shard, tokenized into `folder` once. Each token file is a shard; dtype is that of .bin files,
-    eod_id the id between their documents, -1: unknown.
+    eod_id the id between their documents, -1: unknown. columns: see `rows_in`. field: see `expand`.
     Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
     label (unless may_be_empty), or has an id that is not below vocab_size.
     """
     _increase_file_limit()  # each mapped file keeps a descriptor
     seq_format = SEQ_FORMAT | seq_format
-    paths = expand(patterns) if patterns else _standard_library()
+    paths = expand(patterns, field=field) if patterns else _standard_library()
     token_files = [path for path in paths if path.suffix in TOKEN_FILES]
     texts = [path for path in paths if path.suffix not in TOKEN_FILES]
     shards = []
@@ -377,9 +382,9 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     if token_files:
         shards += _open_token_files(token_files, seq_format, dtype, eod_id)
     if texts:
-        shards.append(tokenize_files(texts, tokenizer, folder))
+        shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
-    _check_shards(dataset, may_be_empty)  # each has a sequence, and ids below vocab_size
+    _check_shards(dataset, may_be_empty)  # each has a label, and ids below vocab_size
     return dataset
 
 
@@ -453,24 +458,35 @@ def _make_when_there(make, missing, closed, i):
 def expand(patterns, lenient=False, field="data"):
     """List the files that match, sorted within each pattern, each file once.
 
-    field: the name of the flag, for the error. Raises: ValueError for a pattern that no file
-    matches, unless lenient.
+    field: the name of the flag, for the error and to choose a split. Raises: ValueError for a
+    pattern that no file matches, unless lenient.
     """
     paths = {}  # by real path: a link is the file that it points to
     for pattern in map(str, patterns):
-        names = sorted(glob.glob(pattern, recursive=True))
-        if os.path.exists(pattern):  # its name may have brackets, which are special in a glob
-            names = [pattern]
+        names = sorted(glob.glob(_literal_folders(pattern), recursive=True))
         n_found = 0
         for name in names:
+            # Optional: a folder with splits, written by the datasets library.
+            if os.path.isfile(os.path.join(name, "dataset_dict.json")):
+                name = _choose_split(name, field)
             # A folder written by the datasets library has a state.json.
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
                 paths[os.path.realpath(name)] = Path(name)
                 n_found += 1
         if not lenient and not n_found:
-            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a "
-                             "glob; name the files of a folder as in 'folder/*.txt'")
+            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as "
+                             "a glob; name the files of a folder as in 'folder/*.txt'")
     return list(paths.values())
+
+
+def _literal_folders(pattern):
+    """Return a glob that takes brackets in the names of existing folders and files literally."""
+    parts = pattern.split(os.sep)
+    for i, part in enumerate(parts):
+        path = os.sep.join([*parts[:i], part])
+        if not os.path.lexists(path or os.sep):
+            return os.sep.join([*map(glob.escape, parts[:i]), *parts[i:]])
+    return glob.escape(pattern)
 
 
 def _standard_library():
@@ -484,18 +500,20 @@ def _standard_library():
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
-def tokenize_files(paths, tokenizer, folder):
+def tokenize_files(paths, tokenizer, folder, columns=()):
     """Tokenize the documents of these files into one shard, in a subfolder of `folder`.
 
-    The subfolder is named after the content of the files and the tokenizer; if it exists, it is
-    read. Of several processes one does the work, and the others wait.
+    columns: see `rows_in`. The subfolder is named after the content of the files, the columns and
+    the tokenizer; if it exists, it is read. Of several processes one does the work, and the others
+    wait.
     Returns {
         "name": for messages,
         "tokens": a mapped file, [tokens],
         "documents": int64 [documents, 2], first token of each and the one after its last,
         "ignored": uint8 [tokens], 1 for tokens that are not labels; absent: all are labels,
         "token_offset": number of tokens before tokens[0]; not 0 in the second part of a split,
-        "counts": {name: number of documents read, of documents skipped},
+        "counts": {name: number of documents read, of documents skipped, ...},
+        "unlabelled_files": names of the files in which no token is a label,
         "path", "file_size": of a file that must not change}.
     A shard of a token file has no "documents", "ignored" and "counts", but an "eod_id".
     With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
@@ -504,15 +522,18 @@ def tokenize_files(paths, tokenizer, folder):
     name = str(paths[0])
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
-    cached = Path(folder, _cache_key(paths, tokenizer))
+    cached = Path(folder, _cache_key(paths, tokenizer, columns))
     shard = _read_shard(cached, tokenizer)  # works where nothing can be written, too
     if shard is None:
         with as_value_error(f"{name}: cannot be tokenized into {folder}; make room there, or "
                             "choose another folder with --token_cache", OSError):
-            _write_once(cached, write=partial(_write_shard, paths, tokenizer),
+            _write_once(cached, write=partial(_write_shard, paths, tokenizer, columns),
                         read=partial(_read_shard, tokenizer=tokenizer))
         shard = _read_shard(cached, tokenizer)
-    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens"}
+    # The cache knows files by their number: their names may have changed since.
+    unlabelled = [str(paths[i]) for i in shard["unlabelled_files"]]
+    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens",
+                    "unlabelled_files": unlabelled}
 
 
 def _read_shard(folder, tokenizer):
@@ -527,29 +548,33 @@ def _read_shard(folder, tokenizer):
             shard[name] = np.asarray(np.memmap(folder / name, dtypes[name], "r"))
             if shard[name].nbytes != n_bytes:
                 return None
-        return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
+        return shard | {"counts": index["counts"], "unlabelled_files": index["unlabelled_files"],
+                        "file_size": shard["tokens"].nbytes}
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _write_shard(paths, tokenizer, folder):
+def _write_shard(paths, tokenizer, columns, folder):
     """Tokenize documents into the files of a shard, and write index.json after them."""
     with (open(folder / "tokens", "wb") as tokens, open(folder / "ignored", "wb") as ignored,
           open(folder / "documents", "wb") as documents):
-        pieces = _encode_files(paths, tokenizer)
-        counts = _write_documents(pieces, tokenizer, tokens, ignored, documents)
+        pieces = _encode_files(paths, tokenizer, columns)
+        counts, labelled_files = _write_documents(pieces, tokenizer, tokens, ignored, documents)
     sizes = {}
     for path in folder.iterdir():
         if path.stat().st_size:  # an empty file cannot be mapped
             sizes[path.name] = path.stat().st_size
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+    unlabelled = [i for i in range(len(paths)) if i not in labelled_files]
+    index = {"counts": counts, "unlabelled_files": unlabelled, "sizes": sizes}
     # A shard with this file is complete.
-    (folder / "index.json").write_text(json.dumps({"counts": counts, "sizes": sizes}))
+    (folder / "index.json").write_text(json.dumps(index))
 
 
 def _write_documents(pieces, tokenizer, tokens, ignored, documents):
-    """Write documents end to end into three files; return the counts of documents.
+    """Write documents end to end into three files; return (counts of documents, numbers of the
+    files with a label).
 
     Two texts A and B become these tokens. `documents` gets [first, last) of each:
 
@@ -567,6 +592,7 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
     eos = tokenizer["eos"]
     append = partial(_append_ids, tokens, ignored, tokenizer["dtype"])
     counts = {"documents": 0, "empty skipped": 0}
+    labelled_files = set()
     is_first = True  # the next piece begins a document
     after_chat = False
     for piece in pieces:
@@ -583,6 +609,8 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             first = n if is_chat else n - 1
             documents.write(np.int64(first))
         n = append(piece["ids"], piece["ignored"])
+        if not np.all(piece["ignored"]):
+            labelled_files.add(piece["file"])
         # End a document: write the token after its last, last).
         if piece["is_last"]:
             # The eos after a text is part of it. Without a bos id it is written later: before the
@@ -592,6 +620,11 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             if bos is not None and not is_chat:
                 n = append([eos], False)
             counts["documents"] += 1
+            facts = piece["facts"]
+            if np.all(piece["ignored"]):
+                facts["documents without a label"] = 1
+            for fact, n_found in facts.items():
+                counts[fact] = counts.get(fact, 0) + n_found
             after_chat = is_chat
         is_first = piece["is_last"]
 
@@ -604,7 +637,7 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
     if ignored.tell():
         # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
         ignored.truncate(n)
-    return counts
+    return counts, labelled_files
 
 
 def _ids_before(bos, eos, is_chat):
@@ -628,8 +661,9 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
     return n + len(ids)
 
 
-def _encode_files(paths, tokenizer):
-    """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "is_last"}.
+def _encode_files(paths, tokenizer, columns):
+    """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "is_last",
+    "file": its number, "facts": {name: number} to count}.
 
     The last piece of a document has is_last. Rows are encoded 512 at a time: a tokenizer's library
     uses all cores for a list.
@@ -639,68 +673,138 @@ def _encode_files(paths, tokenizer):
     for path in paths:
         files = (path, *path.glob("*"))  # a folder written by the datasets library has files
         total += sum(file.stat().st_size for file in files)
-    rows = chain.from_iterable(rows_in(path, tokenizer["piece"]) for path in paths)
+    is_table = [bool(_row_reader(path)) for path in paths]
+    rows = _rows_of_files(paths, tokenizer["piece"], columns)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
               leave=False) as bar:
         while True:
             some_rows = list(islice(rows, 512))
             if not some_rows:
                 return
-            # Encode the texts of all rows in one list, and give each row its ids back.
-            texts_of = [_texts(row, where) for where, row, _ in some_rows]
-            texts = list(chain.from_iterable(texts_of))
-            encoded = iter(tokenizer["encode_batch"](texts))
-            bar.update(sum(len(text) for text in texts))
-            for (where, row, is_last), row_texts in zip(some_rows, texts_of):
-                ids_of = [next(encoded) for _ in row_texts]
-                is_chat = not row_texts
-                # Optional: a chat. Its text is rendered by the chat template.
-                if is_chat:
-                    ids, ignored = _encode_chat(row, tokenizer, where)
-                # Optional: a prompt, which is ignored, and its completion.
-                elif len(row_texts) == 2:
-                    ids, ignored = _join_prompt(*ids_of)
-                # A text, or a piece of it: all ids are labels.
-                else:
-                    ids = ids_of[0]
-                    ignored = False
-                yield {"ids": ids, "ignored": ignored, "is_chat": is_chat, "is_last": is_last}
+            examples = [read_example(row, where, tokenizer) for _, where, row, _ in some_rows]
+            encoded = encode_examples(examples, tokenizer)
+            bar.update(sum(len(example["text"]) for example in examples))
+            for (file, _, _, is_last), example, (ids, ignored) in zip(some_rows, examples, encoded):
+                facts = _facts_of(example, is_table[file], tokenizer)
+                yield {"ids": ids, "ignored": ignored, "is_chat": example["kind"] == "chat",
+                       "is_last": is_last, "file": file, "facts": facts}
 
 
-def _texts(row, where):
-    """Return the texts of a row: one, or a prompt and its completion, or none if it is a chat."""
-    row = row if isinstance(row, dict) else {}
-    for names in (["text"], ["prompt", "completion"]):
-        texts = [row.get(name) for name in names]
-        if all(isinstance(text, str) for text in texts):
-            joined = "".join(texts)
-            if "\0" in joined or (not joined.isascii() and re.search("[\ud800-\udfff]", joined)):
-                raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
-            return texts
-    if isinstance(row.get("messages"), list):
-        _check_messages(row["messages"], where)
-        return []
-    fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
-    raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
-                     f"'completion', or a list 'messages'; it has {fields or 'no fields'}")
+def _rows_of_files(paths, size, columns):
+    """Yield (number of the file, where, row, is_last) for the rows of all files."""
+    for i, path in enumerate(paths):
+        for where, row, is_last in rows_in(path, size, columns):
+            yield i, where, row, is_last
 
 
-def rows_in(path, size):
+def _facts_of(example, is_table, tokenizer):
+    """Return what the summary counts about an example."""
+    facts = {}
+    if is_table:
+        facts[f"rows read as {example['form']}"] = 1
+    # Optional: a tokenizer that drops characters.
+    if tokenizer["count_dropped"]:
+        text = example["text"] + example.get("completion", "")
+        facts["characters"] = len(text)
+        facts["characters that the tokenizer drops"] = tokenizer["count_dropped"](text)
+    return facts
+
+
+def read_example(row, where, tokenizer):
+    """Return the example of a row: {
+        "kind": "text", "pair" or "chat",
+        "form": the columns from which it was read, for the summary,
+        "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
+        "completion": of a pair,
+        "spans": of a chat: [first, last) of the characters that are labels}.
+
+    Raises: ValueError naming `where` for a row without these columns, and for broken text.
+    """
+    if not isinstance(row, dict):
+        row = {}
+    form = _find_form(row, where)
+    if form == "text":
+        example = {"kind": "text", "text": row["text"]}
+    else:  # optional: prompts and chats
+        example = _read_prompt_or_chat(form, row, where, tokenizer)
+    text = example["text"] + example.get("completion", "")
+    if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
+        raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
+    return example | {"form": form}
+
+
+# The columns that a row must have to be read in a form. The first two hold texts, or JSON.
+FORMS = {
+    "text": ("text",),
+    "prompt, completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "conversations": ("conversations",),  # ShareGPT
+    "instruction, output": ("instruction", "output"),  # Alpaca
+}
+
+
+def _find_form(row, where):
+    """Find the one form of `FORMS` that a row has."""
+    found = []
+    for form, names in FORMS.items():
+        kinds = (str,) if form in ("text", "instruction, output") else (str, list)
+        if all(isinstance(row.get(name), kinds) for name in names):
+            found.append(form)
+    if len(found) > 1:
+        raise ValueError(f"{where}: has {' and also '.join(found)}: name the one to use, as in "
+                         f"--columns {' '.join(f'{name}={name}' for name in FORMS[found[-1]])}")
+    if not found:
+        fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
+        raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
+                         f"'completion', or a list 'messages'; it has {fields or 'no fields'}. "
+                         "Name other columns as in --columns text=content")
+    return found[0]
+
+
+def encode_examples(examples, tokenizer):
+    """Encode examples of `read_example`: [(ids, ignored)]. ignored: 1 for each id that is not a
+    label, or one bool for all ids.
+    """
+    # All texts in one list: a tokenizer's library uses all cores for a list.
+    texts = [example["text"] for example in examples if example["kind"] != "chat"]
+    encoded = iter(tokenizer["encode_batch"](texts))
+    # Optional: completions of prompts, and chats.
+    completions = [example["completion"] for example in examples if example["kind"] == "pair"]
+    chats = [example["text"] for example in examples if example["kind"] == "chat"]
+    if completions:
+        completions = iter(tokenizer["encode_continuations"](completions))
+    if chats:
+        chats = iter(tokenizer["encode_with_offsets"](chats))
+
+    pairs = []
+    for example in examples:
+        if example["kind"] == "chat":
+            pairs.append(_ignore_outside(next(chats), example["spans"]))
+        elif example["kind"] == "pair":
+            pairs.append(_join_prompt(next(encoded), next(completions)))
+        else:
+            pairs.append((next(encoded), False))
+    return pairs
+
+
+def rows_in(path, size, columns=()):
     """Yield (where, row, is_last) for the rows of a file or folder.
 
     A row is a JSON value, or {"text"} of a text file. A text file is read in pieces of about `size`
-    characters (-1: in one); all rows but these have is_last.
+    characters (-1: in one); all rows but these have is_last. columns: texts NAME=COLUMN; rows of
+    other files then have the value of COLUMN under NAME, and nothing else.
     """
-    kind = _file_kind(path)
     # Optional: tables, and JSON.
-    if path.is_dir() or kind.endswith(".parquet"):
-        yield from _table_rows(path)
-    elif kind.endswith((".json", ".jsonl")):
-        yield from _json_rows(path)
-    else:
-        with _open_utf8(path) as file:
-            for text, is_last in _text_pieces(file, size):
-                yield str(path), {"text": text}, is_last
+    read_rows = _row_reader(path)
+    if read_rows:
+        for where, row in read_rows(path):
+            if columns:
+                row = _named_columns(row, columns, where)
+            yield where, row, True
+        return
+    with _open_utf8(path) as file:
+        for text, is_last in _text_pieces(file, size):
+            yield str(path), {"text": text}, is_last
 
 
 def _file_kind(path):
@@ -716,8 +820,9 @@ def _open_utf8(path):
             yield file
         except UnicodeDecodeError as e:
             excerpt = e.object[max(0, e.start - 20) : e.end]
-            raise ValueError(f"{path}: not UTF-8 at {excerpt!r}; data is text, .json(l) (or .gz, "
-                             ".zst), .bin, .npy, .parquet, or by datasets.save_to_disk") from None
+            raise ValueError(f"{path}: not UTF-8 at {excerpt!r}; data is text, .json(l), .csv, "
+                             ".tsv (also as .gz, .zst), .bin, .npy, .parquet, .arrow, or by "
+                             "datasets.save_to_disk") from None
         except (OSError, EOFError, zlib.error) as e:
             raise ValueError(f"{path}: corrupted: {e}") from None
 
@@ -795,14 +900,16 @@ def _token_cache_folder(cfg):
 def _readers():
     """List the functions that decide which tokens come from a file and a tokenizer."""
     readers = (
-        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, _texts, _encode_files,
-        _write_shard, _write_documents, _ids_before, _append_ids,
+        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, read_example, _find_form,
+        encode_examples, _encode_files, _rows_of_files, _facts_of, _write_shard, _write_documents,
+        _ids_before, _append_ids,
     )
     return readers + CHAT_READERS + FORMAT_READERS
 
 
-def _cache_key(paths, tokenizer):
-    """Name the tokens of these files: a hash of their content, the tokenizer, and the readers.
+def _cache_key(paths, tokenizer, columns):
+    """Name the tokens of these files: a hash of their content, the columns, the tokenizer, and the
+    readers.
 
     The source of the readers is part of it: who edits how a format is read gets other tokens.
     """
@@ -817,7 +924,7 @@ def _cache_key(paths, tokenizer):
                 if file.stat().st_size > 2**20:
                     identity.append(file.stat().st_mtime_ns)
                 content.append(identity)
-    key = json.dumps([*code, tokenizer["key"], *content])
+    key = json.dumps([*code, tokenizer["key"], *columns, *content])
     return hashlib.sha256(key.encode()).hexdigest()[:20]
 
 
@@ -848,28 +955,34 @@ def _write_once(folder, write, read):
 
 # ---- the tokenizer
 
-def make_tokenizer(name):
+def make_tokenizer(name, eos_token=""):
     """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved, or
-    tiktoken:ENCODING.
+    tiktoken:ENCODING. eos_token: the token that ends a document; empty: the tokenizer's own.
 
+    Special tokens that are written out in a text become their ids, in all tokenizers but bytes,
+    which has none.
     Returns {
         "encode": text -> 1-D array of ids,
         "encode_batch": the same for a list of texts,
+        "encode_continuations": the same for texts that continue another one,
+        "encode_with_offsets": list of texts -> [(ids, first character of each, the one after it)],
         "decode": ids -> text,
         "n_bytes": ids -> number of bytes of their text,
+        "count_dropped": text -> number of its characters that have no token; None: all have,
         "vocab_size", "dtype": of the ids,
         "bos", "eos": ids around a document; bos None: an eos stands before it, too,
         "stops": ids that end a sample,
-        "chat": None, or a function that loads transformers' tokenizer,
+        "special_tokens": {text: id},
+        "chat": None, or a function that loads the chat template,
         "piece": characters of the pieces in which a text is encoded; -1: in one,
         "key": a JSON value that identifies the tokenizer}.
     """
     if name == "bytes":
-        library = _bytes_tokenizer()
+        library = _bytes_tokenizer(eos_token)
     elif name.startswith("tiktoken:"):
-        library = _tiktoken_tokenizer(name)
+        library = _tiktoken_tokenizer(name, eos_token)
     else:
-        library = _hf_tokenizer(name)
+        library = _hf_tokenizer(name, eos_token)
     dtype = np.min_scalar_type(library["vocab_size"] - 1)
 
     def encode_batch(texts):
@@ -887,17 +1000,24 @@ def make_tokenizer(name):
     # Probe: does encoding in pieces give the same ids? These are cut as by _text_pieces.
     pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
     can_cut = np.array_equal(encode("".join(pieces)), np.concatenate(encode_batch(pieces)))
-    defaults = {"n_bytes": n_bytes, "bos": None, "stops": {library["eos"]}, "chat": None,
-                "key": name, "piece": 2**14}
+    defaults = {
+        "encode_continuations": encode_batch, "encode_with_offsets": None, "n_bytes": n_bytes,
+        "count_dropped": None, "bos": None, "stops": {library["eos"]}, "special_tokens": {},
+        "chat": None, "key": name, "piece": 2**14,
+    }
     tokenizer = defaults | library
-    tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode}
+    tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode,
+                  "key": [tokenizer["key"], eos_token]}
     if not can_cut:
         tokenizer["piece"] = -1
     return tokenizer
 
 
-def _bytes_tokenizer():
+def _bytes_tokenizer(eos_token):
     """Make the default tokenizer, whose ids are the bytes of UTF-8; 0 ends a document."""
+    if eos_token:
+        raise ValueError(f"eos_token {eos_token!r}: the tokenizer bytes has no named tokens: leave "
+                         "it out, or set --tokenizer")
     return {"encode_batch": _encode_bytes, "decode": _decode_bytes, "n_bytes": len,
             "vocab_size": 256, "eos": 0, "piece": 2**18}
 
@@ -917,13 +1037,18 @@ def _decode_bytes(ids):
 def describe(dataset):
     """Summarize in a line what was read and what was skipped."""
     if dataset["seq_format"]["packing"] != "stream":
-        return _describe_packing(dataset)
-    facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
+        facts = [_describe_packing(dataset)]
+    else:
+        facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
             for name, n in shard.get("counts", {}).items():
-                if n:
+                is_repeated = name == "documents" and len(facts) == 1  # packing has counted them
+                if n and not is_repeated:
                     facts.append(f"{n:,} {name}")
+    # Optional: tokens that are not labels.
+    if any("ignored" in shard for shard in dataset["shards"]):
+        facts += _describe_labels(dataset)
     return ", ".join(facts)
 
 
@@ -1007,6 +1132,11 @@ def split(dataset, val_frac):
             raise ValueError(
                 f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
                 "tokens; give --val_data, more data or a shorter --seq_len")
+        # Optional: tokens that are not labels.
+        for shard in side["shards"]:
+            if "ignored" in shard:
+                _check_labels(shard, f"val_frac {val_frac}: leaves {name} data without a label "
+                                     "(set --val_data, or another --val_frac): ")
     return train, val
 
 
@@ -1035,7 +1165,7 @@ def check_disjoint(groups):
     """Raise ValueError for a file that is in two of {name: patterns}."""
     names_of = {}
     for name, patterns in groups.items():
-        for path in expand(patterns, lenient=True):
+        for path in expand(patterns, lenient=True, field=name):
             names_of.setdefault(os.path.realpath(path), []).append(name)
     for path, names in sorted(names_of.items()):
         if len(names) > 1:
@@ -1057,6 +1187,9 @@ def _check_shards(dataset, may_be_empty):
                 f"{shard['name']}: has {len(tokens)} tokens, and no sequence of "
                 f"{seq_format['seq_len']} with a label; use more data, another --seq_len or "
                 "--truncation")
+        # Optional: tokens that are not labels.
+        if "ignored" in shard and not may_be_empty:
+            _check_labels(shard)
         # The check is needed only if the dtype can hold an illegal id.
         if np.iinfo(tokens.dtype).max >= seq_format["vocab_size"]:
             check_ids(tokens[None, : N_SCANNED // n_shards], seq_format["vocab_size"], [shard])
@@ -1260,8 +1393,10 @@ def in_windows(cfg, size_of, read):
         "record_of": cache(partial(_window_record, size_of)),
         "read": read,
         "wait_began": {},  # {number of windows begun: time at which none was found after them}
+        "looks": {},  # {name: (size and time of the file, when it was first seen with these)}
     }
     n_first = cfg.windows_per_epoch or None  # None: all
+    _wait_for_writers(cfg, windows)
     first = list(islice(_unseen_windows(cfg, windows, epoch=0, seen=()), n_first))
     if not first:
         raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file has an example")
@@ -1339,6 +1474,9 @@ def _next_window(cfg, windows):
     # The next unseen file, unless the epoch has all its windows.
     epoch_is_full = cfg.windows_per_epoch and len(set(seen)) >= cfg.windows_per_epoch
     if not epoch_is_full:
+        unseen = _unseen_files(cfg, seen)
+        if unseen and not _has_rested(unseen[0], windows["looks"]):
+            return None
         window = next(_unseen_windows(cfg, windows, epoch, seen), None)
         if window is not None:
             return window
@@ -1362,12 +1500,45 @@ def _must_wait(cfg, windows):
 
 def _unseen_windows(cfg, windows, epoch, seen):
     """Yield the windows of files not in `seen`; a file is opened when it is asked for."""
+    for name in _unseen_files(cfg, seen):
+        record = windows["record_of"](name)
+        if record["n"]:
+            yield {"epoch": epoch} | record
+
+
+def _unseen_files(cfg, seen):
+    """Return the names of the files that are not in `seen` and not empty, in order."""
     names = {str(path) for path in expand(cfg.data, lenient=True)} - set(seen)
-    for name in sorted(names, key=_natural_order):
-        if os.path.getsize(name):
-            record = windows["record_of"](name)
-            if record["n"]:
-                yield {"epoch": epoch} | record
+    return [name for name in sorted(names, key=_natural_order) if os.path.getsize(name)]
+
+
+REST_S = 2.0  # how long size and time of a file must stay the same before it is read
+
+
+def _has_rested(name, looks):
+    """Return whether a file has not changed for REST_S: until then somebody may still write it."""
+    stat = os.stat(name)
+    state = (stat.st_size, stat.st_mtime_ns)
+    now = time.monotonic()
+    if name not in looks or looks[name][0] != state:
+        if name in looks:
+            tqdm.write(f"{name}: is still being written; waiting until it has rested for "
+                       f"{REST_S:g} s")
+        looks[name] = (state, now)
+    # An old file is taken at once. The clock of its disk may be another one: allow a minute.
+    is_old = time.time() - stat.st_mtime >= 60
+    return is_old or now - looks[name][1] >= REST_S
+
+
+def _wait_for_writers(cfg, windows):
+    """Wait at the start of a run until its files have rested, for at most twice REST_S."""
+    deadline = time.monotonic() + 2 * REST_S
+    while time.monotonic() < deadline:
+        # Look at all of them, so that they rest at the same time.
+        rested = [_has_rested(name, windows["looks"]) for name in _unseen_files(cfg, ())]
+        if all(rested):
+            return
+        time.sleep(0.1)
 
 
 def _natural_order(name):
@@ -1658,15 +1829,30 @@ def _map_tokens(path, dtype):
     dtype = np.dtype(dtype)
     if not size:
         raise ValueError(f"{path}: is empty; remove it")
+    width = _likely_width(np.fromfile(path, np.uint16, 2**16))
+    if width and width != dtype.itemsize:
+        raise ValueError(f"{path}: seems to have integers of {width} bytes, and data_dtype is "
+                         f"{dtype}; set --data_dtype {'uint32' if width == 4 else 'int64'}")
     if size % dtype.itemsize:
         raise ValueError(f"{path}: {size} bytes is not a whole number of {dtype}; set --data_dtype")
-    tokens = np.memmap(path, dtype, "r")
-    if size >= 64 and dtype == np.uint16:
-        high_halves = tokens[1 : 2**16 : 2]
-        low_halves = tokens[: 2**16 : 2]
-        if low_halves.any() and not high_halves.any():
-            raise ValueError(f"{path}: every second uint16 is 0; set --data_dtype uint32")
-    return tokens
+    return np.memmap(path, dtype, "r")
+
+
+def _likely_width(words):
+    """Guess the bytes of an integer from the first uint16 of a file; None if it may be 2.
+
+    In wider integers the words after the first one of each are zeros or, for ids beyond 65,535,
+    small; only a very small vocabulary has words of 2 bytes like this.
+    """
+    low = words[::2]
+    high = words[1::2]
+    if len(words) < 32 or not low.any():
+        return None
+    if not words[2::4].any() and not words[3::4].any() and words[::4].any():
+        return 8
+    if not high.any() or (high.max() < 16 and low.max() >= 4096):
+        return 4
+    return None
 
 
 def _map_npy(path):
@@ -1692,95 +1878,495 @@ def _map_llmc(path, size, header):
 
 # ---- prompts and chats
 
+def _read_prompt_or_chat(form, row, where, tokenizer):
+    """Return the example of a row that is not a plain text; see `read_example`."""
+    if form == "prompt, completion" and isinstance(row["prompt"], str):
+        if not isinstance(row["completion"], str):
+            raise ValueError(f"{where}: prompt is a text and completion is not; both must be "
+                             "texts, or both lists of messages")
+        return {"kind": "pair", "text": row["prompt"], "completion": row["completion"]}
+
+    system = row.get("system")
+    if form == "prompt, completion":
+        messages = _messages_of_pair(row["prompt"], row["completion"], where)
+    elif form == "instruction, output":
+        instruction = row["instruction"]
+        if row.get("input"):
+            instruction += "\n\n" + str(row["input"])
+        if row.get("history"):
+            raise ValueError(f"{where}: has a history, which is not read; make it a list "
+                             "'messages'")
+        # A tokenizer without a chat template gets a prompt and a completion.
+        if not _chat_template(tokenizer):
+            return {"kind": "pair", "text": instruction + "\n\n", "completion": row["output"]}
+        messages = [{"role": "user", "content": instruction},
+                    {"role": "assistant", "content": row["output"]}]
+    else:
+        messages = _parsed(row[form], f"{where}: {form}")
+    if isinstance(system, str) and system and form in ("conversations", "instruction, output"):
+        messages = [{"role": "system", "content": system}, *messages]
+    tools = _parsed(row.get("tools") or None, f"{where}: tools")
+    text, spans = render_chat(messages, tools, tokenizer, where)
+    return {"kind": "chat", "text": text, "spans": spans}
+
+
+def _named_columns(row, columns, where):
+    """Return {name: row[column]} for each NAME=COLUMN."""
+    if not isinstance(row, dict):
+        row = {}
+    named = {}
+    for entry in columns:
+        name, _, column = entry.partition("=")
+        if column in row:
+            named[name] = row[column]
+        elif name != "tools":  # not every chat has tools
+            raise ValueError(f"{where}: has no column {column!r}, which --columns {entry} names; "
+                             f"it has {', '.join(map(str, row)) or 'no fields'}")
+    return named
+
+
+def _parsed(value, where):
+    """Return a value that may be written as JSON text."""
+    return _parse_json(value, where) if isinstance(value, str) else value
+
+
 def _join_prompt(prompt, completion):
     """Join the ids of a prompt and its completion: (ids, ignored); a prompt is not a label."""
     ignored = np.repeat([1, 0], [len(prompt), len(completion)])
     return np.concatenate([prompt, completion]), ignored
 
 
-def _check_messages(messages, where):
-    """Raise ValueError for a message that is not an object, or has a role out of order."""
+def _messages_of_pair(prompt, completion, where):
+    """Join the messages of a prompt and of its completion. Only the completion has labels."""
+    prompt = _parsed(prompt, f"{where}: prompt")
+    completion = _parsed(completion, f"{where}: completion")
+    unlabelled = []
+    for message in prompt:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message = message | {"weight": 0}
+        unlabelled.append(message)
+    return [*unlabelled, *completion]
+
+
+# Names of roles in ShareGPT's form, {"from", "value"}.
+SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
+    "bing": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
+}
+# Keys of a message that say whether it is trained on. Only weight has an effect.
+UNKNOWN_WEIGHTS = ("train", "training", "loss_mask", "mask", "loss", "trainable", "loss_weight",
+                   "train_detail")
+
+
+def _clean_messages(messages, where):
+    """Return (messages as a chat template expects them, numbers of those without labels).
+
+    Messages of ShareGPT get "role" and "content", parts of text are joined, and keys without a
+    value are dropped, as transformers does. Raises ValueError for a message that is not an object,
+    has a role out of order, content that is not text, or a weight other than 0 and 1.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: has no list of messages: {str(messages)[:80]}")
     roles = ["system", "developer", "user"]  # of the first message
-    for i, message in enumerate(messages, 1):
+    cleaned = []
+    unlabelled = set()
+    for i, message in enumerate(messages):
+        at = f"{where}: message {i + 1}"
+        if isinstance(message, dict):
+            message = {name: x for name, x in message.items() if x is not None}
+            if "from" in message and "role" not in message:
+                role = message.pop("from")
+                message["role"] = SHAREGPT_ROLES.get(role, role)
+                if "value" in message:
+                    message["content"] = message.pop("value")
         if not isinstance(message, dict) or message.get("role") not in roles:
-            raise ValueError(f"{where}: message {i} must have a role of {', '.join(roles)}: "
-                             f"{str(message)[:80]}")
+            raise ValueError(f"{at} must have a role of {', '.join(roles)}: {str(message)[:80]}")
         roles = ["system", "developer", "user", "assistant", "tool"]
 
+        is_answer = message["role"] == "assistant"
+        if "content" in message or not (is_answer and message.get("tool_calls")):
+            message["content"] = _content_text(message.get("content"), at)
+        if _takes_weight(message, at) == 0:
+            unlabelled.add(i)
+        message.pop("weight", None)
+        cleaned.append(message)
+    return cleaned, unlabelled
 
-def _encode_chat(row, tokenizer, where):
-    """Encode a conversation in the tokenizer's chat template: (ids, ignored).
 
-    Labels are the messages of the assistant, each with the id that ends it.
+def _content_text(content, at):
+    """Return the content of a message as a text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            break
+        texts.append(part.get("text"))
+    else:
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    raise ValueError(f"{at}: content is {str(content)[:80]!r} ({type(content).__name__}); must be "
+                     "a text or a list of parts of type text, and may be missing only beside "
+                     "tool_calls")
+
+
+def _takes_weight(message, at):
+    """Return the weight of a message: 1, or 0 for a message without labels."""
+    for name in UNKNOWN_WEIGHTS:
+        if name in message:
+            raise ValueError(f"{at}: {name} is not known; set weight to 0 for a message without "
+                             "labels, or leave it out")
+    weight = message.get("weight", 1)
+    if weight not in (0, 1) or ("weight" in message and weight and message["role"] != "assistant"):
+        raise ValueError(f"{at}: weight is {weight!r}; must be 0, or 1 for a message of the "
+                         "assistant")
+    return weight
+
+
+def _chat_template(tokenizer):
+    """Return the chat template of a tokenizer as `_load_chat_template` does; None without one."""
+    return tokenizer["chat"]() if tokenizer["chat"] else None
+
+
+def render_chat(messages, tools, tokenizer, where):
+    """Render a conversation in the tokenizer's chat template: (text, spans).
+
+    spans: [first, last) of the characters of the text that are labels: the messages of the
+    assistant, each with the mark that ends it. They are those that the template marks by
+    {% generation %}; or else each is found by `_answer_span`. tools: None, or a list.
+    Raises: ValueError naming `where`, also when it cannot tell which characters a message became.
     """
-    library = None
-    if tokenizer["chat"]:
-        library = tokenizer["chat"]()
-    if not getattr(library, "chat_template", None):
+    messages, unlabelled = _clean_messages(messages, where)
+    template = _chat_template(tokenizer)
+    if not template:
         raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
                          "that transformers saved with one")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{where}: tools is {str(tools)[:80]!r}; must be a list")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
-    render = partial(_render_chat, library, row, where)
-    text = render(len(row["messages"]))
-    encoded = library(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts, ends = np.array(encoded["offset_mapping"]).T
-    ignored = np.ones(len(starts), np.uint8)
-    for i, message in enumerate(row["messages"]):
-        if message["role"] == "assistant":
-            first, last = _answer_span(library, render, text, i, where)
-            ignored[(ends > first) & (starts < last)] = 0  # a token may span the border
-    return np.array(encoded["input_ids"]), ignored
+    def render(messages, add_generation_prompt=False):
+        # A template may raise any exception.
+        with as_value_error(f"{where}: the chat template refuses it", Exception):
+            return template["render"](messages, tools, add_generation_prompt)
+
+    if template["marks_answers"]:
+        with as_value_error(f"{where}: the chat template refuses it", Exception):
+            text, spans = template["render_marked"](messages, tools)
+        if unlabelled and len(spans) != len(answers):
+            raise ValueError(f"{where}: has messages of weight 0, and the chat template marks "
+                             f"{len(spans)} of {len(answers)} messages of the assistant")
+    else:
+        text = render(messages)
+        spans = [_answer_span(render, messages, text, i, where, tokenizer) for i in answers]
+        _check_order(spans, answers, messages, where)
+    if not text:
+        raise ValueError(f"{where}: the chat template renders it to nothing; remove the row")
+    if unlabelled:
+        spans = [span for i, span in zip(answers, spans) if i not in unlabelled]
+    return text, spans
 
 
-def _render_chat(library, row, where, n, add_generation_prompt=False):
-    """Render the first n messages as text."""
-    # A template may raise any exception.
-    with as_value_error(f"{where}: the chat template refuses it", Exception):
-        return library.apply_chat_template(
-            row["messages"][:n], tools=row.get("tools"), tokenize=False,
-            add_generation_prompt=add_generation_prompt)
+def _check_order(spans, answers, messages, where):
+    """Raise ValueError for a message that became no text, or text before an earlier one."""
+    end = 0
+    for i, (first, last) in zip(answers, spans):
+        is_empty = first >= last and messages[i].get("content")
+        if first < end or is_empty:
+            raise _undecided(where, i)
+        end = last
 
 
-def _answer_span(library, render, text, i, where):
-    """Find where in `text` message i of the assistant begins and ends.
+def _undecided(where, i):
+    return ValueError(
+        f"{where}: message {i + 1}: cannot tell which characters of the rendered chat it became, "
+        "since the chat template renders it, or the messages before, differently when more "
+        "messages follow; use a template that marks answers by {% generation %}")
 
-    It is what the template adds to its rendering of the messages before.
+
+def _answer_span(render, messages, text, i, where, tokenizer):
+    """Find where in `text`, the rendered conversation, message i of the assistant begins and ends.
+
+    Most templates render message after message: then the text begins with the rendering of the
+    messages before, with the prompt for an answer, and with the rendering up to message i.
     """
-    before = render(i, add_generation_prompt=True)
-    through = render(i + 1).rstrip()
-    if not text.startswith(through):
-        # The template may write eos after the last message only.
-        last_id = library(through, add_special_tokens=False)["input_ids"][-1:]
-        end_mark = library.decode(last_id)
-        if library.eos_token:
-            through = through.removesuffix(library.eos_token).rstrip()
-    if not text.startswith(through):
-        # The template may drop the thinking in earlier messages: the answer ends at the next mark.
-        answer, found_mark, _ = text[len(before) :].partition(end_mark)
-        through = before + answer + found_mark if found_mark else None
-    if through is None or not text.startswith(before):
-        raise ValueError(f"{where}: message {i + 1}: the chat template renders it, or the messages "
-                         "before, differently when more messages follow; use another template")
-    return len(before), len(through)
+    prompt = render(messages[:i], add_generation_prompt=True)
+    if text.startswith(prompt):
+        first = len(prompt)
+    else:
+        first = _find_start(render, messages, text, i, where)
+    is_last = i == len(messages) - 1
+    through = text.rstrip() if is_last else render(messages[: i + 1]).rstrip()
+    if text.startswith(through):
+        return first, len(through)
+    return first, _find_end(render, messages, text, i, where, tokenizer)
 
 
-CHAT_READERS = (_join_prompt, _check_messages, _encode_chat, _render_chat, _answer_span)
+# Characters that no text has: they are reserved for private use. In a copy of the conversation the
+# first one shows where the content of a message ends in the rendered text; the other one stands for
+# an answer.
+MARKER, ANSWER = "\uf8ff", "\uf8fe"
+
+
+def _find_start(render, messages, text, i, where):
+    """Find where message i begins if the text does not begin with the prompt for it: the prompt
+    opens a thought that this message lacks, or earlier messages lose their thoughts.
+
+    A marker at the end of message i - 1 shows where the text after it begins, in the whole
+    conversation and in the prompt. What both have in common there comes before the answer.
+    """
+    before = _with_marker(messages[i - 1])
+    # The answer is another character here, so that it has nothing in common with a thought.
+    answer = messages[i] | {"content": ANSWER}
+    whole = render([*messages[: i - 1], before, answer, *messages[i + 1 :]])
+    prompt = render([*messages[: i - 1], before], add_generation_prompt=True)
+    n_before, after = _split_at_marker(text, whole, where, i)
+    _, prompt_after = _split_at_marker(prompt, prompt, where, i)
+    header = after[: _n_common(after, prompt_after)]
+    if not text.startswith(header, n_before):
+        raise _undecided(where, i)
+    return n_before + len(header)
+
+
+def _find_end(render, messages, text, i, where, tokenizer):
+    """Find where message i ends if the template renders it in another way when others follow.
+
+    A marker at the end of its content shows the text after it, once as the last message, when only
+    the mark that ends a message follows, and once with the next messages. What both have in common
+    there belongs to the message.
+    """
+    marked = _with_marker(messages[i])
+    whole = render([*messages[:i], marked, *messages[i + 1 :]])
+    as_last = render([*messages[:i], marked])
+    n_content, after = _split_at_marker(text, whole, where, i)
+    _, mark = _split_at_marker(as_last, as_last, where, i)
+    mark = mark.rstrip()
+    if text[n_content:] != after:
+        raise _undecided(where, i)
+
+    # Common characters, but no part of a special token.
+    n = _n_common(after, mark)
+    tokens = tokenizer["special_tokens"]
+    for part in (after, mark):
+        for token in tokens:
+            for found in re.finditer(re.escape(token), part):
+                if found.start() < n < found.end():
+                    n = found.start()
+    n = len(after[:n].rstrip())
+
+    # A template may end the last message by one token and all others by another one. It is the
+    # first token after the message, before the header of the next message.
+    other_mark = next((token for token in tokens if after.startswith(token)), "")
+    if n == 0 and mark in tokens and other_mark:
+        first_content = str(messages[0].get("content"))
+        opening = text.partition(first_content)[0] if first_content else text
+        next_content = messages[i + 1].get("content") or MARKER
+        header = after[len(other_mark) :].partition(next_content)[0]
+        if other_mark not in opening and header.strip():
+            n = len(other_mark)
+    return n_content + n
+
+
+def _n_common(a, b):
+    """Return the number of characters that two texts have in common at their beginning."""
+    n = min(len(a), len(b))
+    for i in range(n):
+        if a[i] != b[i]:
+            return i
+    return n
+
+
+def _with_marker(message):
+    """Return a message with a marker at the end of its content."""
+    return message | {"content": message.get("content", "") + MARKER}
+
+
+def _split_at_marker(text, marked, where, i):
+    """Return (number of characters of `text` before the marker in `marked`, what follows it there).
+
+    `marked` is the same rendering, but with a marker. `text` may lack space before it.
+    """
+    before, found, after = marked.partition(MARKER)
+    n = len(before)
+    if text != marked:
+        n = _n_common(text, marked)
+    if not found or before[n:].strip():
+        raise _undecided(where, i)
+    return n, after
+
+
+def _ignore_outside(encoded, spans):
+    """Return (ids, ignored) of a chat: only tokens in the spans are labels.
+
+    encoded: (ids, first character of each, the one after its last).
+    """
+    ids, starts, ends = encoded
+    ignored = np.ones(len(ids), np.uint8)
+    for first, last in spans:
+        ignored[(ends > first) & (starts < last)] = 0  # a token may span the border
+    return ids, ignored
+
+
+def _check_labels(shard, what=""):
+    """Raise ValueError for a shard without any label."""
+    if np.all(shard["ignored"]):
+        raise ValueError(f"{what}{shard['name']}: no token is a label: only the answers of the "
+                         "assistant and the completions of prompts are, and it has none")
+
+
+def _describe_labels(dataset):
+    """Return facts about labels: their fraction, and what has none."""
+    n_labels = 0
+    n_empty = 0
+    T = dataset["seq_format"]["seq_len"]
+    files = []
+    for shard in dataset["shards"]:
+        if "ignored" not in shard:
+            n_labels += len(shard["tokens"])
+            continue
+        files += shard["unlabelled_files"]
+        is_label = shard["ignored"] == 0
+        n_labels += int(is_label.sum())
+        if dataset["seq_format"]["packing"] == "stream" and len(is_label) > T:
+            starts = np.arange(1, len(is_label), T)  # of the labels of each sequence
+            n_empty += int((np.add.reduceat(is_label, starts, dtype=np.int64) == 0).sum())
+    facts = [f"{n_labels / dataset['lengths'].sum():.1%} of the tokens are labels"]
+    if n_empty:
+        facts.append(f"{n_empty:,} sequences have no label")
+    if files:
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        facts.append(f"{len(files)} files have no label: {', '.join(files[:3])}{more}")
+    return facts
+
+
+N_SHOWN = 2  # documents to show
+SHOWN_TOKENS = 60  # at most, on each side of the first label
+
+
+def show_examples(dataset, tokenizer):
+    """Return the first documents with a label as texts, the labels within {+ and +}.
+
+    Returns [] if all tokens are labels.
+    """
+    texts = []
+    for shard in dataset["shards"]:
+        if "ignored" not in shard:
+            continue
+        # The first part of a split may have lost the end of a document.
+        documents = shard["documents"] - shard["token_offset"]
+        for first, last in documents.tolist():
+            ignored = shard["ignored"][max(first, 0) : last]
+            if first < 0 or np.all(ignored):
+                continue
+            ids = shard["tokens"][first : first + len(ignored)]
+            texts.append(_show_labels(ids, ignored, tokenizer))
+            if len(texts) == N_SHOWN:
+                return texts
+    return texts
+
+
+def _show_labels(ids, ignored, tokenizer):
+    """Return the text of a document, the labels within {+ and +}, cut around the first label."""
+    first_label = int(np.argmin(ignored))
+    start = max(0, first_label - SHOWN_TOKENS)
+    stop = first_label + SHOWN_TOKENS
+    # Where labels begin and end.
+    borders = np.flatnonzero(np.diff(ignored[start:stop])) + 1
+    pieces = ["..."] if start else []
+    shown = ""
+    for n in (*borders.tolist(), len(ignored[start:stop])):
+        # Decode from the beginning: some tokenizers drop the space at the start of a text.
+        text = tokenizer["decode"](ids[start : start + n])
+        piece = text[len(shown) :]
+        shown = text
+        pieces.append(piece if ignored[start + n - 1] else "{+" + piece + "+}")
+    if stop < len(ids):
+        pieces.append("...")
+    return "".join(pieces)
+
+
+CHAT_READERS = (
+    _read_prompt_or_chat, _named_columns, _parsed, _join_prompt, _messages_of_pair, _clean_messages,
+    _content_text, _takes_weight, _chat_template, render_chat, _check_order, _undecided,
+    _answer_span, _find_start, _find_end, _n_common, _with_marker, _split_at_marker,
+    _ignore_outside,
+)
 
 
 # ---- file formats
 
+JSON_FILES = (".json", ".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
+
+
+def _row_reader(path):
+    """Return the function that yields (where, row) for the rows of a file or folder; None if it is
+    a text file.
+    """
+    kind = _file_kind(path)
+    if path.is_dir() or kind.endswith((".parquet", ".arrow")):
+        return _table_rows
+    if kind.endswith((".csv", ".tsv")):
+        return _csv_rows
+    if kind.endswith(JSON_FILES) or _has_json_lines(path):
+        return _json_rows
+    return None
+
+
+def _has_json_lines(path):
+    """Return whether each line of a file is a JSON object, whatever the name of the file is."""
+    n_objects = 0
+    with _open_utf8(path) as file:
+        for line in file:
+            text = line.strip()
+            if text and not _is_json(text, dict):
+                return False
+            n_objects += bool(text)
+    return n_objects > 0
+
+
+def _is_json(text, kind):
+    """Return whether a text is a JSON value of this kind."""
+    if kind is dict and text[0] != "{":  # most text files: parse nothing
+        return False
+    try:
+        return isinstance(json.loads(text), kind)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _json_rows(path):
-    """Yield the rows of a .json or .jsonl file: one a line; of .json also those of one array."""
-    may_be_array = _file_kind(path).endswith(".json")
+    """Yield the rows of a JSON file: one a line; or, if its first line is not a complete row, all
+    rows and arrays of rows in it.
+    """
+    is_first = True
     with _open_utf8(path) as file:
         for number, line in enumerate(file, 1):
-            if may_be_array and line.lstrip()[:1] == "[":
-                text = line + file.read()
-                for i, row in enumerate(_parse_json(text, f"{path} line {number}"), 1):
-                    yield f"{path} row {i}", row, True
-            elif line.strip():
-                where = f"{path} line {number}"
-                yield where, _parse_json(line, where), True
+            if not line.strip():
+                continue
+            if is_first and not _is_json(line.strip(), dict):
+                yield from _json_values(line + file.read(), path, number)
+                return
+            is_first = False
+            where = f"{path} line {number}"
+            yield where, _parse_json(line, where)
+
+
+def _json_values(text, path, first_line):
+    """Yield the rows of JSON values that may span lines; an array has one row per element."""
+    decoder = json.JSONDecoder()
+    space = re.compile(r"\s*")
+    n_rows = 0
+    at = space.match(text).end()
+    while at < len(text):
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as e:
+            line = first_line + text.count("\n", 0, at)
+            raise ValueError(f"{path} line {line}: corrupted, or not JSON: {e}") from None
+        for row in value if isinstance(value, list) else [value]:
+            n_rows += 1
+            yield f"{path} row {n_rows}", row
+        at = space.match(text, end).end()
 
 
 def _parse_json(text, where):
@@ -1790,116 +2376,311 @@ def _parse_json(text, where):
         raise ValueError(f"{where}: corrupted, or not JSON: {e}") from None
 
 
+def _csv_rows(path):
+    """Yield the rows of a .csv or .tsv file as {name in the first line: text}."""
+    delimiter = "\t" if _file_kind(path).endswith(".tsv") else ","
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
+    with _open_utf8(path) as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        # csv.Error is not a ValueError. It has no line: the reader has.
+        while True:
+            try:
+                row = next(reader, None)
+            except csv.Error as e:
+                raise ValueError(f"{path} line {reader.line_num}: not {delimiter!r}-separated: "
+                                 f"{e}") from None
+            if row is None:
+                return
+            where = f"{path} line {reader.line_num}"
+            if None in row or None in row.values():
+                raise ValueError(f"{where}: does not have the {len(reader.fieldnames)} columns of "
+                                 "the first line; put quotes around a text that has a "
+                                 f"{delimiter!r}")
+            yield where, row
+
+
 def _table_rows(path):
-    """Yield the rows of a .parquet file, or of a folder by datasets.save_to_disk, as dicts."""
+    """Yield the rows of a .parquet or .arrow file, or of a folder by datasets.save_to_disk."""
     parquet = require("pyarrow.parquet", path)
     ipc = require("pyarrow.ipc", path)
     number = 0
     # ArrowInvalid is a ValueError.
-    with as_value_error(f"{path}: not a .parquet file or a folder of datasets",
+    with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets",
                         OSError, KeyError, ValueError):
         for batch in _arrow_batches(path, parquet, ipc):
+            types = {field.name: field.type for field in batch.schema}
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path} row {number}", row, True
+                plain = {name: _plain_value(x, types[name]) for name, x in row.items()}
+                yield f"{path} row {number}", plain
+
+
+def _plain_value(value, arrow_type):
+    """Return a value of Arrow as the row had it before it became a table.
+
+    Arrow gives all structs of a column the same fields, null where a row had none: these are
+    dropped. JSON that the datasets library has stored as text is parsed.
+    """
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return None if value is None else json.loads(value)
+    if isinstance(value, dict):
+        fields = {}
+        for i in range(arrow_type.num_fields):
+            field = arrow_type.field(i)
+            if value[field.name] is not None:
+                fields[field.name] = _plain_value(value[field.name], field.type)
+        return fields
+    if isinstance(value, list) and hasattr(arrow_type, "value_type"):
+        return [_plain_value(x, arrow_type.value_type) for x in value]
+    return value
 
 
 def _arrow_batches(path, parquet, ipc):
-    if path.is_file():
+    if path.is_dir():
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        for data_file in state["_data_files"]:
+            yield from ipc.open_stream(str(path / data_file["filename"]))
+    elif path.name.lower().endswith(".arrow"):
+        yield from ipc.open_stream(str(path))
+    else:
         yield from parquet.ParquetFile(path).iter_batches()
-        return
-    state = json.loads((path / "state.json").read_text())
-    for data_file in state["_data_files"]:
-        yield from ipc.open_stream(str(path / data_file["filename"]))
 
 
-FORMAT_READERS = (_json_rows, _parse_json, _table_rows, _arrow_batches)
+def _choose_split(folder, field):
+    """Return the split of a DatasetDict's folder: for training "train", for val_data another."""
+    names = ("train",)
+    if field == "val_data":
+        names = ("validation", "valid", "val", "dev", "eval", "test")
+    for name in names:
+        if os.path.isdir(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    with open(os.path.join(folder, "dataset_dict.json"), encoding="utf-8") as file:
+        splits = json.load(file)["splits"]
+    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits)}, none of which is "
+                     f"{' or '.join(names)}; name one, as in {folder}/{splits[0]}")
+
+
+FORMAT_READERS = (
+    _row_reader, _has_json_lines, _is_json, _json_rows, _json_values, _parse_json, _csv_rows,
+    _table_rows, _plain_value, _arrow_batches,
+)
 
 
 # ---- tokenizers
 
 TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
                    "generation_config.json")
-# Names of the token between documents, the first known one is used; then the folder's eos_token.
-EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# Names of the token that ends a document, for a tokenizer that declares none: the first known one.
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
-def _tiktoken_tokenizer(name):
+def _tiktoken_tokenizer(name, eos_token):
     library = require("tiktoken", f"tokenizer {name!r}")
     # An unknown name, or files that cannot be downloaded.
     with as_value_error(f"tokenizer {name!r}", Exception):
         encoding = library.get_encoding(name.partition(":")[2])
-    return {"encode_batch": encoding.encode_ordinary_batch, "decode": encoding.decode,
-            "vocab_size": encoding.n_vocab, "eos": encoding.eot_token}
+    special_tokens = {text: encoding.encode_single_token(text)
+                      for text in sorted(encoding.special_tokens_set)}
+    eos = encoding.eot_token
+    if eos_token:
+        eos = _find_token(eos_token, special_tokens.get(eos_token), name)
+    return {
+        "encode_batch": partial(encoding.encode_batch, allowed_special="all"),
+        "decode": encoding.decode,
+        "vocab_size": encoding.n_vocab,
+        "eos": eos,
+        "special_tokens": special_tokens,
+    }
 
 
-def _hf_tokenizer(name):
+def _hf_tokenizer(name, eos_token):
     """Load a tokenizer.json, or the one in a folder, by Hugging Face's tokenizers."""
     is_folder = os.path.isdir(name)
     path = Path(name, "tokenizer.json") if is_folder else Path(name)
-    if not path.is_file():
-        raise ValueError(f"tokenizer {name!r}: neither 'bytes', a tokenizer.json file, a folder "
-                         "with one, nor tiktoken:NAME")
+    if not path.is_file() or path.suffix == ".model":
+        raise ValueError(f"tokenizer {name!r}: {_why_no_tokenizer(name)}")
     library = require("tokenizers", f"tokenizer {name!r}")
-    settings = {}
     # The library may raise any exception.
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         tok = library.Tokenizer.from_file(str(path))
-        settings_path = path.with_name("tokenizer_config.json")
-        if is_folder and settings_path.exists():
-            settings = dict(json.loads(settings_path.read_bytes()))
+        settings = _read_settings(name, "special_tokens_map.json")
+        settings |= _read_settings(name, "tokenizer_config.json")
+        generation = _read_settings(name, "generation_config.json")
     tok.no_truncation()  # a tokenizer.json keeps both as they were last used
     tok.no_padding()
 
-    # The token between documents. In chats, a folder's eos_token ends a message.
-    chat_eos = settings.get("eos_token")
-    if isinstance(chat_eos, dict):
-        chat_eos = chat_eos["content"]
-    names = list(EOS_NAMES)
-    if chat_eos:
-        names.append(chat_eos)
-    ids = [tok.token_to_id(eos_name) for eos_name in names]
-    eos_ids = [i for i in ids if i is not None]
-    if not eos_ids:
-        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of {', '.join(names)}")
-    eos = eos_ids[0]
-    stops = {eos}
-    if chat_eos:
-        stops.add(tok.token_to_id(chat_eos))
+    # The token that ends a document: the named one, the declared one, or the first known one.
+    declared = settings.get("eos_token")
+    if isinstance(declared, dict):
+        declared = declared["content"]
+    known = [tok.token_to_id(text) for text in EOS_NAMES]
+    known = [i for i in known if i is not None]
+    if eos_token or declared:
+        eos_name = eos_token or declared
+        eos = _find_token(eos_name, tok.token_to_id(eos_name), name)
+    elif known:
+        eos = known[0]
+    else:
+        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of "
+                         f"{', '.join(EOS_NAMES)}; name another one with --eos_token")
+    # A model that was tuned on chats may end a text by several ids.
+    stops = {eos, *known[:1]}
+    more_stops = generation.get("eos_token_id") or []
+    stops.update(more_stops if isinstance(more_stops, list) else [more_stops])
 
-    # The first id that it adds to an empty text, other than eos, is its bos.
-    added_ids = [i for i in tok.encode("").ids if i != eos]
-    bos = added_ids[0] if added_ids else None
+    # The first id that it puts before a text, other than eos, is its bos.
+    plain_ids = tok.encode("a", add_special_tokens=False).ids
+    framed_ids = tok.encode("a").ids
+    first_ids = framed_ids[: framed_ids.index(plain_ids[0])] if plain_ids else []
+    bos = first_ids[0] if first_ids and first_ids[0] != eos else None
 
     def encode_batch(texts):
         encodings = tok.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    continuing = _without_first_space(library, tok)
+
+    def encode_continuations(texts):
+        encodings = continuing.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
     # A tokenizer.json alone has no chat template.
     files = _tokenizer_files(name)
     chat = None
     if len(files) > 1:
-        chat = cache(partial(_load_chat_tokenizer, name))
+        chat = cache(partial(_load_chat_template, name))
     if not files:
         files = [path]
 
+    special_tokens = {token.content: i for i, token in tok.get_added_tokens_decoder().items()}
     return {
         "encode_batch": encode_batch,
+        "encode_continuations": encode_continuations,
+        "encode_with_offsets": partial(_encode_with_offsets, tok),
         "decode": partial(tok.decode, skip_special_tokens=False),
+        "count_dropped": _make_count_dropped(tok),
         "vocab_size": max(tok.get_vocab().values()) + 1,  # ids may have gaps
         "bos": bos,
         "eos": eos,
         "stops": stops,
+        "special_tokens": special_tokens,
         "chat": chat,
         "key": [zlib.crc32(file.read_bytes()) for file in files],
     }
 
 
-def _load_chat_tokenizer(name):
+def _find_token(text, token_id, name):
+    """Return the id of a token, or raise ValueError if there is none."""
+    if token_id is None:
+        raise ValueError(f"tokenizer {name!r}: has no token {text!r} to end a document; name one "
+                         "that it has with --eos_token")
+    return token_id
+
+
+def _why_no_tokenizer(name):
+    """Return why a path is not a tokenizer, and what to do."""
+    folder = name if os.path.isdir(name) else os.path.dirname(name)
+    if not os.path.exists(name):
+        return ("no such file or folder; must be bytes, a tokenizer.json, a folder with one, or "
+                "tiktoken:NAME")
+    return (f"has no tokenizer.json. Make one: python -c \"from transformers import AutoTokenizer "
+            f"as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\"")
+
+
+def _read_settings(folder, name):
+    """Return the object in a JSON file of a tokenizer's folder; {} without that file."""
+    path = Path(folder, name)
+    if not path.is_file():
+        return {}
+    return dict(json.loads(path.read_bytes()))
+
+
+def _encode_with_offsets(tok, texts):
+    """Return [(ids, first character of each, the one after its last)] of texts."""
+    encoded = []
+    for encoding in tok.encode_batch(texts, add_special_tokens=False):
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        encoded.append((np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]))
+    return encoded
+
+
+def _without_first_space(library, tok):
+    """Copy a tokenizer, without the space that it may put before a text (Metaspace).
+
+    A completion is encoded so: its space, if it has one, is its own.
+    """
+    settings = json.loads(tok.to_str())
+    normalizer = settings["normalizer"]
+    if normalizer and normalizer["type"] == "Prepend":
+        settings["normalizer"] = None
+    elif normalizer and normalizer["type"] == "Sequence":
+        parts = [part for part in normalizer["normalizers"] if part["type"] != "Prepend"]
+        normalizer["normalizers"] = parts
+    splitter = settings["pre_tokenizer"] or {}
+    for part in (splitter, *splitter.get("pretokenizers", ())):
+        if part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "never"
+        elif part.get("type") == "ByteLevel":
+            part["add_prefix_space"] = False
+    return library.Tokenizer.from_str(json.dumps(settings))
+
+
+def _make_count_dropped(tok):
+    """Make the function that counts the characters of a text which have no token, or the token for
+    unknown text. Spaces do not count. None if the tokenizer keeps rare characters.
+    """
+    rare = "\u00e9\u4e09\u07c7\U0001f642\ue000"
+    kept = tok.decode(tok.encode(rare, add_special_tokens=False).ids, skip_special_tokens=False)
+    if all(character in kept for character in rare):
+        return None
+    settings = json.loads(tok.to_str())["model"]
+    unknown = settings.get("unk_id")
+    if settings.get("unk_token"):
+        unknown = tok.token_to_id(settings["unk_token"])
+
+    def count_dropped(text):
+        encoding = tok.encode(text, add_special_tokens=False)
+        has_token = np.zeros(len(text), bool)
+        for i, (first, last) in zip(encoding.ids, encoding.offsets):
+            if i != unknown:
+                has_token[first:last] = True
+        return sum(not text[i].isspace() for i in np.flatnonzero(~has_token))
+
+    return count_dropped
+
+
+def _load_chat_template(name):
+    """Return the chat template of a folder, or None: {
+        "render": (messages, tools, add_generation_prompt) -> text,
+        "render_marked": (messages, tools) -> (text, [first, last) of what {% generation %} marks),
+        "marks_answers": whether the template has such marks}.
+
+    Only the template comes from transformers: its class for a folder may encode text in another
+    way than the folder's tokenizer.json.
+    """
     library = require("transformers", f"tokenizer {name!r}: a chat")
+    templates = require("transformers.utils.chat_template_utils", f"tokenizer {name!r}: a chat")
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
-        return library.AutoTokenizer.from_pretrained(
-            name, local_files_only=True, trust_remote_code=False)
+        settings = library.PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
+    if not settings.chat_template:
+        return None
+
+    def render_one(messages, tools, add_generation_prompt=False, marked=False):
+        texts, spans = templates.render_jinja_template(
+            [messages], tools, chat_template=settings.get_chat_template(None, tools),
+            return_assistant_tokens_mask=marked, add_generation_prompt=add_generation_prompt,
+            **settings.special_tokens_map)
+        return texts[0], spans[0] if marked else None
+
+    def render(messages, tools, add_generation_prompt=False):
+        return render_one(messages, tools, add_generation_prompt)[0]
+
+    def render_marked(messages, tools):
+        return render_one(messages, tools, marked=True)
+
+    mark = re.compile(r"\{%-?\s*generation\s*-?%\}")
+    return {"render": render, "render_marked": render_marked,
+            "marks_answers": bool(mark.search(str(settings.chat_template)))}
 
 
 def _tokenizer_files(folder):

@@ -1057,17 +1057,21 @@ def _sample(logits_BV, key, cfg):
 def sample_text(params, key, cfg, tokenizer, compiler_options=None):
     """Write cfg.n_samples texts: each is cfg.prompt and up to cfg.sample_tokens more tokens, cut at
     the end of a document or of a turn in a chat. tokenizer: {"encode", "decode", "bos", "eos",
-    "stops"}.
+    "stops", "special_tokens"}.
     """
     if not cfg.sample_tokens:
         return []
     tokens_BT, lengths_B = _prompts(cfg, tokenizer)
     new = generate(params, tokens_BT, lengths_B, cfg, key, cfg.sample_tokens, compiler_options)
     rows = multihost_utils.process_allgather(new, tiled=True).tolist()
+    prompt = np.asarray(tokens_BT)[0].tolist()
+    n_before = len(tokenizer["decode"](prompt))
     texts = []
     for row in rows:
         kept = takewhile(lambda token: token not in tokenizer["stops"], row)
-        texts.append(cfg.prompt + tokenizer["decode"](list(kept)))
+        # Decode the prompt too: some tokenizers drop the space at the start of a text.
+        whole = tokenizer["decode"]([*prompt, *kept])
+        texts.append(cfg.prompt + whole[n_before:])
     return texts
 
 
@@ -1084,7 +1088,10 @@ def _prompts(cfg, tokenizer):
     first = tokenizer["bos"]
     if first is None:
         first = tokenizer["eos"]
-    prompt = [first, *tokenizer["encode"](cfg.prompt)]
+    prompt = tokenizer["encode"](cfg.prompt).tolist()
+    # A prompt that begins with a special token, as a rendered chat does, needs no other one.
+    if not prompt or prompt[0] not in tokenizer["special_tokens"].values():
+        prompt.insert(0, first)
     tokens = np.tile(np.int32(prompt), (cfg.n_samples, 1))
     lengths = np.full(cfg.n_samples, len(prompt), np.int32)
     return tokens, lengths

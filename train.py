@@ -71,7 +71,7 @@ def resolve_text(platform, cfg):
     """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
     vocab_size = cfg.vocab_size
     if not vocab_size:
-        vocab_size = data.make_tokenizer(cfg.tokenizer)["vocab_size"]
+        vocab_size = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)["vocab_size"]
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
@@ -119,7 +119,7 @@ TEXT = {
     "metrics": data.text_metrics,
     # (params, key, cfg) -> texts to print
     "sample": lambda params, key, cfg: model.sample_text(
-        params, key, cfg, data.make_tokenizer(cfg.tokenizer),
+        params, key, cfg, data.make_tokenizer(cfg.tokenizer, cfg.eos_token),
         steplib.compiler_options(cfg, jax.devices()[0])),
     # (params as shapes, cfg) -> {"sampling", "export": lowered program}, to estimate their memory
     "programs": lambda params, cfg: text_programs(params, cfg),
@@ -1808,6 +1808,9 @@ def print_data_summary(opened, log):
     for part, source in opened.items():
         if source and "summary" in source:
             log(f"{part} data: {source['summary']}")
+        if source and part == "train":
+            for text in source.get("examples", ()):
+                log(f"example, labels within {{+ +}}: {text}")
 
 
 def describe_run(setup, programs, meta, sources):
@@ -2100,7 +2103,7 @@ def export_hf(params, cfg):
 
     if not as_adapter:
         params = model.merge_lora(params, cfg)
-        tokenizer = data.make_tokenizer(cfg.tokenizer)
+        tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
         hf_config["torch_dtype"] = cfg.export_dtype
         hf_config["bos_token_id"] = tokenizer["bos"]
         hf_config["eos_token_id"] = tokenizer["eos"]
@@ -2274,7 +2277,7 @@ def text_programs(params, cfg):
     programs = {}
     if cfg.sample_tokens:
         programs["sampling"] = model.lower_sampling(
-            params, cfg, data.make_tokenizer(cfg.tokenizer), options)
+            params, cfg, data.make_tokenizer(cfg.tokenizer, cfg.eos_token), options)
     if cfg.export:
         function = partial(largest_tensor, cfg=cfg)
         programs["export"] = jax.jit(function, compiler_options=options).lower(params)
