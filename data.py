@@ -27,7 +27,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 
@@ -666,7 +666,7 @@ def _encode_files(paths, tokenizer, columns):
     "file": its number, "facts": {name: number} to count}.
 
     The last piece of a document has is_last. Rows are encoded 512 at a time: a tokenizer's library
-    uses all cores for a list.
+    uses all cores for a list, and a thread calls it, so that this one can read more rows meanwhile.
     """
     # The number of bytes, for the progress bar.
     total = 0
@@ -675,19 +675,27 @@ def _encode_files(paths, tokenizer, columns):
         total += sum(file.stat().st_size for file in files)
     is_table = [bool(_row_reader(path)) for path in paths]
     rows = _rows_of_files(paths, tokenizer["piece"], columns)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
-              leave=False) as bar:
+    with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
+               leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
+        pending = None  # rows, their examples, and the future of their ids
         while True:
             some_rows = list(islice(rows, 512))
+            examples = [read_example(row, where, tokenizer) for _, where, row, _ in some_rows]
+            encoding = pool.submit(encode_examples, examples, tokenizer)
+            if pending:
+                yield from _pieces(*pending, is_table, tokenizer)
+                bar.update(sum(len(example["text"]) for example in pending[1]))
             if not some_rows:
                 return
-            examples = [read_example(row, where, tokenizer) for _, where, row, _ in some_rows]
-            encoded = encode_examples(examples, tokenizer)
-            bar.update(sum(len(example["text"]) for example in examples))
-            for (file, _, _, is_last), example, (ids, ignored) in zip(some_rows, examples, encoded):
-                facts = _facts_of(example, is_table[file], tokenizer)
-                yield {"ids": ids, "ignored": ignored, "is_chat": example["kind"] == "chat",
-                       "is_last": is_last, "file": file, "facts": facts}
+            pending = (some_rows, examples, encoding)
+
+
+def _pieces(rows, examples, encoding, is_table, tokenizer):
+    """Yield the pieces of rows, see `_encode_files`. encoding: the future of their ids."""
+    for (file, _, _, is_last), example, (ids, ignored) in zip(rows, examples, encoding.result()):
+        facts = _facts_of(example, is_table[file], tokenizer)
+        yield {"ids": ids, "ignored": ignored, "is_chat": example["kind"] == "chat",
+               "is_last": is_last, "file": file, "facts": facts}
 
 
 def _rows_of_files(paths, size, columns):
@@ -901,8 +909,8 @@ def _readers():
     """List the functions that decide which tokens come from a file and a tokenizer."""
     readers = (
         rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, read_example, _find_form,
-        encode_examples, _encode_files, _rows_of_files, _facts_of, _write_shard, _write_documents,
-        _ids_before, _append_ids,
+        encode_examples, _encode_files, _pieces, _rows_of_files, _facts_of, _write_shard,
+        _write_documents, _ids_before, _append_ids,
     )
     return readers + CHAT_READERS + FORMAT_READERS
 
@@ -1207,8 +1215,9 @@ def check_ids(rows, vocab_size, shards):
     is_bad = (rows < 0) | (rows >= vocab_size)
     i = int(np.argmax(is_bad.any(axis=1)))
     raise ValueError(
-        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}); set "
-        "--vocab_size, or use the tokenizer that wrote the file")
+        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}), the "
+        "vocabulary of the model: use the tokenizer of the model. A new model may have a larger "
+        "--vocab_size")
 
 
 def _check_unchanged(shard):
@@ -1888,7 +1897,7 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
 
     system = row.get("system")
     if form == "prompt, completion":
-        messages = _messages_of_pair(row["prompt"], row["completion"], where)
+        messages = messages_of_pair(row["prompt"], row["completion"], where)
     elif form == "instruction, output":
         instruction = row["instruction"]
         if row.get("input"):
@@ -1936,7 +1945,7 @@ def _join_prompt(prompt, completion):
     return np.concatenate([prompt, completion]), ignored
 
 
-def _messages_of_pair(prompt, completion, where):
+def messages_of_pair(prompt, completion, where):
     """Join the messages of a prompt and of its completion. Only the completion has labels."""
     prompt = _parsed(prompt, f"{where}: prompt")
     completion = _parsed(completion, f"{where}: completion")
@@ -2096,7 +2105,11 @@ def _answer_span(render, messages, text, i, where, tokenizer):
     else:
         first = _find_start(render, messages, text, i, where)
     is_last = i == len(messages) - 1
-    through = text.rstrip() if is_last else render(messages[: i + 1]).rstrip()
+    through = text if is_last else render(messages[: i + 1])
+    # Without space at the end, unless it is the answer's own.
+    content = messages[i].get("content", "")
+    if not content.strip() or not through.endswith(content):
+        through = through.rstrip()
     if text.startswith(through):
         return first, len(through)
     return first, _find_end(render, messages, text, i, where, tokenizer)
@@ -2177,7 +2190,14 @@ def _n_common(a, b):
 
 
 def _with_marker(message):
-    """Return a message with a marker at the end of its content."""
+    """Return a message with a marker at the end of its content, or in its last tool call, which
+    comes after the content.
+    """
+    calls = message.get("tool_calls")
+    if calls and isinstance(calls[-1], dict) and isinstance(calls[-1].get("function"), dict):
+        function = calls[-1]["function"]
+        function = function | {"name": str(function.get("name")) + MARKER}
+        return message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function}]}
     return message | {"content": message.get("content", "") + MARKER}
 
 
@@ -2286,7 +2306,7 @@ def _show_labels(ids, ignored, tokenizer):
 
 
 CHAT_READERS = (
-    _read_prompt_or_chat, _named_columns, _parsed, _join_prompt, _messages_of_pair, _clean_messages,
+    _read_prompt_or_chat, _named_columns, _parsed, _join_prompt, messages_of_pair, _clean_messages,
     _content_text, _takes_weight, _chat_template, render_chat, _check_order, _undecided,
     _answer_span, _find_start, _find_end, _n_common, _with_marker, _split_at_marker,
     _ignore_outside,
@@ -2599,7 +2619,8 @@ def _encode_with_offsets(tok, texts):
     """Return [(ids, first character of each, the one after its last)] of texts."""
     encoded = []
     for encoding in tok.encode_batch(texts, add_special_tokens=False):
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
+        offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
         encoded.append((np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]))
     return encoded
 

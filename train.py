@@ -1278,11 +1278,16 @@ def sums_to_json(sums):
     return texts
 
 
+UNLABELLED = "steps_without_labels"  # their number since the last log row
+
+
 def metric_sums(metrics):
     """{name: (sum, count)} from the metrics of a step, which are means and "counts"."""
     sums = {}
     for name, count in metrics.get("counts", {}).items():  # a hook's train_step may give none
         sums[name] = (np.float64(metrics[name]) * (count or 1), float(count))
+    if metrics.get("n_labels") == 0:  # prompts and chats: a batch may have no answer
+        sums[UNLABELLED] = (np.float64(1), 0.0)
     return sums
 
 
@@ -1307,7 +1312,7 @@ def metric_means(sums):
     for name, (total, count) in sums.items():
         if count:
             means[name] = total / count
-        elif n_labels or np.ndim(total):
+        elif n_labels or np.ndim(total) or name == UNLABELLED:
             means[name] = total
         else:
             means[name] = np.nan
@@ -1726,7 +1731,10 @@ def print_log_row(row, speed):
         loss = "no label"
     lr = format_metrics(row, ["lr"])
     wait = f"data wait {1000 * row['data_wait_s']:.1f} ms"
-    print0(f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}")
+    unlabelled = ""
+    if row.get(UNLABELLED):
+        unlabelled = f"  {row[UNLABELLED]:.0f} steps without a label"
+    print0(f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}{unlabelled}")
 
 
 def print_eval_row(row):
@@ -1744,11 +1752,14 @@ def print_eval_row(row):
 
 def print_samples(texts):
     for text in texts:
-        # Control characters as escapes: a terminal would obey them.
-        text = "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
-        print0(f"{' sample '.center(24, '-')}\n{text}")
+        print0(f"{' sample '.center(24, '-')}\n{printable(text)}")
     if texts:
         print0("-" * 24)
+
+
+def printable(text):
+    """A text with control characters as escapes: a terminal would obey them."""
+    return "".join(c if c.isprintable() or c in "\t\n" else repr(c)[1:-1] for c in text)
 
 
 def print_summary(cfg, row):
@@ -1810,7 +1821,7 @@ def print_data_summary(opened, log):
             log(f"{part} data: {source['summary']}")
         if source and part == "train":
             for text in source.get("examples", ()):
-                log(f"example, labels within {{+ +}}: {text}")
+                log(f"example, labels within {{+ +}}: {printable(text)}")
 
 
 def describe_run(setup, programs, meta, sources):
@@ -2051,10 +2062,23 @@ def config_from_hf(cfg):
                 errors.append(config.field_error(
                     cfg, name, f"is {value!r} in that folder; leave it out"))
         config.raise_if_errors(errors, f"init_from {path}")
-        if cfg.tokenizer == "bytes" and Path(path, "tokenizer.json").is_file():
-            fields["tokenizer"] = path
+        if cfg.tokenizer == "bytes":
+            fields["tokenizer"] = tokenizer_from_hf(path, cfg, fields["vocab_size"])
         cfg = dataclasses.replace(cfg, **fields)
     return cfg
+
+
+def tokenizer_from_hf(path, cfg, vocab_size):
+    """The tokenizer of a folder of weights. Raises ValueError where text would become the bytes
+    that these weights do not know.
+    """
+    if Path(path, "tokenizer.json").is_file():
+        return path
+    patterns = [*cfg.data, *cfg.val_data, *(name.rpartition("=")[0] for name in cfg.mix)]
+    has_text = not patterns or not all(name.endswith(data.TOKEN_FILES) for name in patterns)
+    if has_text and vocab_size != 256:  # 256: a model of bytes
+        data.make_tokenizer(path)  # raises the error that says how to make a tokenizer.json
+    return cfg.tokenizer
 
 
 def open_hf(path, cfg):

@@ -3,9 +3,11 @@
 
 python tests/recipes/dpo.py --data pairs.jsonl --init_from out --beta 0.1 --out_dir out/dpo
 
-A row {"prompt", "chosen", "rejected"} is tokenized like a prompt and its completion. The labels are
-the answer and its end. A pair that exceeds seq_len loses the beginning of its prompt, then the end
-of an answer.
+A row {"prompt", "chosen", "rejected"} has three texts, which are tokenized like a prompt and its
+completion, or three lists of messages, which are rendered by the chat template. "prompt" may be
+missing beside messages: then it is what both conversations begin with. The labels are the answer
+and its end. A pair that exceeds seq_len loses the beginning of its prompt, then the end of an
+answer.
 """
 import sys
 import zlib
@@ -88,17 +90,23 @@ def batch_shapes(cfg):
 # ---- the pairs
 
 def read_pairs(patterns, cfg):
-    """[pair], each [(ids, number of labels) of the chosen answer, and of the rejected one]."""
-    tokenizer = data.make_tokenizer(cfg.tokenizer)
+    """[pair], each [(ids, which of them are labels) of the chosen answer, and of the rejected one].
+    """
+    tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
     pairs = []
     n_cut = 0
     for path in data.expand(patterns):
-        for where, row, _ in data.rows_in(path, -1):
-            texts = check_row(row, where)
-            pair = make_pair(texts, tokenizer, cfg.seq_len)
+        for where, row, _ in data.rows_in(path, -1, cfg.columns):
+            if is_conversation(row):
+                answers = encode_conversations(row, tokenizer, where)
+            else:
+                answers = encode_texts(check_row(row, where), tokenizer)
+            pair = cut_pair(answers, cfg.seq_len)
             ids = np.concatenate([ids for ids, _ in pair])
             data.check_ids(ids[None], cfg.vocab_size, [{"name": where}])
-            n_cut += sum(ids[-1] != tokenizer["eos"] for ids, _ in pair)
+            for whole, is_label in answers:
+                n_answer = len(whole) - int(np.argmax(is_label))
+                n_cut += int(n_answer > cfg.seq_len)
             pairs.append(pair)
     if n_cut:
         train.print0(f"{' '.join(patterns)}: {n_cut:,} answers are cut, longer than --seq_len "
@@ -124,21 +132,74 @@ def check_row(row, where):
     return [row["prompt"], row["chosen"], row["rejected"]]
 
 
-def make_pair(texts, tokenizer, T):
-    """[(ids, number of labels)] of both answers, each with the prompt in front. At most T + 1 ids:
-    the last is only a label.
-    """
-    prompt, chosen, rejected = tokenizer["encode_batch"](texts)
-    answers = []
-    for answer in (chosen, rejected):
-        answer = np.append(np.int32(answer), np.int32(tokenizer["eos"]))
-        answers.append(answer[:T])
+def encode_texts(texts, tokenizer):
+    """[(ids, which of them are labels)] of both answers, each with the prompt in front."""
+    prompt = tokenizer["encode"](texts[0])
     begin = tokenizer["bos"]
     if begin is None:
         begin = tokenizer["eos"]
-    longest = max(len(answer) for answer in answers)
-    prompt = np.append(np.int32(begin), np.int32(prompt))[longest - T - 1:]
-    return [(np.append(prompt, answer), len(answer)) for answer in answers]
+    prompt = np.append(np.int32(begin), np.int32(prompt))
+    encoded = []
+    for answer in tokenizer["encode_continuations"](texts[1:]):
+        answer = np.append(np.int32(answer), np.int32(tokenizer["eos"]))
+        is_label = np.repeat([False, True], [len(prompt), len(answer)])
+        encoded.append((np.append(prompt, answer), is_label))
+    return encoded
+
+
+def is_conversation(row):
+    """Whether a row has lists of messages."""
+    if not isinstance(row, dict):
+        return False
+    answers = [row.get("chosen"), row.get("rejected")]
+    return all(isinstance(x, list) and x and isinstance(x[0], dict) for x in answers)
+
+
+def encode_conversations(row, tokenizer, where):
+    """As encode_texts, for lists of messages. Labels are the assistant's messages of an answer."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    prompt = row.get("prompt") or []
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    # The conversations may repeat the prompt, or have it alone.
+    repeated = chosen[0].get("role") != "assistant" or rejected[0].get("role") != "assistant"
+    if repeated:
+        n_common = 0
+        for a, b in zip(chosen, rejected):
+            if a != b:
+                break
+            n_common += 1
+        prompt, chosen, rejected = chosen[:n_common], chosen[n_common:], rejected[n_common:]
+    examples = []
+    for answer in (chosen, rejected):
+        messages = data.messages_of_pair(prompt, answer, where)
+        text, spans = data.render_chat(messages, row.get("tools"), tokenizer, where)
+        examples.append({"kind": "chat", "text": text, "spans": spans})
+    encoded = []
+    for name, (ids, ignored) in zip(("chosen", "rejected"),
+                                    data.encode_examples(examples, tokenizer)):
+        is_label = np.asarray(ignored) == 0
+        if not is_label.any():
+            raise ValueError(f"{where}: {name} has no message of the assistant that the other one "
+                             "does not have: correct this line or delete it")
+        encoded.append((np.int32(ids), is_label))
+    return encoded
+
+
+def cut_pair(answers, T):
+    """Both answers of a pair with at most T + 1 ids: the last id is only a label."""
+    parts = []
+    for ids, is_label in answers:
+        n_prompt = int(np.argmax(is_label))
+        answer = slice(n_prompt, n_prompt + T)
+        parts.append((ids[:n_prompt], ids[answer], is_label[answer]))
+    longest = max(len(answer) for _, answer, _ in parts)
+    pair = []
+    for prompt, answer, is_label in parts:
+        prompt = prompt[longest - T - 1:]
+        ids = np.append(prompt, answer)
+        pair.append((ids, np.append(np.zeros(len(prompt), bool), is_label)))
+    return pair
 
 
 def build_batch(pairs, reference, T, examples, valid=True):
@@ -146,10 +207,10 @@ def build_batch(pairs, reference, T, examples, valid=True):
     tokens = np.zeros((len(examples), 2, T), np.int32)
     labels = np.full_like(tokens, model.IGNORE)
     for row, side in np.ndindex(len(examples), 2):
-        ids, n = pairs[examples[row]][side]
+        ids, is_label = pairs[examples[row]][side]
         end = len(ids) - 1
         tokens[row, side, :end] = ids[:-1]
-        labels[row, side, end - n : end] = ids[-n:]
+        labels[row, side, :end] = np.where(is_label[1:], ids[1:], model.IGNORE)
     labels[~np.broadcast_to(valid, len(examples))] = model.IGNORE
     return {"tokens": tokens, "labels": labels, "reference": reference[examples]}
 
@@ -198,8 +259,8 @@ def load_or_score(cfg, pairs):
     """
     checksum = 0
     for pair in pairs:
-        for ids, n_labels in pair:
-            checksum = zlib.crc32(np.append(ids, n_labels).tobytes(), checksum)
+        for ids, is_label in pair:
+            checksum = zlib.crc32(np.append(ids, is_label).tobytes(), checksum)
     run_root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     _, meta = ckpt.find_start(cfg.out_dir, run_root, cfg.resume)
     root = ckpt.join_path(run_root, "reference")
