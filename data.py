@@ -2590,7 +2590,7 @@ def _hf_tokenizer(name, eos_token):
 
 
 def _find_token(text, token_id, name):
-    """Return the id of a token, or raise ValueError if there is none."""
+    """Return the id of a token, or raise ValueError if it has none."""
     if token_id is None:
         raise ValueError(f"tokenizer {name!r}: has no token {text!r} to end a document; name one "
                          "that it has with --eos_token")

@@ -27,6 +27,7 @@ import signal
 import threading
 import time
 import traceback
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -145,18 +146,23 @@ TEXT = {
 # ---- a run
 
 
-def main(cfg, hooks=(), task=TEXT, state=None, params=None):
+def main(cfg, hooks=(), task=TEXT, state=None, params=None, rows=None):
     """Do what cfg.mode says. Return a summary with at least "step", "reason" and "exit_code"; after
     training also "state", "mesh" and "checkpoint", the path of the newest one.
 
     hooks: functions hook(event, value); a result that is not None replaces the value. For the
     events see tests/GUIDE.md. task: what to train, see `TEXT`. state, params: train, evaluate,
-    sample or export these instead of those on disk; neither is changed.
+    sample or export these instead of those on disk; neither is changed. rows: {"train": rows,
+    "val": rows}, each an iterable of dicts such as a datasets.Dataset, instead of files in cfg.data
+    and cfg.val_data.
     """
     launched = time.perf_counter()
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
     hooks = (*hooks, *load_hooks(cfg.hooks))
+    # Optional: rows from Python.
+    if rows is not None:
+        cfg = write_rows(cfg, rows)
 
     # Modes without a training loop.
     if cfg.mode in ("plan", "data") and (state is not None or params is not None):
@@ -1860,10 +1866,11 @@ def describe_run(setup, programs, meta, sources):
 
 # ---- optional
 #
-# The rooms, in this order: custom tasks, sparse rows, checks of stop conditions, validation data
-# that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
-# Hugging Face weights, modes without a loop, memory estimates, hooks from files, compilation cache,
-# several processes, profiler, plot, trackers. Then the observers that run, and the command line.
+# The rooms, in this order: custom tasks, rows from Python, sparse rows, checks of stop conditions,
+# validation data that comes later, exports during a run, dynamic sources of parameters, excluded
+# parameters, Hugging Face weights, modes without a loop, memory estimates, hooks from files,
+# compilation cache, several processes, profiler, plot, trackers. Then the observers that run, and
+# the command line.
 
 
 # ---- custom tasks
@@ -1919,6 +1926,43 @@ def check_table(table):
     if not errors and not any(row.get("trained", True) for row in table.values()):
         errors.append("table: no parameter is trained; freeze fewer")
     config.raise_if_errors(errors, "task")
+
+
+# ---- rows from Python
+
+
+def write_rows(cfg, rows):
+    """cfg whose data are these rows, written to out_dir/rows as .jsonl. A file is named after its
+    content, so that a resumed run finds the same one, and the command line can resume it.
+
+    Raises ValueError when cfg names files too, or a row is not an object of JSON values.
+    """
+    fields = {"train": "data", "val": "val_data"}
+    config.raise_if_errors(config.key_errors("rows: ", rows, fields, ("train",)))
+    taken = [name for name in ("data", "val_data", "mix") if getattr(cfg, name)]
+    if taken:
+        raise ValueError(f"rows: cannot be used together with {', '.join(taken)}; leave that empty")
+    paths = {}
+    for part, field in fields.items():
+        if part not in rows:
+            continue
+        lines = []
+        for i, row in enumerate(rows[part]):
+            try:
+                if not isinstance(row, dict):
+                    raise TypeError(f"is {type(row).__name__}, must be a dict")
+                lines.append(json.dumps(row) + "\n")
+            except TypeError as e:
+                raise ValueError(f"rows: {part} row {i}: {e}") from None
+        text = "".join(lines)
+        name = f"{part}-{zlib.crc32(text.encode()):08x}.jsonl"
+        path = Path(cfg.out_dir, "rows", name)
+        if is_main() and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ckpt.replace_file(path, text)
+        paths[field] = (str(path),)
+    ckpt.broadcast_from_main(lambda: 0)  # the other processes wait until the files are there
+    return dataclasses.replace(cfg, **paths)
 
 
 # ---- sparse rows

@@ -188,6 +188,10 @@ def sequences(cfg):
     return [source and source["n"] for source in sources.values()]
 
 
+def eos_id(cfg):
+    return data.make_tokenizer(cfg.tokenizer, cfg.eos_token)["eos"]
+
+
 def letters(split):
     def observe(cfg):
         source = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])[split]
@@ -413,6 +417,9 @@ FIELDS = {
     "window_repeats": row(dict(window_repeats=5), n_windows, 2, 1, WINDOWS),
     "wait_s": row(dict(wait_s=1e6), lambda cfg: in_windows(cfg)["batch"](9, np.arange(8)) is None,
                   False, True, WINDOWS),
+    "columns": row(dict(columns=("text=note",)), letters("train"), ["\0", "s"], ["\0", "n"],
+                   dict(data=("notes.jsonl",), val_frac=0.0)),
+    "eos_token": row(dict(eos_token="a"), eos_id, 0, 1, dict(tokenizer="words.json")),
     "tokenizer": row(dict(tokenizer="words.json"), shape("embed"), (256, 16), (2, 16)),
     "document_mask": row(dict(document_mask=True), batch_names, ["labels", "tokens"],
                   ["labels", "positions", "segments", "tokens"]),
@@ -570,6 +577,7 @@ def folder(tmp_path_factory):
     np.array([3, 1, 1, 1] * 250, np.uint16).tofile("ids.bin")
     texts = ["a long text of words", *["short"] * 10]
     Path("lines.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    Path("notes.jsonl").write_text('{"text": "sssss", "note": "nnnnn"}\n' * 99)
     np.save("count.npy", np.arange(193, dtype=np.uint8))
     Path("words.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [], "model": {

@@ -133,8 +133,10 @@ JUMPS = {
         "document mask": ["_add_document_mask"],
         "packing": ["_cut_documents", "_describe_packing", "_pack_shards", "_packed_batch"],
         "token files": ["_open_token_files"],
-        "prompts and chats": ["CHAT_READERS", "_check_messages", "_encode_chat", "_join_prompt"],
-        "file formats": ["FORMAT_READERS", "_json_rows", "_table_rows"],
+        "prompts and chats": ["CHAT_READERS", "_check_labels", "_describe_labels",
+                              "_ignore_outside", "_join_prompt", "_named_columns",
+                              "_read_prompt_or_chat", "show_examples"],
+        "file formats": ["FORMAT_READERS", "_choose_split", "_row_reader"],
         "tokenizers": ["_hf_tokenizer", "_tiktoken_tokenizer"],
     },
     "ckpt.py": {
@@ -145,6 +147,7 @@ JUMPS = {
     },
     "train.py": {
         "custom tasks": ["check_table", "complete_task"],
+        "rows from Python": ["write_rows"],
         "sparse rows": ["id_errors"],
         "checks of stop conditions": ["check_stop_metrics"],
         "validation data that comes later": ["val_data_at"],

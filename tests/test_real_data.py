@@ -65,7 +65,8 @@ FAMILIES = {
     "{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}{% elif m.role == 'tool' %}"
     "{{ '<|tool|>' + m.content }}{% else %}{{ '<|Assistant|>' }}{% generation %}"
     "{{ (m.content or '').split('</think>')[-1] }}" + CALLS
-    + "{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
+    + "{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
     # Llama 3: trimmed content, tool calls end in another mark.
     "llama": "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.role == 'assistant' %}"
@@ -78,8 +79,8 @@ FAMILIES = {
     "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% elif m.role == 'user' %}"
     "{{ '[INST]' + ns.system + m.content + '[/INST]' }}{% set ns.system = '' %}"
     "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% else %}"
-    "{% generation %}{{ m.content or '' }}" + CALLS + "{{ eos_token }}{% endgeneration %}{% endif %}"
-    "{% endfor %}",
+    "{% generation %}{{ m.content or '' }}" + CALLS
+    + "{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}",
     # Gemma: another name of the role, strict order, the system message joins the first question.
     "gemma": "{{ bos_token }}{% set ns = namespace(system='', n=0) %}{% for m in messages %}"
     "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% else %}"

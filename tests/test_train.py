@@ -604,7 +604,7 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     """--mode sample takes the config of the saved run as defaults, does not need the training
     data, and prints the same text for the same seed.
 
-    Break: model.py: texts.append(cfg.prompt + tokenizer => texts.append(tokenizer
+    Break: model.py: texts.append(cfg.prompt + whole[n_before:]) => texts.append(whole[n_before:])
     """
     train.main(tiny())
     (tmp_path / "text.txt").unlink()
