@@ -2,11 +2,14 @@
 """Data, chats and tokenizers as people have them: each case makes its input, and expects tokens,
 labels or a sentence.
 """
-import dataclasses
 import gzip
 import json
+import random
 import re
+import time
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -218,3 +221,793 @@ def test_labels_are_those_of_transformers(family, name, tmp_path):
     assert ids == wanted["input_ids"]
     mask = [bool(x) for x in wanted["assistant_masks"]]
     assert is_label == mask, (shown(ids, is_label, tokenizer), shown(ids, mask, tokenizer))
+
+
+def random_text(rng, words, n_words=4):
+    return "".join(rng.choice(words) for _ in range(rng.randrange(n_words)))
+
+
+def random_conversation(rng, with_tools):
+    """A conversation whose texts look like marks, prompts and thoughts."""
+    words = ["low", "<", "<|", "user\n", "assistant\n", " ", "\n", "a", "<|im_end|>", "<b>"]
+    messages = []
+    if rng.random() < 0.4:
+        messages.append(said("system", "be " + random_text(rng, words)))
+    for _ in range(rng.randrange(1, 4)):
+        messages.append(said("user", "q" + random_text(rng, words)))
+        while with_tools and rng.random() < 0.3:
+            messages.append(said("assistant", "", tool_calls=CALL))
+            messages.append(said("tool", "t" + random_text(rng, words)))
+        answer = said("assistant", random_text(rng, [*words, "<think>", "</think>"]))
+        if "think" not in answer["content"] and rng.random() < 0.4:
+            answer["reasoning_content"] = "r" + random_text(rng, words).strip()
+        messages.append(answer)
+    return messages
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_other_role_is_labelled(family, tmp_path):
+    """In random conversations no token outside the answers becomes a label, but for white space
+    after an answer. A conversation that cannot be decided is refused, which is rare.
+
+    Break: data.py: answer = messages[i] | {"content": ANSWER} => answer = messages[i]
+    """
+    transformers = pytest.importorskip("transformers")
+    rng = random.Random(family)
+    template = FAMILIES[family]
+    tok = make_bpe()
+    folder = save_folder(tmp_path / "t", re.sub("{% (end)?generation %}", "", template), tok,
+                         bos_token="<s>")
+    tokenizer = data.make_tokenizer(folder)
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok, eos_token="<|endoftext|>", bos_token="<s>", chat_template=template)
+    n_refused = 0
+    n_labels = 0
+    for _ in range(60):
+        messages = random_conversation(rng, with_tools=family != "gemma")
+        wanted = library.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True)
+        try:
+            example = data.read_example({"messages": messages}, "row", tokenizer)
+        except ValueError as e:
+            assert "cannot tell which characters" in str(e)
+            n_refused += 1
+            continue
+        (ids, ignored), = data.encode_examples([example], tokenizer)
+        assert ids.tolist() == wanted["input_ids"]
+        is_label = np.asarray(ignored) == 0
+        extra = ids[is_label & (np.array(wanted["assistant_masks"]) == 0)]
+        assert not tokenizer["decode"](extra).strip(), shown(ids, is_label, tokenizer)
+        n_labels += is_label.sum()
+    assert n_refused <= 6 and n_labels > 500
+
+
+# ---- files
+
+TEXTS = [{"text": "one two"}, {"text": "drei\nvier"}]
+LINES = "".join(json.dumps(row) + "\n" for row in TEXTS)
+BOTH = ["one two", "drei\nvier"]
+TOO_FEW = "does not have the 2 columns of the first line"
+
+# {case: (name of the file, its bytes, --columns, the texts or a part of the error)}
+FILES = {
+    "ndjson": ("a.ndjson", LINES, (), BOTH),
+    "jsonlines": ("a.jsonlines", LINES, (), BOTH),
+    "jl": ("a.JL", LINES, (), BOTH),
+    "lines of JSON in a text file": ("a.txt", LINES, (), BOTH),
+    "lines of JSON without a suffix": ("a", "\n" + LINES, (), BOTH),
+    "one line is not JSON": ("a.txt", LINES + "{x\n", (), [LINES + "{x\n"]),
+    "a line is a number": ("a.txt", '{"text": "a"}\n7\n', (), ['{"text": "a"}\n7\n']),
+    "objects without a text": ("a.log", '{"event": "a"}\n', (), "it has event (str)"),
+    "pretty": ("a.json", json.dumps(TEXTS[1], indent=2), (), BOTH[1:]),
+    "pretty, many": ("a.json", "\n".join(json.dumps(row, indent=1) for row in TEXTS), (), BOTH),
+    "pretty .jsonl": ("a.jsonl", json.dumps(TEXTS[0], indent=1), (), BOTH[:1]),
+    "an array": ("a.json", json.dumps(TEXTS, indent=4), (), BOTH),
+    "an array on one line": ("a.jsonl", json.dumps(TEXTS), (), BOTH),
+    "cut JSON": ("a.json", '{"text":\n "one', (), "line 1: corrupted, or not JSON"),
+    "a cut second value": ("a.json", '[{"text": "one"}]\n{"text":', (), "line 2: corrupted"),
+    "csv": ("a.csv", 'id,text\n1,one two\n2,"drei\nvier"\n', (), BOTH),
+    "csv of Windows": ("a.csv", b"\xef\xbb\xbftext\r\none two\r\n", (), BOTH[:1]),
+    "csv with too many": ("a.csv", "id,text\n1,one, two\n", (), "line 2: " + TOO_FEW),
+    "csv with too few": ("a.csv", "id,text\n1\n", (), TOO_FEW),
+    "csv, an open quote": ("a.csv", 'id,text\n1,"one\n', (), "not ','-separated"),
+    "csv of other columns": ("a.csv", "id,body\n1,one two\n", (), "it has id (str), body (str)"),
+    "a named column": ("a.csv", "id,body\n1,one two\n", ("text=body",), BOTH[:1]),
+    "tsv": ("a.tsv", "text\tid\none two\t1\n", (), BOTH[:1]),
+    "csv.gz": ("a.csv.gz", gzip.compress(b"text\none two\n"), (), BOTH[:1]),
+    "members of gzip": ("a.jsonl.gz", b"".join(
+        gzip.compress(line.encode()) for line in LINES.splitlines(True)), (), BOTH),
+    "a long cell": ("a.csv", "text\n" + "word " * 50000 + "\n", (), ["word " * 50000]),
+    "a byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + LINES.encode(), (), BOTH),
+    "lines of Windows": ("a.jsonl", LINES.replace("\n", "\r\n"), (), BOTH),
+    "text of Windows": ("a.txt", "one\r\ntwo\r\n", (), ["one\r\ntwo\r\n"]),
+    "UTF-16": ("a.txt", "one two".encode("utf-16"), (), "not UTF-8"),
+    "Latin-1": ("a.csv", "text\nf\xfcnf\n".encode("latin-1"), (), "not UTF-8"),
+    "a null text": ("a.jsonl", '{"text": null}\n', (), "it has text (NoneType)"),
+    "a text of numbers": ("a.jsonl", '{"text": 7}\n', (), "it has text (int)"),
+    "a missing column": ("a.jsonl", LINES, ("text=body",), "has no column 'body'"),
+    "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
+    "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
+                  "has text and also messages: name the one to use, as in --columns "
+                  "messages=messages"),
+    "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
+                              ("text=text",), BOTH[:1]),
+    "a prompt beside a text": ("a.jsonl", '{"text": "one two", "prompt": "a"}\n', (), BOTH[:1]),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files(case, tmp_path):
+    """A file becomes the texts that its author meant, or an error that names it.
+
+    Break: data.py: if kind.endswith(JSON_FILES) or _has_json_lines(path): =>
+    if kind.endswith(JSON_FILES):
+    """
+    name, content, columns, wanted = FILES[case]
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    bytes_tokenizer = data.make_tokenizer("bytes")
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError) as e:
+            tokenized(path, bytes_tokenizer, tmp_path, columns)
+        assert str(path) in str(e.value) and wanted in str(e.value), str(e.value)
+        return
+    _, documents = tokenized(path, bytes_tokenizer, tmp_path, columns)
+    assert [bytes(ids).strip(b"\0").decode() for ids, _ in documents] == wanted
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"a": {"type": "string"}}}}}
+OTHER_TOOL = {"type": "function", "function": {"name": "g", "parameters": {
+    "type": "object", "properties": {"b": {"type": "integer"}}}}}
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML_HEAD
+    + "{{ m.content or '' }}" + CALLS + "{{ '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT)
+
+
+def tool_rows():
+    """Two rows whose arguments and schemas have different fields."""
+    rows = []
+    for tool, arguments in ((TOOL, {"a": "x"}), (OTHER_TOOL, {"b": 3})):
+        call = {"type": "function", "function": {"name": tool["function"]["name"],
+                                                 "arguments": arguments}}
+        rows.append({"messages": [said("user", "low"), said("assistant", None, tool_calls=[call])],
+                     "tools": [tool, OTHER_TOOL]})
+    return rows
+
+
+def as_arrow_json(rows):
+    """A table as datasets 5 writes one: messages and properties are JSON as text."""
+    arrow = pytest.importorskip("pyarrow")
+    if not hasattr(arrow, "json_"):
+        pytest.skip("this pyarrow has no type for JSON")
+
+    def json_array(values):
+        texts = arrow.array([json.dumps(value) for value in values], arrow.string())
+        return arrow.ExtensionArray.from_storage(arrow.json_(), texts)
+
+    def lists(column, flat):
+        ends = np.cumsum([0, *(len(row[column]) for row in rows)])
+        return arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), flat)
+
+    messages = [message for row in rows for message in row["messages"]]
+    functions = [tool["function"] for row in rows for tool in row["tools"]]
+    schemas = [function["parameters"] for function in functions]
+    schemas = arrow.StructArray.from_arrays(
+        [arrow.array([schema["type"] for schema in schemas]),
+         json_array([schema["properties"] for schema in schemas])], ["type", "properties"])
+    functions = arrow.StructArray.from_arrays(
+        [arrow.array([function["name"] for function in functions]), schemas],
+        ["name", "parameters"])
+    tools = arrow.StructArray.from_arrays(
+        [arrow.array(["function"] * len(functions)), functions], ["type", "function"])
+    return arrow.table({"messages": lists("messages", json_array(messages)),
+                        "tools": lists("tools", tools)})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "JSON in parquet", "text in .jsonl"])
+def test_tools_in_tables(kind, tmp_path):
+    """Rows with tools have the same tokens in a table as in .jsonl: those of transformers.
+
+    Break: data.py: if value[field.name] is not None: => if True:
+    """
+    transformers = pytest.importorskip("transformers")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = tool_rows()
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+    elif kind == "JSON in parquet":
+        path = tmp_path / "a.parquet"
+        parquet.write_table(as_arrow_json(rows), path)
+    elif kind == "arrow":
+        path = tmp_path / "a.arrow"
+        table = arrow.Table.from_pylist(rows)
+        with arrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        path = write_rows(tmp_path / "a.jsonl", [
+            {"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])}
+            for row in rows])
+    tok = make_bpe()
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", TOOLS_TEMPLATE, tok))
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tok, chat_template=TOOLS_TEMPLATE)
+    _, documents = tokenized(path, tokenizer, tmp_path)
+    for row, (ids, is_label) in zip(rows, documents, strict=True):
+        messages = [row["messages"][0], row["messages"][1] | {"content": ""}]
+        assert ids == library.apply_chat_template(
+            messages, tools=row["tools"], return_dict=True)["input_ids"]
+        call = json.dumps(row["messages"][1]["tool_calls"][0]["function"])
+        labels = tokenizer["decode"]([i for i, on in zip(ids, is_label) if on])
+        assert labels == f"<tool_call>{call}</tool_call><|im_end|>"
+
+
+# ---- rows of chats
+
+USER = said("user", "low")
+SIMPLE_TEMPLATE = (
+    CHATML_HEAD + "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT)
+
+# {case: (row, the labels or a part of the error)}
+CHAT_ROWS = {
+    "parts": ({"messages": [USER, said("assistant", [
+        {"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]}, "ab<|im_end|>"),
+    "an image": ({"messages": [said("user", [{"type": "image"}]), said("assistant", "a")]},
+                 "message 1: content is"),
+    "a part that is a text": ({"messages": [USER, said("assistant", ["a"])]}, "message 2: content"),
+    "null": ({"messages": [USER, said("assistant", None)]}, "message 2: content is 'None'"),
+    "missing": ({"messages": [USER, {"role": "assistant"}]}, "message 2: content is 'None'"),
+    "a number": ({"messages": [USER, said("assistant", 5)]}, "message 2: content is '5' (int)"),
+    "an object": ({"messages": [USER, said("assistant", {"a": 1})]}, "message 2: content is"),
+    "no messages": ({"messages": []}, "has no list of messages"),
+    "a text instead of a list": ({"messages": '"hi"'}, "has no list of messages"),
+    "weight 0": ({"messages": [USER, said("assistant", "a", weight=0), USER,
+                               said("assistant", "b", weight=1)]}, "b<|im_end|>"),
+    "weight 0 of a question": ({"messages": [USER | {"weight": 0}, said("assistant", "a")]},
+                               "a<|im_end|>"),
+    "weight 1 of a question": ({"messages": [USER | {"weight": 1}, said("assistant", "a")]},
+                               "message 1: weight is 1; must be 0"),
+    "weight 0.5": ({"messages": [USER, said("assistant", "a", weight=0.5)]},
+                   "message 2: weight is 0.5; must be 0, or 1"),
+    "train": ({"messages": [USER, said("assistant", "a", train=False)]},
+              "message 2: train is not known; set weight to 0"),
+    "loss_mask": ({"messages": [USER, said("assistant", "a", loss_mask=0)]},
+                  "message 2: loss_mask is not known"),
+    "a zero byte": ({"messages": [USER, said("assistant", "a\0")]}, "has a zero byte"),
+    "half a character": ({"messages": [said("user", "\ud83d"), said("assistant", "a")]},
+                         "has a zero byte or a lone surrogate"),
+    "ShareGPT": ({"conversations": [
+        {"from": "system", "value": "be"}, {"from": "human", "value": "low"},
+        {"from": "gpt", "value": "a"}, {"from": "human", "value": "low"},
+        {"from": "gpt", "value": "b"}]}, "a<|im_end|>b<|im_end|>"),
+    "ShareGPT with a system text": ({"system": "be", "conversations": [
+        {"from": "human", "value": "low"}, {"from": "gpt", "value": "a"}]}, "a<|im_end|>"),
+    "an unknown role of ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]},
+                                    "message 1 must have a role of"),
+    "ShareGPT by roles": ({"conversations": [USER, said("assistant", "a")]}, "a<|im_end|>"),
+    "Alpaca": ({"instruction": "low", "input": "er", "output": "a"}, "a<|im_end|>"),
+    "Alpaca with a history": ({"instruction": "low", "output": "a", "history": [["b", "c"]]},
+                              "has a history"),
+    "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
+                               "completion": [said("assistant", "a")]}, "a<|im_end|>"),
+    "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
+                                            "prompt is a text and completion is not"),
+    "tools that are no list": ({"messages": [USER, said("assistant", "a")], "tools": {"a": 1}},
+                               "tools is"),
+}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("case", CHAT_ROWS)
+def test_rows_of_chats(case, marked, tmp_path):
+    """Labels are what the author of the row meant, or an error names the file, line and message;
+    with and without marks of the answers in the template.
+
+    Break: data.py: unlabelled.add(i) => pass
+    """
+    pytest.importorskip("transformers")
+    template = SIMPLE_TEMPLATE
+    if marked:
+        template = template.replace("{{ m.content + '<|im_end|>\n' }}", (
+            "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
+            "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"))
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
+    row, wanted = CHAT_ROWS[case]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "x")]}, row])
+    if not wanted.endswith("<|im_end|>"):
+        with pytest.raises(ValueError) as e:
+            tokenized(path, tokenizer, tmp_path)
+        assert f"{path} line 2: " in str(e.value) and wanted in str(e.value), str(e.value)
+        return
+    _, (_, (ids, is_label)) = tokenized(path, tokenizer, tmp_path)
+    assert tokenizer["decode"]([i for i, on in zip(ids, is_label) if on]) == wanted
+
+
+def test_a_chat_without_text(tmp_path):
+    """A chat that the template renders to nothing is an error with its line.
+
+    Break: data.py: if not text: => if False:
+    """
+    pytest.importorskip("transformers")
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", "{% if false %}a{% endif %}"))
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER]}])
+    with pytest.raises(ValueError, match="line 1: the chat template renders it to nothing"):
+        tokenized(path, tokenizer, tmp_path)
+
+
+def test_alpaca_without_a_template(tmp_path):
+    """Without a chat template the instruction is a prompt and the output its completion.
+
+    Break: data.py: if not _chat_template(tokenizer): => if False:
+    """
+    row = {"instruction": "low", "input": "er", "output": "yes"}
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    shard, ((ids, is_label),) = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
+    assert bytes(ids) == b"\0low\n\ner\n\nyes\0"
+    assert bytes(i for i, on in zip(ids, is_label) if on) == b"\0yes\0"
+    assert shard["counts"]["rows read as instruction, output"] == 1
+
+
+# ---- tokenizers
+
+def make_metaspace():
+    """A tokenizer in the form of Llama 2's: spaces become U+2581, one more before each text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    tok.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    tok.train_from_iterator(["low lower lowest"] * 9, tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special))
+    tok.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)])
+    return tok
+
+
+def make_words(unknown="<unk>"):
+    """A tokenizer of whole words, which has no token for other ones."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<unk>": 0, "</s>": 1, "low": 2, "lower": 3}
+    tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=unknown))
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tok
+
+
+def test_chats_have_the_ids_of_tokenizer_json(tmp_path):
+    """The class that transformers takes for a folder may encode text in another way: chats have the
+    ids of tokenizer.json, as texts do.
+
+    Break: data.py: for encoding in tok.encode_batch(texts, add_special_tokens=False): =>
+    for encoding in tok.encode_batch(texts):
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    tok = make_bpe()
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Digits(individual_digits=True),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tok.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)])
+    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE, tok,
+                         tokenizer_class="LlamaTokenizerFast")
+    (tmp_path / "t/config.json").write_text('{"model_type": "llama"}')
+    tokenizer = data.make_tokenizer(folder)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "in 2023")]}])
+    _, ((ids, _),) = tokenized(path, tokenizer, tmp_path)
+    text = "<|im_start|>user\nlow<|im_end|>\n<|im_start|>assistant\nin 2023<|im_end|>\n"
+    assert ids == tok.encode(text, add_special_tokens=False).ids
+
+
+# {case: (settings of the folder, --eos_token, eos or a part of the error)}
+ENDS = {
+    "declared": (dict(eos_token="<|im_end|>"), "", "<|im_end|>"),
+    "declared as an object": (dict(eos_token={"content": "<|eot_id|>"}), "", "<|eot_id|>"),
+    "not declared": (dict(eos_token=None), "", "<|endoftext|>"),
+    "named": (dict(eos_token="<|im_end|>"), "<|end|>", "<|end|>"),
+    "named, unknown": ({}, "<|stop|>", "has no token '<|stop|>' to end a document"),
+    "declared, unknown": (dict(eos_token="<|stop|>"), "", "has no token '<|stop|>'"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_end_of_a_document(case, tmp_path):
+    """A document ends with the token that --eos_token names, the declared one, or a usual one.
+
+    Break: data.py: eos_name = eos_token or declared => eos_name = declared or eos_token
+    """
+    settings, named, wanted = ENDS[case]
+    tok = make_bpe()
+    folder = save_folder(tmp_path / "t", None, tok, **settings)
+    if wanted not in SPECIAL_TOKENS:
+        with pytest.raises(ValueError) as e:
+            data.make_tokenizer(folder, named)
+        assert wanted in str(e.value) and folder in str(e.value)
+        return
+    tokenizer = data.make_tokenizer(folder, named)
+    assert tokenizer["eos"] == tok.token_to_id(wanted)
+    assert tokenizer["eos"] in tokenizer["stops"]
+
+
+def test_gemma_has_a_tag_that_looks_like_an_end(tmp_path):
+    """A tokenizer.json without settings, with <eos> and the HTML tag </s>, ends documents by <eos>.
+    The bytes have no named tokens.
+
+    Break: data.py: "<eos>", "</s>", => "</s>", "<eos>",
+    """
+    tok = make_bpe(("<bos>", "</s>", "<eos>"))
+    tok.save(str(tmp_path / "t.json"))
+    assert data.make_tokenizer(str(tmp_path / "t.json"))["eos"] == 2
+    with pytest.raises(ValueError, match="eos_token 'x': the tokenizer bytes has no named tokens"):
+        data.make_tokenizer("bytes", "x")
+
+
+@pytest.mark.parametrize("single, bos", [
+    ("$A", None), ("<s> $A", 1), ("$A <|endoftext|>", None), ("$A <s>", None),
+    ("<s> $A <|endoftext|>", 1), ("<|endoftext|> $A", None)])
+def test_the_begin_token(single, bos, tmp_path):
+    """The begin token is what the tokenizer puts before a text; not what it puts after it.
+
+    Break: data.py: framed_ids[: framed_ids.index(plain_ids[0])] => framed_ids[:]
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    tok = make_bpe()
+    tok.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<|endoftext|>", 0), ("<s>", 1)])
+    assert data.make_tokenizer(save_folder(tmp_path / "t", None, tok))["bos"] == bos
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "prepended"])
+def test_a_completion_keeps_its_spaces(scheme, tmp_path):
+    """A prompt and its completion, encoded one after the other, decode to the whole text, and have
+    the ids of the whole text where the tokenizer splits it between them.
+
+    Break: data.py: part["prepend_scheme"] = "never" => pass
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    tok = make_metaspace()
+    if scheme == "prepended":  # in the form of Llama 2's published file
+        tok.normalizer = tokenizers.normalizers.Sequence([
+            tokenizers.normalizers.Prepend("\u2581"),
+            tokenizers.normalizers.Replace(" ", "\u2581")])
+        tok.pre_tokenizer = None
+    else:
+        tok.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok, eos_token="</s>"))
+    for prompt, completion in (("low", " lower"), ("low ", "lower"), ("lo", "w"), ("", "low")):
+        path = write_rows(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
+        _, ((ids, is_label),) = tokenized(path, tokenizer, tmp_path)
+        assert tok.decode(ids) == prompt + completion, (prompt, completion)
+        labels = [i for i, on in zip(ids, is_label) if on][:-1]
+        continued = tok.decode(tok.encode(prompt, add_special_tokens=False).ids + labels)
+        assert continued == prompt + completion
+        if completion == " lower":
+            whole = tok.encode(prompt + completion, add_special_tokens=False).ids
+            assert ids[1:-1] == whole
+
+
+@pytest.mark.parametrize("family", ["metaspace", "bytes", "byte level"])
+def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
+    """The text of a sample is the prompt and the new tokens as the tokenizer decodes all of them
+    together. A prompt that begins with a special token gets no other one before it.
+
+    Break: model.py: whole = tokenizer["decode"]([*prompt, *kept]) =>
+    whole = tokenizer["decode"](prompt) + tokenizer["decode"]([*kept])
+    """
+    if family == "bytes":
+        tokenizer = data.make_tokenizer("bytes")
+    elif family == "metaspace":
+        folder = save_folder(tmp_path / "t", None, make_metaspace(), eos_token="</s>")
+        tokenizer = data.make_tokenizer(folder)
+    else:
+        tokenizer = data.make_tokenizer(save_folder(tmp_path / "t"))
+    new = tokenizer["encode_continuations"]([" lower"])[0]
+
+    def generate(params, tokens_BT, lengths_B, cfg, key, n_new, options):
+        return jax.numpy.array([[*new, tokenizer["eos"], *new]], np.int32)
+
+    monkeypatch.setattr(model, "generate", generate)
+    cfg = config.Config(prompt="so low")
+    assert model.sample_text(None, None, cfg, tokenizer) == ["so low lower"]
+    tokens, _ = model._prompts(cfg, tokenizer)
+    first = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
+    assert tokens[0].tolist() == [first, *tokenizer["encode"]("so low")]
+    if family == "byte level":
+        cfg = config.Config(prompt="<|im_start|>user\nlow")
+        tokens, _ = model._prompts(cfg, tokenizer)
+        assert tokens[0].tolist() == tokenizer["encode"](cfg.prompt).tolist()
+
+
+def test_special_tokens_in_a_text(tmp_path):
+    """A special token that is written out in a text becomes its id in each kind of tokenizer.
+
+    Break: data.py: allowed_special="all" => disallowed_special=()
+    """
+    tiktoken = pytest.importorskip("tiktoken")
+    tok = make_bpe()
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
+    assert tokenizer["encode"]("low<|im_end|>")[-1] == tok.token_to_id("<|im_end|>")
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    tiktoken.registry.ENCODINGS["t"] = encoding
+    try:
+        tokenizer = data.make_tokenizer("tiktoken:t")
+    finally:
+        del tiktoken.registry.ENCODINGS["t"]
+    assert tokenizer["encode"]("a<|endoftext|>").tolist() == [97, 256]
+
+
+@pytest.mark.parametrize("kind, n_dropped", [("words", 9), ("byte level", 0), ("metaspace", 0)])
+def test_dropped_characters_are_counted(kind, n_dropped, tmp_path):
+    """The summary of the data counts the characters, without spaces, that have no token.
+
+    Break: data.py: if i != unknown: => if True:
+    """
+    make = {"words": make_words, "byte level": make_bpe, "metaspace": make_metaspace}[kind]
+    eos = "<|endoftext|>" if kind == "byte level" else "</s>"
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, make(), eos_token=eos))
+    path = tmp_path / "a.txt"
+    path.write_text("low drei lower\n vier\u00e9 low")
+    shard, _ = tokenized(path, tokenizer, tmp_path)
+    assert shard["counts"].get("characters that the tokenizer drops", 0) == n_dropped
+    if n_dropped:
+        summary = data.describe(data.make_dataset([shard], {"seq_len": 2}))
+        assert "25 characters, 9 characters that the tokenizer drops" in summary
+
+
+@pytest.mark.parametrize("name", [
+    "tokenizer.model", "vocab.json", "nothing", "tokenizer.model itself", "weights on bytes",
+    "token files", "a vocabulary of bytes"])
+def test_weights_without_a_tokenizer_json(name, tmp_path):
+    """Weights whose folder has no tokenizer.json are not tuned on bytes: the error says how to make
+    one. Token files need no tokenizer, and a model of 256 tokens reads bytes.
+
+    Break: train.py: if has_text and vocab_size != 256: => if False:
+    """
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    if name in ("tokenizer.model", "vocab.json"):
+        (folder / name).write_bytes(b"{}")
+    if name == "tokenizer.model itself":
+        (folder / "tokenizer.model").write_bytes(b"model")
+        with pytest.raises(ValueError, match="has no tokenizer.json. Make one: python -c"):
+            data.make_tokenizer(str(folder / "tokenizer.model"))
+        return
+    hf = dict(model_type="llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+              num_key_value_heads=2, head_dim=16, intermediate_size=64, rms_norm_eps=1e-5,
+              vocab_size=256 if name == "a vocabulary of bytes" else 320)
+    (folder / "config.json").write_text(json.dumps(hf))
+    files = ("a.bin",) if name == "token files" else ("a.txt",)
+    cfg = config.Config(init_from=(str(folder),), data=files)
+    if name in ("token files", "a vocabulary of bytes"):
+        assert train.config_from_hf(cfg).tokenizer == "bytes"
+        return
+    with pytest.raises(ValueError) as e:
+        train.config_from_hf(cfg)
+    assert "has no tokenizer.json. Make one: python -c" in str(e.value)
+    assert str(folder) in str(e.value)
+
+
+# ---- ids, folders, rows from Python
+
+WIDE = np.random.default_rng(0).integers(0, 100_000, 4000)
+
+
+@pytest.mark.parametrize("dtype, given, words", [
+    ("uint32", "uint16", "integers of 4 bytes, and data_dtype is uint16; set --data_dtype uint32"),
+    ("int32", "uint16", "set --data_dtype uint32"),
+    ("int64", "uint16", "integers of 8 bytes, and data_dtype is uint16; set --data_dtype int64"),
+    ("uint64", "uint32", "integers of 8 bytes, and data_dtype is uint32; set --data_dtype int64"),
+    ("uint32", "uint32", ""), ("int32", "int32", ""), ("int64", "int64", ""),
+    ("small uint16", "uint16", ""), ("uint16", "uint16", ""), ("two ids", "uint16", ""),
+    ("small int64", "uint32", "set --data_dtype int64"),
+])
+def test_widths_of_ids(dtype, given, words, tmp_path):
+    """Ids that are read at another width than they were written are an error that names the right
+    one; ids of any vocabulary that are read right are not.
+
+    Break: data.py: if not words[2::4].any() and not words[3::4].any() and words[::4].any(): =>
+    if False:
+    """
+    ids = {
+        "small uint16": np.uint16(WIDE % 7), "uint16": np.uint16(WIDE % 50257),
+        "two ids": np.uint16(WIDE % 2), "small int64": np.int64(WIDE % 500),
+    }.get(dtype)
+    if ids is None:
+        ids = WIDE.astype(dtype)
+    path = tmp_path / "a.bin"
+    ids.tofile(path)
+    if words:
+        with pytest.raises(ValueError) as e:
+            data._map_tokens(path, given)
+        assert words in str(e.value) and str(path) in str(e.value)
+    else:
+        assert data._map_tokens(path, given).tolist() == ids.tolist()
+
+
+def save_split(path, texts):
+    """Write a folder as datasets.save_to_disk does."""
+    arrow = pytest.importorskip("pyarrow")
+    path.mkdir(parents=True)
+    table = arrow.table({"text": texts})
+    with arrow.ipc.new_stream(path / "data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+
+
+@pytest.mark.parametrize("splits, field, wanted", [
+    (("train", "test"), "data", "train"),
+    (("train", "validation", "test"), "val_data", "validation"),
+    (("train", "test"), "val_data", "test"),
+    (("en", "de"), "data", "has the splits en, de, none of which is train; name one, as in"),
+    (("train",), "val_data", "none of which is validation or valid"),
+])
+def test_folders_with_splits(splits, field, wanted, tmp_path):
+    """Of a DatasetDict's folder, training reads the split train and val_data another one.
+
+    Break: data.py: if field == "val_data": => if False:
+    """
+    folder = tmp_path / "d"
+    for split in splits:
+        save_split(folder / split, [f"the {split} text"] * 9)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    if " " in wanted:
+        with pytest.raises(ValueError) as e:
+            data.expand([folder], field=field)
+        assert wanted in str(e.value) and str(folder) in str(e.value)
+        return
+    path, = data.expand([folder], field=field)
+    _, documents = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
+    assert bytes(documents[0][0]) == f"\0the {wanted} text\0".encode()
+
+
+@pytest.mark.parametrize("pattern, n", [
+    ("data [v2]/a.txt", 1), ("data [v2]/*.txt", 2), ("data [v2]/[ab].txt", 2), ("d*/b.txt", 1),
+    ("data [v2]/**/*.txt", 3), ("data [v2]/[x].txt", 1)])
+def test_paths_with_brackets(pattern, n, tmp_path):
+    """Brackets in the name of an existing folder or file are part of the name.
+
+    Break: data.py: return os.sep.join([*map(glob.escape, parts[:i]), *parts[i:]]) => return pattern
+    """
+    folder = tmp_path / "data [v2]"
+    (folder / "in").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "in/c.txt"):
+        (folder / name).write_text("text")
+    if "[x]" in pattern:
+        (folder / "[x].txt").write_text("text")
+    assert len(data.expand([tmp_path / pattern])) == n
+
+
+def test_a_file_that_is_still_copied(tmp_path):
+    """A file of a growing folder is read once its size has rested, not before.
+
+    Break: data.py: return is_old or now - looks[name][1] >= REST_S => return True
+    """
+    folder = tmp_path / "days"
+    folder.mkdir()
+    (folder / "1.txt").write_text("a" * 41)
+    cfg = config.Config(
+        data=(str(folder / "*.txt"),), order="windows", val_frac=0.0, seq_len=8, batch_size=5,
+        wait_s=60.0, out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "cache"))
+    source = data.open_text(("train", "val"), cfg)["train"]
+    rows = np.arange(5)
+    assert (source["batch"](0, rows)["tokens"] == ord("a")).any()
+    with open(folder / "2.txt", "w") as file:
+        for _ in range(4):
+            file.write("b" * 10)
+            file.flush()
+            assert source["batch"](1, rows) is None
+            time.sleep(0.3)
+    deadline = time.monotonic() + 30
+    while source["batch"](1, rows) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert source["windows"](2)[1]["n"] == 6  # of all 42 tokens
+
+
+def few_answers(path):
+    """Ten chats, of which the third has an answer."""
+    rows = []
+    for i in range(10):
+        messages = [said("system", "low lower lowest " * 9), USER]
+        if i == 2:
+            messages.append(said("assistant", "yes"))
+        rows.append({"messages": messages})
+    return write_rows(path, rows)
+
+
+def test_labels_are_counted_and_shown(tmp_path):
+    """The summary has the fraction of labels, and counts documents, sequences and files without
+    one; the examples show where they are.
+
+    Break: data.py: labelled_files.add(piece["file"]) => pass
+    """
+    pytest.importorskip("transformers")
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
+    some = few_answers(tmp_path / "a.jsonl")
+    none = write_rows(tmp_path / "b.jsonl", [{"messages": [USER]}])
+    dataset = data.open_dataset(
+        [some, none], tokenizer, {"seq_len": 16}, folder=tmp_path / "cache")
+    shard, = dataset["shards"]
+    n_labels = int((shard["ignored"] == 0).sum())
+    n_tokens = len(shard["tokens"])
+    n_empty = 0
+    for i in range(dataset["n"]):
+        labels = data.eval_batch_at(dataset, i, 1)["labels"]
+        n_empty += int((labels == data.IGNORE).all())
+    summary = data.describe(dataset)
+    assert f"{n_labels / n_tokens:.1%} of the tokens are labels" in summary
+    assert f"{n_empty} sequences have no label" in summary and n_empty > 10
+    assert "10 documents without a label" in summary
+    assert f"1 files have no label: {none}" in summary
+    shown_example, = data.show_examples(dataset, tokenizer)
+    assert shown_example.endswith("<|im_start|>assistant\n{+yes<|im_end|>+}\n")
+
+
+@pytest.mark.parametrize("part", ["all", "validation"])
+def test_data_without_a_label(part, tmp_path):
+    """Data without any label, and a validation split without one, are errors before training.
+
+    Break: data.py: if np.all(shard["ignored"]): => if False:
+    """
+    pytest.importorskip("transformers")
+    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
+    path = few_answers(tmp_path / "a.jsonl")
+    words = "val_frac 0.2: leaves validation data without a label"
+    if part == "all":
+        path = write_rows(path, [{"messages": [USER, USER]}] * 9)
+        words = "a.jsonl: no token is a label"
+    cfg = config.Config(data=(str(path),), tokenizer=folder, val_frac=0.2, seq_len=16,
+                        token_cache=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=words):
+        data.open_text(("train", "val"), cfg)
+
+
+def test_steps_without_a_label(tiny, tmp_path, capsys):
+    """The log counts the steps whose batch has no label, and shows the examples before training.
+
+    Break: train.py: if metrics.get("n_labels") == 0: => if False:
+    """
+    pytest.importorskip("transformers")
+    path = few_answers(tmp_path / "a.jsonl")
+    cfg = tiny(data=(str(path),), tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE),
+               val_frac=0.0, seq_len=16, batch_size=8, steps=8, log_every=8, eval_every=0,
+               sample_tokens=0, vocab_size=0)
+    train.main(cfg)
+    source = data.open_text(("train",), train.setup_run(cfg)["cfg"])["train"]
+    n_empty = 0
+    for step in range(8):
+        n_empty += int((source["batch"](step, np.arange(8))["labels"] == data.IGNORE).all())
+    rows = [json.loads(line) for line in (Path(cfg.out_dir) / "metrics.jsonl").open()]
+    row, = [row for row in rows if row["event"] == "log"]
+    assert row["steps_without_labels"] == n_empty > 0
+    printed = capsys.readouterr().out
+    assert "{+yes<|im_end|>+}" in printed.partition("compiling")[0]
+    assert f"{n_empty} steps without a label" in printed
+
+
+def test_rows_from_python(tiny, tmp_path):
+    """Rows given by a Python program train as the same rows in a file do, and the run resumes from
+    them. A row that JSON cannot hold is named.
+
+    Break: train.py: lines.append(json.dumps(row) + "\\n") => lines.append(json.dumps(row))
+    """
+    rows = [{"text": f"row {i} of the text"} for i in range(80)]
+    cfg = tiny(data=(), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0, vocab_size=0)
+    given = train.main(cfg, rows={"train": iter(rows)})
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    other = tiny(data=(str(path),), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0,
+                 vocab_size=0, out_dir=str(tmp_path / "other"))
+    wanted = train.main(other)
+    for name, x in wanted["state"]["params"].items():
+        np.testing.assert_array_equal(x, given["state"]["params"][name])
+    again = train.main(cfg, rows={"train": rows})
+    assert again["reason"] == "already finished"
+    with pytest.raises(ValueError, match="rows: train row 1: Object of type set is not JSON"):
+        train.main(cfg, rows={"train": [rows[0], {"text": {1}}]})
+    with pytest.raises(ValueError, match="rows: cannot be used together with data"):
+        train.main(other, rows={"train": rows})
