@@ -250,7 +250,7 @@ def test_no_other_role_is_labelled(family, tmp_path):
     """In random conversations no token outside the answers becomes a label, but for white space
     after an answer. A conversation that cannot be decided is refused, which is rare.
 
-    Break: data.py: answer = messages[i] | {"content": ANSWER} => answer = messages[i]
+    Break: data.py: if found.start() < n < found.end(): => if False:
     """
     transformers = pytest.importorskip("transformers")
     rng = random.Random(family)
@@ -994,7 +994,7 @@ def test_rows_from_python(tiny, tmp_path):
     """Rows given by a Python program train as the same rows in a file do, and the run resumes from
     them. A row that JSON cannot hold is named.
 
-    Break: train.py: lines.append(json.dumps(row) + "\\n") => lines.append(json.dumps(row))
+    Break: train.py: if is_main() and not path.exists(): => if False:
     """
     rows = [{"text": f"row {i} of the text"} for i in range(80)]
     cfg = tiny(data=(), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0, vocab_size=0)
