@@ -16,9 +16,11 @@ import pytest
 
 import ckpt
 import config
+import data
 import model
 import train
 from conftest import ROOT
+from test_real_data import SIMPLE_TEMPLATE, save_folder
 from test_recipes import kill_at, saved_arrays
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
@@ -181,6 +183,54 @@ def test_rows(tmp_path, capsys):
         "-------", "-------"]
     assert f"{path}: 1 answers are cut, longer than --seq_len 7" in capsys.readouterr().out
     assert batch["reference"].tolist() == [[6, 7], [0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+CHOSEN = [{"role": "assistant", "content": "lower"}]
+REJECTED = [{"role": "assistant", "content": "lowest"}, {"role": "user", "content": "no"},
+            {"role": "assistant", "content": "low"}]
+PROMPT = [{"role": "user", "content": "low"}, {"role": "assistant", "content": "so"},
+          {"role": "user", "content": "more"}]
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED},
+    {"chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
+    {"prompt": PROMPT, "chosen": PROMPT + CHOSEN, "rejected": PROMPT + REJECTED},
+], ids=["apart", "together", "repeated"])
+def test_rows_of_messages(row, tmp_path):
+    """A pair may be two conversations, with the prompt apart or within. Labels are the answers of
+    the assistant after the prompt, each with its end.
+
+    Break: tests/recipes/dpo.py: if repeated: => if False:
+    """
+    pytest.importorskip("transformers")
+    tokenizer = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    cfg = dpo.DpoConfig(seq_len=200, tokenizer=tokenizer)
+    (chosen, rejected), = dpo.read_pairs((str(path),), cfg)
+    decode = data.make_tokenizer(tokenizer)["decode"]
+    start = ("<|im_start|>user\nlow<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+             "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
+    assert decode(chosen[0]) == start + "lower<|im_end|>\n"
+    assert decode(chosen[0][chosen[1]]) == "lower<|im_end|>"
+    assert decode(rejected[0][rejected[1]]) == "lowest<|im_end|>low<|im_end|>"
+    batch = dpo.build_batch([(chosen, rejected)], np.zeros((1, 2), np.float32), 200, [0])
+    labels = batch["labels"][0, 1]
+    assert decode(labels[labels != model.IGNORE]) == "lowest<|im_end|>low<|im_end|>"
+
+
+def test_conversations_without_a_difference(tmp_path):
+    """Two equal conversations are no pair: an error names the line.
+
+    Break: tests/recipes/dpo.py: if not is_label.any(): => if False:
+    """
+    pytest.importorskip("transformers")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}) + "\n")
+    cfg = dpo.DpoConfig(tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
+    with pytest.raises(ValueError, match="line 1: chosen has no message of the assistant that"):
+        dpo.read_pairs((str(path),), cfg)
 
 
 @pytest.mark.parametrize("line, error", [

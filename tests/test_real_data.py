@@ -4,8 +4,11 @@ labels or a sentence.
 """
 import gzip
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import config
 import data
 import model
 import train
+from conftest import ROOT
 
 # ---- chat templates
 
@@ -1011,3 +1015,46 @@ def test_rows_from_python(tiny, tmp_path):
         train.main(cfg, rows={"train": [rows[0], {"text": {1}}]})
     with pytest.raises(ValueError, match="rows: cannot be used together with data"):
         train.main(other, rows={"train": rows})
+
+
+# ---- machines
+
+# {case: code to run before the program}
+MACHINES = {
+    "plain": "",
+    "one core": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
+    "32 descriptors": "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))",
+    "no locale": "os.environ |= dict(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')",
+}
+
+
+def losses_on(case, folder):
+    """The losses of two steps on a machine of MACHINES, from and to paths in many languages."""
+    folder = folder / f"d\u00e9j\u00e0 \u8bad\u7ec3 {case}"
+    folder.mkdir()
+    (folder / "\u6587 \u00e9.txt").write_text("low lower \u4e09\n" * 200, encoding="utf-8")
+    flags = ("--data", str(folder / "*.txt"), "--out_dir", str(folder / "out"), "--steps", "2",
+             "--n_layers", "1", "--d_model", "32", "--n_heads", "2", "--seq_len", "16",
+             "--log_every", "1", "--eval_every", "0", "--sample_tokens", "0", "--dtype", "float32",
+             "--token_cache", str(folder / "cache"), "--cache_dir", "")
+    code = f"import os, resource, sys\n{MACHINES[case]}\nos.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", code, sys.executable, "train.py", *flags]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode(errors="replace")
+    assert b"done: all 2 steps are done" in run.stdout
+    rows = (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["loss"] for row in map(json.loads, rows) if row["event"] == "log"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux can choose cores")
+def test_machines(tmp_path):
+    """A run trains on one core, with 32 descriptors and without a locale, from and to paths with
+    letters of many languages, with the same losses up to rounding.
+
+    Break: ckpt.py: path = os.fsencode(path).decode("utf-8", "surrogateescape") => pass
+    """
+    wanted = losses_on("plain", tmp_path)
+    for case in MACHINES:
+        if case != "plain":
+            np.testing.assert_allclose(losses_on(case, tmp_path), wanted, rtol=1e-5)
