@@ -653,8 +653,6 @@ def _kvstore(root, *names):
     path = Path(root).resolve().joinpath(*names)  # TensorStore refuses ".."
     if path.resolve() != path:
         raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
-    # Where the locale is not UTF-8, Python has letters as surrogates, which TensorStore refuses.
-    path = os.fsencode(path).decode("utf-8", "surrogateescape")
     return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
 
 

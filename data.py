@@ -741,7 +741,7 @@ def read_example(row, where, tokenizer):
     return example | {"form": form}
 
 
-# The columns that a row must have to be read in a form. The first two hold texts, or JSON.
+# {form of a row: the columns that it must have}. Lists of messages may also be written as JSON.
 FORMS = {
     "text": ("text",),
     "prompt, completion": ("prompt", "completion"),
@@ -2229,7 +2229,7 @@ def _ignore_outside(encoded, spans):
 
 def _check_labels(shard, what=""):
     """Raise ValueError for a shard without any label."""
-    if np.all(shard["ignored"]):
+    if np.count_nonzero(shard["ignored"]) == len(shard["ignored"]):
         raise ValueError(f"{what}{shard['name']}: no token is a label: only the answers of the "
                          "assistant and the completions of prompts are, and it has none")
 
@@ -2245,11 +2245,13 @@ def _describe_labels(dataset):
             n_labels += len(shard["tokens"])
             continue
         files += shard["unlabelled_files"]
-        is_label = shard["ignored"] == 0
-        n_labels += int(is_label.sum())
-        if dataset["seq_format"]["packing"] == "stream" and len(is_label) > T:
-            starts = np.arange(1, len(is_label), T)  # of the labels of each sequence
-            n_empty += int((np.add.reduceat(is_label, starts, dtype=np.int64) == 0).sum())
+        ignored = shard["ignored"]
+        n_labels += len(ignored) - np.count_nonzero(ignored)
+        if dataset["seq_format"]["packing"] == "stream" and len(ignored) > T:
+            starts = np.arange(1, len(ignored), T)  # of the labels of each sequence
+            lengths = np.diff(starts, append=len(ignored))
+            n_ignored = np.add.reduceat(ignored, starts, dtype=np.int64)
+            n_empty += int((n_ignored == lengths).sum())
     facts = [f"{n_labels / dataset['lengths'].sum():.1%} of the tokens are labels"]
     if n_empty:
         facts.append(f"{n_empty:,} sequences have no label")
@@ -2260,6 +2262,7 @@ def _describe_labels(dataset):
 
 
 N_SHOWN = 2  # documents to show
+N_SEARCHED = 10_000  # documents in which one with a label is searched
 SHOWN_TOKENS = 60  # at most, on each side of the first label
 
 
@@ -2273,7 +2276,7 @@ def show_examples(dataset, tokenizer):
         if "ignored" not in shard:
             continue
         # The first part of a split may have lost the end of a document.
-        documents = shard["documents"] - shard["token_offset"]
+        documents = shard["documents"][:N_SEARCHED] - shard["token_offset"]
         for first, last in documents.tolist():
             ignored = shard["ignored"][max(first, 0) : last]
             if first < 0 or np.all(ignored):

@@ -956,7 +956,7 @@ def test_labels_are_counted_and_shown(tmp_path):
 def test_data_without_a_label(part, tmp_path):
     """Data without any label, and a validation split without one, are errors before training.
 
-    Break: data.py: if np.all(shard["ignored"]): => if False:
+    Break: data.py: if np.count_nonzero(shard["ignored"]) == len(shard["ignored"]): => if False:
     """
     pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
@@ -1024,7 +1024,6 @@ MACHINES = {
     "plain": "",
     "one core": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
     "32 descriptors": "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))",
-    "no locale": "os.environ |= dict(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')",
 }
 
 
@@ -1049,10 +1048,11 @@ def losses_on(case, folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux can choose cores")
 def test_machines(tmp_path):
-    """A run trains on one core, with 32 descriptors and without a locale, from and to paths with
-    letters of many languages, with the same losses up to rounding.
+    """A run trains on one core and with 32 descriptors, from and to paths with letters of many
+    languages, with the same losses up to rounding.
 
-    Break: ckpt.py: path = os.fsencode(path).decode("utf-8", "surrogateescape") => pass
+    Break: ckpt.py: {"driver": "file", "path": f"{path}/", =>
+    {"driver": "file", "path": f"{ascii(path)}/",
     """
     wanted = losses_on("plain", tmp_path)
     for case in MACHINES:
