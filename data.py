@@ -2128,17 +2128,28 @@ def _find_start(render, messages, text, i, where):
     A marker at the end of message i - 1 shows where the text after it begins, in the whole
     conversation and in the prompt. What both have in common there comes before the answer.
     """
-    before = _with_marker(messages[i - 1])
     # The answer is another character here, so that it has nothing in common with a thought.
     answer = messages[i] | {"content": ANSWER}
-    whole = render([*messages[: i - 1], before, answer, *messages[i + 1 :]])
-    prompt = render([*messages[: i - 1], before], add_generation_prompt=True)
-    n_before, after = _split_at_marker(text, whole, where, i)
-    _, prompt_after = _split_at_marker(prompt, prompt, where, i)
-    header = after[: _n_common(after, prompt_after)]
-    if not text.startswith(header, n_before):
-        raise _undecided(where, i)
-    return n_before + len(header)
+    for before in _marked_copies(render, messages, i - 1):
+        try:
+            whole = render([*messages[: i - 1], before, answer, *messages[i + 1 :]])
+            prompt = render([*messages[: i - 1], before], add_generation_prompt=True)
+        except ValueError:  # the template refuses such a copy
+            continue
+        n_before, after = _split_at_marker(text, whole)
+        n_prompt, prompt_after = _split_at_marker(prompt, prompt)
+        if n_before is None or n_prompt is None:
+            continue
+        header = after[: _n_common(after, prompt_after)]
+        n = _n_common(text[n_before:], header)
+        if n == len(header):
+            return n_before + n
+        # This answer has a thought, and the prompt has an empty one: they part within the thought.
+        # At least the end of message i - 1 has to be the same.
+        _, end_of_before = _split_at_marker(prompt, render([*messages[: i - 1], before]))
+        if n > len(end_of_before):
+            return n_before + n
+    raise _undecided(where, i)
 
 
 def _find_end(render, messages, text, i, where, tokenizer):
@@ -2148,14 +2159,19 @@ def _find_end(render, messages, text, i, where, tokenizer):
     the mark that ends a message follows, and once with the next messages. What both have in common
     there belongs to the message.
     """
-    marked = _with_marker(messages[i])
-    whole = render([*messages[:i], marked, *messages[i + 1 :]])
-    as_last = render([*messages[:i], marked])
-    n_content, after = _split_at_marker(text, whole, where, i)
-    _, mark = _split_at_marker(as_last, as_last, where, i)
-    mark = mark.rstrip()
-    if text[n_content:] != after:
+    for marked in _marked_copies(render, messages, i):
+        try:
+            whole = render([*messages[:i], marked, *messages[i + 1 :]])
+            as_last = render([*messages[:i], marked])
+        except ValueError:  # the template refuses such a copy
+            continue
+        n_content, after = _split_at_marker(text, whole)
+        n_last, mark = _split_at_marker(as_last, as_last)
+        if None not in (n_content, n_last) and text[n_content:] == after:
+            break
+    else:
         raise _undecided(where, i)
+    mark = mark.rstrip()
 
     # Common characters, but no part of a special token.
     n = _n_common(after, mark)
@@ -2168,14 +2184,16 @@ def _find_end(render, messages, text, i, where, tokenizer):
     n = len(after[:n].rstrip())
 
     # A template may end the last message by one token and all others by another one. It is the
-    # first token after the message, before the header of the next message.
+    # first token after the message, if the header of the next message follows it. The prompt for
+    # an answer begins as that header does.
     other_mark = next((token for token in tokens if after.startswith(token)), "")
     if n == 0 and mark in tokens and other_mark:
-        first_content = str(messages[0].get("content"))
-        opening = text.partition(first_content)[0] if first_content else text
-        next_content = messages[i + 1].get("content") or MARKER
-        header = after[len(other_mark) :].partition(next_content)[0]
-        if other_mark not in opening and header.strip():
+        header = after[len(other_mark) :].lstrip()
+        before = render(messages[:i])
+        prompt = render(messages[:i], add_generation_prompt=True)
+        opening = prompt[len(before) :]
+        first_token = next((token for token in tokens if opening.startswith(token)), "")
+        if first_token and header.startswith(first_token):
             n = len(other_mark)
     return n_content + n
 
@@ -2189,29 +2207,53 @@ def _n_common(a, b):
     return n
 
 
-def _with_marker(message):
-    """Return a message with a marker at the end of its content, or in its last tool call, which
-    comes after the content.
+def _marked_copies(render, messages, i):
+    """Return copies of message i, each with a marker near the end of what it is rendered to.
+
+    The marker is in the last tool call; or at the end of the content, if the template renders no
+    tool calls: it may render the content before them, or after the answers of the tools.
     """
+    message = messages[i]
+    copies = []
     calls = message.get("tool_calls")
     if calls and isinstance(calls[-1], dict) and isinstance(calls[-1].get("function"), dict):
         function = calls[-1]["function"]
-        function = function | {"name": str(function.get("name")) + MARKER}
-        return message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function}]}
-    return message | {"content": message.get("content", "") + MARKER}
+        for change in _marked_functions(function):
+            call = calls[-1] | {"function": function | change}
+            copies.append(message | {"tool_calls": [*calls[:-1], call]})
+    for copy in copies:
+        if MARKER in render([*messages[:i], copy]):
+            return copies
+    return [message | {"content": message.get("content", "") + MARKER}]
 
 
-def _split_at_marker(text, marked, where, i):
+def _marked_functions(function):
+    """Return changes of a tool call's function: a marker in its last argument, or in its name."""
+    changes = [{"name": str(function.get("name")) + MARKER}]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        changes.append({"arguments": arguments + MARKER})
+    elif isinstance(arguments, dict) and arguments:
+        name, value = list(arguments.items())[-1]
+        if isinstance(value, str):
+            changes.append({"arguments": arguments | {name: value + MARKER}})
+    return changes
+
+
+def _split_at_marker(text, marked):
     """Return (number of characters of `text` before the marker in `marked`, what follows it there).
 
-    `marked` is the same rendering, but with a marker. `text` may lack space before it.
+    `marked` is the same rendering, but with a marker. `text` may lack space before it. The number
+    is None if the marker stands elsewhere, or more than once.
     """
-    before, found, after = marked.partition(MARKER)
+    if marked.count(MARKER) != 1:
+        return None, ""
+    before, _, after = marked.partition(MARKER)
     n = len(before)
     if text != marked:
         n = _n_common(text, marked)
-    if not found or before[n:].strip():
-        raise _undecided(where, i)
+    if before[n:].strip():  # they differ before the marker
+        n = None
     return n, after
 
 
@@ -2311,7 +2353,8 @@ def _show_labels(ids, ignored, tokenizer):
 CHAT_READERS = (
     _read_prompt_or_chat, _named_columns, _parsed, _join_prompt, messages_of_pair, _clean_messages,
     _content_text, _takes_weight, _chat_template, render_chat, _check_order, _undecided,
-    _answer_span, _find_start, _find_end, _n_common, _with_marker, _split_at_marker,
+    _answer_span, _find_start, _find_end, _n_common, _marked_copies, _marked_functions,
+    _split_at_marker,
     _ignore_outside,
 )
 

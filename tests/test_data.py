@@ -502,7 +502,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     """
     good, bad = (write(tmp_path / f"{n}.bin", np.full(50, n, np.uint16)) for n in (99, 100))
     data.open_dataset([good], BYTES, {"vocab_size": 100})
-    words = r"100.bin: token id 100 is not in \[0, 100\); set --vocab_size"
+    words = r"100.bin: token id 100 is not in \[0, 100\), the vocabulary of the model"
     with pytest.raises(ValueError, match=words):
         data.open_dataset([good, bad], BYTES, {"vocab_size": 100})
     # At the largest id of the type, and far from the start.

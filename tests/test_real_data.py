@@ -97,6 +97,18 @@ FAMILIES = {
     "{% set ns.system = '' %}{% else %}{{ '<start_of_turn>model\n' }}{% generation %}"
     "{{ m.content | trim + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}{% endif %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    # Gemma 4: tool calls and answers of tools are within one turn of the model.
+    "gemma 4": LAST_QUESTION + "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ 'response:' + messages[loop.index0 - 1].tool_calls[0].function.name + '{' + m.content"
+    " + '}[/TOOL_RESULTS]' }}{% elif m.role == 'assistant' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    "{% generation %}{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}" + CALLS
+    + "{{ m.content or '' }}{{ '[TOOL_RESULTS]' if m.tool_calls else '<end_of_turn>' }}"
+    "{% endgeneration %}{% else %}"
+    "{{ '<start_of_turn>' + m.role + '\n' + m.content + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}"
+    "{{ '<start_of_turn>model\n' }}{% endif %}",
     # GLM-4.5: a message has no end of its own, earlier thoughts are empty.
     "glm": LAST_QUESTION + "{{ '[gMASK]' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' }}"
     "{% if m.role == 'assistant' %}" + SPLIT_THOUGHT + "{% generation %}"
