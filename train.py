@@ -2066,6 +2066,8 @@ def open_hf(path, cfg):
             tensors, _ = pieces[name]
             unused += tensors.values()
         wanted = {name: pieces[name] for name in like}
+        if cfg.tie_embeddings and "embed" in like:
+            ckpt.check_tied_tensors(path, model.HF_NAMES["embed"], model.HF_NAMES["unembed"])
         return ckpt.read_safetensors(path, wanted, like, unused)
 
     return {"names": dict.fromkeys(pieces), "read": read}
