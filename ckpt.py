@@ -1367,8 +1367,8 @@ def _find_checkpoint(path):
         if meta:
             return root, meta
     raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                     "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
-                     "downloaded")
+                     "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
+                     "hf://ORG/NAME")
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}

@@ -136,6 +136,7 @@ JUMPS = {
         "prompts and chats": ["CHAT_READERS", "_check_messages", "_encode_chat", "_join_prompt"],
         "file formats": ["FORMAT_READERS", "_json_rows", "_table_rows"],
         "tokenizers": ["_hf_tokenizer", "_tiktoken_tokenizer"],
+        "names on the Hub": ["hub_path"],
     },
     "ckpt.py": {
         "several processes": ["_agree_on_error", "_announce_failure", "_broadcast",
@@ -152,6 +153,7 @@ JUMPS = {
         "dynamic sources of parameters": ["reload_params"],
         "excluded parameters": ["warn_unsaved"],
         "Hugging Face weights": ["config_from_hf", "export_hf", "open_hf"],
+        "names on the Hub": ["resolve_hub_names"],
         "modes without a loop": ["run_saved", "tokenize_data"],
         "memory estimates": ["memory_advice", "plan", "text_programs"],
         "hooks from files": ["load_hooks"],
