@@ -1948,11 +1948,12 @@ def hub_path(name, weights=False):
         raise ValueError(f"{name}: {HUB_RULE}")
     path = hub["rest"].strip("/")
     if hub["kind"] == "dataset" and not path:
-        raise ValueError(f"{name}: must name files of the data set, as in {name}/**/*.parquet")
+        raise ValueError(f"{name}: must name files of the data set, as in "
+                         f"{hub['name']}/**/*.parquet")
     local_path = str(Path(_fetch_hub(name, path, weights), path))
     if path and not glob.glob(local_path, recursive=True) and not os.path.exists(local_path):
-        raise ValueError(f"{name}: the repository has no such file; * stands for names in one "
-                         "folder, **/* for those in all folders")
+        raise ValueError(f"{name}: the repository or, without network, its cache has no such file; "
+                         "* stands for names in one folder, **/* for those in all folders")
     return local_path
 
 
