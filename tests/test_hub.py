@@ -401,12 +401,14 @@ def serve(repos, requests):
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(code, endpoint) runs Python with the library pointed at a server; what it printed."""
+    """launch(code, endpoint, ...) runs Python with the library pointed at a server, or without
+    network if endpoint is ""; what it printed.
+    """
     def run(code, endpoint, *args):
         env = os.environ | {
             "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_TOKEN_PATH": str(tmp_path / "token")}
+            "HF_HUB_OFFLINE": str(int(not endpoint)), "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN_PATH": str(tmp_path / "token")}
         done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, env=env,
                               capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -470,7 +472,7 @@ def test_only_the_needed_files_are_fetched(name, files, launch):
     assert downloads(requests) == set()
     server.shutdown()
     server.server_close()
-    assert launch(FETCH, endpoint, name) == first
+    assert launch(FETCH, "", name) == first
     assert os.path.exists(first[0].split("*")[0])
 
 
@@ -495,6 +497,25 @@ def test_answers_of_the_hub_that_are_errors(launch):
         f"error: hf://o/n@{COMMIT_1}/none.json: the repository or, without network, its cache has "
         "no such file; * stands for names in one folder, **/* for those in all folders"]
     assert printed[4].endswith(f"snapshots/{COMMIT_1}")
+
+
+@pytest.mark.slow
+def test_the_cache_is_used_when_the_hub_cannot_be_reached(launch):
+    """After the library's attempts to reach the Hub have failed, a name is what its cache has.
+
+    Break: data.py: except errors.LocalEntryNotFoundError:  # no network =>
+    except errors.RevisionNotFoundError:
+    """
+    server = serve({"models/o/n": {"main": (COMMIT_1, {"config.json": b"{}"})}}, [])
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    [path] = launch(FETCH, endpoint, f"hf://o/n@{COMMIT_1}")
+    server.shutdown()
+    server.server_close()
+    ref = os.path.join(path, "../../refs/main")
+    os.makedirs(os.path.dirname(ref), exist_ok=True)
+    with open(ref, "w") as file:
+        file.write(COMMIT_1)
+    assert launch(FETCH, endpoint, "hf://o/n") == [path]
 
 
 COMMAND_LINES = """
