@@ -1932,6 +1932,12 @@ def copy_tokenizer(name, folder):
 HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
 HUB_WEIGHTS = ("model*.safetensors",)
 
+HUB_RULE = ("a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION or "
+            "hf://datasets/ORG/NAME@REVISION/PATTERN")
+# The kind, the repository, the revision and the commit in a name. Two kinds of revisions have a /.
+HUB_NAME = (r"(hf://(datasets/)?(?!(?:datasets|models|spaces)/)([\w.-]+/[\w.-]+))"
+            r"(?:@(refs/convert/[\w.-]+|refs/pr/\d+|[^@/\s=]+))?(?:@([0-9a-f]{40}))?")
+
 
 def hub_path(name, weights=False):
     """Fetch the files of a name on the Hub into its cache; return their local path. Another name is
@@ -1976,10 +1982,6 @@ def resolve_hub(text, earlier=()):
     return f"{hub['name']}@{commit}{hub['rest']}"
 
 
-HUB_RULE = ("a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION or "
-            "hf://datasets/ORG/NAME@REVISION/PATTERN")
-
-
 def parse_hub(text):
     """Return the parts of a text that begins with a name on the Hub: {
         "name": hf://ORG/NAME, with @REVISION if it is neither main nor a commit,
@@ -1987,16 +1989,16 @@ def parse_hub(text):
         "commit": 40 digits, or "" if the text has none,
         "rest": the text after all this}.
     """
-    match = re.match(r"(hf://(datasets/)?(?!(?:datasets|models|spaces)/)([\w.-]+/[\w.-]+))"
-                     r"(@(refs/(?:convert/[\w.-]+|pr/\d+)|[^@/\s=]+))?(@[0-9a-f]{40})?", text)
+    match = re.match(HUB_NAME, text)
     rest = text[match.end():] if match else text
     if not match or not re.match(r"[/\s=]|$", rest):
         raise ValueError(f"{text}: {HUB_RULE}")
-    name, is_dataset, repo, _, revision, commit = match.groups()
-    revision = revision or "main"
-    commit = (commit or "").removeprefix("@")
+    name, is_dataset, repo, revision, commit = match.groups(default="")
     if re.fullmatch("[0-9a-f]{40}", revision) and not commit:
-        revision, commit = "main", revision
+        commit = revision
+        revision = ""
+    if not revision:
+        revision = "main"
     if revision != "main":
         name += f"@{revision}"
     return {"name": name, "kind": "dataset" if is_dataset else "model", "repo": repo,
@@ -2007,19 +2009,21 @@ def _newest_commit(hub):
     """Ask the Hub, or else its cache, for the commit of a revision."""
     library = require("huggingface_hub", hub["name"])
     errors = require("huggingface_hub.errors", hub["name"])
-    where = {"repo_id": hub["repo"], "repo_type": hub["kind"],
-             "revision": unquote(hub["revision"])}
+    repo, kind, revision = hub["repo"], hub["kind"], unquote(hub["revision"])
     with _hub_errors(hub):
         try:
-            # Every repository has this small file. Fetching it also notes the commit of the branch
-            # in the cache, for a later launch without network.
-            path = library.hf_hub_download(**where, filename=".gitattributes")
+            # Almost every repository has this small file. Fetching it also notes the commit of the
+            # branch in the cache, for a later launch without network.
+            path = library.hf_hub_download(
+                repo, ".gitattributes", repo_type=kind, revision=revision)
             return Path(path).parent.name
-        except errors.LocalEntryNotFoundError:  # no network
-            folder = library.snapshot_download(**where, local_files_only=True, allow_patterns=[])
+        except errors.LocalEntryNotFoundError:
+            # There is no network: look into the cache, and ask for no file.
+            folder = library.snapshot_download(
+                repo, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=[])
             return Path(folder).name
         except errors.EntryNotFoundError:
-            return library.HfApi().repo_info(**where).sha
+            return library.HfApi().repo_info(repo, repo_type=kind, revision=revision).sha
 
 
 @cache
