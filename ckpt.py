@@ -962,6 +962,12 @@ def read_json(path):
         raise ValueError(f"{path}: cannot be read: {e}") from None
 
 
+def _check_is_no_file(path):
+    """Raise ValueError for a source that is a file, such as model.safetensors or config.json."""
+    if os.path.isfile(path):
+        raise ValueError(f"init_from {path}: is a file; name its folder, {Path(path).parent}")
+
+
 def replace_file(path, text):
     """Write a file so that a crash leaves the old text or the new one."""
     partial_path = path.with_suffix(".tmp")
@@ -1355,13 +1361,14 @@ def _find_checkpoint(path):
     """Return (root, meta) of the newest checkpoint of a run's out_dir or of a folder of
     checkpoints.
     """
+    _check_is_no_file(path)
     for root in broadcast_from_main(lambda: (root_of(path), path)):
         _, meta = newest_meta(root)
         if meta:
             return root, meta
     raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
-                     "--out_dir, a folder of checkpoints or one of Hugging Face's; nothing is "
-                     "downloaded")
+                     "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
+                     "hf://ORG/NAME")
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
@@ -1616,6 +1623,52 @@ def read_safetensors(folder, wanted, like, unused=()):
     return arrays
 
 
+def check_tied_tensors(folder, name, copy):
+    """Raise ValueError when a folder of Hugging Face weights has two different tensors for what its
+    config.json says is one: `name` and `copy`. Two dtypes are compared in the narrower one. Process
+    0 reads both, SLICE_BYTES at a time.
+    """
+    def check():
+        tensors = _open_tensors(Path(folder))
+        if name not in tensors or copy not in tensors:
+            return
+        error = _tensor_difference(tensors[name], tensors[copy])
+        if error:
+            raise ValueError(
+                f"{folder}: its config.json ties the embeddings, but {copy} {error} {name}; set "
+                "tie_word_embeddings to false in its config.json to use both, or delete "
+                f"{copy} from its files to use {name} for both")
+
+    broadcast_from_main(check)
+
+
+def _tensor_difference(x, y):
+    """Describe how tensor y differs from tensor x; "" when they are equal."""
+    shape = x.get_shape()
+    if y.get_shape() != shape:
+        return f"has shape {y.get_shape()}, not {shape} as"
+    names = [x.get_dtype(), y.get_dtype()]
+    if not all(name in TENSOR_DTYPES for name in names):
+        return f"has dtype {names[1]}, and cannot be compared with the {names[0]} of"
+    dtypes = [np.dtype(TENSOR_DTYPES[name]) for name in names]
+    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+
+    n_rows = max(SLICE_BYTES // (4 * prod(shape[1:])), 1)
+    is_equal = True
+    difference = largest = 0.0
+    for start in range(0, shape[0], n_rows):
+        some_rows = slice(start, min(start + n_rows, shape[0]))
+        x_rows = x[some_rows].astype(narrow).astype(np.float32)
+        y_rows = y[some_rows].astype(narrow).astype(np.float32)
+        if not np.array_equal(x_rows, y_rows, equal_nan=True):
+            is_equal = False
+        difference = max(difference, float(np.abs(y_rows - x_rows).max()))
+        largest = max(largest, float(np.abs(x_rows).max()))
+    if is_equal:
+        return ""
+    return f"differs, by up to {difference:.2g} where the largest value is {largest:.2g}, from"
+
+
 def _open_tensors(folder):
     """Return {tensor's name: slice of safetensors} of all files of a folder; headers are checked.
     """
@@ -1831,6 +1884,7 @@ def read_hf_config(folder):
     """Return the config.json of a folder of Hugging Face weights, or {}."""
     if not _is_local(folder):
         return {}
+    _check_is_no_file(folder)
     found = read_json(Path(folder, "config.json"))
     return found if "model_type" in found else {}
 

@@ -55,10 +55,11 @@ class Config:
     # overwrite: delete that run first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
-    # sources of initial parameters: folders of runs or of Hugging Face weights; the last one wins.
-    # Options follow within one pair of quotes, as in 'DIR load=w* strict=no'. load=: patterns of
-    # parameters to take; exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to
-    # replace; strict=no: skip names that do not fit; dynamic=yes: load again every reload_every
+    # sources of initial parameters: folders of runs, or of Hugging Face weights, or models on the
+    # Hub, as hf://ORG/NAME or hf://ORG/NAME@REVISION; the last one wins. Options follow within one
+    # pair of quotes, as in 'DIR load=w* strict=no'. load=: patterns of parameters to take;
+    # exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to replace; strict=no:
+    # skip names that do not fit; dynamic=yes: load again every reload_every
     init_from: tuple[str, ...] = ()
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
@@ -70,8 +71,8 @@ class Config:
 
     # ---- data
 
-    # training files: paths, globs, or folders of Hugging Face datasets; empty: the source files of
-    # Python's standard library
+    # training files: paths, globs, folders of Hugging Face datasets, or files on the Hub, as in
+    # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library
     data: tuple[str, ...] = ()
     mix: tuple[str, ...] = ()  # mixture to use instead of data, as web.bin=0.7 code.bin=0.3
     val_data: tuple[str, ...] = ()  # validation files or globs; empty: the last val_frac of data
@@ -83,7 +84,8 @@ class Config:
     data_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     # id of the token between documents in token files, which document_mask needs; -1: unknown
     eod_id: TokenId = -1
-    tokenizer: str = "bytes"  # bytes, a tokenizer.json or its folder, or tiktoken:NAME
+    # bytes, a tokenizer.json or its folder, hf://ORG/NAME on the Hub, or tiktoken:NAME
+    tokenizer: str = "bytes"
     eos_token: str = ""  # token of the tokenizer that ends a document; empty: its eos_token
     token_cache: str = ""  # folder of tokenized data; empty: the folder data in cache_dir
     # stream: join all documents and cut every seq_len tokens; best_fit: pack documents into

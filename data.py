@@ -4,7 +4,8 @@
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
 its arguments alone; there is no iterator state. Optional, at the end: mixtures, windows, document
-mask, packing, token files, prompts and chats, file formats, tokenizers, custom tasks.
+mask, packing, token files, prompts and chats, file formats, tokenizers, names on the Hub, custom
+tasks.
 """
 import contextlib
 import csv
@@ -30,6 +31,7 @@ from functools import cache, lru_cache, partial
 from itertools import chain, islice
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
+from urllib.parse import unquote
 
 import jax
 import numpy as np
@@ -462,7 +464,7 @@ def expand(patterns, lenient=False, field="data"):
     pattern that no file matches, unless lenient.
     """
     paths = {}  # by real path: a link is the file that it points to
-    for pattern in map(str, patterns):
+    for pattern in map(hub_path, map(str, patterns)):  # optional: names on the Hub
         names = sorted(glob.glob(_literal_folders(pattern), recursive=True))
         n_found = 0
         for name in names:
@@ -990,7 +992,7 @@ def make_tokenizer(name, eos_token=""):
     elif name.startswith("tiktoken:"):
         library = _tiktoken_tokenizer(name, eos_token)
     else:
-        library = _hf_tokenizer(name, eos_token)
+        library = _hf_tokenizer(hub_path(name), eos_token)  # optional: names on the Hub
     dtype = np.min_scalar_type(library["vocab_size"] - 1)
 
     def encode_batch(texts):
@@ -1255,7 +1257,8 @@ def require(module, user):
 
 # ---- optional
 # Mixtures, windows, document mask, packing, token files, prompts and chats, file formats,
-# tokenizers, custom tasks. A room can be deleted together with the few lines that call it.
+# tokenizers, names on the Hub, custom tasks. A room can be deleted together with the few lines that
+# call it.
 
 # ---- mixtures
 
@@ -2762,12 +2765,168 @@ def copy_tokenizer(name, folder):
 
     name: as for make_tokenizer.
     """
+    name = hub_path(name)  # optional: names on the Hub
     for file in _tokenizer_files(name):
         shutil.copy(file, folder)
     path = Path(name)
     if path.is_file():
         shutil.copy(path, Path(folder, "tokenizer.json"))
     return path.exists()
+
+
+# ---- names on the Hub
+
+# Files of a model on the Hub that are fetched: settings and tokenizer, and on request weights.
+HUB_SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt")
+HUB_WEIGHTS = ("model*.safetensors",)
+
+HUB_RULE = ("a name on the Hub must be hf://ORG/NAME, hf://ORG/NAME@REVISION or "
+            "hf://datasets/ORG/NAME@REVISION/PATTERN")
+# The kind, the repository, the revision and the commit in a name. Two kinds of revisions have a /.
+HUB_NAME = (r"(hf://(datasets/)?(?!(?:datasets|models|spaces)/)([\w.-]+/[\w.-]+))"
+            r"(?:@(refs/convert/[\w.-]+|refs/pr/\d+|[^@/\s=]+))?(?:@([0-9a-f]{40}))?")
+
+
+def hub_path(name, weights=False):
+    """Fetch the files of a name on the Hub into its cache; return their local path. Another name is
+    returned as it is.
+
+    name: hf://ORG/NAME, a model or tokenizer; hf://datasets/ORG/NAME/PATTERN, files of a data set.
+    @REVISION may follow NAME. A PATTERN may have * and **. weights: fetch those of a model, too.
+    Raises: ValueError when the files cannot be fetched and are not in the cache.
+    """
+    if not name.startswith("hf://"):
+        return name
+    hub = parse_hub(name)
+    if hub["rest"][:1] not in ("", "/"):
+        raise ValueError(f"{name}: {HUB_RULE}")
+    path = hub["rest"].strip("/")
+    if hub["kind"] == "dataset" and not path:
+        raise ValueError(f"{name}: must name files of the data set, as in "
+                         f"{hub['name']}/**/*.parquet")
+    local_path = str(Path(_fetch_hub(name, path, weights), path))
+    if path and not glob.glob(local_path, recursive=True) and not os.path.exists(local_path):
+        raise ValueError(f"{name}: the repository or, without network, its cache has no such file; "
+                         "* stands for names in one folder, **/* for those in all folders")
+    return local_path
+
+
+def resolve_hub(text, earlier=()):
+    """Return a text that begins with a name on the Hub with the commit that the name stands for:
+    'hf://ORG/NAME load=embed' becomes 'hf://ORG/NAME@COMMIT load=embed', and @BRANCH becomes
+    @BRANCH@COMMIT, where the branch is not main. Another text is returned as it is.
+
+    earlier: texts that this function has returned. If one of them has the name, its commit is used.
+    """
+    if not text.startswith("hf://"):
+        return text
+    hub = parse_hub(text)
+    commit = hub["commit"]
+    for other in map(parse_hub, earlier):
+        if not commit and other["name"] == hub["name"]:
+            commit = other["commit"]
+    if not commit:
+        commit = _newest_commit(hub)
+    return f"{hub['name']}@{commit}{hub['rest']}"
+
+
+def parse_hub(text):
+    """Return the parts of a text that begins with a name on the Hub: {
+        "name": hf://ORG/NAME, with @REVISION if it is neither main nor a commit,
+        "kind": "model" or "dataset", "repo": ORG/NAME, "revision",
+        "commit": 40 digits, or "" if the text has none,
+        "rest": the text after all this}.
+    """
+    match = re.match(HUB_NAME, text)
+    rest = text[match.end():] if match else text
+    if not match or not re.match(r"[/\s=]|$", rest):
+        raise ValueError(f"{text}: {HUB_RULE}")
+    name, is_dataset, repo, revision, commit = match.groups(default="")
+    if re.fullmatch("[0-9a-f]{40}", revision) and not commit:
+        commit = revision
+        revision = ""
+    if not revision:
+        revision = "main"
+    if revision != "main":
+        name += f"@{revision}"
+    return {"name": name, "kind": "dataset" if is_dataset else "model", "repo": repo,
+            "revision": revision, "commit": commit, "rest": rest}
+
+
+def _newest_commit(hub):
+    """Ask the Hub, or else its cache, for the commit of a revision."""
+    library = require("huggingface_hub", hub["name"])
+    errors = require("huggingface_hub.errors", hub["name"])
+    repo, kind, revision = hub["repo"], hub["kind"], unquote(hub["revision"])
+    with _hub_errors(hub):
+        try:
+            # Almost every repository has this small file. Fetching it also notes the commit of the
+            # branch in the cache, for a later launch without network.
+            path = library.hf_hub_download(
+                repo, ".gitattributes", repo_type=kind, revision=revision)
+            return Path(path).parent.name
+        except errors.LocalEntryNotFoundError:
+            # There is no network: look into the cache, and ask for no file.
+            folder = library.snapshot_download(
+                repo, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=[])
+            return Path(folder).name
+        except errors.EntryNotFoundError:
+            return library.HfApi().repo_info(repo, repo_type=kind, revision=revision).sha
+
+
+@cache
+def _fetch_hub(name, path, weights):
+    """Fetch the files of a name; return the local folder of its repository.
+
+    The library takes them from its cache if it has all of them.
+    """
+    hub = parse_hub(name)
+    library = require("huggingface_hub", hub["name"])
+    # In these patterns, unlike in those of glob, * stands for / too.
+    deeper = "*/" * (path.count("/") + 1) + "*"
+    if not path:
+        wanted = list(HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS)
+        unwanted = [deeper]
+    elif "**" in path:
+        wanted = [path.replace("**/", "*")]
+        unwanted = []
+    elif glob.escape(path) != path:
+        wanted = [path]
+        unwanted = [deeper]
+    else:
+        wanted = [path, f"{path}/*"]  # a file, or a folder of datasets
+        unwanted = []
+    with _hub_errors(hub):
+        return library.snapshot_download(
+            hub["repo"], repo_type=hub["kind"], revision=hub["commit"] or unquote(hub["revision"]),
+            allow_patterns=wanted, ignore_patterns=unwanted)
+
+
+@contextlib.contextmanager
+def _hub_errors(hub):
+    """Raise what the library raises as a ValueError that says what to do."""
+    errors = require("huggingface_hub.errors", hub["name"])
+    revision = hub["commit"] or unquote(hub["revision"])
+    try:
+        yield
+    except errors.LocalEntryNotFoundError:
+        options = f"--revision {revision}"
+        if hub["kind"] == "dataset":
+            pattern = re.sub(r"=[\d.]+$", "", hub["rest"]).strip("/")  # without a weight in mix
+            options += f" --repo-type dataset --include '{pattern}'"
+        raise ValueError(
+            f"{hub['name']}: the Hub cannot be reached, and the cache does not have all files; "
+            f"where there is network, run: hf download {hub['repo']} {options}") from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"{hub['name']}: the repository has no branch, tag or commit "
+                         f"{revision!r}") from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(
+            f"{hub['name']}: the Hub has no such {hub['kind']}, or you have no access; check the "
+            "name, accept the conditions on its page, and run hf auth login") from None
+    except Exception as e:  # such as no space, or an answer that is not the Hub's
+        message = str(e).strip().partition("\n")[0]
+        raise ValueError(f"{hub['name']}: {type(e).__name__}: {message}") from None
 
 
 # ---- custom tasks

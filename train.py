@@ -159,6 +159,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, rows=None):
     launched = time.perf_counter()
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
+    cfg = resolve_hub_names(cfg)
     hooks = (*hooks, *load_hooks(cfg.hooks))
     # Optional: rows from Python.
     if rows is not None:
@@ -2096,7 +2097,10 @@ def config_from_hf(cfg):
     default = type(cfg)()
     for text in cfg.init_from:
         path = ckpt.parse_source(text)["path"]
-        hf = ckpt.read_hf_config(path)
+        hf = read_hf_config(path)
+        if not hf and path.startswith("hf://"):
+            raise ValueError(f"init_from {path}: has no config.json with a model_type, so it is "
+                             "not a model of transformers")
         if not hf:
             continue
         fields = model.hf_fields(hf)
@@ -2112,11 +2116,16 @@ def config_from_hf(cfg):
     return cfg
 
 
+def read_hf_config(path):
+    """The config.json of Hugging Face weights in a folder or on the Hub, or {}."""
+    return ckpt.read_hf_config(data.hub_path(path))
+
+
 def tokenizer_from_hf(path, cfg, vocab_size):
     """The tokenizer of a folder of weights. Raises ValueError where text would become the bytes
     that these weights do not know.
     """
-    if Path(path, "tokenizer.json").is_file():
+    if Path(data.hub_path(path), "tokenizer.json").is_file():
         return path
     patterns = [*cfg.data, *cfg.val_data, *(name.rpartition("=")[0] for name in cfg.mix)]
     has_text = not patterns or not all(name.endswith(data.TOKEN_FILES) for name in patterns)
@@ -2127,7 +2136,7 @@ def tokenizer_from_hf(path, cfg, vocab_size):
 
 def open_hf(path, cfg):
     """{"names", "read"} of a folder of Hugging Face weights, or None for another folder."""
-    if not ckpt.read_hf_config(path):
+    if not read_hf_config(path):
         return None
     pieces = model.hf_pieces(cfg)
 
@@ -2137,7 +2146,10 @@ def open_hf(path, cfg):
             tensors, _ = pieces[name]
             unused += tensors.values()
         wanted = {name: pieces[name] for name in like}
-        return ckpt.read_safetensors(path, wanted, like, unused)
+        folder = data.hub_path(path, weights=True)
+        if cfg.tie_embeddings and "embed" in like:
+            ckpt.check_tied_tensors(folder, model.HF_NAMES["embed"], model.HF_NAMES["unembed"])
+        return ckpt.read_safetensors(folder, wanted, like, unused)
 
     return {"names": dict.fromkeys(pieces), "read": read}
 
@@ -2161,9 +2173,11 @@ def export_hf(params, cfg):
     base = None
     for text in reversed(cfg.init_from):
         path = ckpt.parse_source(text)["path"]
-        if ckpt.read_hf_config(path):
+        if read_hf_config(path):
             base = path
     hf_config = model.peft_config(cfg, base) if as_adapter else model.hf_config(cfg)
+    if as_adapter and base and base.startswith("hf://"):
+        hf_config |= peft_base(base)
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, as_adapter)
     if params is None:
@@ -2175,7 +2189,7 @@ def export_hf(params, cfg):
         hf_config["torch_dtype"] = cfg.export_dtype
         hf_config["bos_token_id"] = tokenizer["bos"]
         hf_config["eos_token_id"] = tokenizer["eos"]
-        saved = ckpt.read_hf_config(base) if base else {}
+        saved = read_hf_config(base) if base else {}
         for name in HF_PASSTHROUGH:
             if name in saved:
                 hf_config[name] = saved[name]
@@ -2191,6 +2205,57 @@ def export_hf(params, cfg):
     tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
     stem = "adapter_model" if as_adapter else "model"
     ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
+
+
+# ---- names on the Hub
+
+
+HUB_FIELDS = ("init_from", "tokenizer", "data", "mix", "val_data")  # whose texts may begin with one
+
+
+def resolve_hub_names(cfg):
+    """cfg with a commit in each name on the Hub. If the run in out_dir has chosen a commit for a
+    name, it resumes with that one, though the branch may have moved. Process 0 chooses for all.
+    """
+    if "hf://" not in config.to_json(cfg):
+        return cfg
+    meta = {}
+    if cfg.resume != "overwrite":
+        _, meta = ckpt.newest_meta(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))
+
+    def resolve():
+        # The config of the run in out_dir: of its newest checkpoint, or that of its launch.
+        saved = meta.get("config")
+        if not saved and cfg.resume != "overwrite":
+            saved = ckpt.read_json(Path(cfg.out_dir, "config.json"))
+        earlier = []
+        for texts in hub_texts(saved or {}).values():
+            earlier += [text for text in texts if text.startswith("hf://")]
+        resolved = {}
+        for name, texts in hub_texts(vars(cfg)).items():
+            resolved[name] = [data.resolve_hub(text, earlier) for text in texts]
+        return resolved
+
+    changes = {}
+    for name, texts in ckpt.broadcast_from_main(resolve).items():
+        is_text = isinstance(getattr(cfg, name), str)
+        changes[name] = texts[0] if is_text else tuple(texts)
+    return dataclasses.replace(cfg, **changes)
+
+
+def peft_base(name):
+    """The fields of an adapter_config.json by which PEFT finds a base model on the Hub."""
+    hub = data.parse_hub(name)
+    return {"base_model_name_or_path": hub["repo"], "revision": hub["commit"] or hub["revision"]}
+
+
+def hub_texts(fields):
+    """{field: its texts} of the fields of a config that may have names on the Hub."""
+    found = {}
+    for name in HUB_FIELDS:
+        value = fields.get(name, ())
+        found[name] = [value] if isinstance(value, str) else list(value)
+    return found
 
 
 # ---- modes without a loop

@@ -59,6 +59,7 @@ SKIPPED = {
     r"bench\.py": "takes minutes",
     r"tiktoken:": "tiktoken downloads its vocabulary",
     r"(s3|gs)://": "needs a bucket",
+    r"hf://": "downloads from the Hub",
 }
 # The package that only the extra of a requirement installs.
 EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray"}

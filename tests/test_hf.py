@@ -730,7 +730,7 @@ def test_a_run_uses_the_tokenizer_of_init_from(tiny, tmp_path):
     """A folder of init_from with a tokenizer.json sets --tokenizer unless this flag is given. A
     folder without one leaves it at bytes.
 
-    Break: train.py: if Path(path, "tokenizer.json").is_file(): => if False:
+    Break: train.py: if Path(data.hub_path(path), "tokenizer.json").is_file(): => if False:
     """
     folder = tmp_path / "hf"
     stored(folder, {"model.safetensors": {"x": np.ones(3, np.float32)}})
@@ -856,3 +856,124 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
         train.main(cfg)
     with pytest.raises(ValueError, match="no model of Hugging Face has it with qk_norm"):
         train.main(tiny(qkv_bias=True, export=str(tmp_path / "out2")))
+
+
+def tied_folder(folder, dtype, change=lambda x: x, copy_dtype=None):
+    """Save the weights of a small tied model in dtype, with a changed copy of the embedding as
+    lm_head.weight in another file; return the config of the model.
+    """
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    cfg = config.derive_text(config.Config(
+        d_model=16, n_layers=1, n_heads=2, d_ff=24, vocab_size=40, tie_embeddings=True))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model.hf_config(cfg)))
+    tensors = dict(ckpt.each_tensor(draw(cfg), model.hf_pieces(cfg), dtype))
+    copy = change(tensors["model.embed_tokens.weight"].copy()).astype(copy_dtype or dtype)
+    ckpt.write_safetensors(folder, iter({"lm_head.weight": copy}.items()), "model-2")
+    ckpt.write_safetensors(folder, iter(tensors.items()), "model-1")
+    return cfg
+
+
+def read_source(folder, cfg, *names):
+    """Read parameters as --init_from does."""
+    shapes = like_of(cfg, make_mesh(None))
+    return train.open_hf(str(folder), cfg)["read"]({name: shapes[name] for name in names})
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 640, 2**22])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_an_lm_head_that_differs_from_tied_embeddings_is_refused(
+        dtype, slice_bytes, tmp_path, monkeypatch):
+    """A folder whose config.json ties the embeddings, with an lm_head.weight that differs in one
+    value of the last row, raises ValueError that names the folder, both tensors and the difference.
+    A run that does not load the embedding is not refused.
+
+    Break: ckpt.py: for start in range(0, shape[0], n_rows): => for start in range(0, 1, n_rows):
+    """
+    monkeypatch.setattr(ckpt, "SLICE_BYTES", slice_bytes)
+
+    def change(x):
+        x[-1, 3] = 8
+        return x
+
+    folder = tmp_path / "hf"
+    cfg = tied_folder(folder, dtype, change)
+    with pytest.raises(ValueError) as error:
+        read_source(folder, cfg, "embed", "final_norm")
+    embed = read_files(folder)["model.embed_tokens.weight"].astype(np.float32)
+    difference = f"by up to {8 - embed[-1, 3]:.2g} where the largest value is "
+    words = [f"{folder}: its config.json ties the embeddings, but lm_head.weight differs, ",
+             difference + f"{np.abs(embed).max():.2g}, from model.embed_tokens.weight; ",
+             "set tie_word_embeddings to false", "or delete lm_head.weight from its files"]
+    assert all(word in str(error.value) for word in words), error.value
+    assert read_source(folder, cfg, "final_norm")["final_norm"].shape == (16,)
+
+
+def test_an_lm_head_of_another_shape_or_of_integers_is_refused(tmp_path):
+    """A tied lm_head.weight with fewer rows than the embedding, or of integers, raises ValueError.
+
+    Break: ckpt.py: if y.get_shape() != shape: => if False:
+    """
+    cfg = tied_folder(tmp_path / "hf", np.float32, lambda x: x[:-1])
+    with pytest.raises(ValueError, match=r"lm_head.weight has shape \[39, 16\], not \[40, 16\] as"):
+        read_source(tmp_path / "hf", cfg, "embed")
+    cfg = tied_folder(tmp_path / "int", np.float32, copy_dtype=np.int8)
+    with pytest.raises(ValueError, match="lm_head.weight has dtype I8, and cannot be compared"):
+        read_source(tmp_path / "int", cfg, "embed")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("copy_dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_copy_of_tied_embeddings_is_ignored(dtype, copy_dtype, tmp_path):
+    """A copy of the embedding as lm_head.weight is fine, in the same dtype or rounded to a narrower
+    one; so is a folder without it, and another lm_head.weight in a folder that does not tie.
+
+    Break: ckpt.py: narrow = min(dtypes, key=lambda dtype: dtype.itemsize) => narrow = dtypes[0]
+    """
+    if {dtype, copy_dtype} == {np.float16, ml_dtypes.bfloat16}:
+        pytest.skip("neither is a rounded copy of the other")
+    folder = tmp_path / "hf"
+    cfg = tied_folder(folder, dtype, copy_dtype=copy_dtype)
+    embed = read_files(folder)["model.embed_tokens.weight"].astype(np.float32)
+    assert (np.asarray(read_source(folder, cfg, "embed")["embed"]) == embed).all()
+    untied = dataclasses.replace(cfg, tie_embeddings=False)
+    assert set(read_source(folder, untied, "embed", "unembed")) == {"embed", "unembed"}
+    (folder / "model-2.safetensors").unlink()
+    assert (np.asarray(read_source(folder, cfg, "embed")["embed"]) == embed).all()
+
+
+@pytest.mark.slow
+def test_a_run_refuses_a_tied_model_with_another_lm_head(tiny, tmp_path):
+    """A run from such a folder ends with the error. A run that was begun from the folder when it
+    had no lm_head.weight resumes, since it loads nothing from it.
+
+    Break: train.py: if cfg.tie_embeddings and "embed" in like: => if False:
+    """
+    folder = tmp_path / "hf"
+    tied_folder(folder, np.float32, lambda x: x[::-1])
+    cfg = run_config(tiny, tmp_path, init_from=(str(folder),), vocab_size=40)
+    with pytest.raises(ValueError, match="but lm_head.weight differs"):
+        train.main(cfg)
+    (folder / "model-2.safetensors").rename(tmp_path / "aside")
+    assert train.main(cfg)["step"] == 3
+    (tmp_path / "aside").rename(folder / "model-2.safetensors")
+    assert train.main(dataclasses.replace(cfg, steps=5))["step"] == 5
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "export", "plan", "data"])
+def test_a_file_in_init_from_is_refused_with_its_folder(mode, tiny, tmp_path):
+    """--init_from with a weight file or a config.json names the folder to use instead, in each mode
+    and for a task without Hugging Face weights.
+
+    Break: ckpt.py: if os.path.isfile(path): => if False:
+    """
+    tied_folder(tmp_path / "hf", np.float32)
+    for name in ("model-1.safetensors", "config.json"):
+        path = str(tmp_path / "hf" / name)
+        words = f"init_from {path}: is a file; name its folder, {tmp_path / 'hf'}$"
+        with pytest.raises(ValueError, match=words):
+            train.main(tiny(mode=mode, init_from=(f"{path} load=embed",)))
+        if mode == "train":
+            with pytest.raises(ValueError, match=words):
+                task = {name: x for name, x in train.TEXT.items() if name != "hf"}
+                train.main(tiny(mode=mode, init_from=(path,)), task=task)

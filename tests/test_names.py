@@ -138,6 +138,7 @@ JUMPS = {
                               "_read_prompt_or_chat", "show_examples"],
         "file formats": ["FORMAT_READERS", "_choose_split", "_row_reader"],
         "tokenizers": ["_hf_tokenizer", "_tiktoken_tokenizer"],
+        "names on the Hub": ["hub_path"],
     },
     "ckpt.py": {
         "several processes": ["_agree_on_error", "_announce_failure", "_broadcast",
@@ -155,6 +156,7 @@ JUMPS = {
         "dynamic sources of parameters": ["reload_params"],
         "excluded parameters": ["warn_unsaved"],
         "Hugging Face weights": ["config_from_hf", "export_hf", "open_hf"],
+        "names on the Hub": ["resolve_hub_names"],
         "modes without a loop": ["run_saved", "tokenize_data"],
         "memory estimates": ["memory_advice", "plan", "text_programs"],
         "hooks from files": ["load_hooks"],

@@ -213,6 +213,23 @@ FEATURES = {
              '        return {"train": _open_windows(cfg, open_files), "val": val}\n', ""),
         ],
     },
+    "names on the Hub": {
+        "rooms": {"data.py": ["names on the Hub"], "train.py": ["names on the Hub"]},
+        "edits": [
+            ("data.py", "map(hub_path, map(str, patterns)):  # optional: names on the Hub",
+             "map(str, patterns):"),
+            ("data.py", "_hf_tokenizer(hub_path(name))  # optional: names on the Hub",
+             "_hf_tokenizer(name)"),
+            ("data.py", "    name = hub_path(name)  # optional: names on the Hub\n", ""),
+            ("train.py", "    cfg = resolve_hub_names(cfg)\n", ""),
+            ("train.py", "        folder = data.hub_path(path)\n", "        folder = path\n"),
+            ("train.py", "ckpt.read_hf_config(data.hub_path(path))", "ckpt.read_hf_config(path)"),
+            ("train.py", "        folder = data.hub_path(path, weights=True)\n",
+             "        folder = path\n"),
+            ("train.py", '    if as_adapter and base and base.startswith("hf://"):\n'
+             "        hf_config |= peft_base(base)\n", ""),
+        ],
+    },
     "locks of buckets": {
         "rooms": {"ckpt.py": ["locks of buckets"]},
         "edits": [

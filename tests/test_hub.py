@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of names on the Hub, with the library huggingface_hub: against a cache that a test lays out
+and without network, and against a small server that answers as the Hub does.
+"""
+import dataclasses
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from urllib.parse import unquote, urlsplit
+
+import jax
+import numpy as np
+import pytest
+
+import ckpt
+import config
+import data
+import model
+import train
+from conftest import ROOT
+
+hub = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+COMMIT_1, COMMIT_2 = "1" * 40, "2" * 40
+TOKENIZER = json.dumps({
+    "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": {
+        "type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2, "?": 3}, "unk_token": "?"}})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Return a new cache of the library, which has no network."""
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    data._fetch_hub.cache_clear()
+    yield tmp_path / "hub"
+    data._fetch_hub.cache_clear()
+
+
+def put(cache, kind, repo, commit, files, branch="main"):
+    """Write {path: content} into a cache as the library does; the branch points at the commit."""
+    folder = cache / f"{kind}s--{repo.replace('/', '--')}"
+    for path, content in files.items():
+        content = content if isinstance(content, bytes) else content.encode()
+        blob = folder / "blobs" / hashlib.sha1(content).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        link = folder / "snapshots" / commit / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    ref = folder / "refs" / branch
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    ref.write_text(commit)
+    return folder / "snapshots" / commit
+
+
+def model_files(tmp_path, seed=0):
+    """{path: content} of a small model with a tokenizer, and its embedding."""
+    cfg = config.derive_text(config.Config(
+        d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=8))
+    params = jax.jit(lambda key: model.init(key, cfg))(jax.random.key(seed))
+    folder = tmp_path / f"model-{seed}"
+    folder.mkdir()
+    ckpt.write_safetensors(folder, ckpt.each_tensor(params, model.hf_pieces(cfg), "float32"))
+    files = {
+        ".gitattributes": "",
+        "config.json": json.dumps(model.hf_config(cfg)),
+        "tokenizer.json": TOKENIZER,
+        "model.safetensors": (folder / "model.safetensors").read_bytes(),
+    }
+    return files, np.asarray(params["embed"])
+
+
+def text(word, n=400):
+    return " ".join([word, "b"] * n)
+
+
+# ---- names
+
+NAMES = {
+    "hf://o/n": ("hf://o/n", "model", "main", "", ""),
+    "hf://o/n@main": ("hf://o/n", "model", "main", "", ""),
+    "hf://o/n.2-x@v1": ("hf://o/n.2-x@v1", "model", "v1", "", ""),
+    f"hf://o/n@{COMMIT_1}": ("hf://o/n", "model", "main", COMMIT_1, ""),
+    f"hf://o/n@v1@{COMMIT_1}/a.json": ("hf://o/n@v1", "model", "v1", COMMIT_1, "/a.json"),
+    "hf://o/n@v1 load=w* strict=no": ("hf://o/n@v1", "model", "v1", "", " load=w* strict=no"),
+    "hf://datasets/o/n/**/*.parquet": ("hf://datasets/o/n", "dataset", "main", "", "/**/*.parquet"),
+    "hf://datasets/o/n@v1/x=1/*.txt=0.5": (
+        "hf://datasets/o/n@v1", "dataset", "v1", "", "/x=1/*.txt=0.5"),
+    "hf://datasets/o/n@refs/convert/parquet/a/b": (
+        "hf://datasets/o/n@refs/convert/parquet", "dataset", "refs/convert/parquet", "", "/a/b"),
+    "hf://o/n@refs/pr/7/a": ("hf://o/n@refs/pr/7", "model", "refs/pr/7", "", "/a"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_a_name(name):
+    """A name has a kind, a repository, a revision (default: main), a commit and a path or options.
+
+    Break: data.py: revision = "main" => revision = "master"
+    """
+    found = data.parse_hub(name)
+    assert tuple(found[key] for key in ("name", "kind", "revision", "commit", "rest")) == \
+        NAMES[name]
+
+
+@pytest.mark.parametrize("name", ["hf://", "hf://gpt2", "hf://o/", "hf://o/n@", "hf://o/n@a@b",
+                                  "hf://datasets/o", "hf://models/o/n", "hf://o/n?x"])
+def test_a_malformed_name_is_refused(name, tiny):
+    """The error names the text and the forms that names have, in each field.
+
+    Break: data.py: if not match or not re.match(r"[/\\s=]|$", rest): => if not match:
+    """
+    for changes in ({"init_from": (name,)}, {"tokenizer": name}, {"data": (name,)}):
+        with pytest.raises(ValueError) as error:
+            train.main(tiny(**changes))
+        assert str(error.value).startswith(f"{name}: a name on the Hub must be hf://ORG/NAME, ")
+
+
+# ---- commits
+
+def test_a_name_gets_the_commit_of_its_revision(cache):
+    """A branch or tag becomes the commit that it has in the cache. A commit, options and a path
+    stay. Another text is returned as it is, and so is each result.
+
+    Break: data.py: return f"{hub['name']}@{commit}{hub['rest']}" =>
+    return f"{hub['name']}@{commit}"
+    """
+    put(cache, "model", "o/n", COMMIT_1, {"a.json": "{}"})
+    put(cache, "model", "o/n", COMMIT_2, {"a.json": "{ }"}, branch="v2")
+    put(cache, "dataset", "o/n", COMMIT_2, {"a.txt": "a"}, branch="refs/convert/parquet")
+    parquet = "hf://datasets/o/n@refs/convert/parquet"
+    expected = {
+        "hf://o/n": f"hf://o/n@{COMMIT_1}",
+        "hf://o/n@main load=w": f"hf://o/n@{COMMIT_1} load=w",
+        "hf://o/n@v2": f"hf://o/n@v2@{COMMIT_2}",
+        f"hf://o/n@{COMMIT_2}/a": f"hf://o/n@{COMMIT_2}/a",
+        f"{parquet}/*.txt=0.3": f"{parquet}@{COMMIT_2}/*.txt=0.3",
+        "out/hf load=w": "out/hf load=w",
+        "": "",
+    }
+    for name, resolved in expected.items():
+        assert data.resolve_hub(name) == resolved
+        assert data.resolve_hub(resolved) == resolved
+
+
+def test_an_earlier_commit_of_the_same_name_is_used(cache):
+    """A name that an earlier launch resolved gets its commit though the branch has moved. Another
+    revision, another kind of repository and a commit do not.
+
+    Break: data.py: if not commit and other["name"] == hub["name"]: => if False:
+    """
+    for kind in ("model", "dataset"):
+        put(cache, kind, "o/n", COMMIT_2, {"a": "a"})
+        put(cache, kind, "o/n", COMMIT_2, {}, branch="v2")
+    earlier = [f"hf://o/n@{COMMIT_1} load=w", f"hf://o/other@v2@{COMMIT_1}"]
+    resolved = {name: data.resolve_hub(name, earlier)[-40:] for name in (
+        "hf://o/n", "hf://o/n@main", "hf://o/n@v2", "hf://datasets/o/n", f"hf://o/n@{COMMIT_2}",
+        "hf://o/other@v2")}
+    assert list(resolved.values()) == [COMMIT_1, COMMIT_1, COMMIT_2, COMMIT_2, COMMIT_2, COMMIT_1]
+
+
+# ---- files
+
+def test_local_paths_of_names(cache):
+    """A model is the folder of its snapshot, a pattern that of its files. A name that is not on the
+    Hub is returned as it is.
+
+    Break: data.py: local_path = str(Path(_fetch_hub(name, path, weights), path)) =>
+    local_path = _fetch_hub(name, path, weights)
+    """
+    files = {"day1/a.txt": "a", "day2/b.txt": "b", "c.txt": "c"}
+    folder = str(put(cache, "dataset", "o/n", COMMIT_1, files))
+    assert data.hub_path(f"hf://datasets/o/n@{COMMIT_1}/c.txt") == f"{folder}/c.txt"
+    assert data.hub_path("hf://datasets/o/n/day1") == f"{folder}/day1"
+    assert data.hub_path("hf:/o/n") == "hf:/o/n"
+    names = {pattern: [str(path)[len(folder) + 1:]
+                       for path in data.expand([f"hf://datasets/o/n/{pattern}"])]
+             for pattern in ("*.txt", "*/*.txt", "**/*.txt")}
+    assert names == {"*.txt": ["c.txt"], "*/*.txt": ["day1/a.txt", "day2/b.txt"],
+                     "**/*.txt": ["c.txt", "day1/a.txt", "day2/b.txt"]}
+
+
+def test_a_pattern_without_a_file_is_refused(cache):
+    """A pattern that matches no file, and a data set without a pattern, raise ValueError.
+
+    Break: data.py: if hub["kind"] == "dataset" and not path: => if False:
+    """
+    put(cache, "dataset", "o/n", COMMIT_1, {"day1/a.txt": "a"})
+    with pytest.raises(ValueError, match=r"^hf://datasets/o/n/\*.txt: the repository or, "):
+        data.expand(["hf://datasets/o/n/*.txt"])
+    with pytest.raises(ValueError, match=r"as in hf://datasets/o/n/\*\*/\*.parquet$"):
+        data.expand(["hf://datasets/o/n"])
+
+
+def test_files_that_are_not_in_the_cache(cache):
+    """Without network, the error has the command that fetches a model or a data set.
+
+    Break: data.py: options += f" --repo-type dataset --include '{pattern}'" => pass
+    """
+    where = "the Hub cannot be reached, and the cache does not have all files; where there is "
+    with pytest.raises(ValueError) as error:
+        data.resolve_hub("hf://o/n@v2 load=w")
+    assert str(error.value) == (
+        f"hf://o/n@v2: {where}network, run: hf download o/n --revision v2")
+    command = f"hf download o/n --revision {COMMIT_1} --repo-type dataset --include 'x/*.txt'"
+    for name in (f"hf://datasets/o/n@{COMMIT_1}/x/*.txt", "hf://datasets/o/n/x/*.txt=0.5"):
+        with pytest.raises(ValueError) as error:
+            data.resolve_hub(name)
+            data.hub_path(name)
+        assert str(error.value) == (
+            f"hf://datasets/o/n: {where}network, run: {command}".replace(
+                COMMIT_1, COMMIT_1 if COMMIT_1 in name else "main"))
+
+
+def test_a_missing_package_is_an_error(monkeypatch):
+    """The error has the command that installs huggingface_hub.
+
+    Break: data.py: raise ValueError(f"{user}: needs => raise KeyError(f"{user}: needs
+    """
+    for module in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    for find in (data.resolve_hub, data.hub_path):
+        with pytest.raises(ValueError, match="^hf://o/n: needs `pip install huggingface_hub`$"):
+            find("hf://o/n")
+
+
+# ---- runs
+
+def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys):
+    """A run from a model and data on the Hub records the commits in config.json and in each
+    meta.json. After the branches have moved, the same command resumes with the same files, whether
+    config.json is there or not, and --mode eval reads them, too. A new run takes the newer files.
+
+    Break: train.py: saved = meta.get("config") => saved = {}
+    """
+    files, embed = model_files(tmp_path)
+    put(cache, "model", "o/n", COMMIT_1, files)
+    put(cache, "dataset", "o/d", COMMIT_1, {"x/1.txt": text("a"), "x/2.txt": text("a b"),
+                                            "val/1.txt": text("?")})
+    default = config.Config()
+    cfg = tiny(init_from=("hf://o/n@main load=*",), data=("hf://datasets/o/d/x/*.txt",),
+               val_data=("hf://datasets/o/d@main/val/*.txt",), steps=4,
+               **{name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
+                                                            "n_kv_heads")})
+    began = []
+    def watch(event, value):
+        if event == "load":
+            began.append(np.asarray(value["params"]["embed"]))
+    train.main(cfg, hooks=[watch])
+    assert (began[0] == embed).all()
+
+    recorded = {
+        "init_from": [f"hf://o/n@{COMMIT_1} load=*"],
+        "tokenizer": f"hf://o/n@{COMMIT_1}",
+        "data": [f"hf://datasets/o/d@{COMMIT_1}/x/*.txt"],
+        "val_data": [f"hf://datasets/o/d@{COMMIT_1}/val/*.txt"],
+        "mix": [],
+    }
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert {name: saved[name] for name in recorded} == recorded
+    _, meta = ckpt.newest_meta(tmp_path / "out/ckpt")
+    assert {name: meta["config"][name] for name in recorded} == recorded
+    assert f"parameters from hf://o/n@{COMMIT_1}" in capsys.readouterr().out
+
+    # The branches move.
+    newer, newer_embed = model_files(tmp_path, seed=1)
+    put(cache, "model", "o/n", COMMIT_2, newer)
+    put(cache, "dataset", "o/d", COMMIT_2, {"x/1.txt": text("b"), "val/1.txt": text("a")})
+    (tmp_path / "out/config.json").unlink()
+    cfg = dataclasses.replace(cfg, steps=6)
+    assert train.main(cfg)["step"] == 6
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert {name: saved[name] for name in recorded} == recorded
+    assert train.main(dataclasses.replace(cfg, mode="eval"))["step"] == 6
+    train.main(dataclasses.replace(cfg, out_dir=str(tmp_path / "new")), hooks=[watch])
+    assert (began[1] == newer_embed).all()
+    with pytest.raises(ValueError, match=f"init_from was .*{COMMIT_1} .*, is .*{COMMIT_2} "):
+        train.main(dataclasses.replace(cfg, init_from=(f"hf://o/n@{COMMIT_2} load=*",)))
+
+
+def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache, tiny):
+    """The commits come from config.json as long as the run has no checkpoint, but not for
+    --resume overwrite.
+
+    Break: train.py: saved = ckpt.read_json(Path(cfg.out_dir, "config.json")) => saved = {}
+    """
+    put(cache, "dataset", "o/d", COMMIT_2, {"1.txt": text("b")})
+    cfg = tiny(mix=("hf://datasets/o/d/*.txt=0.5", "README.md=0.5"), data=(), tokenizer="hf://o/n")
+    with_commits = dataclasses.replace(
+        cfg, mix=(f"hf://datasets/o/d@{COMMIT_1}/*.txt=0.5",), tokenizer=f"hf://o/n@{COMMIT_1}")
+    os.mkdir(cfg.out_dir)
+    with open(f"{cfg.out_dir}/config.json", "w") as file:
+        file.write(config.to_json(with_commits))
+    resolved = train.resolve_hub_names(cfg)
+    assert resolved.mix == (f"hf://datasets/o/d@{COMMIT_1}/*.txt=0.5", "README.md=0.5")
+    assert resolved.tokenizer == f"hf://o/n@{COMMIT_1}"
+    put(cache, "model", "o/n", COMMIT_2, {"a": ""})
+    resolved = train.resolve_hub_names(dataclasses.replace(cfg, resume="overwrite"))
+    assert resolved.mix == (f"hf://datasets/o/d@{COMMIT_2}/*.txt=0.5", "README.md=0.5")
+    assert resolved.tokenizer == f"hf://o/n@{COMMIT_2}"
+
+
+def test_a_repository_that_is_no_model_is_refused(cache, tiny):
+    """--init_from with a repository whose config.json is missing raises ValueError.
+
+    Break: train.py: if not hf and path.startswith("hf://"): => if False:
+    """
+    put(cache, "model", "o/n", COMMIT_1, {"README.md": "no model"})
+    with pytest.raises(ValueError, match=f"^init_from hf://o/n@{COMMIT_1}: has no config.json "):
+        train.main(tiny(init_from=("hf://o/n",)))
+
+
+def test_exports_of_a_model_on_the_hub(cache, tiny, tmp_path):
+    """A LoRA adapter names its base model as it is called on the Hub, with the commit. Merged
+    weights get the tokenizer's files and keep the entries of the model's config.json.
+
+    Break: train.py: if as_adapter and base and base.startswith("hf://"): => if False:
+    """
+    files, _ = model_files(tmp_path)
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | {"pad_token_id": 3})
+    put(cache, "model", "o/n", COMMIT_1, files)
+    default = config.Config()
+    cfg = tiny(init_from=("hf://o/n",), lora_rank=2, steps=1, eval_every=0,
+               export=str(tmp_path / "merged"),
+               **{name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
+                                                            "n_kv_heads")})
+    train.main(cfg)
+    exported = json.loads((tmp_path / "merged/config.json").read_text())
+    assert exported["pad_token_id"] == 3
+    assert (tmp_path / "merged/tokenizer.json").read_text() == TOKENIZER
+    train.main(dataclasses.replace(cfg, mode="export", export_lora="adapter",
+                                   export=str(tmp_path / "adapter")))
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "o/n"
+    assert adapter["revision"] == COMMIT_1
+
+
+# ---- a server
+
+def serve(repos, requests):
+    """Start a server that answers as the Hub does; return it.
+
+    repos: {"models/ORG/NAME" or "datasets/ORG/NAME": {revision: (commit, {path: content})}}, which
+    a test may change. requests: a list that gets the path of each request.
+    """
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+            if parts[0] == "api":
+                kind, org, name, verb, revision, *path = parts[1:]
+            else:
+                if parts[0] != "datasets":
+                    parts = ["models", *parts]
+                kind, org, name, verb, revision, *path = parts
+            revisions = repos.get(f"{kind}/{org}/{name}")
+            if revisions is None:
+                return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+            by_commit = dict(revisions.values())
+            if revision not in revisions and revision not in by_commit:
+                return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            commit, files = revisions.get(revision, (revision, by_commit.get(revision)))
+            if verb == "revision":
+                return self.answer(200, json.dumps({"id": f"{org}/{name}", "sha": commit}).encode())
+            if verb == "tree":
+                tree = [{"type": "file", "path": file, "size": len(content), "oid": "0" * 40}
+                        for file, content in files.items()]
+                return self.answer(200, json.dumps(tree).encode())
+            content = files.get("/".join(path))
+            headers = {"X-Repo-Commit": commit}
+            if content is None:
+                return self.answer(404, b"", headers | {"X-Error-Code": "EntryNotFound"})
+            etag = hashlib.sha1(content).hexdigest()
+            return self.answer(200, content, headers | {"ETag": f'"{etag}"'})
+
+        do_HEAD = do_GET
+
+        def answer(self, status, content, headers=()):
+            self.send_response(status)
+            for name, value in dict(headers).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(code, endpoint, ...) runs Python with the library pointed at a server, or without
+    network if endpoint is ""; what it printed.
+    """
+    def run(code, endpoint, *args):
+        env = os.environ | {
+            "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_HUB_OFFLINE": str(int(not endpoint)), "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN_PATH": str(tmp_path / "token")}
+        done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, env=env,
+                              capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run
+
+
+def downloads(requests):
+    """The files that were asked for, except for .gitattributes; forget the requests."""
+    found = {path.partition("/resolve/")[2][41:] for path in requests if "/resolve/" in path}
+    requests.clear()
+    return found - {"", "gitattributes", "s"}
+
+
+FETCH = """
+import sys, data
+for name in sys.argv[1:]:
+    weights = name.endswith("+")
+    try:
+        print(data.hub_path(data.resolve_hub(name.rstrip("+")), weights))
+    except ValueError as e:
+        print(f"error: {e}")
+"""
+
+
+@pytest.mark.parametrize("name, files", [
+    ("hf://o/n", {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt"}),
+    ("hf://o/n+", {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt",
+                   "model-1.safetensors"}),
+    ("hf://o/n/tokenizer.json", {"tokenizer.json"}),
+    ("hf://datasets/o/d/*.txt", {"c.txt"}),
+    ("hf://datasets/o/d@v2/*/*.txt", {"x/a.txt", "x/b.txt"}),
+    ("hf://datasets/o/d/**/*.txt", {"x/a.txt", "x/b.txt", "c.txt", "x/y/d.txt"}),
+    ("hf://datasets/o/d/x/**/d.*", {"x/y/d.txt"}),
+    ("hf://datasets/o/d/saved", {"saved/state.json", "saved/data.arrow"}),
+])
+def test_only_the_needed_files_are_fetched(name, files, launch):
+    """Of a model, the settings and the tokenizer are fetched, and on request its weights; of a data
+    set, the files that the pattern matches. Nothing is fetched twice, or without network after the
+    first time.
+
+    Break: data.py: wanted = [path.replace("**/", "*")] => wanted = ["*"]
+    """
+    repos = {
+        "models/o/n": {"main": (COMMIT_1, dict.fromkeys(
+            [".gitattributes", "config.json", "tokenizer.json", "chat_template.jinja",
+             "merges.txt", "model-1.safetensors", "consolidated.safetensors", "pytorch_model.bin",
+             "README.md", "onnx/config.json"], b"x"))},
+        "datasets/o/d": {"main": (COMMIT_2, dict.fromkeys(
+            [".gitattributes", "c.txt", "x/a.txt", "x/b.txt", "x/y/d.txt", "README.md",
+             "saved/state.json", "saved/data.arrow"], b"y"))},
+    }
+    repos["datasets/o/d"]["v2"] = repos["datasets/o/d"]["main"]
+    requests = []
+    server = serve(repos, requests)
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    first = launch(FETCH, endpoint, name)
+    assert downloads(requests) == files
+    assert launch(FETCH, endpoint, name) == first
+    assert downloads(requests) == set()
+    server.shutdown()
+    server.server_close()
+    assert launch(FETCH, "", name) == first
+    assert os.path.exists(first[0].split("*")[0])
+
+
+def test_answers_of_the_hub_that_are_errors(launch):
+    """An unknown repository, revision, commit or file is reported in one sentence. A repository
+    without .gitattributes can be used.
+
+    Break: data.py: return library.HfApi().repo_info(repo, repo_type=kind, revision=revision).sha =>
+    return ""
+    """
+    repos = {"models/o/n": {"main": (COMMIT_1, {".gitattributes": b"", "config.json": b""})},
+             "models/o/bare": {"main": (COMMIT_1, {"config.json": b""})}}
+    server = serve(repos, [])
+    printed = launch(FETCH, f"http://127.0.0.1:{server.server_port}", "hf://o/x", "hf://o/n@v3",
+                     "hf://o/n@" + "3" * 40, "hf://o/n/none.json", "hf://o/bare")
+    server.shutdown()
+    no_branch = "the repository has no branch, tag or commit"
+    assert printed[:4] == [
+        "error: hf://o/x: the Hub has no such model, or you have no access; check the name, "
+        "accept the conditions on its page, and run hf auth login",
+        f"error: hf://o/n@v3: {no_branch} 'v3'",
+        f"error: hf://o/n: {no_branch} '{'3' * 40}'",
+        f"error: hf://o/n@{COMMIT_1}/none.json: the repository or, without network, its cache has "
+        "no such file; * stands for names in one folder, **/* for those in all folders"]
+    assert printed[4].endswith(f"snapshots/{COMMIT_1}")
+
+
+@pytest.mark.slow
+def test_the_cache_is_used_when_the_hub_cannot_be_reached(launch):
+    """After the library's attempts to reach the Hub have failed, a name is what its cache has.
+
+    Break: data.py: return Path(folder).name => raise
+    """
+    server = serve({"models/o/n": {"main": (COMMIT_1, {"config.json": b"{}"})}}, [])
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    [path] = launch(FETCH, endpoint, f"hf://o/n@{COMMIT_1}")
+    server.shutdown()
+    server.server_close()
+    ref = os.path.join(path, "../../refs/main")
+    os.makedirs(os.path.dirname(ref), exist_ok=True)
+    with open(ref, "w") as file:
+        file.write(COMMIT_1)
+    assert launch(FETCH, endpoint, "hf://o/n") == [path]
+
+
+COMMAND_LINES = """
+import json, sys, train
+for line in sys.argv[1:]:
+    print("exit code", train.cli(json.loads(line)))
+"""
+
+
+@pytest.mark.slow
+def test_command_lines_with_names_on_the_hub(launch, tmp_path):
+    """--mode plan fetches no weights and no data. A run fetches both. It resumes without network.
+
+    Break: train.py: folder = data.hub_path(path, weights=True) => folder = data.hub_path(path)
+    """
+    files, _ = model_files(tmp_path)
+    files = {path: x if isinstance(x, bytes) else x.encode() for path, x in files.items()}
+    rows = "\n".join(json.dumps({"text": "a b " * n}) for n in range(1, 60)).encode()
+    repos = {"models/o/n": {"main": (COMMIT_1, files)},
+             "datasets/o/d": {"main": (COMMIT_2, {".gitattributes": b"", "x.jsonl": rows})}}
+    requests = []
+    server = serve(repos, requests)
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    flags = ["--init_from", "hf://o/n", "--data", "hf://datasets/o/d/*.jsonl", "--seq_len", "16",
+             "--batch_size", "8", "--sample_tokens", "0", "--eval_batches", "1", "--out_dir",
+             str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
+
+    def run(*more):
+        return launch(COMMAND_LINES, endpoint, json.dumps([*flags, *more]))
+
+    assert run("--mode", "plan")[-1] == "exit code 0"
+    assert downloads(requests) == {"config.json", "tokenizer.json"}
+    assert run("--steps", "2")[-1] == "exit code 0"
+    assert downloads(requests) == {"model.safetensors", "x.jsonl"}
+    repos["models/o/n"]["main"] = ("4" * 40, {})
+    assert run("--steps", "3")[-1] == "exit code 0"
+    server.shutdown()
+    server.server_close()
+    assert run("--steps", "4")[-1] == "exit code 0"
+    _, meta = ckpt.newest_meta(tmp_path / "out/ckpt")
+    assert meta["step"] == 4
+    assert meta["config"]["init_from"] == [f"hf://o/n@{COMMIT_1}"]
