@@ -687,6 +687,75 @@ def prepare_library():
     return len(text) / (time.perf_counter() - began) / 1e6
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def chats_folder():
+    """Return a folder with a tokenizer and 1,500 chats of three questions and answers."""
+    from tokenizers import Tokenizer
+    folder = Path(tempfile.gettempdir()) / "sixfile_bench_chats"
+    if not (folder / "chats.jsonl").exists():
+        folder.mkdir(exist_ok=True)
+        tok = Tokenizer.from_file(str(bpe_file()))
+        tok.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        tok.save(str(folder / "tokenizer.json"))
+        settings = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        words = text_file().read_text()[: 10**7].split()
+        lines = []
+        for i in range(1500):
+            messages = []
+            for k in range(3):
+                at = 750 * i + 250 * k
+                messages.append({"role": "user", "content": " ".join(words[at : at + 50])})
+                messages.append({"role": "assistant",
+                                 "content": " ".join(words[at + 50 : at + 250])})
+            lines.append(json.dumps({"messages": messages}) + "\n")
+        (folder / "chats.jsonl").write_text("".join(lines))
+    return folder
+
+
+def chats_ours(marks="unmarked", n_cores=""):
+    """Return the chats per second, from a file of chats to a token file with labels.
+
+    marks: whether the template marks answers. n_cores: "1" for one core.
+    """
+    if n_cores:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.environ["RAYON_NUM_THREADS"] = n_cores
+    import data
+    folder = chats_folder()
+    with tempfile.TemporaryDirectory() as other:
+        template = CHAT_TEMPLATE
+        if marks == "unmarked":
+            for mark in ("{% generation %}", "{% endgeneration %}"):
+                template = template.replace(mark, "")
+        settings = {"eos_token": "<|endoftext|>", "chat_template": template}
+        Path(other, "tokenizer_config.json").write_text(json.dumps(settings))
+        Path(other, "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        tok = data.make_tokenizer(other)
+        tok["chat"]()
+        began = time.perf_counter()
+        data.tokenize_files([folder / "chats.jsonl"], tok, Path(other, "cache"))
+        return 1500 / (time.perf_counter() - began)
+
+
+def chats_transformers():
+    """The same by transformers' apply_chat_template, one chat after the other, in memory."""
+    import transformers
+    folder = chats_folder()
+    tok = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    began = time.perf_counter()
+    for line in (folder / "chats.jsonl").open():
+        tok.apply_chat_template(json.loads(line)["messages"], return_dict=True,
+                                return_assistant_tokens_mask=True)
+    return 1500 / (time.perf_counter() - began)
+
+
 def pack_ours():
     """Measure packing of 10 million documents of 5 to 300 tokens into rows of 1,024."""
     import numpy as np
@@ -858,6 +927,9 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function}); this p
     "mixture": ("Mtokens/s", True, {"ours": "loader_mix", "one file": "loader_ours"}),
     "prepare bytes": ("MB/s", True, {"ours": "prepare_bytes", "copy": "prepare_copy"}),
     "prepare BPE": ("MB/s", True, {"ours": "prepare_bpe", "library": "prepare_library"}),
+    "chats": ("chats/s", True, {
+        "ours": "chats_ours", "one core": "chats_ours unmarked 1", "marked": "chats_ours marked",
+        "transformers": "chats_transformers"}),
     "pack": ("", False, {"ours": "pack_ours"}),
     "clicks": ("examples/s", True, {"ours": "clicks_ours", "torch": "clicks_torch"}),
     "rows": ("examples/s", True, {"ours": "clicks_ours 10000000", "of 10,000 rows":
