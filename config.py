@@ -12,7 +12,9 @@ import inspect
 import io
 import json
 import operator
+import os
 import re
+import sys
 from decimal import Decimal
 from functools import partial
 from math import gcd, isfinite, prod
@@ -283,6 +285,7 @@ def parse(argv, kind=Config):
     # them. So parse twice: the first pass finds that file, without --help and errors of unknown
     # flags; the second has its values as defaults.
     flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
+    flags = resolve_paths(flags)
     defaults_file = flags.config
     saved = Path(flags.out_dir, "config.json")
     if not defaults_file and flags.mode in ("eval", "sample", "export") and saved.is_file():
@@ -292,7 +295,7 @@ def parse(argv, kind=Config):
         defaults = load(defaults_file, kind)
 
     with headings_in_help(kind):  # one above each group of fields
-        return cli(default=defaults)
+        return resolve_paths(cli(default=defaults))
 
 
 # ---- validation
@@ -326,9 +329,9 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 
 # ---- supporting
-# Sections: parts of the command line, config files, numbers, intervals, stop conditions, types and
-# bounds, mesh sizes, rules between fields, fields without an effect, errors, the transformer,
-# groups of --help, differences between configs.
+# Sections: parts of the command line, paths, config files, numbers, intervals, stop conditions,
+# types and bounds, mesh sizes, rules between fields, fields without an effect, errors, the
+# transformer, groups of --help, differences between configs.
 
 # ---- parts of the command line
 
@@ -354,7 +357,83 @@ def _number_registry():
 
 def _expand_home(arg):
     # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
-    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
+    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), arg)
+
+
+# ---- paths
+
+# Fields with paths that may begin with ~, and those of folders that a run makes.
+PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "export", "hooks", "cache_dir",
+               "data", "mix", "val_data", "tokenizer", "token_cache")
+FOLDER_FIELDS = ("out_dir", "ckpt_dir", "export", "cache_dir", "token_cache")
+
+def resolve_paths(cfg):
+    """cfg with ~ expanded, and with folders that can be made: a/../x is x where a is missing.
+
+    The default of cache_dir stays as it is. Raises ValueError for a ~ without a home folder, and
+    for paths that the locale of this process cannot express.
+    """
+    errors = _utf8_errors(cfg)
+    resolved = {}
+    for name in PATH_FIELDS:
+        value = getattr(cfg, name)
+        if name == "cache_dir" and value == type(cfg)().cache_dir:
+            continue
+        if isinstance(value, tuple):
+            resolved[name] = tuple(_expand_path(name, path, errors) for path in value)
+        else:
+            resolved[name] = _expand_path(name, value, errors)
+        if name in FOLDER_FIELDS:
+            resolved[name] = _without_missing(resolved[name])
+    raise_if_errors(errors)
+    return dataclasses.replace(cfg, **resolved)
+
+
+def _expand_path(name, path, errors):
+    """The path with ~ expanded. A ~ without a home folder is added to the errors."""
+    if not isinstance(path, str) or not path.startswith("~"):  # validate reports wrong types
+        return path
+    expanded = os.path.expanduser(path)
+    first = expanded.split("/")[0]
+    if first == "~" or (first.startswith("~") and not os.path.exists(first)):
+        errors.append(f"{name} {path!r}: no home folder is known for {first}; set HOME, or write "
+                      f"the whole path. A name that begins with ~ is written as ./{path}")
+    return expanded
+
+
+def _without_missing(path):
+    """The path without folders that are missing and that a later .. leaves again."""
+    if not isinstance(path, str) or "://" in path:
+        return path
+    up_to_dots = re.match(r"(?:.*/)?\.\.(?=/|$)", path)
+    if not up_to_dots or os.path.isdir(up_to_dots[0]):
+        return path
+    real_path = os.path.realpath(path)
+    if os.path.isabs(path):
+        return real_path
+    return os.path.relpath(real_path)
+
+
+def _utf8_errors(cfg):
+    """Errors of texts and paths that go to libraries which take only UTF-8."""
+    texts = [("prompt", cfg.prompt), ("tokenizer", cfg.tokenizer), ("export", cfg.export)]
+    texts += [("init_from", text) for text in cfg.init_from]
+    for name in ("out_dir", "ckpt_dir", "cache_dir"):  # these libraries get the absolute path
+        path = getattr(cfg, name)
+        if path and isinstance(path, str) and "://" not in path:
+            texts.append((name, os.path.realpath(os.path.expanduser(path))))
+
+    encoding = sys.getfilesystemencoding()
+    errors = []
+    for name, text in texts:
+        # Python reads bytes that it cannot decode as surrogates. With another encoding than UTF-8,
+        # the library's file name would have other bytes than Python's.
+        has_surrogate = re.search("[\ud800-\udfff]", str(text))
+        is_other_file = encoding != "utf-8" and name != "prompt" and not str(text).isascii()
+        if has_surrogate or is_other_file:
+            errors.append(f"{name} {text!a}: must be UTF-8, and the encoding of this locale is "
+                          f"{encoding}; set PYTHONUTF8=1")
+    return errors
 
 
 # ---- config files

@@ -3126,7 +3126,7 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
 def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
     """A character that the encoding of stdout does not have is printed as an escape.
 
-    Break: train.py: sys.stdout.reconfigure(errors="backslashreplace") => pass
+    Break: train.py: stream.reconfigure(errors="backslashreplace") => pass
     """
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert train.cli([], main=lambda *_: train.print_samples(["é→"]) or {"exit_code": 0}) == 0
