@@ -395,10 +395,42 @@ def _expand_path(name, path, errors):
         return path
     expanded = os.path.expanduser(path)
     first = expanded.split("/")[0]
-    if first == "~" or (first.startswith("~") and not os.path.exists(first)):
-        errors.append(f"{name} {path!r}: no home folder is known for {first}; set HOME, or write "
-                      f"the whole path. A name that begins with ~ is written as ./{path}")
+    if first == "~":
+        errors.append(f"{name} {path!r}: this user has no home folder; write the whole path, or "
+                      "set HOME")
+    elif first.startswith("~") and not os.path.exists(first):
+        errors.append(f"{name} {path!r}: no user {first[1:]!r} on this machine; write ./{path} for "
+                      "a name that begins with ~")
     return expanded
+
+
+def relative_path_note(cfg, message):
+    """A note on an error message that names a relative path which comes from the file cfg.config
+    and not from this command line. "" if it names none.
+    """
+    if not Path(cfg.config).is_file():
+        return ""
+    saved = from_json(Path(cfg.config).read_bytes(), cfg.config, type(cfg))
+    folder = os.path.dirname(os.path.realpath(cfg.config))
+    if os.path.realpath(saved.out_dir) == folder:  # this is the folder in which the run was started
+        return ""
+    named = []
+    for name in PATH_FIELDS:
+        value = getattr(saved, name)
+        if value != getattr(cfg, name):  # this command line has another
+            continue
+        paths = value if isinstance(value, tuple) else (value,)
+        for text in paths:
+            # Without the rest of hooks, mix and init_from: file.py:f, web.bin=0.7, 'DIR load=w*'.
+            path = re.split(r":\w+$|=[^/]*$|\s+\w+=", text)[0]
+            is_relative = path not in ("", "bytes") and path[0] not in "/~" and ":" not in path
+            if is_relative and re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", message):
+                named.append(f"{name} {path!r}")
+    if not named:
+        return ""
+    return (f"\n{', '.join(named)}: from {cfg.config}, whose relative paths are relative to the "
+            f"folder in which that run was started. The current folder is {os.getcwd()}: change to "
+            "that one, or give the whole path")
 
 
 def _without_missing(path):
@@ -1061,6 +1093,12 @@ RESUMABLE_FIELDS = (
     "weights_every", "export_every", "sample_every", "watch", "profile",
     "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
 )
+# Fields that decide which examples a run sees, and in which order.
+DATA_FIELDS = (
+    "data", "mix", "val_data", "val_frac", "data_dtype", "eod_id", "tokenizer",
+    "packing", "document_mask", "truncation", "seq_len", "seed",
+    "order", "windows_per_epoch", "window_repeats", "overfit_batch",
+)
 # Parameters of equal shapes still belong to another model when one of these differs.
 ARCH_FIELDS = (
     "n_heads", "n_kv_heads", "head_dim", "rope_theta", "rope_factor", "rope_original_len",
@@ -1115,6 +1153,34 @@ def architecture_mismatch(saved, current):
             errors.append(f"{name} is {value!r} in the saved config, {current[name]!r} in this one "
                           f"(on purpose: --allow_change {name})")
     return errors
+
+
+def data_changes(saved, new, step, has_other_data):
+    """How a run that resumes at `step` moves in its data, as sentences; no sentence if it does not.
+
+    saved: the config of the checkpoint, as a dict; a field that it lacks had its default.
+    has_other_data: whether the tokens differ from those of the checkpoint.
+    """
+    before = json.loads(to_json(type(new)())) | saved
+    after = json.loads(to_json(new))
+    sentences = []
+    old_size, new_size = before["batch_size"], after["batch_size"]
+    if old_size != new_size and step > 0:
+        n_moved = step * abs(new_size - old_size)
+        effect = "are skipped" if new_size > old_size else "come again"
+        sentences.append(
+            f"batch_size was {old_size}, is {new_size}: the next batch begins at example "
+            f"{step * new_size:,} instead of {step * old_size:,}, so {n_moved:,} examples {effect}")
+
+    changed = [f"{name} was {before[name]!r}, is {after[name]!r}"
+               for name in DATA_FIELDS if before[name] != after[name]]
+    if has_other_data and not changed:
+        changed = ["the content of the data has changed"]
+    if changed:
+        sentences.append(
+            f"{'; '.join(changed)}: from here the examples are others or in another order, so some "
+            "that were seen in this epoch come again, and some that were not are skipped")
+    return sentences
 
 
 def changes_since(saved, current):

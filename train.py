@@ -376,6 +376,11 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     if changes:
         print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees "
                "with an unchanged one only up to rounding")
+    if saved_meta:
+        has_other_data = saved_meta["data"]["fingerprint"] != train_data["fingerprint"]
+        for sentence in config.data_changes(
+                saved_meta["config"], cfg, first_step, has_other_data):
+            print0(f"since the checkpoint: {sentence}")
     log_event = make_log_event(hooks, observers, heartbeat, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
@@ -2651,12 +2656,18 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     other exception with it.
     """
     escape_unprintable()  # here too, for streams that were replaced since
+    cfg = None
     try:
-        return main(config.parse(argv, kind), hooks, task)["exit_code"]
+        cfg = config.parse(argv, kind)
+        return main(cfg, hooks, task)["exit_code"]
     except Exception as e:
         if not is_user_error(e) and not jax.distributed.is_initialized():
             raise
-        message = f"error: {e}" if is_user_error(e) else traceback.format_exc()
+        message = traceback.format_exc()
+        if is_user_error(e):
+            message = f"error: {e}"
+            if cfg is not None:
+                message += config.relative_path_note(cfg, message)
         print(message, file=sys.stderr, flush=True)
         exit_code = 2 if is_user_error(e) else 1
         if jax.distributed.is_initialized():
