@@ -366,8 +366,7 @@ def test_text_that_is_not_utf_8(tmp_path):
 def test_whose_relative_path_it_is(tmp_path, monkeypatch):
     """The note names each relative path of the config file that the error names.
 
-    Break: config.py: if value != getattr(cfg, name):  # this command line has another =>
-    if False:
+    Break: config.py: if value != getattr(cfg, name): => if False:
     """
     saved = Config(mix=("a.bin=1", "/b.bin=1"), hooks=("h.py:f",), init_from=("base load=w*",),
                    out_dir="runs/out", val_data=("val.txt",))

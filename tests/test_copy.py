@@ -160,7 +160,7 @@ import config, model  # before train
 import train
 import data, step  # after it
 from train import config as config_of_train
-assert (config.MINE, model.MINE, data.MINE, step.MINE) == ("config", "model", "data", "step")
+assert (config.NAME, model.NAME, data.NAME, step.NAME) == ("config", "model", "data", "step")
 assert config_of_train is train.config and train.config.__file__.startswith(ROOT)
 assert pickle.loads(pickle.dumps(train.config.Config())) == train.config.Config()
 """
@@ -170,9 +170,9 @@ assert pickle.loads(pickle.dumps(train.config.Config())) == train.config.Config(
 def other_project(tmp_path):
     """A folder with files that have the names of ours, a text, and copies of three recipes."""
     for name in ("config", "model", "step", "ckpt"):
-        (tmp_path / f"{name}.py").write_text(f"MINE = {name!r}\n")
+        (tmp_path / f"{name}.py").write_text(f"NAME = {name!r}\n")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/__init__.py").write_text("MINE = 'data'\n")
+    (tmp_path / "data/__init__.py").write_text("NAME = 'data'\n")
     (tmp_path / "a.txt").write_text("to be, or not to be " * 99)
     for recipe in ("digits", "dpo", "prune"):
         shutil.copy(ROOT / f"tests/recipes/{recipe}.py", tmp_path)
@@ -201,7 +201,7 @@ def test_a_script_beside_files_of_our_names(other_project):
 def test_a_recipe_copied_beside_files_of_our_names(other_project):
     """dpo.py prints its help, which is read from the source of config.py and of the recipe.
 
-    Break: train.py: sys.modules[module_name] = own_module  # for the statements below => pass
+    Break: train.py: sys.modules[module_name] = own_module => pass
     """
     run = run_there(other_project, "dpo.py", "--help")
     assert run.returncode == 0, run.stderr[-2000:]

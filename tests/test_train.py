@@ -1859,7 +1859,7 @@ def test_a_hook_file_may_not_import_a_neighbor_whose_name_is_taken(tmp_path):
 
     Break: train.py: if os.path.realpath(found_path) != os.path.realpath(beside): => if False:
     """
-    (tmp_path / "config.py").write_text("MINE = 1\n")
+    (tmp_path / "config.py").write_text("NAME = 1\n")
     taken, fine = tmp_path / "taken.py", tmp_path / "fine.py"
     taken.write_text("import os, config\ndef f(event, value): pass\n")
     fine.write_text("from train import config\ndef f(event, value): return config.Config\n")
