@@ -840,7 +840,8 @@ def lock_folders(out_dir, root, log=print):
         for folder, field in folders.items():
             try:
                 os.makedirs(folder, exist_ok=True)
-                lock_file = locks.enter_context(open(os.path.join(folder, ".lock"), "a+"))
+                lock_path = os.path.join(folder, ".lock")
+                lock_file = locks.enter_context(open(lock_path, "a+", encoding="utf-8"))
                 # The system releases the lock when the process ends, in whatever way.
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _is_local(root):
@@ -884,7 +885,7 @@ def open_log(out_dir, step):
             lines.append(json_line(row) + "\n")
     path = Path(out_dir, "metrics.jsonl")
     replace_file(path, "".join(lines))
-    return open(path, "a", buffering=1)
+    return open(path, "a", encoding="utf-8", buffering=1)
 
 
 def read_log(out_dir):
@@ -893,7 +894,7 @@ def read_log(out_dir):
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict) and "step" in row:  # an "error" row has none
@@ -971,7 +972,7 @@ def _check_is_no_file(path):
 def replace_file(path, text):
     """Write a file so that a crash leaves the old text or the new one."""
     partial_path = path.with_suffix(".tmp")
-    partial_path.write_text(text)
+    partial_path.write_text(text, encoding="utf-8")
     partial_path.replace(path)
 
 
@@ -1862,7 +1863,7 @@ def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
     if len(sizes) > 1:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         text = json.dumps(index, indent=1, sort_keys=True)
-        (folder / f"{stem}.safetensors.index.json").write_text(text)
+        (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
     for path in folder.glob(f"{stem}*"):
         _sync(path)
     _sync(folder)
@@ -1922,7 +1923,7 @@ def write_export(folder, run, tensors, stem, add_files):
         if is_main:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
-            (new / EXPORT_MARK).write_text(json.dumps(run))
+            (new / EXPORT_MARK).write_text(json.dumps(run), encoding="utf-8")
             add_files(new)
         write_safetensors(new, tensors, stem)
         if is_main:

@@ -12,7 +12,9 @@ import inspect
 import io
 import json
 import operator
+import os
 import re
+import sys
 from decimal import Decimal
 from functools import partial
 from math import gcd, isfinite, prod
@@ -290,6 +292,7 @@ def parse(argv, kind=Config):
     # them. So parse twice: the first pass finds that file, without --help and errors of unknown
     # flags; the second has its values as defaults.
     flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
+    flags = resolve_paths(flags)
     defaults_file = flags.config
     saved = Path(flags.out_dir, "config.json")
     if not defaults_file and flags.mode in ("eval", "sample", "export") and saved.is_file():
@@ -299,7 +302,7 @@ def parse(argv, kind=Config):
         defaults = load(defaults_file, kind)
 
     with headings_in_help(kind):  # one above each group of fields
-        return cli(default=defaults)
+        return resolve_paths(cli(default=defaults))
 
 
 # ---- validation
@@ -333,9 +336,9 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 
 # ---- supporting
-# Sections: parts of the command line, config files, numbers, intervals, stop conditions, types and
-# bounds, mesh sizes, rules between fields, fields without an effect, errors, the transformer,
-# groups of --help, differences between configs.
+# Sections: parts of the command line, paths, config files, numbers, intervals, stop conditions,
+# types and bounds, mesh sizes, rules between fields, fields without an effect, errors, the
+# transformer, groups of --help, differences between configs.
 
 # ---- parts of the command line
 
@@ -361,7 +364,115 @@ def _number_registry():
 
 def _expand_home(arg):
     # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
-    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + str(Path.home()), arg)
+    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), arg)
+
+
+# ---- paths
+
+# Fields with paths that may begin with ~, and those of folders that a run makes.
+PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "export", "hooks", "cache_dir",
+               "data", "mix", "val_data", "tokenizer", "token_cache")
+FOLDER_FIELDS = ("out_dir", "ckpt_dir", "export", "cache_dir", "token_cache")
+
+def resolve_paths(cfg):
+    """cfg with ~ expanded, and with folders that can be made: a/../x is x where a is missing.
+
+    The default of cache_dir stays as it is. Raises ValueError for a ~ without a home folder, and
+    for paths that the locale of this process cannot express.
+    """
+    errors = _utf8_errors(cfg)
+    resolved = {}
+    for name in PATH_FIELDS:
+        value = getattr(cfg, name)
+        if name == "cache_dir" and value == type(cfg)().cache_dir:
+            continue
+        if isinstance(value, tuple):
+            resolved[name] = tuple(_expand_path(name, path, errors) for path in value)
+        else:
+            resolved[name] = _expand_path(name, value, errors)
+        if name in FOLDER_FIELDS:
+            resolved[name] = _without_missing(resolved[name])
+    raise_if_errors(errors)
+    return dataclasses.replace(cfg, **resolved)
+
+
+def _expand_path(name, path, errors):
+    """The path with ~ expanded. A ~ without a home folder is added to the errors."""
+    if not isinstance(path, str) or not path.startswith("~"):  # validate reports wrong types
+        return path
+    expanded = os.path.expanduser(path)
+    first = expanded.split("/")[0]
+    if first == "~":
+        errors.append(f"{name} {path!r}: this user has no home folder; write the whole path, or "
+                      "set HOME")
+    elif first.startswith("~") and not os.path.exists(first):
+        errors.append(f"{name} {path!r}: no user {first[1:]!r} on this machine; write ./{path} for "
+                      "a name that begins with ~")
+    return expanded
+
+
+def relative_path_note(cfg, message):
+    """A note on an error message that names a relative path which comes from the file cfg.config
+    and not from this command line. "" if it names none.
+    """
+    if not Path(cfg.config).is_file():
+        return ""
+    saved = from_json(Path(cfg.config).read_bytes(), cfg.config, type(cfg))
+    folder = os.path.dirname(os.path.realpath(cfg.config))
+    if os.path.realpath(saved.out_dir) == folder:  # this is the folder in which the run was started
+        return ""
+    named = []
+    for name in PATH_FIELDS:
+        value = getattr(saved, name)
+        if value != getattr(cfg, name):  # this command line has another
+            continue
+        paths = value if isinstance(value, tuple) else (value,)
+        for text in paths:
+            # Without the rest of hooks, mix and init_from: file.py:f, web.bin=0.7, 'DIR load=w*'.
+            path = re.split(r":\w+$|=[^/]*$|\s+\w+=", text)[0]
+            is_relative = path not in ("", "bytes") and path[0] not in "/~" and ":" not in path
+            if is_relative and re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", message):
+                named.append(f"{name} {path!r}")
+    if not named:
+        return ""
+    return (f"\n{', '.join(named)}: from {cfg.config}, whose relative paths are relative to the "
+            f"folder in which that run was started. The current folder is {os.getcwd()}: change to "
+            "that one, or give the whole path")
+
+
+def _without_missing(path):
+    """The path without folders that are missing and that a later .. leaves again."""
+    if not isinstance(path, str) or "://" in path:
+        return path
+    up_to_dots = re.match(r"(?:.*/)?\.\.(?=/|$)", path)
+    if not up_to_dots or os.path.isdir(up_to_dots[0]):
+        return path
+    real_path = os.path.realpath(path)
+    if os.path.isabs(path):
+        return real_path
+    return os.path.relpath(real_path)
+
+
+def _utf8_errors(cfg):
+    """Errors of texts and paths that go to libraries which take only UTF-8."""
+    texts = [("prompt", cfg.prompt), ("tokenizer", cfg.tokenizer), ("export", cfg.export)]
+    texts += [("init_from", text) for text in cfg.init_from]
+    for name in ("out_dir", "ckpt_dir", "cache_dir"):  # these libraries get the absolute path
+        path = getattr(cfg, name)
+        if path and isinstance(path, str) and "://" not in path:
+            texts.append((name, os.path.realpath(os.path.expanduser(path))))
+
+    encoding = sys.getfilesystemencoding()
+    errors = []
+    for name, text in texts:
+        # Python reads bytes that it cannot decode as surrogates. With another encoding than UTF-8,
+        # the library's file name would have other bytes than Python's.
+        has_surrogate = re.search("[\ud800-\udfff]", str(text))
+        is_other_file = encoding != "utf-8" and name != "prompt" and not str(text).isascii()
+        if has_surrogate or is_other_file:
+            errors.append(f"{name} {text!a}: must be UTF-8, and the encoding of this locale is "
+                          f"{encoding}; set PYTHONUTF8=1")
+    return errors
 
 
 # ---- config files
@@ -1003,6 +1114,13 @@ RESUMABLE_FIELDS = (
     "weights_every", "export_every", "sample_every", "watch", "profile",
     "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
 )
+# Fields that decide which examples a run sees, and in which order.
+DATA_FIELDS = (
+    "data", "mix", "val_data", "val_frac", "columns", "data_dtype", "eod_id", "tokenizer",
+    "eos_token",
+    "packing", "document_mask", "truncation", "seq_len", "seed",
+    "order", "windows_per_epoch", "window_repeats", "overfit_batch",
+)
 # Parameters of equal shapes still belong to another model when one of these differs.
 ARCH_FIELDS = (
     "n_heads", "n_kv_heads", "head_dim", "rope_theta", "rope_factor", "rope_original_len",
@@ -1057,6 +1175,34 @@ def architecture_mismatch(saved, current):
             errors.append(f"{name} is {value!r} in the saved config, {current[name]!r} in this one "
                           f"(on purpose: --allow_change {name})")
     return errors
+
+
+def data_changes(saved, new, step, has_other_data):
+    """How a run that resumes at `step` moves in its data, as sentences; no sentence if it does not.
+
+    saved: the config of the checkpoint, as a dict; a field that it lacks had its default.
+    has_other_data: whether the tokens differ from those of the checkpoint.
+    """
+    before = json.loads(to_json(type(new)())) | saved
+    after = json.loads(to_json(new))
+    sentences = []
+    old_size, new_size = before["batch_size"], after["batch_size"]
+    if old_size != new_size and step > 0:
+        n_moved = step * abs(new_size - old_size)
+        effect = "are skipped" if new_size > old_size else "come again"
+        sentences.append(
+            f"batch_size was {old_size}, is {new_size}: the next batch begins at example "
+            f"{step * new_size:,} instead of {step * old_size:,}, so {n_moved:,} examples {effect}")
+
+    changed = [f"{name} was {before[name]!r}, is {after[name]!r}"
+               for name in DATA_FIELDS if before[name] != after[name]]
+    if has_other_data and not changed:
+        changed = ["the content of the data has changed"]
+    if changed:
+        sentences.append(
+            f"{'; '.join(changed)}: from here the examples are others or in another order, so some "
+            "that were seen in this epoch come again, and some that were not are skipped")
+    return sentences
 
 
 def changes_since(saved, current):

@@ -544,7 +544,7 @@ def _read_shard(folder, tokenizer):
     dtypes = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "ignored": np.uint8}
     shard = {}
     try:
-        index = json.loads((folder / "index.json").read_text())
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         for name, n_bytes in index["sizes"].items():
             # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
             shard[name] = np.asarray(np.memmap(folder / name, dtypes[name], "r"))
@@ -571,7 +571,7 @@ def _write_shard(paths, tokenizer, columns, folder):
     unlabelled = [i for i in range(len(paths)) if i not in labelled_files]
     index = {"counts": counts, "unlabelled_files": unlabelled, "sizes": sizes}
     # A shard with this file is complete.
-    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _write_documents(pieces, tokenizer, tokens, ignored, documents):
@@ -897,7 +897,8 @@ def _token_cache_folder(cfg):
         folders = [cfg.token_cache]
     else:
         homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-        folders = [os.path.join(home, "data") for home in homes]
+        # A ~ that could not be expanded: this user has no home folder.
+        folders = [os.path.join(home, "data") for home in homes if not home.startswith("~/")]
     for folder in folders:
         try:
             os.makedirs(folder, exist_ok=True)
@@ -945,7 +946,7 @@ def _write_once(folder, write, read):
     """
     temporary = folder.with_suffix(".partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
+    with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:  # a file system without locks: at worst two processes do the work
@@ -1606,14 +1607,15 @@ def _next_file(cfg, windows, step):
 def _read_jsonl(path):
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _write_jsonl(path, rows):
     """Replace a file in one step, so that no process reads a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = path.with_suffix(".tmp")
-    partial_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    partial_path.write_text(text, encoding="utf-8")
     partial_path.replace(path)
 
 

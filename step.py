@@ -8,6 +8,7 @@ config.py, and dtype, deterministic, steps, grad_accum_steps, watch, log_every.
 Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
 """
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -720,7 +721,7 @@ def choose_dtype(dtype, platform_name):
     cpuinfo = Path("/proc/cpuinfo")
     words = set()
     if cpuinfo.exists():
-        words = set(cpuinfo.read_text().split())
+        words = set(cpuinfo.read_text(encoding="utf-8").split())
     if "amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words:
         return "mixed"
     return "float32"
@@ -992,7 +993,7 @@ def describe_machine(device):
     if platform(device).endswith("cuda"):
         driver_file = Path("/proc/driver/nvidia/version")
         if driver_file.exists():
-            driver = driver_file.read_text().splitlines()[0]
+            driver = driver_file.read_text(encoding="utf-8").splitlines()[0]
         for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 nccl = importlib.metadata.version(package)
@@ -1008,7 +1009,7 @@ def _describe_cpu():
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return architecture
-    first_core = cpuinfo.read_text().split("\n\n")[0]
+    first_core = cpuinfo.read_text(encoding="utf-8").split("\n\n")[0]
     fields = {}
     for line in first_core.splitlines():
         name, _, value = line.partition(":")
@@ -1546,7 +1547,7 @@ def start_heartbeat(folder, token, timeout_s, on_death):
 def _read_heartbeat(path, token):
     """Return the newest heartbeat in a file, or None without one of this run."""
     with contextlib.suppress(OSError, ValueError):  # no file yet, or half written
-        newest = json.loads(path.read_text())
+        newest = json.loads(path.read_text(encoding="utf-8"))
         if newest.get("token") == token:
             return newest
     return None
@@ -1632,7 +1633,10 @@ def enable_compilation_cache(folder):
     Raises OSError when the folder cannot be made.
     """
     if folder:
-        folder = os.path.abspath(os.path.expanduser(folder))
+        folder = os.path.expanduser(folder)
+        if folder.startswith("~"):
+            raise FileNotFoundError(errno.ENOENT, "this user has no home folder")
+        folder = os.path.abspath(folder)
         os.makedirs(folder, exist_ok=True)
     compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
     jax.config.update("jax_compilation_cache_dir", folder or None)

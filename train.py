@@ -11,6 +11,7 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"Sixfile needs Python 3.11 or later, as JAX does; this is {sys.version.split()[0]}")
 
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -37,9 +38,19 @@ from pathlib import Path
 # first files that are opened get the descriptors 0, 1 and 2, and receive all that is printed.
 for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
     if getattr(sys, stream_name) is None:
-        stream = open(os.devnull, stream_mode, errors="backslashreplace")  # noqa: SIM115
+        stream = open(os.devnull, stream_mode, encoding="utf-8")  # noqa: SIM115
         os.set_inheritable(stream.fileno(), True)
         setattr(sys, stream_name, stream)
+
+
+def escape_unprintable():
+    """Have stdout and stderr print characters that they cannot encode as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # the stdout of a notebook cannot do it
+            stream.reconfigure(errors="backslashreplace")
+
+
+escape_unprintable()
 
 # Have glibc keep freed memory, before JAX starts its threads. On a CPU, new pages took from a
 # third to two thirds of the time of a step.
@@ -55,11 +66,37 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
+# The five files beside this one have common names. Where `import config` means another file, since
+# that was imported before or its folder comes first on sys.path, ours is imported under the name
+# sixfile_config. In other files `import config` still means that file; ours is train.config.
+own_folder = os.path.dirname(os.path.abspath(__file__))
+if own_folder not in sys.path:  # under `python -I`
+    sys.path.append(own_folder)
+other_modules = {}  # {name: the other module of that name, None if it is not imported yet}
+for module_name in ("ckpt", "config", "data", "model", "step"):
+    own_path = os.path.join(own_folder, f"{module_name}.py")
+    found_path = importlib.util.find_spec(module_name).origin or ""
+    if os.path.realpath(found_path) != os.path.realpath(own_path):
+        other_modules[module_name] = sys.modules.get(module_name)
+        spec = importlib.util.spec_from_file_location(f"sixfile_{module_name}", own_path)
+        own_module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = own_module
+        sys.modules[module_name] = own_module  # for the statements below
+        spec.loader.exec_module(own_module)
+
 import ckpt
 import config
 import data
 import model
 import step as steplib
+
+for module_name, other_module in other_modules.items():
+    del sys.modules[module_name]
+    if other_module:
+        sys.modules[module_name] = other_module
+
+# A hook file that imports `train` gets this module, also when it runs as a script.
+sys.modules.setdefault("train", sys.modules[__name__])
 
 # On a single CPU device, run each step in this thread. In a worker thread, glibc would return large
 # blocks to the system after each step, and compiling threads would wait for one another's memory.
@@ -157,6 +194,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, rows=None):
     and cfg.val_data.
     """
     launched = time.perf_counter()
+    cfg = config.resolve_paths(cfg)
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
     cfg = resolve_hub_names(cfg)
@@ -345,6 +383,11 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     if changes:
         print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees "
                "with an unchanged one only up to rounding")
+    if saved_meta:
+        has_other_data = saved_meta["data"]["fingerprint"] != train_data["fingerprint"]
+        for sentence in config.data_changes(
+                saved_meta["config"], cfg, first_step, has_other_data):
+            print0(f"since the checkpoint: {sentence}")
     log_event = make_log_event(hooks, observers, heartbeat, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
@@ -2196,7 +2239,7 @@ def export_hf(params, cfg):
 
     def add_files(folder):
         name = "adapter_config.json" if as_adapter else "config.json"
-        (folder / name).write_text(json.dumps(hf_config, indent=1))
+        (folder / name).write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
         has_tokenizer = data.copy_tokenizer(cfg.tokenizer, folder)
         if not has_tokenizer:
             print0(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is not a Hugging "
@@ -2506,7 +2549,7 @@ def peaks_with(setup, added, changes):
 
 def load_hooks(texts):
     """The functions that texts "file.py:function" name. Each file runs once, and may import files
-    beside it.
+    beside it, but none whose name has another meaning already, such as config.py.
     """
     namespaces = {}
     hooks = []
@@ -2514,7 +2557,10 @@ def load_hooks(texts):
         path, _, name = text.rpartition(":")
         if path not in namespaces:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
-            namespaces[path] = runpy.run_path(path) if Path(path).is_file() else {}
+            namespaces[path] = {}
+            if Path(path).is_file():
+                config.raise_if_errors(hidden_import_errors(Path(path)), f"hooks {text!r}")
+                namespaces[path] = runpy.run_path(path)
         functions = [key for key, value in namespaces[path].items()
                      if callable(value) and not key.startswith("__")]
         if not functions:
@@ -2525,6 +2571,26 @@ def load_hooks(texts):
                              f"({config.did_you_mean(name, functions)})")
         hooks.append(namespaces[path][name])
     return hooks
+
+
+def hidden_import_errors(path):
+    """Errors: the files beside a hook file that it imports, while their name means another file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_bytes(), path)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    errors = []
+    for name in sorted(names):
+        beside = path.parent / f"{name}.py"
+        if not beside.is_file():
+            continue
+        found_path = importlib.util.find_spec(name).origin or ""
+        if os.path.realpath(found_path) != os.path.realpath(beside):
+            errors.append(f"imports {name}, which is {found_path} and not {beside.absolute()}; "
+                          "rename the latter, or import the former from train")
+    return errors
 
 
 # ---- compilation cache
@@ -2725,15 +2791,19 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; return the exit code. A user error is printed without a traceback, every
     other exception with it.
     """
-    with contextlib.suppress(AttributeError):  # the stdout of a notebook cannot do it
-        # Print characters that the terminal cannot show as escapes.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_unprintable()  # here too, for streams that were replaced since
+    cfg = None
     try:
-        return main(config.parse(argv, kind), hooks, task)["exit_code"]
+        cfg = config.parse(argv, kind)
+        return main(cfg, hooks, task)["exit_code"]
     except Exception as e:
         if not is_user_error(e) and not jax.distributed.is_initialized():
             raise
-        message = f"error: {e}" if is_user_error(e) else traceback.format_exc()
+        message = traceback.format_exc()
+        if is_user_error(e):
+            message = f"error: {e}"
+            if cfg is not None:
+                message += config.relative_path_note(cfg, message)
         print(message, file=sys.stderr, flush=True)
         exit_code = 2 if is_user_error(e) else 1
         if jax.distributed.is_initialized():

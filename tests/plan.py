@@ -27,8 +27,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-import config
-import step as steplib
+from train import config, steplib
 
 # GB/s of one device: "memory" to and from its memory, "near" to its neighbours, "far" between
 # slices (for GPUs: between hosts), "host" to and from its host. The first prefix of the device's

@@ -3,12 +3,16 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 import typing
 import zlib
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +21,14 @@ import model
 import step
 from config import Config
 
+ROOT = Path(__file__).resolve().parent.parent
 CHOICES = {"optimizer": step.OPTIMIZERS, "schedule": step.SCHEDULES}
 validate = partial(config.validate, choices=CHOICES, task_errors=config.text_errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork(Config):
+    teacher: str = ""  # a folder
 
 
 def other(value, kind):
@@ -275,14 +285,101 @@ def test_config_flag_file(tmp_path):
 
 def test_a_home_after_an_equals_sign(tmp_path, monkeypatch):
     """`--out_dir=~/run` is in the home folder, as `--out_dir ~/run` is after the shell has expanded
-    it. A `~` elsewhere stays.
+    it, also for a field of a fork. A `~` elsewhere stays.
 
-    Break: config.py: lambda m: m[1] + str(Path.home()), arg) => lambda m: m[0], arg)
+    Break: config.py: lambda m: m[1] + os.path.expanduser("~"), arg) => lambda m: m[0], arg)
     """
     monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.parse(["--teacher=~/a"], Fork).teacher == f"{tmp_path}/a"
     cfg = config.parse("--out_dir=~/run --ckpt-dir=~ --prompt=~a --tokenizer=a=~/b".split())
     assert (cfg.out_dir, cfg.ckpt_dir) == (f"{tmp_path}/run", str(tmp_path))
     assert (cfg.prompt, cfg.tokenizer) == ("~a", "a=~/b")
+
+
+def test_a_home_in_every_path(tmp_path, monkeypatch):
+    """`~` is expanded in each field with paths, from a flag or a file. The default of cache_dir
+    stays, so that config.json is the same for all users.
+
+    Break: config.py: resolved[name] = tuple(_expand_path(name, path, errors) for path in value) =>
+    resolved[name] = value
+    """
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.json").write_text('{"out_dir": "~/out", "mix": ["~/a.bin=1", "b~.bin=2"]}')
+    cfg = config.parse(["--config", "~/c.json", "--data", "~/*.txt", "./~b", "--token_cache", "~",
+                        "--init_from", "~/base load=w*", "--hooks", "~/h.py:f"])
+    assert (cfg.out_dir, cfg.token_cache) == (f"{tmp_path}/out", str(tmp_path))
+    assert cfg.mix == (f"{tmp_path}/a.bin=1", "b~.bin=2")
+    assert cfg.data == (f"{tmp_path}/*.txt", "./~b")
+    assert cfg.init_from == (f"{tmp_path}/base load=w*",) and cfg.hooks == (f"{tmp_path}/h.py:f",)
+    assert cfg.cache_dir == Config().cache_dir
+
+
+def test_a_home_of_no_user(tmp_path, monkeypatch):
+    """`~name` of no user is an error that names the field, unless a folder has that name.
+
+    Break: config.py: elif first.startswith("~") and not os.path.exists(first): => elif False:
+    """
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="out_dir '~no_one/x': no user 'no_one' on this machine"):
+        config.parse(["--out_dir", "~no_one/x"])
+    (tmp_path / "~no_one").mkdir()
+    assert config.parse(["--out_dir", "~no_one/x"]).out_dir == "~no_one/x"
+
+
+def test_missing_folders_before_dots(tmp_path, monkeypatch):
+    """A folder that is missing and that `..` leaves again is dropped from folders that a run makes.
+    Other paths stay as they are, among them those through a link.
+
+    Break: config.py: if not up_to_dots or os.path.isdir(up_to_dots[0]): => if not up_to_dots:
+    """
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a/b")
+    monkeypatch.chdir(tmp_path / "a")
+    expected = {
+        "no/../x": "x", "no/../../x": "../x", "no/no/../../x/y": "x/y", "no/..": ".",
+        f"{tmp_path}/no/../x": f"{tmp_path}/x", "../link/no/../../x": "x",
+        "../x": "../x", "b/../x": "b/../x", "../link/../x": "../link/../x", "a..b/x": "a..b/x",
+        "s3://bucket/no/../x": "s3://bucket/no/../x", "": ""}
+    found = {path: config.resolve_paths(Config(ckpt_dir=path)).ckpt_dir for path in expected}
+    assert found == expected
+    assert config.resolve_paths(Config(data=("no/../x",))).data == ("no/../x",)
+
+
+def test_text_that_is_not_utf_8(tmp_path):
+    """Bytes that are not UTF-8 are an error, since libraries refuse them; so is any other character
+    than ASCII in a path where Python does not use UTF-8. A data file may have such a name.
+
+    Break: config.py: if has_surrogate or is_other_file: => if has_surrogate:
+    """
+    with pytest.raises(ValueError, match=r"prompt '\\udcff': must be UTF-8"):
+        config.resolve_paths(Config(prompt="\udcff"))
+    assert config.resolve_paths(Config(prompt="é", out_dir="é")).out_dir == "é"
+    code = ("import config; config.resolve_paths(config.Config(data=('é',), prompt='é'));"
+            "config.resolve_paths(config.Config(export='é'))")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run([sys.executable, "-c", ascii(code)[1:-1]], cwd=ROOT, capture_output=True,
+                         env=os.environ | ascii_only, text=True)
+    words = "export '\\xe9': must be UTF-8, and the encoding of this locale is ascii"
+    assert run.returncode == 1 and words in run.stderr
+
+
+def test_whose_relative_path_it_is(tmp_path, monkeypatch):
+    """The note names each relative path of the config file that the error names.
+
+    Break: config.py: if value != getattr(cfg, name): => if False:
+    """
+    saved = Config(mix=("a.bin=1", "/b.bin=1"), hooks=("h.py:f",), init_from=("base load=w*",),
+                   out_dir="runs/out", val_data=("val.txt",))
+    (tmp_path / "config.json").write_text(config.to_json(saved))
+    cfg = dataclasses.replace(saved, config=str(tmp_path / "config.json"), val_data=("my.txt",))
+    monkeypatch.chdir(tmp_path)
+    for name, path in (("mix", "a.bin"), ("hooks", "h.py"), ("init_from", "base"),
+                       ("out_dir", "runs/out")):
+        note = config.relative_path_note(cfg, f"error: {path}/x: is missing")
+        assert note.startswith(f"\n{name} '{path}': from {tmp_path}/config.json, whose relative")
+    for message in ("/b.bin", "aa.bin", "my.txt", "val.txt", "database"):
+        assert config.relative_path_note(cfg, message) == ""
+    assert config.relative_path_note(Config(config="debug"), "a.bin") == ""
 
 
 def test_all_errors_at_once():
@@ -639,6 +736,28 @@ def test_resuming_under_another_config():
     config.check_resumable(old, Config(data=("a",)))
     with pytest.raises(ValueError, match="z_loss was 0.0, is 0.5"):
         config.check_resumable(old, Config(data=("a",), z_loss=0.5))
+
+
+def test_how_a_resumed_run_moves_in_its_data():
+    """One sentence for another batch size, with the numbers, and one for all fields that decide
+    which examples come, or in which order. None without a change, or for fields that do not.
+
+    Break: config.py: "are skipped" if new_size > old_size else "come again" => "are skipped"
+    """
+    old = json.loads(config.to_json(Config(batch_size=16)))
+    del old["seed"]  # a config of an earlier version: its default
+    assert config.data_changes(old, Config(batch_size=16, lr=0.5, out_dir="x"), 500, False) == []
+    moved, = config.data_changes(old, Config(batch_size=24), 500, False)
+    assert moved == ("batch_size was 16, is 24: the next batch begins at example 12,000 instead of "
+                     "8,000, so 4,000 examples are skipped")
+    moved, = config.data_changes(old, Config(batch_size=4), 500, False)
+    assert moved.endswith("example 2,000 instead of 8,000, so 6,000 examples come again")
+    assert config.data_changes(old, Config(batch_size=4), 0, False) == []
+    moved, = config.data_changes(old, Config(batch_size=16, seed=1, seq_len=64), 500, True)
+    assert moved.startswith("seq_len was 128, is 64; seed was 0, is 1: from here the examples are")
+    moved, = config.data_changes(old, Config(batch_size=16), 500, True)
+    assert moved.startswith("the content of the data has changed: ")
+    assert len(config.data_changes(old, Config(batch_size=8, seed=1), 500, False)) == 2
 
 
 def test_resuming_over_another_sp_changes_what_experts_drop():

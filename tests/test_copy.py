@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,3 +148,103 @@ def test_copied_alone(name, tmp_path):
     run = subprocess.run([sys.executable, "-c", alone + USES[name]],
                          cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+# ---- the project's files, from a folder that has files of their names
+
+SMALL_RUN = ("--steps 1 --d_model 32 --n_layers 1 --n_heads 2 --batch_size 4 --seq_len 16 "
+             "--eval_batches 1 --sample_tokens 0 --data a.txt --cache_dir=").split()
+OWN_SCRIPT = """
+import pickle
+import config, model  # before train
+import train
+import data, step  # after it
+from train import config as config_of_train
+assert (config.NAME, model.NAME, data.NAME, step.NAME) == ("config", "model", "data", "step")
+assert config_of_train is train.config and train.config.__file__.startswith(ROOT)
+assert pickle.loads(pickle.dumps(train.config.Config())) == train.config.Config()
+"""
+
+
+@pytest.fixture
+def other_project(tmp_path):
+    """A folder with files that have the names of ours, a text, and copies of three recipes."""
+    for name in ("config", "model", "step", "ckpt"):
+        (tmp_path / f"{name}.py").write_text(f"NAME = {name!r}\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/__init__.py").write_text("NAME = 'data'\n")
+    (tmp_path / "a.txt").write_text("to be, or not to be " * 99)
+    for recipe in ("digits", "dpo", "prune"):
+        shutil.copy(ROOT / f"tests/recipes/{recipe}.py", tmp_path)
+    return tmp_path
+
+
+def run_there(folder, *args):
+    """Run python with these arguments in a folder, with the project on PYTHONPATH."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True,
+                          text=True)
+
+
+def test_a_script_beside_files_of_our_names(other_project):
+    """The script gets its own config.py and so on, imported before train or after it, and train has
+    ours. A config can be pickled.
+
+    Break: train.py: spec_from_file_location(f"sixfile_{module_name}", own_path) =>
+    spec_from_file_location(f"{module_name}", own_path)
+    """
+    (other_project / "own.py").write_text(f"ROOT = {str(ROOT)!r}\n" + OWN_SCRIPT)
+    run = run_there(other_project, "own.py")
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_a_recipe_copied_beside_files_of_our_names(other_project):
+    """dpo.py prints its help, which is read from the source of config.py and of the recipe.
+
+    Break: train.py: sys.modules[module_name] = own_module => pass
+    """
+    run = run_there(other_project, "dpo.py", "--help")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "--beta X" in run.stdout and "passes over the training data" in run.stdout
+    assert "\n length and batch\n" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_recipe_and_a_hook_run_beside_files_of_our_names(other_project):
+    """digits.py, and train.py as a module with the hook of prune.py, train in such a folder.
+
+    Break: tests/recipes/prune.py: from train import model => import model
+    """
+    run = run_there(other_project, "digits.py", "--steps", "2", "--cache_dir=")
+    assert run.returncode == 0 and "all 2 steps are done" in run.stdout, run.stderr[-2000:]
+    run = run_there(other_project, "-m", "train", *SMALL_RUN, "--hooks", "prune.py:prune")
+    assert run.returncode == 0 and "all 1 steps are done" in run.stdout, run.stderr[-2000:]
+
+
+def test_a_recipe_in_a_folder_of_the_root():
+    """A recipe has no three folders above it in /recipe.py; it takes train from PYTHONPATH.
+
+    Break: tests/recipes/digits.py: resolve().parent.parent.parent => resolve().parents[2]
+    """
+    for recipe in sorted((ROOT / "tests/recipes").glob("*.py")):
+        lines = [line for line in recipe.read_text().splitlines() if "resolve()" in line]
+        for line in lines:
+            path = []
+            names = {"__file__": f"/{recipe.name}", "Path": Path, "sys": SimpleNamespace(path=path)}
+            exec(line, names)
+            assert path == ["/"], recipe
+
+
+def test_isolated(tmp_path):
+    """`python -I train.py` works, although the folder of the script is not on sys.path. A hook file
+    that imports train gets the running module, not a second one.
+
+    Break: train.py: if own_folder not in sys.path: => if False:
+    """
+    (tmp_path / "my_hooks.py").write_text(
+        "import sys, train, config\nprint(train is sys.modules['__main__'], config.__file__)\n"
+        "raise ValueError('imported')\n")
+    run = subprocess.run([sys.executable, "-I", str(ROOT / "train.py"), "--hooks", "my_hooks.py:f"],
+                         cwd=tmp_path, capture_output=True, text=True)
+    assert run.stderr.endswith("ValueError: imported\n"), run.stderr[-2000:]
+    assert run.stdout == f"True {ROOT}/config.py\n"

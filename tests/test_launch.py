@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import getpass
+import json
 import os
 import shlex
 import shutil
@@ -185,3 +186,60 @@ def test_the_kubernetes_job_is_a_command_line_of_every_process():
     assert {cfg.coordinator for cfg in cfgs} == {f"{name}-0.{pod['subdomain']}:1234"}
     assert service["metadata"]["name"] == pod["subdomain"] and spec["parallelism"] == 2
     assert service["spec"]["selector"] == {"job-name": name}
+
+
+# ---- the user's environment
+
+TINY_RUN = ["--steps", "1", "--d_model", "32", "--n_layers", "1", "--n_heads", "2", "--batch_size",
+            "4", "--seq_len", "16", "--eval_batches", "1"]
+# A process that becomes a user without an entry in the list of users, once all is imported.
+WITHOUT_HOME = """
+import os, sys, train
+os.setreuid(54321, -1)  # still with the rights of root, to read Python's library
+print("exit code", train.cli(["--out_dir", "~/x"]))
+print("exit code", train.cli(["--cache_dir", "~/x"]))
+print("exit code", train.cli(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user of any number")
+def test_without_a_home_folder(tmp_path):
+    """A user without a home folder: the default cache is not used, which one line says, and the
+    tokens are kept in out_dir. A `~` in a flag is an error. No folder named `~` is made.
+
+    Break: step.py: if folder.startswith("~"): => if False:
+    """
+    env = {k: v for k, v in os.environ.items() if k != "HOME"} | ONE | {"PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        Path(folder, "a.txt").write_text("to be, or not to be " * 99)
+        run = subprocess.run([sys.executable, "-c", WITHOUT_HOME, *TINY_RUN, "--data", "a.txt",
+                              "--sample_tokens", "0"],
+                             cwd=folder, env=env, capture_output=True, text=True)
+        assert sorted(os.listdir(folder)) == ["a.txt", "out"], run.stdout + run.stderr
+        assert len(os.listdir(f"{folder}/out/data")) == 2  # the tokens and their lock
+    codes = [line[-1] for line in run.stdout.splitlines() if line.startswith("exit code")]
+    assert codes == ["2", "2", "0"], run.stdout + run.stderr
+    assert "out_dir '~/x': this user has no home folder; write the whole path" in run.stderr
+    assert "cache_dir '~/x': this user has no home folder; write the whole path" in run.stderr
+    words = "'~/.cache/sixfile': cannot be written: this user has no home folder; compiled programs"
+    assert run.stdout.count(words) == 1
+
+
+def test_a_locale_without_utf_8(tmp_path, cache_dir):
+    """In the locale C, a run with a data file, a text, a prompt and a hook that are not ASCII
+    trains and prints escapes.
+
+    Break: train.py: stream.reconfigure(errors="backslashreplace") => pass
+    """
+    (tmp_path / "é.txt").write_text("être ou ne pas être " * 99, encoding="utf-8")
+    (tmp_path / "hé.py").write_text("def h(event, row):\n    print(event, 'é')\n", encoding="utf-8")
+    settings = {"data": ["é.txt"], "prompt": "é", "hooks": ["hé.py:h"], "cache_dir": cache_dir}
+    (tmp_path / "c.json").write_text(json.dumps(settings), encoding="utf-8")
+    env = os.environ | ONE | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    flags = ["--sample_tokens", "9", "--data", "é.txt", "--hooks", "hé.py:h"]
+    run = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "c.json", *TINY_RUN,
+                          *flags], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "- sample --------\n\\xe9" in run.stdout and "end \\xe9\n" in run.stdout
+    assert "Unicode" not in run.stdout + run.stderr

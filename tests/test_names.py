@@ -237,6 +237,33 @@ def test_only_listed_names_of_rooms_are_used_outside():
     assert found == listed
 
 
+def opens_without_encoding(path):
+    """Lines of a file that open another file as text and do not name its encoding."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        is_binary = any(isinstance(arg, ast.Constant) and "b" in str(arg.value)
+                        for arg in node.args[-1:])
+        is_text = call == "open" or call.endswith(("_text", ".fdopen", "TextIOWrapper"))
+        is_text = is_text and call.endswith(("open", "read_text", "write_text", "Wrapper"))
+        if is_text and not is_binary and "encoding" not in {word.arg for word in node.keywords}:
+            found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_text_files_are_utf_8_in_every_locale():
+    """Each file that is opened as text names its encoding, in the six files and in what users run
+    beside them.
+
+    Break: step.py: json.loads(path.read_text(encoding="utf-8")) => json.loads(path.read_text())
+    """
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("tests/recipes/*.py"), ROOT / "tests/plan.py"]
+    assert len(paths) > 15
+    assert [line for path in paths for line in opens_without_encoding(path)] == []
+
+
 def test_one_class_and_star_imports():
     """Config is the only class of the six files, and only train.py imports one of the others.
 

@@ -1853,6 +1853,23 @@ def test_a_hook_file_is_loaded_once_and_may_import_its_neighbors(tmp_path):
     assert two("log", {}) == ["beside"]
 
 
+def test_a_hook_file_may_not_import_a_neighbor_whose_name_is_taken(tmp_path):
+    """`import config` in a hook file is the project's config.py, so a config.py beside the hook
+    file is an error that names both. `from train import config` is none.
+
+    Break: train.py: if os.path.realpath(found_path) != os.path.realpath(beside): => if False:
+    """
+    (tmp_path / "config.py").write_text("NAME = 1\n")
+    taken, fine = tmp_path / "taken.py", tmp_path / "fine.py"
+    taken.write_text("import os, config\ndef f(event, value): pass\n")
+    fine.write_text("from train import config\ndef f(event, value): return config.Config\n")
+    words = f"taken.py:f'?: imports config, which is {config.__file__} and not {tmp_path}/config.py"
+    with pytest.raises(ValueError, match=words):
+        train.load_hooks([f"{taken}:f"])
+    f, = train.load_hooks([f"{fine}:f"])
+    assert f("log", {}) is config.Config
+
+
 def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
     """A tracker that is added to TRACKERS receives the events, although no package has its name.
 
@@ -1973,14 +1990,15 @@ def test_an_export_path_may_end_with_a_slash(tiny):
 def test_config_json_is_replaced_atomically(tiny, monkeypatch):
     """If a write ends halfway, the old config.json remains.
 
-    Break: ckpt.py: partial_path.write_text(text) => path.write_text(text)
+    Break: ckpt.py: partial_path.write_text(text, encoding="utf-8") =>
+    path.write_text(text, encoding="utf-8")
     """
     cfg = tiny(steps=1, eval_every=0)
     train.main(cfg)
     before = Path(cfg.out_dir, "config.json").read_text()
 
-    def half(path, text, write=Path.write_text):
-        write(path, text[: len(text) // 2])
+    def half(path, text, encoding, write=Path.write_text):
+        write(path, text[: len(text) // 2], encoding)
         raise OSError("the disk is full")
 
     monkeypatch.setattr(Path, "write_text", half)
@@ -2166,6 +2184,88 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
     with pytest.raises(ValueError, match="from other data or parameters: data was"):
         train.main(tiny())
     assert train.main(tiny(allow_change=("data",)))["reason"] == "already finished"
+
+
+@pytest.mark.parametrize("batch_size, effect", [(24, "16 examples are skipped"),
+                                                (8, "16 examples come again")])
+def test_a_resume_with_another_batch_size_says_what_it_skips(tiny, capsys, batch_size, effect):
+    """The line has the numbers, and they are true: the first batch after the resume has new
+    examples, or those that were trained on before.
+
+    Break: train.py: print0(f"since the checkpoint: {sentence}") => pass
+    """
+    batches = []
+
+    def collect(event, value):
+        if event == "data":
+            batches.append({row.tobytes() for row in np.asarray(value["tokens"])})
+
+    # Sequences of 64 tokens: all differ.
+    cfg = tiny(steps=2, batch_size=16, seq_len=64, eval_every=0, save_every=0)
+    train.main(cfg, [collect])
+    assert "since the checkpoint" not in capsys.readouterr().out
+    cfg = dataclasses.replace(cfg, steps=3, batch_size=batch_size, allow_change=("batch_size",))
+    train.main(cfg, [collect])
+    assert (f"since the checkpoint: batch_size was 16, is {batch_size}: the next batch begins "
+            f"at example {2 * batch_size} instead of 32, so {effect}") in capsys.readouterr().out
+    first, second, resumed = batches
+    assert len(resumed) == batch_size
+    assert resumed.isdisjoint(first | second) if batch_size == 24 else resumed < second
+
+
+def test_a_resume_on_changed_text_says_that_examples_move(tiny, tmp_path, capsys):
+    """After a change that --allow_change permits, one line says that the examples are others.
+
+    Break: train.py: saved_meta["data"]["fingerprint"] != train_data["fingerprint"] => False
+    """
+    cfg = tiny(steps=1, eval_every=0)
+    train.main(cfg)
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text().replace("beer", "wine"))
+    train.main(dataclasses.replace(cfg, steps=2, allow_change=("data",)))
+    assert ("since the checkpoint: the content of the data has changed: from here the examples are "
+            "others") in capsys.readouterr().out
+
+
+def test_an_output_folder_through_a_missing_one(tiny, tmp_path, monkeypatch):
+    """`missing/../x` is x, for the run, its checkpoints, the cache, the tokens and the export. The
+    missing folder is not made.
+
+    Break: train.py: cfg = config.resolve_paths(cfg) => pass
+    """
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny(steps=1, eval_every=0, out_dir="no/../x", ckpt_dir=f"{tmp_path}/no/../y",
+               export="no/a/../../z", token_cache="no/../t")
+    summary = train.main(cfg)
+    assert summary["checkpoint"] == f"{tmp_path}/y/000000001"
+    assert {"x", "y", "z", "t"} < set(os.listdir()) and not Path("no").exists()
+    assert Path("x/metrics.jsonl").exists() and Path("z/model.safetensors").exists()
+    assert train.main(cfg)["reason"] == "already finished"
+
+
+def test_an_error_says_whose_relative_path_it_is(tiny, tmp_path, monkeypatch, capsys):
+    """A relative path in the config.json of a run, from another folder: the error names the file
+    that has the path, and the current folder. In the folder of the run it does not.
+
+    Break: train.py: message += config.relative_path_note(cfg, message) => pass
+    """
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project / "out", elsewhere):
+        folder.mkdir(parents=True)
+    saved = tiny(out_dir="out", data=("text.txt",))
+    (project / "out/config.json").write_text(config.to_json(saved))
+    argv = ["--mode", "data", "--config", str(project / "out/config.json")]
+    monkeypatch.chdir(elsewhere)
+    assert train.cli(argv) == 2
+    error = capsys.readouterr().err
+    assert "data 'text.txt': no such file" in error
+    assert f"data 'text.txt': from {project}/out/config.json, whose relative paths" in error
+    assert f"The current folder is {elsewhere}" in error
+    assert train.cli([*argv, "--data", "other.txt"]) == 2
+    assert "whose relative paths" not in capsys.readouterr().err
+    monkeypatch.chdir(project)
+    assert train.cli(argv) == 2
+    assert "whose relative paths" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -3126,7 +3226,7 @@ def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypa
 def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
     """A character that the encoding of stdout does not have is printed as an escape.
 
-    Break: train.py: sys.stdout.reconfigure(errors="backslashreplace") => pass
+    Break: train.py: stream.reconfigure(errors="backslashreplace") => pass
     """
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert train.cli([], main=lambda *_: train.print_samples(["é→"]) or {"exit_code": 0}) == 0

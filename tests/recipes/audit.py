@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 from train import ckpt, config, model
@@ -138,7 +138,8 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
             weights_every=0, eval_every=0, sample_every=0, sample_tokens=0, export="",
             export_every=0, track=(), profile="")
         # Print nothing: the messages would name a folder that is deleted afterwards.
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (open(os.devnull, "w", encoding="utf-8") as nowhere,
+              contextlib.redirect_stdout(nowhere)):
             summary = train.main(cfg, hooks=[compare_row], task=task)
 
     # Without a difference, all rows must have been compared.

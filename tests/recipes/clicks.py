@@ -8,11 +8,12 @@ NAME=ROWS:VALUES an array NAME [n, VALUES] of 64-bit ids. NAME_n [n] is optional
 of each example that count.
 """
 import sys
+import zipfile
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
@@ -56,7 +57,8 @@ def sizes(cfg):
         n_values = 1
         if colon:
             n_values = config.parse_number(values, int)
-        if name in found or not 0 < n_rows < 2**31:
+        is_taken = name in found or name in ("label", "dense")
+        if is_taken or not 0 < n_rows < 2**31 or n_values < 1:
             is_legal = False
         found[name] = (n_rows, n_values)
     if not is_legal or cfg.group not in found:
@@ -172,30 +174,106 @@ def read_day(path, cfg):
 
     Raises ValueError with all errors of the file.
     """
-    day = dict(np.load(path))
     shapes = batch_shapes(cfg)
-    required = sorted({cfg.group, *shapes})
-    config.raise_if_errors([f"has no {name!r}" for name in required if name not in day], path)
+    counts = [f"{name}_n" for name in sizes(cfg)]
+    day = read_arrays(path, [*shapes, *counts])
+    config.raise_if_errors([f"has no {name!r}" for name in sorted(shapes) if name not in day], path)
+    errors = dtype_and_shape_errors(day, cfg)
+    if not errors:
+        errors = value_errors(day, cfg)
+    config.raise_if_errors(errors, path)
 
-    errors = []
-    bad_labels = set(day["label"].tolist()) - {0, 1}
-    for label in list(bad_labels)[:1]:
-        errors.append(f"label {label}: must be 0 or 1")
     for i, (name, (n_rows, n_values)) in enumerate(sizes(cfg).items()):
-        ids = np.atleast_2d(np.uint64(day[name]).T).T  # [n] becomes [n, 1]
+        ids = np.uint64(day[name]).reshape(-1, n_values)  # [n] becomes [n, 1]
         if cfg.hash_ids:
             ids = data.hash64(ids, np.uint64(i)) % np.uint64(n_rows)
-        n_used = day.get(f"{name}_n", np.full(1, n_values))
-        is_used = np.arange(ids.shape[1]) < n_used[:, None]
-        for x in ids[(ids >= n_rows) & is_used][:1]:
-            errors.append(f"{name} {x}: must be below {n_rows}; remove --no_hash_ids")
-        day[name] = np.where(is_used, ids, n_rows)  # n_rows: padding
-    for name, (shape, _, _) in shapes.items():
-        wanted = (*day["label"].shape, *shape[1:])
-        if day[name].shape != wanted:
-            errors.append(f"{name} {day[name].shape}: must be {wanted}")
-    config.raise_if_errors(errors, path)
+        day[name] = np.where(used_ids(day, name, n_values), ids, n_rows)  # n_rows: padding
     return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
+
+
+def read_arrays(path, names):
+    """{name: array} of these names, as far as a file has them. Raises ValueError for a file or an
+    array that cannot be read.
+    """
+    with open(path, "rb") as file:
+        if not zipfile.is_zipfile(file):
+            config.raise_if_errors(
+                ["is no .npz file, or only its beginning; write it again with np.savez"], path)
+    with data.as_value_error(f"{path}: cannot be read; write it again with np.savez", Exception):
+        archive = np.load(path)
+    arrays = {}
+    with archive:
+        for name in names:
+            if name in archive.files:
+                # An array of Python objects and a corrupted file raise many kinds of exceptions.
+                with data.as_value_error(f"{path}: {name} cannot be read; write it again with "
+                                         "np.savez, as an array of numbers", Exception):
+                    arrays[name] = np.asarray(archive[name])
+    return arrays
+
+
+def dtype_and_shape_errors(day, cfg):
+    """Errors of arrays with another dtype or shape than batch_shapes has."""
+    label = day["label"]
+    if label.ndim != 1:
+        return [f"label {label.shape}: must be [n], one label for each example"]
+    shapes = {name: (len(label), *shape[1:]) for name, (shape, _, _) in batch_shapes(cfg).items()}
+    errors = []
+    for name, x in sorted(day.items()):
+        is_number = name in ("label", "dense")
+        if is_number and x.dtype.kind not in "biuf":
+            errors.append(f"{name} has dtype {x.dtype}: must be numbers, as float32")
+        elif not is_number and x.dtype.kind not in "iu":
+            errors.append(f"{name} has dtype {x.dtype}{example_of(x)}: must be integers, as int64 "
+                          "or uint64. Map other ids to integers, for example by a hash, and a "
+                          "missing id to an integer of its own")
+        # Counts are [n]; so may be the ids of a table with one id for each example.
+        wanted = shapes.get(name, label.shape)
+        if x.shape != wanted and ((*x.shape, 1) != wanted or is_number):
+            errors.append(f"{name} {x.shape}: must be {wanted}")
+    return errors
+
+
+def example_of(x):
+    """", such as nan": a value to show of an array, NaN if it has one."""
+    if not x.size:
+        return ""
+    value = x.flat[0]
+    if x.dtype.kind == "f" and np.isnan(x).any():
+        value = np.nan
+    return f", such as {value!s:.40}"
+
+
+def value_errors(day, cfg):
+    """Errors of labels, dense features, counts and ids. The first wrong value of each is named."""
+    errors = []
+    is_label = (day["label"] == 0) | (day["label"] == 1)
+    for i in np.flatnonzero(~is_label)[:1]:
+        errors.append(f"label {day['label'][i]} of example {i}: must be 0 or 1")
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(day["dense"].astype(np.float32))
+    for i, j in np.argwhere(~is_finite)[:1]:
+        errors.append(f"dense {day['dense'][i, j]} of example {i}, column {j}: must be finite in "
+                      "float32; replace it by a number, such as 0")
+    for name, (n_rows, n_values) in sizes(cfg).items():
+        count = day.get(f"{name}_n", np.zeros(0, int))
+        for i in np.flatnonzero((count < 0) | (count > n_values))[:1]:
+            errors.append(f"{name}_n {count[i]} of example {i}: must be from 0 to {n_values}, the "
+                          f"width of {name}")
+        if cfg.hash_ids:
+            continue
+        ids = day[name].reshape(-1, n_values)
+        is_outside = ((ids < 0) | (ids >= n_rows)) & used_ids(day, name, n_values)
+        for i, j in np.argwhere(is_outside)[:1]:
+            errors.append(f"{name} {ids[i, j]} of example {i}: must be at least 0 and below "
+                          f"{n_rows}, a row of its table; remove --no_hash_ids")
+    return errors
+
+
+def used_ids(day, name, n_values):
+    """Which ids of a table count: [n, n_values], or [1, n_values] where all examples are alike."""
+    n_used = day.get(f"{name}_n", np.full(1, n_values))
+    return np.arange(n_values) < n_used[:, None]
 
 
 def open_days(parts, cfg):

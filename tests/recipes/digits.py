@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-import config
-import data
+from train import config, data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,13 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 import jax.numpy as jnp
 
-import ckpt
-import config
-import model
+from train import ckpt, config, model
 
 PREFIX = "teacher."  # of the names of the teacher's parameters
 # Fields of the teacher that are read from its checkpoint.

@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
@@ -22,11 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-import ckpt
-import config
-import data
-import model
-import step as steplib
+from train import ckpt, config, data, model, steplib
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ def earlier_losses(out_dir, step):
     log = Path(out_dir, "metrics.jsonl")
     if not log.exists():
         return []
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return [row["val_loss"] for row in rows if row["event"] == "eval" and row["step"] <= step]
 
 

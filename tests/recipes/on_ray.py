@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 
-import config
+from train import config
 
 
 @dataclass(frozen=True, kw_only=True)

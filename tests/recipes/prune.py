@@ -12,7 +12,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-import model
+from train import model
 
 
 def sparsity_at(step, sparsity, first, last):

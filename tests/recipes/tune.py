@@ -15,13 +15,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_type_hints
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import on_ray
 
-import ckpt
-import config
+from train import ckpt, config
 
 
 @dataclass(frozen=True, kw_only=True)
