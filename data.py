@@ -667,8 +667,9 @@ def _encode_files(paths, tokenizer, columns):
     """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "is_last",
     "file": its number, "facts": {name: number} to count}.
 
-    The last piece of a document has is_last. Rows are encoded 512 at a time: a tokenizer's library
-    uses all cores for a list, and a thread calls it, so that this one can read more rows meanwhile.
+    The last piece of a document has is_last. Rows are encoded up to 512 at a time: a tokenizer's
+    library uses all cores for a list, and a thread calls it, so that this one can read more rows
+    meanwhile.
     """
     # The number of bytes, for the progress bar.
     total = 0
@@ -677,11 +678,14 @@ def _encode_files(paths, tokenizer, columns):
         total += sum(file.stat().st_size for file in files)
     is_table = [bool(_row_reader(path)) for path in paths]
     rows = _rows_of_files(paths, tokenizer["piece"], columns)
+    n_rows = 512
+    if tokenizer["piece"] > 0:  # at most 16 MiB of pieces
+        n_rows = min(n_rows, 2**24 // tokenizer["piece"])
     with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
                leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
         pending = None  # rows, their examples, and the future of their ids
         while True:
-            some_rows = list(islice(rows, 512))
+            some_rows = list(islice(rows, n_rows))
             examples = [read_example(row, where, tokenizer) for _, where, row, _ in some_rows]
             encoding = pool.submit(encode_examples, examples, tokenizer)
             if pending:
@@ -1896,7 +1900,7 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
     """Return the example of a row that is not a plain text; see `read_example`."""
     if form == "prompt, completion" and isinstance(row["prompt"], str):
         if not isinstance(row["completion"], str):
-            raise ValueError(f"{where}: prompt is a text and completion is not; both must be "
+            raise ValueError(f"{where}: prompt is a text and completion is a list; both must be "
                              "texts, or both lists of messages")
         return {"kind": "pair", "text": row["prompt"], "completion": row["completion"]}
 
@@ -1954,6 +1958,10 @@ def messages_of_pair(prompt, completion, where):
     """Join the messages of a prompt and of its completion. Only the completion has labels."""
     prompt = _parsed(prompt, f"{where}: prompt")
     completion = _parsed(completion, f"{where}: completion")
+    for name, messages in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(messages, list):
+            raise ValueError(f"{where}: {name} is {str(messages)[:80]!r}; must be a text or a list "
+                             "of messages, as the other one is")
     unlabelled = []
     for message in prompt:
         if isinstance(message, dict) and message.get("role") == "assistant":

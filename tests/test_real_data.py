@@ -509,7 +509,9 @@ CHAT_ROWS = {
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
-                                            "prompt is a text and completion is not"),
+                                            "prompt is a text and completion is a list"),
+    "a prompt of messages, a text after it": ({"prompt": [USER], "completion": "b"},
+                                              "completion: corrupted, or not JSON"),
     "tools that are no list": ({"messages": [USER, said("assistant", "a")], "tools": {"a": 1}},
                                "tools is"),
 }
