@@ -2065,7 +2065,7 @@ def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
     for name in train_files():
         shutil.copy(ROOT / name, tmp_path)
     source = (tmp_path / "data.py").read_text()
-    wanted = "    tokenizer = make_tokenizer(cfg.tokenizer)"
+    wanted = "    tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)"
     assert source.count(wanted) == 1
     (tmp_path / "data.py").write_text(source.replace(wanted, "    k, v = 1, 2, 3\n" + wanted))
     call = [sys.executable, "train.py", "--steps", "1", "--cache_dir", ""]
@@ -2701,7 +2701,7 @@ def test_a_run_with_another_ckpt_dir_is_not_started_anew(tiny, tmp_path):
         train.main(tiny(steps=2))
     other = tiny(steps=1, eval_every=0, init_from=(cfg.out_dir,), out_dir=str(tmp_path / "next"))
     assert train.main(other)["step"] == 1
-    with pytest.raises(ValueError, match=r"init_from .*none: holds no .*; nothing is downloaded"):
+    with pytest.raises(ValueError, match=r"init_from .*none: holds no checkpoint and no weights"):
         train.main(tiny(init_from=(str(tmp_path / "none"),), out_dir=str(tmp_path / "third")))
 
 
