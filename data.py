@@ -377,8 +377,8 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     _increase_file_limit()  # each mapped file keeps a descriptor
     seq_format = SEQ_FORMAT | seq_format
     paths = expand(patterns, field=field) if patterns else _standard_library()
-    token_files = [path for path in paths if path.suffix in TOKEN_FILES]
-    texts = [path for path in paths if path.suffix not in TOKEN_FILES]
+    token_files = [path for path in paths if path.suffix.lower() in TOKEN_FILES]
+    texts = [path for path in paths if path.suffix.lower() not in TOKEN_FILES]
     shards = []
     # Optional: files of token ids.
     if token_files:
@@ -552,7 +552,7 @@ def _read_shard(folder, tokenizer):
                 return None
         return shard | {"counts": index["counts"], "unlabelled_files": index["unlabelled_files"],
                         "file_size": shard["tokens"].nbytes}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -611,6 +611,8 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             first = n if is_chat else n - 1
             documents.write(np.int64(first))
         n = append(piece["ids"], piece["ignored"])
+        for fact, n_found in piece["facts"].items():
+            counts[fact] = counts.get(fact, 0) + n_found
         if not np.all(piece["ignored"]):
             labelled_files.add(piece["file"])
         # End a document: write the token after its last, last).
@@ -622,11 +624,9 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             if bos is not None and not is_chat:
                 n = append([eos], False)
             counts["documents"] += 1
-            facts = piece["facts"]
-            if np.all(piece["ignored"]):
-                facts["documents without a label"] = 1
-            for fact, n_found in facts.items():
-                counts[fact] = counts.get(fact, 0) + n_found
+            if np.all(piece["ignored"]) and (is_chat or not bos):
+                fact = "documents without a label"
+                counts[fact] = counts.get(fact, 0) + 1
             after_chat = is_chat
         is_first = piece["is_last"]
 
@@ -678,15 +678,20 @@ def _encode_files(paths, tokenizer, columns):
         total += sum(file.stat().st_size for file in files)
     is_table = [bool(_row_reader(path)) for path in paths]
     rows = _rows_of_files(paths, tokenizer["piece"], columns)
-    n_rows = 512
-    if tokenizer["piece"] > 0:  # at most 16 MiB of pieces
-        n_rows = min(n_rows, 2**24 // tokenizer["piece"])
     with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
                leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
         pending = None  # rows, their examples, and the future of their ids
         while True:
-            some_rows = list(islice(rows, n_rows))
-            examples = [read_example(row, where, tokenizer) for _, where, row, _ in some_rows]
+            some_rows = []
+            examples = []
+            n_characters = 0
+            for numbered_row in islice(rows, 512):
+                _, where, row, _ = numbered_row
+                some_rows.append(numbered_row)
+                examples.append(read_example(row, where, tokenizer))
+                n_characters += len(examples[-1]["text"])
+                if n_characters > MOST_CHARACTERS:
+                    break
             encoding = pool.submit(encode_examples, examples, tokenizer)
             if pending:
                 yield from _pieces(*pending, is_table, tokenizer)
@@ -694,6 +699,9 @@ def _encode_files(paths, tokenizer, columns):
             if not some_rows:
                 return
             pending = (some_rows, examples, encoding)
+
+
+MOST_CHARACTERS = 2**22  # of texts that are encoded together, about
 
 
 def _pieces(rows, examples, encoding, is_table, tokenizer):
@@ -735,7 +743,7 @@ def read_example(row, where, tokenizer):
     Raises: ValueError naming `where` for a row without these columns, and for broken text.
     """
     if not isinstance(row, dict):
-        row = {}
+        raise ValueError(f"{where}: {str(row)[:60]!r} is not an object with fields")
     form = _find_form(row, where)
     if form == "text":
         example = {"kind": "text", "text": row["text"]}
@@ -793,7 +801,7 @@ def encode_examples(examples, tokenizer):
     pairs = []
     for example in examples:
         if example["kind"] == "chat":
-            pairs.append(_ignore_outside(next(chats), example["spans"]))
+            pairs.append(_ignore_outside(next(chats), example, tokenizer))
         elif example["kind"] == "pair":
             pairs.append(_join_prompt(next(encoded), next(completions)))
         else:
@@ -809,12 +817,17 @@ def rows_in(path, size, columns=()):
     other files then have the value of COLUMN under NAME, and nothing else.
     """
     # Optional: tables, and JSON.
-    read_rows = _row_reader(path)
+    read_rows = _row_reader(path, columns)
     if read_rows:
+        found = set()
         for where, row in read_rows(path):
             if columns:
                 row = _named_columns(row, columns, where)
+                found.update(row)
             yield where, row, True
+        missing = [entry for entry in columns if found and entry.partition("=")[0] not in found]
+        if missing:
+            raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}")
         return
     with _open_utf8(path) as file:
         for text, is_last in _text_pieces(file, size):
@@ -843,9 +856,10 @@ def _open_utf8(path):
 
 def _open_bytes(path):
     """Open a file for reading, decompressed."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path, "rb")
-    if path.suffix == ".zst":  # pyarrow's reader detects a truncated file, zstandard's does not
+    if path.suffix.lower() == ".zst":
+        # pyarrow's reader detects a truncated file, zstandard's does not.
         return require("pyarrow", path).input_stream(str(path), compression="zstd")
     return open(path, "rb")
 
@@ -1023,7 +1037,8 @@ def make_tokenizer(name, eos_token=""):
     tokenizer = defaults | library
     tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode,
                   "key": [tokenizer["key"], eos_token]}
-    if not can_cut:
+    has_space = any(re.search(r"\S\s", token) for token in tokenizer["special_tokens"])
+    if not can_cut or has_space:
         tokenizer["piece"] = -1
     return tokenizer
 
@@ -1224,7 +1239,7 @@ def check_ids(rows, vocab_size, shards):
     raise ValueError(
         f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}), the "
         "vocabulary of the model: use the tokenizer of the model. A new model may have a larger "
-        "--vocab_size")
+        "--vocab_size; a .bin file may need another --data_dtype")
 
 
 def _check_unchanged(shard):
@@ -1526,7 +1541,14 @@ def _unseen_windows(cfg, windows, epoch, seen):
 def _unseen_files(cfg, seen):
     """Return the names of the files that are not in `seen` and not empty, in order."""
     names = {str(path) for path in expand(cfg.data, lenient=True)} - set(seen)
-    return [name for name in sorted(names, key=_natural_order) if os.path.getsize(name)]
+    return [name for name in sorted(names, key=_natural_order) if _size(name)]
+
+
+def _size(name):
+    """Return the size of a file; 0 if it has just been deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.getsize(name)
+    return 0
 
 
 REST_S = 2.0  # how long size and time of a file must stay the same before it is read
@@ -1534,7 +1556,10 @@ REST_S = 2.0  # how long size and time of a file must stay the same before it is
 
 def _has_rested(name, looks):
     """Return whether a file has not changed for REST_S: until then somebody may still write it."""
-    stat = os.stat(name)
+    try:
+        stat = os.stat(name)
+    except FileNotFoundError:  # it has just been deleted: look again
+        return False
     state = (stat.st_size, stat.st_mtime_ns)
     now = time.monotonic()
     if name not in looks or looks[name][0] != state:
@@ -1836,11 +1861,13 @@ def _open_token_files(paths, seq_format, dtype, eod_id):
 
 def _map_tokens(path, dtype):
     """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         return _map_npy(path)
     size = path.stat().st_size
     header = np.fromfile(path, np.int32, 256)
-    is_header = len(header) == 256 and header[0] and not header[3:].any()  # it ends with 253 zeros
+    # The header begins with a date and ends with 253 zeros.
+    has_zeros = len(header) == 256 and not header[3:].any()
+    is_header = has_zeros and 20_000_000 < header[0] < 21_000_000
     if is_header:
         return _map_llmc(path, size, header)
 
@@ -1874,7 +1901,7 @@ def _likely_width(words):
 
 
 def _map_npy(path):
-    with as_value_error(f"{path}: not a .npy file", ValueError, EOFError, OSError):
+    with as_value_error(f"{path}: not a .npy file", Exception):  # of any kind, for its header
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
@@ -1898,34 +1925,53 @@ def _map_llmc(path, size, header):
 
 def _read_prompt_or_chat(form, row, where, tokenizer):
     """Return the example of a row that is not a plain text; see `read_example`."""
-    if form == "prompt, completion" and isinstance(row["prompt"], str):
-        if not isinstance(row["completion"], str):
-            raise ValueError(f"{where}: prompt is a text and completion is a list; both must be "
-                             "texts, or both lists of messages")
-        return {"kind": "pair", "text": row["prompt"], "completion": row["completion"]}
-
     system = row.get("system")
+    if not isinstance(system, str):
+        system = ""
     if form == "prompt, completion":
-        messages = messages_of_pair(row["prompt"], row["completion"], where)
+        prompt, completion = (_messages_in(row[name]) for name in ("prompt", "completion"))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return {"kind": "pair", "text": prompt, "completion": completion}
+        messages = messages_of_pair(prompt, completion, where)
     elif form == "instruction, output":
-        instruction = row["instruction"]
-        if row.get("input"):
-            instruction += "\n\n" + str(row["input"])
-        if row.get("history"):
-            raise ValueError(f"{where}: has a history, which is not read; make it a list "
-                             "'messages'")
+        instruction = _alpaca_instruction(row, where)
         # A tokenizer without a chat template gets a prompt and a completion.
         if not _chat_template(tokenizer):
-            return {"kind": "pair", "text": instruction + "\n\n", "completion": row["output"]}
+            opening = f"{system}\n\n" if system else ""
+            return {"kind": "pair", "text": f"{opening}{instruction}\n\n",
+                    "completion": row["output"]}
         messages = [{"role": "user", "content": instruction},
                     {"role": "assistant", "content": row["output"]}]
     else:
         messages = _parsed(row[form], f"{where}: {form}")
-    if isinstance(system, str) and system and form in ("conversations", "instruction, output"):
+    if system and isinstance(messages, list):
         messages = [{"role": "system", "content": system}, *messages]
-    tools = _parsed(row.get("tools") or None, f"{where}: tools")
-    text, spans = render_chat(messages, tools, tokenizer, where)
+    tools = _parsed(row.get("tools"), f"{where}: tools")
+    text, spans = render_chat(messages, tools or None, tokenizer, where)
     return {"kind": "chat", "text": text, "spans": spans}
+
+
+def _messages_in(value):
+    """Return the list of messages that a text holds as JSON; another value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and _is_json(value.strip(), list):
+        messages = json.loads(value)
+        if messages and all(isinstance(_with_role(x), dict) and "role" in _with_role(x)
+                            for x in messages):
+            return messages
+    return value
+
+
+def _alpaca_instruction(row, where):
+    """Return the instruction of a row of Alpaca with its input."""
+    if _parsed(row.get("history") or None, f"{where}: history"):
+        raise ValueError(f"{where}: has a history, which is not read; make it a list 'messages'")
+    more = row.get("input")
+    if more is None or more == "" or more != more:  # tables have NaN for a missing text
+        return row["instruction"]
+    if not isinstance(more, str):
+        raise ValueError(f"{where}: input is {str(more)[:80]!r} ({type(more).__name__}); must be a "
+                         "text")
+    return row["instruction"] + "\n\n" + more
 
 
 def _named_columns(row, columns, where):
@@ -1956,18 +2002,28 @@ def _join_prompt(prompt, completion):
 
 def messages_of_pair(prompt, completion, where):
     """Join the messages of a prompt and of its completion. Only the completion has labels."""
-    prompt = _parsed(prompt, f"{where}: prompt")
-    completion = _parsed(completion, f"{where}: completion")
     for name, messages in (("prompt", prompt), ("completion", completion)):
         if not isinstance(messages, list):
             raise ValueError(f"{where}: {name} is {str(messages)[:80]!r}; must be a text or a list "
                              "of messages, as the other one is")
     unlabelled = []
-    for message in prompt:
+    for message in map(_with_role, prompt):
         if isinstance(message, dict) and message.get("role") == "assistant":
             message = message | {"weight": 0}
         unlabelled.append(message)
     return [*unlabelled, *completion]
+
+
+def _with_role(message):
+    """Return a message with "role" and "content" instead of ShareGPT's "from" and "value"."""
+    if not isinstance(message, dict) or "from" not in message or "role" in message:
+        return message
+    message = dict(message)
+    role = message.pop("from")
+    message["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if "value" in message:
+        message["content"] = message.pop("value")
+    return message
 
 
 # Names of roles in ShareGPT's form, {"from", "value"}.
@@ -1996,15 +2052,14 @@ def _clean_messages(messages, where):
         at = f"{where}: message {i + 1}"
         if isinstance(message, dict):
             message = {name: x for name, x in message.items() if x is not None}
-            if "from" in message and "role" not in message:
-                role = message.pop("from")
-                message["role"] = SHAREGPT_ROLES.get(role, role)
-                if "value" in message:
-                    message["content"] = message.pop("value")
+        message = _with_role(message)
         if not isinstance(message, dict) or message.get("role") not in roles:
             raise ValueError(f"{at} must have a role of {', '.join(roles)}: {str(message)[:80]}")
         roles = ["system", "developer", "user", "assistant", "tool"]
 
+        if not isinstance(message.get("tool_calls", []), list):
+            raise ValueError(f"{at}: tool_calls is {str(message['tool_calls'])[:80]!r}; must be a "
+                             "list")
         is_answer = message["role"] == "assistant"
         if "content" in message or not (is_answer and message.get("tool_calls")):
             message["content"] = _content_text(message.get("content"), at)
@@ -2067,33 +2122,49 @@ def render_chat(messages, tools, tokenizer, where):
         raise ValueError(f"{where}: tools is {str(tools)[:80]!r}; must be a list")
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
+    def span_of(i):
+        return _answer_span(render, markable, text, i, where, tokenizer)
+
     def render(messages, add_generation_prompt=False):
         # A template may raise any exception.
         with as_value_error(f"{where}: the chat template refuses it", Exception):
             return template["render"](messages, tools, add_generation_prompt)
 
-    if template["marks_answers"]:
-        with as_value_error(f"{where}: the chat template refuses it", Exception):
-            text, spans = template["render_marked"](messages, tools)
-        if unlabelled and len(spans) != len(answers):
-            raise ValueError(f"{where}: has messages of weight 0, and the chat template marks "
-                             f"{len(spans)} of {len(answers)} messages of the assistant")
-    else:
-        text = render(messages)
-        spans = [_answer_span(render, messages, text, i, where, tokenizer) for i in answers]
-        _check_order(spans, answers, messages, where)
-    if not text:
+    rendered = render(messages)
+    if not rendered:
         raise ValueError(f"{where}: the chat template renders it to nothing; remove the row")
-    if unlabelled:
+    markable, text = _without_markers(messages, rendered, render)
+    if template["marks_answers"](tools):
+        with as_value_error(f"{where}: the chat template refuses it", Exception):
+            _, spans = template["render_marked"](messages, tools)
+        for i in sorted(unlabelled.intersection(answers)):
+            first, last = span_of(i)
+            spans = [span for span in spans if span[1] <= first or span[0] >= last]
+    else:
+        spans = [span_of(i) for i in answers]
+        _check_order(spans, answers, messages, where)
         spans = [span for i, span in zip(answers, spans) if i not in unlabelled]
-    return text, spans
+    return rendered, spans
+
+
+def _without_markers(messages, text, render):
+    """Return messages and their rendering in which no text has a marker: other characters that
+    nobody uses take their places.
+    """
+    if MARKER not in text and ANSWER not in text:
+        return messages, text
+    unused = (chr(i) for i in range(0xE000, 0xF8FE) if chr(i) not in text)
+    table = {ord(MARKER): next(unused), ord(ANSWER): next(unused)}
+    # With non-ASCII characters as they are, since escapes would hide them.
+    messages = json.loads(json.dumps(messages, ensure_ascii=False).translate(table))
+    return messages, render(messages)
 
 
 def _check_order(spans, answers, messages, where):
     """Raise ValueError for a message that became no text, or text before an earlier one."""
     end = 0
     for i, (first, last) in zip(answers, spans):
-        is_empty = first >= last and messages[i].get("content")
+        is_empty = first >= last and messages[i].get("content", "").strip()
         if first < end or is_empty:
             raise _undecided(where, i)
         end = last
@@ -2147,21 +2218,28 @@ def _find_start(render, messages, text, i, where):
         try:
             whole = render([*messages[: i - 1], before, answer, *messages[i + 1 :]])
             prompt = render([*messages[: i - 1], before], add_generation_prompt=True)
+            as_last = render([*messages[: i - 1], before])
         except ValueError:  # the template refuses such a copy
             continue
         n_before, after = _split_at_marker(text, whole)
         n_prompt, prompt_after = _split_at_marker(prompt, prompt)
-        if n_before is None or n_prompt is None:
+        n_last, end_of_before = _split_at_marker(as_last, as_last)
+        if None in (n_before, n_prompt, n_last) or not prompt_after.startswith(end_of_before):
             continue
+        # The end of message i - 1 has to be in common, and a part of the prompt that follows it.
+        # An answer with a thought and a prompt with an empty one part within the thought.
+        opening = prompt_after[len(end_of_before) :]
         header = after[: _n_common(after, prompt_after)]
         n = _n_common(text[n_before:], header)
-        if n == len(header):
+        if n >= len(end_of_before) + min(1, len(opening)):
             return n_before + n
-        # This answer has a thought, and the prompt has an empty one: they part within the thought.
-        # At least the end of message i - 1 has to be the same.
-        _, end_of_before = _split_at_marker(prompt, render([*messages[: i - 1], before]))
-        if n > len(end_of_before):
-            return n_before + n
+        # The end of message i - 1 differs when others follow. Then the opening of the answer has to
+        # stand between it and the answer, once.
+        to_answer = after.partition(ANSWER)[0]
+        if opening and to_answer.count(opening) == 1:
+            header = to_answer[: to_answer.index(opening) + len(opening)]
+            if text.startswith(header, n_before):
+                return n_before + len(header)
     raise _undecided(where, i)
 
 
@@ -2191,9 +2269,9 @@ def _find_end(render, messages, text, i, where, tokenizer):
     tokens = tokenizer["special_tokens"]
     for part in (after, mark):
         for token in tokens:
-            for found in re.finditer(re.escape(token), part):
-                if found.start() < n < found.end():
-                    n = found.start()
+            start = part.find(token, max(0, n - len(token) + 1), n + len(token))
+            if -1 < start < n < start + len(token):
+                n = start
     n = len(after[:n].rstrip())
 
     # A template may end the last message by one token and all others by another one. It is the
@@ -2213,11 +2291,15 @@ def _find_end(render, messages, text, i, where, tokenizer):
 
 def _n_common(a, b):
     """Return the number of characters that two texts have in common at their beginning."""
-    n = min(len(a), len(b))
-    for i in range(n):
-        if a[i] != b[i]:
-            return i
-    return n
+    n_equal = 0
+    n_most = min(len(a), len(b))
+    while n_equal < n_most:
+        middle = (n_equal + n_most + 1) // 2
+        if a[n_equal:middle] == b[n_equal:middle]:
+            n_equal = middle
+        else:
+            n_most = middle - 1
+    return n_equal
 
 
 def _marked_copies(render, messages, i):
@@ -2235,8 +2317,9 @@ def _marked_copies(render, messages, i):
             call = calls[-1] | {"function": function | change}
             copies.append(message | {"tool_calls": [*calls[:-1], call]})
     for copy in copies:
-        if MARKER in render([*messages[:i], copy]):
-            return copies
+        with contextlib.suppress(ValueError):  # the template refuses such a copy
+            if MARKER in render([*messages[:i], copy]):
+                return copies
     return [message | {"content": message.get("content", "") + MARKER}]
 
 
@@ -2270,15 +2353,22 @@ def _split_at_marker(text, marked):
     return n, after
 
 
-def _ignore_outside(encoded, spans):
-    """Return (ids, ignored) of a chat: only tokens in the spans are labels.
+def _ignore_outside(encoded, example, tokenizer):
+    """Return (ids, ignored) of a chat: only tokens in the spans of the example are labels.
 
     encoded: (ids, first character of each, the one after its last).
     """
     ids, starts, ends = encoded
+    # A token may span the border of an answer. But a special token that takes the space beside it
+    # is where its own text is.
+    is_special = np.isin(ids, [*tokenizer["special_tokens"].values()])
+    for k in np.flatnonzero(is_special).tolist():
+        piece = example["text"][starts[k] : ends[k]]
+        starts[k] += len(piece) - len(piece.lstrip())
+        ends[k] = starts[k] + len(piece.strip())
     ignored = np.ones(len(ids), np.uint8)
-    for first, last in spans:
-        ignored[(ends > first) & (starts < last)] = 0  # a token may span the border
+    for first, last in example["spans"]:
+        ignored[(ends > first) & (starts < last) & ~(is_special & (starts < first))] = 0
     return ids, ignored
 
 
@@ -2364,7 +2454,8 @@ def _show_labels(ids, ignored, tokenizer):
 
 
 CHAT_READERS = (
-    _read_prompt_or_chat, _named_columns, _parsed, _join_prompt, messages_of_pair, _clean_messages,
+    _read_prompt_or_chat, _messages_in, _alpaca_instruction, _with_role, _without_markers,
+    _named_columns, _parsed, _join_prompt, messages_of_pair, _clean_messages,
     _content_text, _takes_weight, _chat_template, render_chat, _check_order, _undecided,
     _answer_span, _find_start, _find_end, _n_common, _marked_copies, _marked_functions,
     _split_at_marker,
@@ -2377,13 +2468,13 @@ CHAT_READERS = (
 JSON_FILES = (".json", ".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
 
 
-def _row_reader(path):
+def _row_reader(path, columns=()):
     """Return the function that yields (where, row) for the rows of a file or folder; None if it is
-    a text file.
+    a text file. columns: see `rows_in`.
     """
     kind = _file_kind(path)
     if path.is_dir() or kind.endswith((".parquet", ".arrow")):
-        return _table_rows
+        return partial(_table_rows, columns=columns)
     if kind.endswith((".csv", ".tsv")):
         return _csv_rows
     if kind.endswith(JSON_FILES) or _has_json_lines(path):
@@ -2461,6 +2552,8 @@ def _csv_rows(path):
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
     with _open_utf8(path) as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+            raise ValueError(f"{path}: two columns have one name: {', '.join(reader.fieldnames)}")
         # csv.Error is not a ValueError. It has no line: the reader has.
         while True:
             try:
@@ -2478,20 +2571,42 @@ def _csv_rows(path):
             yield where, row
 
 
-def _table_rows(path):
-    """Yield the rows of a .parquet or .arrow file, or of a folder by datasets.save_to_disk."""
+def _table_rows(path, columns):
+    """Yield the rows of a .parquet or .arrow file, or of a folder by datasets.save_to_disk.
+
+    Only the columns that a row is read by: another one may be large, or of a type that Python does
+    not have.
+    """
     parquet = require("pyarrow.parquet", path)
     ipc = require("pyarrow.ipc", path)
     number = 0
     # ArrowInvalid is a ValueError.
     with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets",
-                        OSError, KeyError, ValueError):
+                        OSError, KeyError, ValueError, TypeError, OverflowError):
         for batch in _arrow_batches(path, parquet, ipc):
+            batch = _known_columns(batch, columns, path)
             types = {field.name: field.type for field in batch.schema}
             for row in batch.to_pylist():
                 number += 1
                 plain = {name: _plain_value(x, types[name]) for name, x in row.items()}
                 yield f"{path} row {number}", plain
+
+
+def _known_columns(batch, columns, path):
+    """Return the columns of a batch of Arrow that rows are read by."""
+    known = {"tools", "system", "input", "history", "prompt", "chosen", "rejected"}
+    known.update(*FORMS.values())
+    if columns:
+        known = {entry.partition("=")[2] for entry in columns}
+    names = batch.schema.names
+    kept = [name for name in names if name in known]
+    if len(set(kept)) < len(kept):
+        raise ValueError(f"two columns have one name, of {', '.join(kept)}")
+    if not kept:
+        raise ValueError(f"no column is {', '.join(sorted(known))}; the file has "
+                         f"{', '.join(names) or 'no columns'}. Name another one as in --columns "
+                         "text=content")
+    return batch.select(kept)
 
 
 def _plain_value(value, arrow_type):
@@ -2509,6 +2624,8 @@ def _plain_value(value, arrow_type):
             if value[field.name] is not None:
                 fields[field.name] = _plain_value(value[field.name], field.type)
         return fields
+    if isinstance(value, list) and hasattr(arrow_type, "item_type"):  # a map, as pairs
+        return {key: _plain_value(x, arrow_type.item_type) for key, x in value}
     if isinstance(value, list) and hasattr(arrow_type, "value_type"):
         return [_plain_value(x, arrow_type.value_type) for x in value]
     return value
@@ -2518,11 +2635,25 @@ def _arrow_batches(path, parquet, ipc):
     if path.is_dir():
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         for data_file in state["_data_files"]:
-            yield from ipc.open_stream(str(path / data_file["filename"]))
+            yield from _ipc_batches(path / data_file["filename"], ipc)
     elif path.name.lower().endswith(".arrow"):
-        yield from ipc.open_stream(str(path))
+        yield from _ipc_batches(path, ipc)
     else:
         yield from parquet.ParquetFile(path).iter_batches()
+
+
+def _ipc_batches(path, ipc):
+    """Yield the batches of a file in Arrow's format of streams, or in that of files."""
+    with open(path, "rb") as file:
+        is_file_format = file.read(6) == b"ARROW1"
+    if is_file_format:
+        reader = ipc.open_file(str(path))
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        batches = ipc.open_stream(str(path))
+    for batch in batches:
+        batch.validate(full=True)  # reading a corrupted one could end the process
+        yield batch
 
 
 def _choose_split(folder, field):
@@ -2533,22 +2664,24 @@ def _choose_split(folder, field):
     for name in names:
         if os.path.isdir(os.path.join(folder, name)):
             return os.path.join(folder, name)
-    with open(os.path.join(folder, "dataset_dict.json"), encoding="utf-8") as file:
-        splits = json.load(file)["splits"]
-    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits)}, none of which is "
-                     f"{' or '.join(names)}; name one, as in {folder}/{splits[0]}")
+    with (as_value_error(f"{folder}/dataset_dict.json: not of datasets.save_to_disk",
+                         ValueError, KeyError, TypeError),
+          open(os.path.join(folder, "dataset_dict.json"), encoding="utf-8") as file):
+        splits = [*map(str, json.load(file)["splits"]), ""]
+    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits[:-1])}, none of which "
+                     f"is {' or '.join(names)}; name one, as in {folder}/{splits[0]}")
 
 
 FORMAT_READERS = (
     _row_reader, _has_json_lines, _is_json, _json_rows, _json_values, _parse_json, _csv_rows,
-    _table_rows, _plain_value, _arrow_batches,
+    _table_rows, _known_columns, _plain_value, _arrow_batches, _ipc_batches,
 )
 
 
 # ---- tokenizers
 
 TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
-                   "generation_config.json")
+                   "additional_chat_templates/*", "generation_config.json")
 # Names of the token that ends a document, for a tokenizer that declares none: the first known one.
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
@@ -2591,7 +2724,9 @@ def _hf_tokenizer(name, eos_token):
     # The token that ends a document: the named one, the declared one, or the first known one.
     declared = settings.get("eos_token")
     if isinstance(declared, dict):
-        declared = declared["content"]
+        declared = declared.get("content")
+    if not isinstance(declared, str | None):
+        raise ValueError(f"tokenizer {name!r}: its eos_token is {declared!r}; must be a text")
     known = [tok.token_to_id(text) for text in EOS_NAMES]
     known = [i for i in known if i is not None]
     if eos_token or declared:
@@ -2605,12 +2740,14 @@ def _hf_tokenizer(name, eos_token):
     # A model that was tuned on chats may end a text by several ids.
     stops = {eos, *known[:1]}
     more_stops = generation.get("eos_token_id") or []
-    stops.update(more_stops if isinstance(more_stops, list) else [more_stops])
+    if not isinstance(more_stops, list):
+        more_stops = [more_stops]
+    stops.update(i for i in more_stops if isinstance(i, int))
 
     # The first id that it puts before a text, other than eos, is its bos.
     plain_ids = tok.encode("a", add_special_tokens=False).ids
     framed_ids = tok.encode("a").ids
-    first_ids = framed_ids[: framed_ids.index(plain_ids[0])] if plain_ids else []
+    first_ids = framed_ids[: framed_ids.index(plain_ids[0])] if plain_ids else framed_ids
     bos = first_ids[0] if first_ids and first_ids[0] != eos else None
 
     def encode_batch(texts):
@@ -2733,7 +2870,7 @@ def _load_chat_template(name):
     """Return the chat template of a folder, or None: {
         "render": (messages, tools, add_generation_prompt) -> text,
         "render_marked": (messages, tools) -> (text, [first, last) of what {% generation %} marks),
-        "marks_answers": whether the template has such marks}.
+        "marks_answers": tools -> whether the template has such marks}.
 
     Only the template comes from transformers: its class for a folder may encode text in another
     way than the folder's tokenizer.json.
@@ -2758,9 +2895,11 @@ def _load_chat_template(name):
     def render_marked(messages, tools):
         return render_one(messages, tools, marked=True)
 
-    mark = re.compile(r"\{%-?\s*generation\s*-?%\}")
-    return {"render": render, "render_marked": render_marked,
-            "marks_answers": bool(mark.search(str(settings.chat_template)))}
+    def marks_answers(tools):
+        template = re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+
+    return {"render": render, "render_marked": render_marked, "marks_answers": marks_answers}
 
 
 def _tokenizer_files(folder):
@@ -2777,7 +2916,9 @@ def copy_tokenizer(name, folder):
     """
     name = hub_path(name)  # optional: names on the Hub
     for file in _tokenizer_files(name):
-        shutil.copy(file, folder)
+        copied = Path(folder, file.relative_to(name))
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copy(file, copied)
     path = Path(name)
     if path.is_file():
         shutil.copy(path, Path(folder, "tokenizer.json"))

@@ -475,7 +475,7 @@ def npy(array):
      "line 2: corrupted, or not JSON"),
     ("key.jsonl", b'{"txt": "a"}\n', "line 1: not an object"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: not an object"),
-    ("list.jsonl", b'["text"]\n', "row 1: not an object"),
+    ("list.jsonl", b'["text"]\n', "row 1: 'text' is not an object"),
     ("", None, "name the files of a folder as in 'folder/*.txt'"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
 ])
@@ -1081,7 +1081,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
      "line 2: has a zero byte or a lone surrogate"),
     ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "x.txt.gz: corrupted"),
     ("x.parquet", b"PAR1....", "not a .parquet or .arrow file"),
-    ("x.JSONL", b'["text"]\n', "it has no fields"),
+    ("x.JSONL", b'["text"]\n', "row 1: 'text' is not an object with fields"),
     ("x.jsonl", b'{"text": null, "id": 5}\n', "it has text (NoneType), id (int)"),
     ("x.json", b'[{"text": "a"},\n {"id": 5}]', "row 2: not an object with a string 'text'"),
     ("x.json", b'{"text":\n "a}', "line 1: corrupted, or not JSON"),

@@ -4,6 +4,7 @@ labels or a sentence.
 """
 import gzip
 import json
+import math
 import os
 import random
 import re
@@ -125,6 +126,12 @@ FAMILIES = {
     "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% endgeneration %}{% else %}"
     "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+    # A hint in the last question, which makes its end another one.
+    "hint": CHATML_HEAD + "{{ m.content if m.role != 'assistant' else '' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}" + CALLS
+    + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{% if m.role == 'user' and loop.last %}{{ ' /think' }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}" + CHATML_PROMPT,
     # Phi-4: a token for each role; another one ends the whole text.
     "phi": "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content or '' }}" + CALLS + "{{ '<|end|>' }}{% if loop.last %}"
@@ -348,6 +355,12 @@ FILES = {
                   "messages=messages"),
     "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
                               ("text=text",), BOTH[:1]),
+    "a csv with one name twice": ("a.csv", "text,text\na,b\n", (), "two columns have one name"),
+    "an upper-case suffix": ("a.jsonl.GZ", gzip.compress(LINES.encode()), (), BOTH),
+    "a row that is a list": ("a.jsonl", '[["one"]]', (), "['one']\" is not an object with fields"),
+    "a tools column that no row has": (
+        "a.jsonl", LINES, ("text=text", "tools=functoins"), "no row has the column of --columns "
+        "tools=functoins"),
     "a prompt beside a text": ("a.jsonl", '{"text": "one two", "prompt": "a"}\n', (), BOTH[:1]),
 }
 
@@ -460,6 +473,59 @@ def test_tools_in_tables(kind, tmp_path):
         assert labels == f"<tool_call>{call}</tool_call><|im_end|>"
 
 
+def write_stream(path, table, write):
+    with write(path, table.schema) as stream:
+        stream.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("case", [
+    "the format of files", "other columns", "map", "corrupted", "no known column", "twice"])
+def test_tables(case, tmp_path):
+    """Tables of all formats are read by the columns that are known; a corrupted one is an error.
+
+    Break: data.py: batch.validate(full=True) => pass
+    """
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tokenizer = data.make_tokenizer("bytes")
+    table = arrow.table({"text": ["one two", "three"] * 20})
+    if case == "the format of files":
+        path = write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_file)
+    elif case == "other columns":  # of which Python has no values
+        far = arrow.array([2**62] * 40, arrow.timestamp("us"))
+        parquet.write_table(table.append_column("at", far), path := tmp_path / "a.parquet")
+    elif case == "map":
+        call = {"function": {"name": "f", "arguments": [("of", "low")]}}
+        arguments = arrow.map_(arrow.string(), arrow.string())
+        function = arrow.struct([("name", arrow.string()), ("arguments", arguments)])
+        value = data._plain_value(call, arrow.struct([("function", function)]))
+        assert value == {"function": {"name": "f", "arguments": {"of": "low"}}}
+        return
+    elif case == "corrupted":
+        path = write_stream(tmp_path / "a.arrow", table, arrow.ipc.new_stream)
+        content = path.read_bytes()
+        at = content.index(np.array([0, 7, 12], np.int32).tobytes())
+        path.write_bytes(content[: at + 4] + b"\xff\xff\xff\x7f" + content[at + 8 :])
+    elif case == "no known column":
+        parquet.write_table(table.rename_columns(["body"]), path := tmp_path / "a.parquet")
+    else:
+        both = arrow.Table.from_arrays([table["text"]] * 2, ["text"] * 2)
+        path = write_stream(tmp_path / "a.arrow", both, arrow.ipc.new_stream)
+    words = {"corrupted": "offset", "no known column": "the file has body. Name another one as in",
+             "twice": "two columns have one name"}.get(case)
+    if words:
+        code = ("import sys, data\ntry:\n    list(data.rows_in(data.Path(sys.argv[1]), -1))\n"
+                "except ValueError as e:\n    print(e)\n")
+        run = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True,
+                             text=True)
+        assert run.returncode == 0, run.stderr
+        assert str(path) in run.stdout and words in run.stdout
+        return
+    _, documents = tokenized(path, tokenizer, tmp_path)
+    assert [bytes(ids).strip(b"\0").decode() for ids, _ in documents] == ["one two", "three"] * 20
+
+
 # ---- rows of chats
 
 USER = said("user", "low")
@@ -509,9 +575,28 @@ CHAT_ROWS = {
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
-                                            "prompt is a text and completion is a list"),
+                                            "prompt is 'a'; must be a text or a list"),
     "a prompt of messages, a text after it": ({"prompt": [USER], "completion": "b"},
-                                              "completion: corrupted, or not JSON"),
+                                              "completion is 'b'; must be a text or a list"),
+    "ShareGPT in a prompt": ({
+        "prompt": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"},
+                   {"from": "human", "value": "q"}],
+        "completion": [{"from": "gpt", "value": "a"}]}, "a<|im_end|>"),
+    "messages as JSON in prompt and completion": ({
+        "prompt": json.dumps([USER]), "completion": json.dumps([said("assistant", "a")])},
+        "a<|im_end|>"),
+    "a role that is a list": ({"conversations": [{"from": ["x"], "value": "a"}]},
+                              "message 1 must have a role of"),
+    "tool_calls that are no list": ({"messages": [USER, said("assistant", "", tool_calls={})]},
+                                    "message 2: tool_calls is '{}'; must be a list"),
+    "a number in Alpaca": ({"instruction": "low", "input": 5, "output": "a"}, "input is '5' (int)"),
+    "Alpaca without an input": ({"instruction": "low", "input": math.nan, "output": "a"},
+                                "a<|im_end|>"),
+    "an empty history": ({"instruction": "low", "history": "[]", "output": "a"}, "a<|im_end|>"),
+    "the markers themselves": ({"messages": [
+        said("user", "\uf8ff low"), said("assistant", "\uf8fea\uf8ff")]},
+        "\uf8fea\uf8ff<|im_end|>"),
+    "no tools": ({"messages": [USER, said("assistant", "a")], "tools": "[]"}, "a<|im_end|>"),
     "tools that are no list": ({"messages": [USER, said("assistant", "a")], "tools": {"a": 1}},
                                "tools is"),
 }
@@ -543,6 +628,82 @@ def test_rows_of_chats(case, marked, tmp_path):
     assert tokenizer["decode"]([i for i, on in zip(ids, is_label) if on]) == wanted
 
 
+@pytest.mark.parametrize("form", ["messages", "instruction"])
+def test_a_system_text_beside_a_chat(form, tmp_path):
+    """A column `system` becomes the first message.
+
+    Break: data.py: messages = [{"role": "system", "content": system}, *messages] => pass
+    """
+    pytest.importorskip("transformers")
+    row = {"system": "be low", "messages": [USER, said("assistant", "a")]}
+    if form == "instruction":
+        row = {"system": "be low", "instruction": "low", "output": "a"}
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
+    example = data.read_example(row, "row", tokenizer)
+    assert example["text"].startswith("<|im_start|>system\nbe low<|im_end|>\n<|im_start|>user\nlow")
+
+
+def test_marks_in_the_template_for_tools_alone(tmp_path):
+    """Of several templates the one that renders a row decides whether its marks are used; and a
+    changed one changes the key of the tokens.
+
+    Break: data.py: "additional_chat_templates/*", => "",
+    """
+    pytest.importorskip("transformers")
+    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
+    more = tmp_path / "t/additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text(FAMILIES["llama"])
+    tokenizer = data.make_tokenizer(folder)
+    messages = [USER, said("assistant", "a")]
+    plain = data.read_example({"messages": messages}, "row", tokenizer)
+    assert [plain["text"][a:b] for a, b in plain["spans"]] == ["a<|im_end|>"]
+    with_tools = data.read_example({"messages": messages, "tools": [TOOL]}, "row", tokenizer)
+    assert [with_tools["text"][a:b] for a, b in with_tools["spans"]] == ["a<|eot_id|>"]
+    (more / "tool_use.jinja").write_text(TOOLS_TEMPLATE)
+    assert data.make_tokenizer(folder)["key"] != tokenizer["key"]
+    data.copy_tokenizer(folder, tmp_path)
+    assert (tmp_path / "additional_chat_templates/tool_use.jinja").exists()
+
+
+@pytest.mark.parametrize("lstrip, rstrip", [(True, False), (False, True), (True, True)])
+def test_marks_that_take_the_space_beside_them(lstrip, rstrip, tmp_path):
+    """A special token that takes the space before or after it is a label only if its own text is in
+    an answer.
+
+    Break: data.py: starts[k] += len(piece) - len(piece.lstrip()) => pass
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    tok = make_bpe()
+    for text in ("<|user|>", "<|assistant|>", "<|end|>"):
+        tok.add_special_tokens([tokenizers.AddedToken(
+            text + "x", lstrip=lstrip, rstrip=rstrip, special=True)])
+    template = ("{% for m in messages %}{{ '<|' + m.role + '|>x' + m.content }}{% endfor %}"
+                "{% if add_generation_prompt %}{{ '<|assistant|>x' }}{% endif %}")
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template, tok))
+    messages = [USER, said("assistant", " a "), USER, said("assistant", " b")]
+    example = data.read_example({"messages": messages}, "row", tokenizer)
+    (ids, ignored), = data.encode_examples([example], tokenizer)
+    labels = tokenizer["decode"](ids[ignored == 0])
+    assert "|>x" not in labels and "a" in labels and "b" in labels
+
+
+def test_a_long_chat_with_many_special_tokens(tmp_path):
+    """The end of an answer is found among thousands of special tokens that the tokenizer may have.
+
+    Break: data.py: if -1 < start < n < start + len(token): => if False:
+    """
+    pytest.importorskip("transformers")
+    tok = make_bpe((*SPECIAL_TOKENS, *(f"<unused{i}>" for i in range(6000))))
+    template = re.sub("{% (end)?generation %}", "", FAMILIES["gpt-oss"])
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template, tok))
+    messages = 20 * [USER, said("assistant", "a", reasoning_content="r")]
+    example = data.read_example({"messages": messages}, "row", tokenizer)
+    labels = [example["text"][a:b] for a, b in example["spans"]]
+    assert labels[:2] == 2 * ["<|channel|>final<|message|>a<|end|>"]
+
+
 def test_a_chat_without_text(tmp_path):
     """A chat that the template renders to nothing is an error with its line.
 
@@ -564,6 +725,8 @@ def test_alpaca_without_a_template(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [row])
     shard, ((ids, is_label),) = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
     assert bytes(ids) == b"\0low\n\ner\n\nyes\0"
+    with_system = data.read_example(row | {"system": "be"}, "row", data.make_tokenizer("bytes"))
+    assert with_system["text"] == "be\n\nlow\n\ner\n\n"
     assert bytes(i for i, on in zip(ids, is_label) if on) == b"\0yes\0"
     assert shard["counts"]["rows read as instruction, output"] == 1
 
