@@ -2236,10 +2236,13 @@ def _find_start(render, messages, text, i, where):
         # The end of message i - 1 differs when others follow. Then the opening of the answer has to
         # stand between it and the answer, once.
         to_answer = after.partition(ANSWER)[0]
+        opening = opening.strip()
         if opening and to_answer.count(opening) == 1:
-            header = to_answer[: to_answer.index(opening) + len(opening)]
-            if text.startswith(header, n_before):
-                return n_before + len(header)
+            n = to_answer.index(opening) + len(opening)
+            if not to_answer[n:].strip():
+                n = len(to_answer)
+            if text.startswith(to_answer[:n], n_before):
+                return n_before + n
     raise _undecided(where, i)
 
 

@@ -1475,7 +1475,7 @@ def test_chat_errors(tmp_path):
     """A conversation that the template refuses, or one that it renders differently when more
     messages follow, is an error with its line.
 
-    Break: data.py: if n_before is None or n_prompt is None: => if False:
+    Break: data.py: if None in (n_before, n_prompt, n_last) or not => if not
     """
     library = chat_folder(tmp_path / "t", "chatml")
     for template, words in (("{{ raise_exception('no system') }}", "refuses it: no system"),
