@@ -804,7 +804,8 @@ def _has_interval_in_windows(cfg):
 
 # field; whether a config breaks the rule; the rule
 # Names that the formats of data.py know.
-COLUMNS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected")
+COLUMNS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "input",
+           "output", "system", "tools", "chosen", "rejected")
 
 
 def _are_columns(entries):

@@ -724,6 +724,9 @@ def _facts_of(example, is_table, tokenizer):
     facts = {}
     if is_table:
         facts[f"rows read as {example['form']}"] = 1
+    # Optional: chats with tools.
+    if example.get("lacks_tools"):
+        facts["chats with tools that the chat template does not render"] = 1
     # Optional: a tokenizer that drops characters.
     if tokenizer["count_dropped"]:
         text = example["text"] + example.get("completion", "")
@@ -738,7 +741,8 @@ def read_example(row, where, tokenizer):
         "form": the columns from which it was read, for the summary,
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
         "completion": of a pair,
-        "spans": of a chat: [first, last) of the characters that are labels}.
+        "spans": of a chat: [first, last) of the characters that are labels,
+        "lacks_tools": of a chat: whether a tool or a call of one is not in the text}.
 
     Raises: ValueError naming `where` for a row without these columns, and for broken text.
     """
@@ -773,8 +777,11 @@ def _find_form(row, where):
         if all(isinstance(row.get(name), kinds) for name in names):
             found.append(form)
     if len(found) > 1:
-        raise ValueError(f"{where}: has {' and also '.join(found)}: name the one to use, as in "
-                         f"--columns {' '.join(f'{name}={name}' for name in FORMS[found[-1]])}")
+        choices = []
+        for form in found:
+            choices.append("--columns " + " ".join(f"{name}={name}" for name in FORMS[form]))
+        raise ValueError(f"{where}: has {' and also '.join(found)}: name the one to use, by "
+                         f"{' or '.join(choices)}")
     if not found:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
@@ -1212,14 +1219,14 @@ def _check_shards(dataset, may_be_empty):
     n_sequences = np.diff(dataset["cum_counts"], prepend=0)
     for shard, n in zip(dataset["shards"], n_sequences):
         tokens = shard["tokens"]
+        # Optional: tokens that are not labels.
+        if "ignored" in shard and not may_be_empty:
+            _check_labels(shard)
         if not n and not may_be_empty:
             raise ValueError(
                 f"{shard['name']}: has {len(tokens)} tokens, and no sequence of "
                 f"{seq_format['seq_len']} with a label; use more data, another --seq_len or "
                 "--truncation")
-        # Optional: tokens that are not labels.
-        if "ignored" in shard and not may_be_empty:
-            _check_labels(shard)
         # The check is needed only if the dtype can hold an illegal id.
         if np.iinfo(tokens.dtype).max >= seq_format["vocab_size"]:
             check_ids(tokens[None, : N_SCANNED // n_shards], seq_format["vocab_size"], [shard])
@@ -1763,15 +1770,22 @@ def _pack_shard(shard, seq_format):
 
     # The last token is a label only. A document without a label goes into no row.
     lengths = np.maximum(stops - starts - 1, 0)
+    n_cut_away = 0
     if "ignored" in shard and len(lengths):
-        # Sums between borders; every second one is over the labels of a document.
-        borders = np.stack([starts + 1, stops], axis=1).ravel()
-        ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
-        n_ignored = np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
-        lengths = np.where(n_ignored < lengths, lengths, 0)
+        has_label = _count_ignored(shard, starts, stops) < lengths
+        n_cut_away = int((is_long & ~has_label & (stops > starts)).sum())
+        lengths = np.where(has_label, lengths, 0)
     bounds, items = pack(lengths, T, one_each=seq_format["packing"] == "none")
     spans = np.stack([starts, stops], axis=1)[items]
-    return shard | {"row_bounds": bounds, "spans": spans}
+    return shard | {"row_bounds": bounds, "spans": spans, "n_cut_away": n_cut_away}
+
+
+def _count_ignored(shard, starts, stops):
+    """Count the tokens of each document, but its first, that are not labels."""
+    # Sums between borders; every second one is over the labels of a document.
+    borders = np.stack([starts + 1, stops], axis=1).ravel()
+    ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
+    return np.add.reduceat(ignored, borders, dtype=np.int64)[::2]
 
 
 def _packed_batch(dataset, shard_of, offsets):
@@ -1831,9 +1845,14 @@ def _describe_packing(dataset):
         n_used_documents += len(shard["spans"])
         n_used_tokens += (np.diff(shard["spans"]) - 1).sum()
     padding = 1 - n_used_tokens / (dataset["n"] * seq_format["seq_len"])
-    return (f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences, "
-            f"{n_long:,} longer (--truncation {seq_format['truncation']}), "
-            f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding")
+    summary = (f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} "
+               f"sequences, {n_long:,} longer (--truncation {seq_format['truncation']}), "
+               f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding")
+    n_cut_away = sum(shard["n_cut_away"] for shard in dataset["shards"])
+    if n_cut_away:
+        summary += (f", {n_cut_away:,} documents skipped, since they have no label once they are "
+                    "cut; see --truncation and --seq_len")
+    return summary
 
 
 # ---- token files
@@ -1948,7 +1967,8 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
         messages = [{"role": "system", "content": system}, *messages]
     tools = _parsed(row.get("tools"), f"{where}: tools")
     text, spans = render_chat(messages, tools or None, tokenizer, where)
-    return {"kind": "chat", "text": text, "spans": spans}
+    return {"kind": "chat", "text": text, "spans": spans,
+            "lacks_tools": _lacks_tools(messages, tools, text)}
 
 
 def _messages_in(value):
@@ -1983,7 +2003,7 @@ def _named_columns(row, columns, where):
         name, _, column = entry.partition("=")
         if column in row:
             named[name] = row[column]
-        elif name != "tools":  # not every chat has tools
+        elif name not in ("tools", "system", "input"):  # not every row has them
             raise ValueError(f"{where}: has no column {column!r}, which --columns {entry} names; "
                              f"it has {', '.join(map(str, row)) or 'no fields'}")
     return named
@@ -2145,6 +2165,17 @@ def render_chat(messages, tools, tokenizer, where):
         _check_order(spans, answers, messages, where)
         spans = [span for i, span in zip(answers, spans) if i not in unlabelled]
     return rendered, spans
+
+
+def _lacks_tools(messages, tools, text):
+    """Return whether the chat template has not rendered a tool or a call of one."""
+    names = []
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for holder in [*(tools or ()), *calls]:
+        function = holder.get("function", holder) if isinstance(holder, dict) else {}
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            names.append(function["name"])
+    return any(name not in text for name in names)
 
 
 def _without_markers(messages, text, render):
@@ -2377,30 +2408,40 @@ def _ignore_outside(encoded, example, tokenizer):
 
 def _check_labels(shard, what=""):
     """Raise ValueError for a shard without any label."""
-    if np.count_nonzero(shard["ignored"]) == len(shard["ignored"]):
-        raise ValueError(f"{what}{shard['name']}: no token is a label: only the answers of the "
-                         "assistant and the completions of prompts are, and it has none")
+    # The first token of a shard follows no other one, so it is no label.
+    if np.count_nonzero(shard["ignored"][1:]) == len(shard["ignored"]) - 1:
+        raise ValueError(f"{what}{shard['name']}: no token is a label: only completions of prompts "
+                         "are, and messages of the assistant whose weight is not 0")
 
 
 def _describe_labels(dataset):
     """Return facts about labels: their fraction, and what has none."""
     n_labels = 0
+    n_tokens = 0
     n_empty = 0
     T = dataset["seq_format"]["seq_len"]
     files = []
     for shard in dataset["shards"]:
         if "ignored" not in shard:
             n_labels += len(shard["tokens"])
+            n_tokens += len(shard["tokens"])
             continue
         files += shard["unlabelled_files"]
-        ignored = shard["ignored"]
+        ignored = shard["ignored"][1:]  # the first token follows no other one
+        if "spans" in shard:  # packed: of the documents that are in sequences
+            starts, stops = shard["spans"].T
+            n_followers = int((stops - starts - 1).sum())
+            n_tokens += n_followers
+            n_labels += n_followers - int(_count_ignored(shard, starts, stops).sum())
+            continue
+        n_tokens += len(ignored)
         n_labels += len(ignored) - np.count_nonzero(ignored)
         if dataset["seq_format"]["packing"] == "stream" and len(ignored) > T:
-            starts = np.arange(1, len(ignored), T)  # of the labels of each sequence
+            starts = np.arange(0, len(ignored), T)  # of the labels of each sequence
             lengths = np.diff(starts, append=len(ignored))
             n_ignored = np.add.reduceat(ignored, starts, dtype=np.int64)
             n_empty += int((n_ignored == lengths).sum())
-    facts = [f"{n_labels / dataset['lengths'].sum():.1%} of the tokens are labels"]
+    facts = [f"{n_labels / max(n_tokens, 1):.1%} of the tokens are labels"]
     if n_empty:
         facts.append(f"{n_empty:,} sequences have no label")
     if files:
@@ -2425,11 +2466,15 @@ def show_examples(dataset, tokenizer):
             continue
         # The first part of a split may have lost the end of a document.
         documents = shard["documents"][:N_SEARCHED] - shard["token_offset"]
+        if "spans" in shard:  # as they are packed, and cut
+            documents = shard["spans"][:N_SEARCHED]
         for first, last in documents.tolist():
             ignored = shard["ignored"][max(first, 0) : last]
-            if first < 0 or np.all(ignored):
+            if first < 0 or np.all(ignored[1:]):
                 continue
             ids = shard["tokens"][first : first + len(ignored)]
+            ignored = ignored.copy()
+            ignored[0] = 1  # it follows no other token of its document
             texts.append(_show_labels(ids, ignored, tokenizer))
             if len(texts) == N_SHOWN:
                 return texts
@@ -2457,11 +2502,10 @@ def _show_labels(ids, ignored, tokenizer):
 
 
 CHAT_READERS = (
-    _read_prompt_or_chat, _messages_in, _alpaca_instruction, _with_role, _without_markers,
-    _named_columns, _parsed, _join_prompt, messages_of_pair, _clean_messages,
-    _content_text, _takes_weight, _chat_template, render_chat, _check_order, _undecided,
-    _answer_span, _find_start, _find_end, _n_common, _marked_copies, _marked_functions,
-    _split_at_marker,
+    _read_prompt_or_chat, _messages_in, _alpaca_instruction, _named_columns, _parsed, _join_prompt,
+    messages_of_pair, _with_role, _clean_messages, _content_text, _takes_weight, _chat_template,
+    render_chat, _lacks_tools, _without_markers, _check_order, _undecided, _answer_span,
+    _find_start, _find_end, _n_common, _marked_copies, _marked_functions, _split_at_marker,
     _ignore_outside,
 )
 

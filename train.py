@@ -1982,6 +1982,9 @@ def write_rows(cfg, rows):
     Raises ValueError when cfg names files too, or a row is not an object of JSON values.
     """
     fields = {"train": "data", "val": "val_data"}
+    if not isinstance(rows, dict):
+        raise ValueError(f"rows: is {type(rows).__name__}; must be a dict with train and, if there "
+                         "is validation data, val")
     config.raise_if_errors(config.key_errors("rows: ", rows, fields, ("train",)))
     taken = [name for name in ("data", "val_data", "mix") if getattr(cfg, name)]
     if taken:
@@ -1998,6 +2001,8 @@ def write_rows(cfg, rows):
                 lines.append(json.dumps(row) + "\n")
             except TypeError as e:
                 raise ValueError(f"rows: {part} row {i}: {e}") from None
+        if not lines:
+            raise ValueError(f"rows: {part} has no row")
         text = "".join(lines)
         name = f"{part}-{zlib.crc32(text.encode()):08x}.jsonl"
         path = Path(cfg.out_dir, "rows", name)

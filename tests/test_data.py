@@ -1273,7 +1273,7 @@ def test_each_document_once(packing, padding_side, truncation, documents):
 def test_a_document_without_a_label_is_in_no_row(tmp_path):
     """A prompt so long that truncation leaves no label takes no row. One label is enough.
 
-    Break: data.py: n_ignored < lengths => n_ignored <= lengths
+    Break: data.py: _count_ignored(shard, starts, stops) < lengths => n_ignored <= lengths
     """
     path = rows_as("jsonl", tmp_path, [{"prompt": "p" * n, "completion": "c" * 5}
                                        for n in (40, 29, 3, 30)])

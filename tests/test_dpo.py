@@ -229,7 +229,7 @@ def test_conversations_without_a_difference(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": PROMPT + CHOSEN, "rejected": PROMPT + CHOSEN}) + "\n")
     cfg = dpo.DpoConfig(tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
-    with pytest.raises(ValueError, match="line 1: chosen has no message of the assistant that"):
+    with pytest.raises(ValueError, match="chosen has no label: it needs a message"):
         dpo.read_pairs((str(path),), cfg)
 
 

@@ -351,8 +351,8 @@ FILES = {
     "a missing column": ("a.jsonl", LINES, ("text=body",), "has no column 'body'"),
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
     "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
-                  "has text and also messages: name the one to use, as in --columns "
-                  "messages=messages"),
+                  "has text and also messages: name the one to use, by --columns text=text or "
+                  "--columns messages=messages"),
     "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
                               ("text=text",), BOTH[:1]),
     "a csv with one name twice": ("a.csv", "text,text\na,b\n", (), "two columns have one name"),
@@ -1114,8 +1114,8 @@ def test_labels_are_counted_and_shown(tmp_path):
     dataset = data.open_dataset(
         [some, none], tokenizer, {"seq_len": 16}, folder=tmp_path / "cache")
     shard, = dataset["shards"]
-    n_labels = int((shard["ignored"] == 0).sum())
-    n_tokens = len(shard["tokens"])
+    n_labels = int((shard["ignored"][1:] == 0).sum())
+    n_tokens = len(shard["tokens"]) - 1
     n_empty = 0
     for i in range(dataset["n"]):
         labels = data.eval_batch_at(dataset, i, 1)["labels"]
@@ -1129,11 +1129,52 @@ def test_labels_are_counted_and_shown(tmp_path):
     assert shown_example.endswith("<|im_start|>assistant\n{+yes<|im_end|>+}\n")
 
 
-@pytest.mark.parametrize("part", ["all", "validation"])
+def test_chats_with_tools_that_are_not_rendered(tmp_path):
+    """The summary counts the chats whose tools or calls the chat template skips.
+
+    Break: data.py: return any(name not in text for name in names) => return False
+    """
+    pytest.importorskip("transformers")
+    path = write_rows(tmp_path / "a.jsonl", tool_rows())
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", TOOLS_TEMPLATE))
+    shard, _ = tokenized(path, tokenizer, tmp_path)
+    fact = "chats with tools that the chat template does not render"
+    assert fact not in shard["counts"]
+    template = SIMPLE_TEMPLATE.replace("m.content", "(m.content or '')")
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "u", template))
+    shard, _ = tokenized(path, tokenizer, tmp_path)
+    assert shard["counts"][fact] == 2
+
+
+def test_documents_whose_labels_are_cut_away(tmp_path):
+    """With whole documents, the summary counts those that have no label once they are cut, the
+    fraction of labels is that of the sequences, and the examples are cut as they are.
+
+    Break: data.py: n_cut_away = int((is_long & ~has_label & (stops > starts)).sum()) => pass
+    """
+    pytest.importorskip("transformers")
+    long = {"messages": [said("user", "low " * 60), said("assistant", "never")]}
+    short = {"messages": [USER, said("assistant", "yes")]}
+    path = write_rows(tmp_path / "a.jsonl", [long, short, long])
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
+    dataset = data.open_dataset([path], tokenizer, {"seq_len": 40, "packing": "best_fit"},
+                                folder=tmp_path / "cache")
+    summary = data.describe(dataset)
+    assert "2 documents skipped, since they have no label once they are cut" in summary
+    batch = data.eval_batch_at(dataset, 0, 1)
+    n_labels = (batch["labels"] != data.IGNORE).sum()
+    n_used = (batch["segments"] > 0).sum()
+    assert f"{n_labels / n_used:.1%} of the tokens are labels" in summary
+    example, = data.show_examples(dataset, tokenizer)
+    assert "{+yes<|im_end|>+}" in example
+
+
+@pytest.mark.parametrize("part", ["all", "weights of 0", "validation"])
 def test_data_without_a_label(part, tmp_path):
     """Data without any label, and a validation split without one, are errors before training.
 
-    Break: data.py: if np.count_nonzero(shard["ignored"]) == len(shard["ignored"]): => if False:
+    Break: data.py: if np.count_nonzero(shard["ignored"][1:]) == len(shard["ignored"]) - 1: => if
+    False:
     """
     pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
@@ -1142,6 +1183,9 @@ def test_data_without_a_label(part, tmp_path):
     if part == "all":
         path = write_rows(path, [{"messages": [USER, USER]}] * 9)
         words = "a.jsonl: no token is a label"
+    if part == "weights of 0":
+        path = write_rows(path, [{"messages": [USER, said("assistant", "a", weight=0)]}] * 9)
+        words = "messages of the assistant whose weight is not 0"
     cfg = config.Config(data=(str(path),), tokenizer=folder, val_frac=0.2, seq_len=16,
                         token_cache=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=words):
@@ -1190,6 +1234,10 @@ def test_rows_from_python(tiny, tmp_path):
     assert again["reason"] == "already finished"
     with pytest.raises(ValueError, match="rows: train row 1: Object of type set is not JSON"):
         train.main(cfg, rows={"train": [rows[0], {"text": {1}}]})
+    with pytest.raises(ValueError, match="rows: train has no row"):
+        train.main(cfg, rows={"train": []})
+    with pytest.raises(ValueError, match="rows: is list; must be a dict with train"):
+        train.main(cfg, rows=rows)
     with pytest.raises(ValueError, match="rows: cannot be used together with data"):
         train.main(other, rows={"train": rows})
 

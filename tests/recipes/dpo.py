@@ -176,8 +176,9 @@ def encode_conversations(row, tokenizer, where):
                                     data.encode_examples(examples, tokenizer)):
         is_label = np.asarray(ignored) == 0
         if not is_label.any():
-            raise ValueError(f"{where}: {name} has no message of the assistant that the other one "
-                             "does not have: correct this line or delete it")
+            config.raise_if_errors([
+                f"{name} has no label: it needs a message of the assistant of its own whose weight "
+                "is not 0: correct this line or delete it"], where)
         encoded.append((np.int32(ids), is_label))
     return encoded
 
