@@ -321,7 +321,7 @@ def test_without_a_room_no_name_is_undefined(name, tmp_path):
 
 
 # Each of these features is deleted alone, all others together.
-ALONE = ["LoRA", "document mask", "sparse rows", "windows"]
+ALONE = ["LoRA", "experts", "document mask", "sparse rows", "windows"]
 
 
 @pytest.mark.slow
