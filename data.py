@@ -307,7 +307,7 @@ def open_text(parts, cfg):
         "batch": (step, rows) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
-        "examples": texts to print, in which one sees the labels,
+        "examples": texts to print that show the labels,
         "bytes_per_token": number, or None if it is unknown}.
     The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys: see
     in_windows.
@@ -667,9 +667,9 @@ def _encode_files(paths, tokenizer, columns):
     """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "is_last",
     "file": its number, "facts": {name: number} to count}.
 
-    The last piece of a document has is_last. Rows are encoded up to 512 at a time: a tokenizer's
-    library uses all cores for a list, and a thread calls it, so that this one can read more rows
-    meanwhile.
+    The last piece of a document has is_last. Many rows are encoded together, since a tokenizer's
+    library uses all cores for a list. Another thread calls it. Meanwhile this thread reads the next
+    rows.
     """
     # The number of bytes, for the progress bar.
     total = 0
@@ -682,16 +682,7 @@ def _encode_files(paths, tokenizer, columns):
                leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
         pending = None  # rows, their examples, and the future of their ids
         while True:
-            some_rows = []
-            examples = []
-            n_characters = 0
-            for numbered_row in islice(rows, 512):
-                _, where, row, _ = numbered_row
-                some_rows.append(numbered_row)
-                examples.append(read_example(row, where, tokenizer))
-                n_characters += len(examples[-1]["text"])
-                if n_characters > MOST_CHARACTERS:
-                    break
+            some_rows, examples = _read_some(rows, tokenizer)
             encoding = pool.submit(encode_examples, examples, tokenizer)
             if pending:
                 yield from _pieces(*pending, is_table, tokenizer)
@@ -701,7 +692,24 @@ def _encode_files(paths, tokenizer, columns):
             pending = (some_rows, examples, encoding)
 
 
-MOST_CHARACTERS = 2**22  # of texts that are encoded together, about
+MOST_ROWS = 512  # rows that are encoded together
+MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
+
+
+def _read_some(rows, tokenizer):
+    """Read the next rows that are encoded together: (rows, their examples)."""
+    some_rows = []
+    examples = []
+    n_characters = 0
+    for numbered_row in islice(rows, MOST_ROWS):
+        _, where, row, _ = numbered_row
+        example = read_example(row, where, tokenizer)
+        some_rows.append(numbered_row)
+        examples.append(example)
+        n_characters += len(example["text"])
+        if n_characters > MOST_CHARACTERS:
+            break
+    return some_rows, examples
 
 
 def _pieces(rows, examples, encoding, is_table, tokenizer):
@@ -937,8 +945,8 @@ def _readers():
     """List the functions that decide which tokens come from a file and a tokenizer."""
     readers = (
         rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, read_example, _find_form,
-        encode_examples, _encode_files, _pieces, _rows_of_files, _facts_of, _write_shard,
-        _write_documents, _ids_before, _append_ids,
+        encode_examples, _encode_files, _read_some, _pieces, _rows_of_files, _facts_of,
+        _write_shard, _write_documents, _ids_before, _append_ids,
     )
     return readers + CHAT_READERS + FORMAT_READERS
 
@@ -1974,9 +1982,8 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
 def _messages_in(value):
     """Return the list of messages that a text holds as JSON; another value as it is."""
     if isinstance(value, str) and value.lstrip().startswith("[") and _is_json(value.strip(), list):
-        messages = json.loads(value)
-        if messages and all(isinstance(_with_role(x), dict) and "role" in _with_role(x)
-                            for x in messages):
+        messages = [_with_role(message) for message in json.loads(value)]
+        if messages and all(isinstance(x, dict) and "role" in x for x in messages):
             return messages
     return value
 
@@ -2131,7 +2138,7 @@ def render_chat(messages, tools, tokenizer, where):
     spans: [first, last) of the characters of the text that are labels: the messages of the
     assistant, each with the mark that ends it. They are those that the template marks by
     {% generation %}; or else each is found by `_answer_span`. tools: None, or a list.
-    Raises: ValueError naming `where`, also when it cannot tell which characters a message became.
+    Raises: ValueError naming `where`, also when it cannot find a message in the text.
     """
     messages, unlabelled = _clean_messages(messages, where)
     template = _chat_template(tokenizer)
@@ -2203,8 +2210,8 @@ def _check_order(spans, answers, messages, where):
 
 def _undecided(where, i):
     return ValueError(
-        f"{where}: message {i + 1}: cannot tell which characters of the rendered chat it became, "
-        "since the chat template renders it, or the messages before, differently when more "
+        f"{where}: message {i + 1}: cannot determine which characters of the rendered chat it "
+        "became, since the chat template renders it, or the messages before, differently when more "
         "messages follow; use a template that marks answers by {% generation %}")
 
 
@@ -2298,15 +2305,8 @@ def _find_end(render, messages, text, i, where, tokenizer):
         raise _undecided(where, i)
     mark = mark.rstrip()
 
-    # Common characters, but no part of a special token.
-    n = _n_common(after, mark)
     tokens = tokenizer["special_tokens"]
-    for part in (after, mark):
-        for token in tokens:
-            start = part.find(token, max(0, n - len(token) + 1), n + len(token))
-            if -1 < start < n < start + len(token):
-                n = start
-    n = len(after[:n].rstrip())
+    n = _n_common_tokens(after, mark, tokens)
 
     # A template may end the last message by one token and all others by another one. It is the
     # first token after the message, if the header of the next message follows it. The prompt for
@@ -2334,6 +2334,19 @@ def _n_common(a, b):
         else:
             n_most = middle - 1
     return n_equal
+
+
+def _n_common_tokens(after, mark, tokens):
+    """Return the number of characters that two texts have in common at their beginning, without
+    white space at the end, and without a part of a special token.
+    """
+    n = _n_common(after, mark)
+    for text in (after, mark):
+        for token in tokens:
+            start = text.find(token, max(0, n - len(token) + 1), n + len(token))
+            if -1 < start < n < start + len(token):
+                n = start
+    return len(after[:n].rstrip())
 
 
 def _marked_copies(render, messages, i):
@@ -2406,12 +2419,12 @@ def _ignore_outside(encoded, example, tokenizer):
     return ids, ignored
 
 
-def _check_labels(shard, what=""):
-    """Raise ValueError for a shard without any label."""
+def _check_labels(shard, prefix=""):
+    """Raise ValueError for a shard without any label. prefix: of the message."""
     # The first token of a shard follows no other one, so it is no label.
     if np.count_nonzero(shard["ignored"][1:]) == len(shard["ignored"]) - 1:
-        raise ValueError(f"{what}{shard['name']}: no token is a label: only completions of prompts "
-                         "are, and messages of the assistant whose weight is not 0")
+        raise ValueError(f"{prefix}{shard['name']}: no token is a label: only completions of "
+                         "prompts are, and messages of the assistant whose weight is not 0")
 
 
 def _describe_labels(dataset):
@@ -2505,8 +2518,8 @@ CHAT_READERS = (
     _read_prompt_or_chat, _messages_in, _alpaca_instruction, _named_columns, _parsed, _join_prompt,
     messages_of_pair, _with_role, _clean_messages, _content_text, _takes_weight, _chat_template,
     render_chat, _lacks_tools, _without_markers, _check_order, _undecided, _answer_span,
-    _find_start, _find_end, _n_common, _marked_copies, _marked_functions, _split_at_marker,
-    _ignore_outside,
+    _find_start, _find_end, _n_common, _n_common_tokens, _marked_copies, _marked_functions,
+    _split_at_marker, _ignore_outside,
 )
 
 

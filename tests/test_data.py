@@ -1480,7 +1480,7 @@ def test_chat_errors(tmp_path):
     library = chat_folder(tmp_path / "t", "chatml")
     for template, words in (("{{ raise_exception('no system') }}", "refuses it: no system"),
                             ("{{ messages | length }} {{ messages[-1].content }}",
-                             "message 2: cannot tell which characters")):
+                             "message 2: cannot determine which characters")):
         library.chat_template = template
         library.save_pretrained(tmp_path / "t")
         ours = data.make_tokenizer(str(tmp_path / "t"))

@@ -293,7 +293,7 @@ def test_no_other_role_is_labelled(family, tmp_path):
         try:
             example = data.read_example({"messages": messages}, "row", tokenizer)
         except ValueError as e:
-            assert "cannot tell which characters" in str(e)
+            assert "cannot determine which characters" in str(e)
             n_refused += 1
             continue
         (ids, ignored), = data.encode_examples([example], tokenizer)
