@@ -624,7 +624,8 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             if bos is not None and not is_chat:
                 n = append([eos], False)
             counts["documents"] += 1
-            if np.all(piece["ignored"]) and (is_chat or not bos):
+            # Of a text or a pair, at least the eos after it is a label.
+            if is_chat and np.all(piece["ignored"]):
                 fact = "documents without a label"
                 counts[fact] = counts.get(fact, 0) + 1
             after_chat = is_chat

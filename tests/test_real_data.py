@@ -1146,6 +1146,18 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
     assert shard["counts"][fact] == 2
 
 
+def test_an_empty_completion_has_its_end_as_a_label(tmp_path):
+    """A pair with an empty completion does not count as a document without a label.
+
+    Break: data.py: if is_chat and np.all(piece["ignored"]): => if np.all(piece["ignored"]):
+    """
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": ""}])
+    shard, _ = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
+    assert shard["counts"]["documents"] == 1
+    assert "documents without a label" not in shard["counts"]
+    assert shard["ignored"].tolist() == [0, 1, 0]
+
+
 def test_documents_whose_labels_are_cut_away(tmp_path):
     """With whole documents, the summary counts those that have no label once they are cut, the
     fraction of labels is that of the sequences, and the examples are cut as they are.
