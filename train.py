@@ -2310,28 +2310,13 @@ def hub_texts(fields):
 
 
 def run_saved(cfg, task, hooks, state=None, params=None):
-    """Evaluate, sample or export, as cfg.mode says; the summary. The parameters are, in this order,
-    of the given state, the given ones, those of the newest checkpoint of cfg.out_dir, or those of
-    cfg.init_from. Of the hooks, those that replace the loss have an effect.
+    """Evaluate, sample or export, as cfg.mode says; the summary. Of the hooks, those that replace
+    the loss have an effect.
     """
-    # Find the parameters.
-    if state is not None:
-        check_state(state, ("step", "params"))
-        params = state["params"]
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    meta = {}
-    if params is None:
-        needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
-        _, meta = ckpt.newest_run_meta(root, needed_for)
-
-    # Check that they fit what is to be done.
-    setup = setup_run(cfg, task, hooks=hooks)
+    # Find the parameters, and check that they fit what is to be done.
+    found = find_saved(cfg, task, hooks, state, params)
+    setup = found["setup"]
     cfg, task = setup["cfg"], setup["task"]
-    mismatches = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
-    config.raise_if_errors(mismatches, root)
-    if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
-        raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
-                         f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
     val_data = None
@@ -2346,15 +2331,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         cost = count_programs(setup)
         steplib.check_peaks(cost, setup["mesh"])
 
-    # Load the parameters.
-    if params is not None:
-        step = 0 if state is None else int(state["step"])
-        params = place_params(params, like["params"])
-    else:
-        _, sources = find_parameters(setup, meta)
-        step, params = ckpt.load_saved(
-            cfg.out_dir, root, meta, sources, cfg.init_from, like["params"], print0)
-
+    step, params = load_found(found, like["params"])
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(setup, val_data, cost["programs"]["evaluation"], params)
@@ -2366,6 +2343,56 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         summary["texts"] = sample_texts(setup, params, 0)
         print_samples(summary["texts"])
     return summary
+
+
+def load_run(cfg, task=TEXT, hooks=()):
+    """(setup, step, params) of the newest checkpoint of cfg.out_dir, or of cfg.init_from if out_dir
+    has no run. For programs that use a model, such as tests/recipes/chat.py.
+    """
+    cfg = resolve_hub_names(config.resolve_paths(cfg))
+    found = find_saved(cfg, task, hooks)
+    setup = found["setup"]
+    like = steplib.lower_steps(*step_args(setup))["state"]
+    step, params = load_found(found, like["params"])
+    return setup, step, params
+
+
+def find_saved(cfg, task, hooks, state=None, params=None):
+    """Find the parameters that a mode without a loop uses: {"setup", "root" (of the checkpoints),
+    "meta" (of the checkpoint, or {}), "step", "given" (parameters, or None)}. They are, in this
+    order, of the given state, the given ones, those of the newest checkpoint of cfg.out_dir, or
+    those of cfg.init_from.
+    """
+    step = 0
+    if state is not None:
+        check_state(state, ("step", "params"))
+        params = state["params"]
+        step = int(state["step"])
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    meta = {}
+    if params is None:
+        needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
+        _, meta = ckpt.newest_run_meta(root, needed_for)
+
+    setup = setup_run(cfg, task, hooks=hooks)
+    cfg = setup["cfg"]
+    mismatches = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
+    config.raise_if_errors(mismatches, root)
+    if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
+        raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
+                         f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
+    return {"setup": setup, "root": root, "meta": meta, "step": step, "given": params}
+
+
+def load_found(found, like):
+    """(step, params) that find_saved has found. like: shapes of the parameters with shardings."""
+    if found["given"] is not None:
+        return found["step"], place_params(found["given"], like)
+    setup, meta = found["setup"], found["meta"]
+    cfg = setup["cfg"]
+    _, sources = find_parameters(setup, meta)
+    return ckpt.load_saved(
+        cfg.out_dir, found["root"], meta, sources, cfg.init_from, like, print0)
 
 
 def tokenize_data(cfg, task):
