@@ -274,24 +274,28 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 # ---- command line
 
 def parse(argv, kind=Config):
-    """Parse a command line into a config. Unknown flags and malformed values exit with code 2.
+    """Parse a command line into a config. Raises ValueError for unknown flags. Malformed values
+    exit with code 2.
 
     kind: a dataclass that extends Config; its fields become flags too. Modes eval, sample and
-    export take the config.json of out_dir as the defaults of all other flags.
+    export take the config.json of out_dir as the defaults of all other flags. `--help GROUP` prints
+    the flags of one group.
     """
     import tyro
 
-    # Optional: earlier names of flags.
-    raise_if_errors(renamed_flag_errors(argv, kind), "command line")
     argv = [_expand_home(arg) for arg in argv]
+    argv, group = split_help_group(argv, kind)
     registry = _number_registry()  # numbers may be written as 1Ki, 50% or 2h30m
     cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
-                  description="Train, evaluate, sample, plan, prepare data or export.")
+                  description="Train, evaluate, sample, plan, prepare data or export.\n"
+                              "--help GROUP prints one of these groups of flags: "
+                              f"{', '.join(help_groups(kind))}.")
 
     # tyro has to know the defaults before it parses, but the flags say which file or preset has
-    # them. So parse twice: the first pass finds that file, without --help and errors of unknown
-    # flags; the second has its values as defaults.
-    flags, _ = cli(default=kind(), add_help=False, return_unknown_args=True)
+    # them. So parse twice: the first pass finds that file, and unknown flags; the second has its
+    # values as defaults, and prints --help.
+    flags, unknown = cli(default=kind(), add_help=False, return_unknown_args=True)
+    check_unknown(unknown, kind)
     flags = resolve_paths(flags)
     defaults_file = flags.config
     saved = Path(flags.out_dir, "config.json")
@@ -301,7 +305,7 @@ def parse(argv, kind=Config):
     if defaults_file:
         defaults = load(defaults_file, kind)
 
-    with headings_in_help(kind):  # one above each group of fields
+    with headings_in_help(kind, group):  # one above each group of fields
         return resolve_paths(cli(default=defaults))
 
 
@@ -360,6 +364,44 @@ def _number_registry():
             str_from_instance=lambda x: [str(x)])
 
     return registry
+
+
+HELP_FLAGS = ("--help", "-h")
+
+
+def check_unknown(unknown, kind):
+    """Raise a ValueError that names all unknown flags, each with the flag that may be meant.
+
+    unknown: the words of the command line that tyro cannot place. They belong to unknown flags, or
+    lack a flag. With --help none is an error.
+    """
+    if not unknown or set(unknown) & {*HELP_FLAGS}:
+        return
+    flags = [word for word in unknown if re.match(r"--?[A-Za-z]", word)]
+    assignments = [word for word in unknown if re.match(r"\w+=", word)]  # lr=3, without --
+    named = [f"{word} ({suggest_flag(word, kind)})" for word in flags + assignments]
+    if named:
+        raise ValueError(f"unknown flag{'s' * (len(named) > 1)}: {', '.join(named)}")
+    raise ValueError(f"{' '.join(unknown)}: is no flag and no value of one. Flags are written "
+                     "--steps 100, switches --qk_norm or --no_qk_norm, a config file --config FILE")
+
+
+def suggest_flag(word, kind):
+    """How to write a flag that is unknown as `word`, or where to look for it."""
+    known = get_type_hints(kind)
+    flag, _, value = word.lstrip("-").partition("=")
+    name = flag.replace("-", "_")
+    negated = name.removeprefix("no_")
+    # Optional: names of earlier versions and of other trainers.
+    for other in (name, negated):
+        if name_here(other, known):
+            return name_here(other, known)
+    if name in known:  # with one dash, or without any
+        return f"write --{name} {value}".rstrip()
+    close = difflib.get_close_matches(name, [*known], n=1, cutoff=0.55)
+    if close:
+        return f"nearest: --{close[0]}"
+    return "see --help"
 
 
 def _expand_home(arg):
@@ -512,9 +554,12 @@ def from_json(text, where="JSON", kind=Config):
         if isinstance(value, list):
             values[name] = tuple(value)
 
-    renamed = dict(renamed_fields(values, kind))  # {earlier name of a field: its current name}
-    errors = [f"{name!r} is now {current!r}" for name, current in renamed.items()]
-    others = {name: value for name, value in values.items() if name not in renamed}
+    errors = []
+    # Optional: names of earlier versions and of other trainers.
+    for name in values:
+        if name_here(name, types):
+            errors.append(f"{name!r}: {name_here(name, types).replace('--', '')}")
+    others = {name: value for name, value in values.items() if not name_here(name, types)}
     errors += key_errors("", others, types)
     errors += _type_errors(others, types)
     raise_if_errors(errors, where)
@@ -1048,30 +1093,69 @@ def derive_text(cfg):
 
 # ---- groups of --help
 
+def split_help_group(argv, kind):
+    """(argv without the words after --help, the name of the group that they select or "").
+
+    A group is selected by the beginning of its name. Raises ValueError for an unknown group.
+    """
+    asked = [arg for arg in argv if arg in HELP_FLAGS]
+    if not asked:
+        return argv, ""
+    begin = argv.index(asked[0]) + 1
+    end = begin
+    while end < len(argv) and not argv[end].startswith("-"):
+        end += 1
+    words = " ".join(argv[begin:end])
+    if not words:
+        return argv, ""
+    groups = help_groups(kind)
+    selected = [group for group in groups if group.lower().startswith(words.lower())]
+    if not selected:
+        raise ValueError(f"--help {words}: no group of flags; there are {', '.join(groups)}")
+    return argv[:begin] + argv[end:], selected[0]
+
+
+def help_groups(kind):
+    """Names of the groups of flags, in the order of --help."""
+    return list(dict.fromkeys(field_groups(kind).values()))
+
+
 @contextlib.contextmanager
-def headings_in_help(kind):
-    """Add group headings to the text of --help, which tyro prints before it exits."""
+def headings_in_help(kind, group=""):
+    """Add group headings to the text of --help, which tyro prints before it exits.
+
+    group: print only the flags of this group; empty: of all.
+    """
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             yield
     except SystemExit:
-        print(add_group_headings(printed.getvalue(), kind), end="")
+        help_text = printed.getvalue()
+        flags_by_group = split_help(help_text, kind)
+        if group:
+            flags_by_group = {group: flags_by_group[group]}
+        else:  # with the lines above the first flag
+            above, _, _ = help_text.partition("\n  --")
+            print("\n".join(line.rstrip() for line in above.splitlines()))
+        for name, lines in flags_by_group.items():
+            print(f"\n {name}\n {'-' * len(name)}")
+            print("\n".join(lines))
         raise
 
 
-def add_group_headings(help_text, kind):
-    """The text of --help with a heading above the first flag of each group of fields."""
+def split_help(help_text, kind):
+    """{group: lines of --help on its flags}."""
     groups = field_groups(kind)
+    flags_by_group = {group: [] for group in help_groups(kind)}
     group = ""
-    lines = []
     for line in help_text.splitlines():
         flag = re.match(r"\W{0,2}--(\w+)", line)
-        if flag and groups.get(flag[1], group) != group:
-            group = groups[flag[1]]
-            lines += ["", f" {group}", " " + "-" * len(group)]
-        lines.append(line.rstrip())
-    return "".join(line + "\n" for line in lines)
+        if flag:
+            group = groups.get(flag[1], group)
+        if group:
+            flags_by_group[group].append(line.rstrip())
+    return flags_by_group
 
 
 def field_groups(kind):
@@ -1222,9 +1306,9 @@ def changes_since(saved, current):
 
 
 # ---- optional
-# Rooms: earlier names, profiles, presets.
+# Rooms: other names, profiles, presets.
 
-# ---- earlier names
+# ---- other names
 
 # Earlier names of fields. They are rejected with the current name.
 RENAMED = {
@@ -1244,20 +1328,125 @@ RENAMED = {
 }
 
 
-def renamed_flag_errors(argv, kind):
-    """Errors of flags that have an earlier name of a field."""
-    names = []
-    for arg in argv:
-        flag = re.match(r"--(?:no[-_])?([\w-]+)", arg)
-        if flag:
-            names.append(flag[1].replace("-", "_"))
-    return [f"--{name} is now --{current}" for name, current in renamed_fields(names, kind)]
+# Names in nanoGPT and Hugging Face, and what to write instead.
+ELSEWHERE = {
+    # Run
+    "output_dir": "--out_dir",
+    "run_name": "--out_dir",
+    "overwrite_output_dir": "--resume overwrite",
+    "resume_from_checkpoint": "--resume",
+    "eval_only": "--mode eval",
+    "do_train": "--mode train",
+    "do_eval": "--mode eval",
+    "model_name_or_path": "--init_from",
+    "model_name": "--init_from",
+    "pretrained_model_name_or_path": "--init_from",
+    "data_seed": "--seed",
+    # Data
+    "dataset": "--data",
+    "data_dir": "--data",
+    "dataset_name": "--data 'hf://datasets/ORG/NAME/*.parquet'",
+    "train_file": "--data",
+    "validation_file": "--val_data",
+    "dataset_text_field": "--columns text=NAME",
+    "tokenizer_name": "--tokenizer",
+    "tokenizer_name_or_path": "--tokenizer",
+    "dataloader_num_workers": "not needed: batches are made in the background",
+    # Length and batch
+    "max_iters": "--steps",
+    "max_steps": "--steps",
+    "num_steps": "--steps",
+    "train_steps": "--steps",
+    "num_train_epochs": "--epochs",
+    "num_epochs": "--epochs",
+    "per_device_train_batch_size": "--batch_size, of all devices together",
+    "train_batch_size": "--batch_size",
+    "gradient_accumulation_steps": "--grad_accum_steps, parts of one --batch_size",
+    "block_size": "--seq_len",
+    "max_seq_length": "--seq_len",
+    "max_seq_len": "--seq_len",
+    "max_length": "--seq_len",
+    "model_max_length": "--seq_len",
+    # Model
+    "n_layer": "--n_layers",
+    "num_layers": "--n_layers",
+    "num_hidden_layers": "--n_layers",
+    "n_head": "--n_heads",
+    "num_heads": "--n_heads",
+    "num_attention_heads": "--n_heads",
+    "num_key_value_heads": "--n_kv_heads",
+    "n_embd": "--d_model",
+    "hidden_size": "--d_model",
+    "intermediate_size": "--d_ff",
+    "rms_norm_eps": "--norm_eps",
+    "tie_word_embeddings": "--tie_embeddings",
+    "bias": "--qkv_bias, of queries, keys and values",
+    "lora_r": "--lora_rank",
+    "lora_target_modules": "--lora_targets",
+    "target_modules": "--lora_targets",
+    "use_peft": "--lora_rank",
+    # Numerics
+    "bf16": "--dtype bfloat16",
+    "fp16": "--dtype float16",
+    "gradient_checkpointing": "--remat full",
+    "attn_implementation": "--attention",
+    "compile": "not needed: steps are always compiled",
+    "torch_compile": "not needed: steps are always compiled",
+    "device": "the environment variable JAX_PLATFORMS",
+    # Optimizer
+    "learning_rate": "--lr",
+    "optim": "--optimizer",
+    "lr_scheduler_type": "--schedule",
+    "decay_lr": "--schedule",
+    "warmup_iters": "--warmup_steps",
+    "warmup_ratio": "--warmup_steps, below 1 a fraction of steps",
+    "lr_decay_iters": "--steps, the horizon of the schedule",
+    "min_lr": "--min_lr_frac, a fraction of lr, as 0.1",
+    "beta1": "--b1",
+    "beta2": "--b2",
+    "adam_beta1": "--b1",
+    "adam_beta2": "--b2",
+    "adam_epsilon": "--eps",
+    "grad_clip": "--clip_norm",
+    "max_grad_norm": "--clip_norm",
+    "label_smoothing_factor": "--label_smoothing",
+    # Intervals
+    "log_interval": "--log_every",
+    "logging_steps": "--log_every",
+    "eval_interval": "--eval_every",
+    "eval_steps": "--eval_every",
+    "eval_strategy": "--eval_every, as 250 or 1epoch",
+    "evaluation_strategy": "--eval_every, as 250 or 1epoch",
+    "eval_iters": "--eval_batches",
+    "save_steps": "--save_every",
+    "save_interval": "--save_every",
+    "save_strategy": "--save_every, as 250 or 1epoch",
+    "always_save_checkpoint": "--save_every",
+    "save_total_limit": "--max_to_keep",
+    "report_to": "--track",
+    "wandb_log": "--track wandb",
+    "wandb_project": "the environment variable WANDB_PROJECT",
+    "wandb_run_name": "the environment variable WANDB_NAME",
+    # Sampling
+    "start": "--prompt",
+    "num_samples": "--n_samples",
+    "max_new_tokens": "--sample_tokens",
+}
 
 
-def renamed_fields(names, kind):
-    """[(earlier name, current name)] of the earlier names; a fork may have a field of that name."""
-    fields = get_type_hints(kind)
-    return [(name, RENAMED[name]) for name in names if name in RENAMED and name not in fields]
+def name_here(name, fields):
+    """What to write for an earlier name of a field, or for its name elsewhere; "" for other names.
+
+    fields: the names of all fields. A fork may have a field of that name.
+    """
+    if name in fields:
+        return ""
+    if name in RENAMED:
+        return f"now --{RENAMED[name]}"
+    text = ELSEWHERE.get(name, "")
+    if text.startswith("--"):
+        return f"here {text}"
+    return text
 
 
 # ---- profiles

@@ -135,16 +135,69 @@ def test_load_unknown_preset():
         config.parse(["--config=a=b"])
 
 
+@pytest.mark.parametrize("argv, message", [
+    ("--stepz 3", "unknown flag: --stepz (nearest: --steps)"),
+    ("--learning_rate 1e-3 --block-size=128 --lr 5 --max_iters 100",
+     "unknown flags: --learning_rate (here --lr), --block-size=128 (here --seq_len), --max_iters "
+     "(here --steps)"),
+    ("--zzzz --no_keep --min_lr=1e-5 --compile=False",
+     "unknown flags: --zzzz (see --help), --no_keep (now --max_to_keep), --min_lr=1e-5 (here "
+     "--min_lr_frac, a fraction of lr, as 0.1), --compile=False (not needed: steps are always "
+     "compiled)"),
+    ("lr=3 -steps 4", "unknown flags: -steps (write --steps), lr=3 (write --lr 3)"),
+    ("--qk_norm False", "False: is no flag and no value of one. Flags are written --steps 100"),
+    ("config/train.py --lr -5", "config/train.py: is no flag and no value of one."),
+])
+def test_unknown_flags(argv, message):
+    """One sentence names all unknown flags, each with the flag that may be meant: also by its name
+    in nanoGPT or Hugging Face, without dashes, or with hyphens.
+
+    Break: config.py: return f"here {text}" => return ""
+    """
+    with pytest.raises(ValueError) as e:
+        config.parse(argv.split())
+    assert str(e.value).startswith(message), str(e.value)
+
+
+def test_a_fork_may_have_a_field_of_another_name():
+    """A field of a fork named as in nanoGPT, or as an earlier field, is a flag.
+
+    Break: config.py: if name in fields: => if False:
+    """
+    @dataclass(frozen=True, kw_only=True)
+    class Named(Config):
+        bias: bool = False  # biases of all matrices
+        keep: config.PosInt = 1  # rows to keep
+
+    assert config.parse(["--bias", "--keep", "3"], Named) == Named(bias=True, keep=3)
+    assert config.from_json('{"bias": true, "keep": 3}', kind=Named) == Named(bias=True, keep=3)
+
+
+def test_names_elsewhere():
+    """No other name is a field, and what is written for it begins with a field or is a sentence.
+    The same names are errors in config files.
+
+    Break: config.py: "n_embd": "--d_model", => "n_embd": "--d_modell",
+    """
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert len(config.ELSEWHERE) > 50 and not fields & config.ELSEWHERE.keys()
+    named = [re.match(r"--(\w+)", text) for text in config.ELSEWHERE.values()]
+    assert {match[1] for match in named if match} <= fields
+    with pytest.raises(ValueError) as e:
+        config.from_json('{"n_embd": 3, "min_lr": 0.1, "lr": 1}', "nano.json")
+    assert str(e.value).splitlines() == [
+        "nano.json: ", "  'n_embd': here d_model",
+        "  'min_lr': here min_lr_frac, a fraction of lr, as 0.1"]
+
+
 @pytest.mark.parametrize("argv, words", [
-    (["--stepz", "3"], ["--stepz", "--steps"]),
-    (["--batchsize", "3"], ["--batchsize", "--batch_size"]),
     (["--steps", "2h30"], ["--steps", "'2h30' is not a number"]),
     (["--mode", "trian"], ["trian", "train"]),
 ])
-def test_unknown_flag(argv, words, capsys):
-    """An unknown flag or a malformed value exits with code 2 and shows the nearest legal one.
+def test_malformed_value(argv, words, capsys):
+    """A malformed value exits with code 2 and shows a legal one.
 
-    Break: config.py: use_underscores=True => use_underscores=False
+    Break: config.py: is not a number; write 300 => is no number; write 300
     """
     with pytest.raises(SystemExit) as e:
         config.parse(argv)
@@ -226,6 +279,7 @@ def test_help_has_groups(capsys):
     assert e.value.code == 0
     text = capsys.readouterr().out
     headings = re.findall(r"^ (.+)\n -+$", text, re.MULTILINE)
+    assert "groups of flags: run, data, length and batch, model, numerics, " in text
     assert headings == ["options", "run", "data", "length and batch", "model", "numerics",
                         "optimizer", "mesh", "intervals", "sampling", "Fork"]
     flags = re.findall(r"^  --(\w+)", text, re.MULTILINE)
@@ -235,6 +289,27 @@ def test_help_has_groups(capsys):
     for flag in re.split(r"^  (?=--)", text, flags=re.MULTILINE)[1:]:
         words = flag.partition("(default:")[0].split()
         assert len(words) >= 4, flag
+
+
+def test_help_of_one_group(capsys):
+    """--help GROUP prints the flags of this group alone, with the defaults of a preset. The
+    beginning of its name is enough. An unknown group is an error that lists the groups.
+
+    Break: config.py: flags_by_group = {group: flags_by_group[group]} => pass
+    """
+    def help_of(argv):
+        with pytest.raises(SystemExit) as e:
+            config.parse(argv.split(), Fork)
+        assert e.value.code == 0
+        return capsys.readouterr().out
+
+    assert help_of("--config debug --help length").splitlines()[1:4] == [
+        " length and batch", " ----------------",
+        "  --steps N            optimizer steps in total, and the horizon of the schedule"]
+    assert "default: 100)" in help_of("--config debug --help length and batch")
+    assert re.findall("--(\\w+)", help_of("-h fork --data a")) == ["teacher"]
+    with pytest.raises(ValueError, match="--help lr: no group of flags; there are run, data, leng"):
+        config.parse(["--help", "lr"])
 
 
 @pytest.mark.parametrize("argv", [
@@ -261,11 +336,11 @@ def test_an_earlier_name_is_rejected_with_the_current_one(tmp_path):
     fields = {field.name for field in dataclasses.fields(Config)}
     assert not fields & {*earlier} and fields >= {*config.RENAMED.values()}
     for name in earlier:
-        words = f"--{name} is now --{config.RENAMED[name]}"
+        words = f"now --{config.RENAMED[name]}"
         for flag in (f"--{name}", f"--{name.replace('_', '-')}=1", f"--no_{name}"):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(ValueError, match=re.escape(f"{flag} ({words})")):
                 config.parse([flag, "1"])
-        with pytest.raises(ValueError, match=f"'{name}' is now '{config.RENAMED[name]}'"):
+        with pytest.raises(ValueError, match=f"'{name}': now {config.RENAMED[name]}"):
             config.from_json(json.dumps({name: 1, "steps": 5}))
 
 

@@ -104,7 +104,7 @@ FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
 # optional feature: a reader may take it by its name, and whoever deletes the room deletes the call.
 JUMPS = {
     "config.py": {
-        "earlier names": ["renamed_fields", "renamed_flag_errors"],
+        "other names": ["name_here"],
         "profiles": ["profile_span"],
         "presets": ["PRESETS"],
     },
