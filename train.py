@@ -545,12 +545,13 @@ def train(run, state, progress, signals):
         # Mark all as done, even what a signal skipped: the run stops below, and the resumed run
         # makes up for it, since the log has no row of it.
         for event in due:
-            last_done[event] = (step, progress["stop_requests"]["elapsed_s"])
+            last_done[event] = (step, progress["polled"]["elapsed_s"])
 
-        # Stop before the next batch is consumed. Several processes exchange their requests only at
-        # multiples of log_every; in between, the previous answer holds.
-        progress["stop_requests"] = poll_stop_requests(run, step, progress, signals)
-        stop = stop_reason(run, step, progress["stop_requests"], progress["last_metrics"])
+        # Stop before the next batch is consumed, and note what the next step shall do. Several
+        # processes exchange their requests only at multiples of log_every; in between, the previous
+        # answer holds.
+        progress["polled"] = poll_requests(run, step, progress, signals)
+        stop = stop_reason(run, step, progress["polled"], progress["last_metrics"])
         if stop:
             break
 
@@ -561,8 +562,8 @@ def train(run, state, progress, signals):
             save_before_data_error(run, state, step, progress)
             raise
         if batch is None:  # a stop was requested during the wait
-            progress["stop_requests"] = poll_stop_requests(run, step, progress, signals)
-            stop = stop_reason(run, step, progress["stop_requests"], progress["last_metrics"])
+            progress["polled"] = poll_requests(run, step, progress, signals)
+            stop = stop_reason(run, step, progress["polled"], progress["last_metrics"])
             break
         batch = run_hooks(run["hooks"], "data", batch)
 
@@ -587,14 +588,14 @@ def train(run, state, progress, signals):
     batches.close()
     if not was_done(progress, "save", step):
         save_state(run, state, step, progress)
-    stop = stop_reason(run, step, progress["stop_requests"], progress["last_metrics"]) or stop
+    stop = stop_reason(run, step, progress["polled"], progress["last_metrics"]) or stop
     return end_run(run, state, step, progress, stop)
 
 
 def due_events(run, step, progress):
     """{event: why} of the events that are due at this step and were not done at it. why: the unit
-    of the interval that passed ("step", "epoch", "window" or "second"), or "end" after the last
-    step.
+    of the interval that passed ("step", "epoch", "window" or "second"), "request", or "end" after
+    the last step.
     """
     cfg = run["cfg"]
     due = {}
@@ -603,11 +604,13 @@ def due_events(run, step, progress):
         if step == last_step:
             continue
         passed = [unit for unit in interval if has_passed(run, unit, interval[unit], step)]
-        elapsed_s = progress["stop_requests"]["elapsed_s"] - last_s
+        elapsed_s = progress["polled"]["elapsed_s"] - last_s
         if step >= cfg.steps and is_due_at_end(run, event):
             due[event] = "end"
         elif passed:
             due[event] = passed[0]
+        elif event in progress["polled"]["events"]:
+            due[event] = "request"
         elif elapsed_s >= interval.get("second", math.inf):
             due[event] = "second"
     return due
@@ -728,7 +731,7 @@ def stop_reason(run, step, requests, metrics):
     """The one place that decides whether to stop before the next batch: (reason, exit code), or
     None to continue.
 
-    requests: of poll_stop_requests. metrics: {name: newest value}.
+    requests: of poll_requests. metrics: {name: newest value}.
     """
     cfg = run["cfg"]
 
@@ -824,7 +827,7 @@ def run_hooks(hooks, event, value):
 #
 # Every run uses what follows, but the names say enough at the call for a first reading: data and
 # steps, what changes during a run, evaluation and end, log rows, intervals, actions of the loop,
-# the initial state, means of metrics, where the time goes, stop requests, signals, printing,
+# the initial state, means of metrics, where the time goes, requests, signals, printing,
 # observers, the console, what a run reports.
 
 
@@ -884,11 +887,13 @@ def init_progress(launched):
         # Metrics since the last log row
         "window": new_window({}),
         "timers": init_timers(launched),
-        # Result of the newest poll_stop_requests
-        "stop_requests": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
-                          "hook_stops": []},
+        # Result of the newest poll_requests
+        "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
+                   "hook_stops": [], "events": []},
         # Reasons of hooks to stop, which log_event appends
         "hook_stops": [],
+        # Events of config.EVENTS that are requested now, for which the next poll_requests looks
+        "requests": set(),
         # {kind: error} of the newest save or export of each kind, if it failed
         "save_errors": {},
         # {kind: {"step", "future"}} of saves that are being written
@@ -1464,7 +1469,7 @@ def throughput(run, step, timers, means):
     return row
 
 
-# ---- stop requests
+# ---- requests
 
 
 def save_only(signals):
@@ -1474,27 +1479,31 @@ def save_only(signals):
     return jax.process_count() == 1 and bool(signals)
 
 
-def poll_stop_requests(run, step, progress, signals):
-    """Requests to stop: {"step", "elapsed_s": seconds since the launch, "signal": name or None,
-    "stop_file": whether out_dir/stop exists, "hook_stops": reasons}. step: None during a wait for
-    data.
+def poll_requests(run, step, progress, signals):
+    """Requests to stop, and events that the next step shall have: {"step", "elapsed_s": seconds
+    since the launch, "signal": name or None, "stop_file": whether out_dir/stop exists,
+    "hook_stops": reasons, "events": names, each of which is requested once}. step: None during a
+    wait for data, which leaves the events for the next poll.
 
     Several processes exchange their requests at multiples of log_every. Between these the result is
-    the previous one.
+    the previous one, without events.
     """
     several = jax.process_count() > 1
-    before = progress["stop_requests"]
+    before = progress["polled"]
     is_poll_step = step is None or step % (run["cfg"].log_every or 10) == 0
     if several and (not is_poll_step or step == before["step"]):
-        return before
+        return before | {"events": []}
 
     hook_stops = progress["hook_stops"]
+    requests = progress["requests"] if step is not None else set()
     found = {
         "elapsed_s": time.perf_counter() - progress["timers"]["launched"],
         "stop_file": os.path.exists(f"{run['cfg'].out_dir}/stop"),
         "signal": signal.Signals[signals[0]].value if signals else 0,
         "n_hook_stops": len(hook_stops),
     }
+    for event in config.EVENTS:
+        found[event] = event in requests
     if several:
         gathered = multihost_utils.process_allgather(np.float32([*found.values()]))
         found = dict(zip(found, gathered.max(axis=0).tolist()))
@@ -1506,12 +1515,15 @@ def poll_stop_requests(run, step, progress, signals):
         else:
             hook_stops = ["a hook of another process requested it"]
     signal_name = signal.Signals(int(found["signal"])).name if found["signal"] else None
+    events = [event for event in config.EVENTS if found[event]]
+    requests.difference_update(events)
     return {
         "step": step,
         "elapsed_s": found["elapsed_s"],
         "stop_file": bool(found["stop_file"]),
         "signal": signal_name,
         "hook_stops": hook_stops,
+        "events": events,
     }
 
 
@@ -1520,7 +1532,7 @@ def stop_while_waiting(run, step, progress, signals):
     run["heartbeat"](doing="waiting for data", step=step)
     if jax.process_count() > 1:
         return None
-    requests = poll_stop_requests(run, None, progress, signals)
+    requests = poll_requests(run, None, progress, signals)
     return stop_reason(run, step, requests, progress["last_metrics"])
 
 

@@ -2548,19 +2548,19 @@ def look(event, value):
 
 # ---- intervals, excluded parameters, sources
 
-def due(step, last=(), second=0.0, **fields):
+def due(step, last=(), second=0.0, requested=(), **fields):
     """Return due_events of a run of 20 steps, with epochs of 2.5 steps and windows of 3."""
     cfg = config.Config(**dict(steps=20, batch_size=4, eval_every=0, save_every=0, sample_every=0)
                         | fields)
     train_data = {"n": 10, "n_finished": lambda step: step // 3}
     run = {"cfg": cfg, "train_data": train_data, "intervals": train.event_intervals(cfg)}
-    progress = {"last_done": dict(last), "stop_requests": {"elapsed_s": second}}
+    progress = {"last_done": dict(last), "polled": {"elapsed_s": second, "events": list(requested)}}
     return train.due_events(run, step, progress)
 
 
 def test_due_events_by_steps_epochs_windows_and_seconds():
-    """Intervals in steps, epochs (of 2.5 steps), windows and seconds give the expected steps. Each
-    event happens once a step. The last step has the final events; weights, reloads and exports
+    """Intervals in steps, epochs (of 2.5 steps), windows and seconds give the expected steps, and
+    so do requests. Each event happens once a step. The last step has the final events; weights, reloads and exports
     happen only if they are set.
 
     Break: train.py: return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
@@ -2582,6 +2582,10 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
     assert due(4, {"save": (3, 60.0)}, 120, save_every="1m") == {"save": "second"}
     for both in ("4,1m", "1m,4"):
         assert due(4, {"save": (3, 60.0)}, 120, save_every=both)["save"] == "step"
+    asked = ("save", "eval", "reload")
+    assert due(2, requested=asked) == dict.fromkeys(asked, "request")
+    assert due(4, {"save": (3, 60.0), "eval": (4, 0.0)}, 120, ("save", "eval"), save_every="1m") == {
+        "save": "request"}
     assert due(3) == {"epoch": "epoch", "window": "window", "eval": "window"}
     assert due(3, dict.fromkeys(("epoch", "window", "eval"), (3, 0.0))) == {}
     ends = {"epoch": "epoch"} | dict.fromkeys(("save", "eval", "sample"), "end")
@@ -2629,8 +2633,8 @@ def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
     Break: train.py: by_time = due[kind] == "second" => by_time = False
     """
     cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
-    ask = train.poll_stop_requests
-    monkeypatch.setattr(train, "poll_stop_requests", lambda run, step, *rest: (
+    ask = train.poll_requests
+    monkeypatch.setattr(train, "poll_requests", lambda run, step, *rest: (
         ask(run, step, *rest) | {"elapsed_s": step + 1.0}))
     train.main(cfg)
     saved = [row["step"] for row in rows(cfg.out_dir, "save")]
@@ -3304,11 +3308,12 @@ def test_closed_standard_streams_end_no_run(tiny, tmp_path):
 def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, monkeypatch):
     """Two processes with different stop requests both get the later time, the signal, the stop
     file and the hook's request. Between multiples of log_every nothing changes. One process alone
-    does not communicate.
+    does not communicate. An event that a process requests is in one result of both; a wait for data
+    leaves it for the next.
 
     Break: train.py: gathered.max(axis=0) => gathered[0]
     """
-    gathered, other, hook_stops = [], [0, 0, 0, 0], []
+    gathered, other, hook_stops, requests = [], [0] * 10, [], set()
 
     def allgather(found):
         gathered.append(int(found[2]))
@@ -3316,15 +3321,18 @@ def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, m
 
     def poll(step, signals, before=None, log_every=7):
         run = {"cfg": tiny(log_every=log_every)}
-        progress = train.init_progress(0.0) | {"hook_stops": hook_stops}
+        progress = train.init_progress(0.0) | {"hook_stops": hook_stops, "requests": requests}
         if before:
-            progress["stop_requests"] = before
-        return train.poll_stop_requests(run, step, progress, signals)
+            progress["polled"] = before
+        return train.poll_requests(run, step, progress, signals)
 
     monkeypatch.setattr(train.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: 100.0))
     assert poll(3, []) == {"step": 3, "elapsed_s": 100, "stop_file": False, "signal": None,
-                           "hook_stops": hook_stops}
+                           "hook_stops": hook_stops, "events": []}
+    requests |= {"sample", "save"}
+    assert poll(None, [])["events"] == [] and poll(3, [])["events"] == ["save", "sample"]
+    assert poll(4, [])["events"] == [] and not requests
     assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
@@ -3334,13 +3342,17 @@ def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, m
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert not train.save_only(["SIGINT"]) and not gathered
     before = {"step": 7, "elapsed_s": 5.0}
-    assert poll(8, ["SIGINT"], before) is poll(7, ["SIGINT"], before) is before and not gathered
-    other[:] = 250, 1, signal.SIGTERM, 1
+    requests.add("eval")
+    for step in (8, 7):
+        assert poll(step, ["SIGINT"], before | {"events": ["save"]}) == before | {"events": []}
+    assert not gathered and requests
+    other[:] = 250, 1, signal.SIGTERM, 1, 1, 0, 0, 0, 0, 0
     for step, log_every in ((14, 7), (20, 0)):
         assert poll(step, ["SIGINT"], before, log_every) == {
             "step": step, "elapsed_s": 250, "stop_file": True, "signal": "SIGTERM",
-            "hook_stops": ["a hook of another process requested it"]}
-    assert gathered == [2, 2] and poll(14, [], before, 0) is before
+            "hook_stops": ["a hook of another process requested it"],
+            "events": ["save"] if log_every == 0 else ["save", "eval"]}
+    assert gathered == [2, 2] and poll(14, [], before, 0) == before | {"events": []}
     hook_stops.append("enough")
     assert poll(14, [])["hook_stops"] == ["enough"]
 
