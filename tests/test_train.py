@@ -2560,8 +2560,8 @@ def due(step, last=(), second=0.0, requested=(), **fields):
 
 def test_due_events_by_steps_epochs_windows_and_seconds():
     """Intervals in steps, epochs (of 2.5 steps), windows and seconds give the expected steps, and
-    so do requests. Each event happens once a step. The last step has the final events; weights, reloads and exports
-    happen only if they are set.
+    so do requests. Each event happens once a step. The last step has the final events; weights,
+    reloads and exports happen only if they are set.
 
     Break: train.py: return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
     => return completed(run, unit, step) % n == 0
@@ -2584,8 +2584,8 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
         assert due(4, {"save": (3, 60.0)}, 120, save_every=both)["save"] == "step"
     asked = ("save", "eval", "reload")
     assert due(2, requested=asked) == dict.fromkeys(asked, "request")
-    assert due(4, {"save": (3, 60.0), "eval": (4, 0.0)}, 120, ("save", "eval"), save_every="1m") == {
-        "save": "request"}
+    last = {"save": (3, 60.0), "eval": (4, 0.0)}
+    assert due(4, last, 120, ("save", "eval"), save_every="1m") == {"save": "request"}
     assert due(3) == {"epoch": "epoch", "window": "window", "eval": "window"}
     assert due(3, dict.fromkeys(("epoch", "window", "eval"), (3, 0.0))) == {}
     ends = {"epoch": "epoch"} | dict.fromkeys(("save", "eval", "sample"), "end")
