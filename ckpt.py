@@ -44,8 +44,9 @@ META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has about 2**21
 
 def flatten(tree):
     """Return ({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and
-    names that cannot be saved.
+    names that cannot be saved, TypeError for tensors of PyTorch.
     """
+    check_no_tensors(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays = {}
     for path, x in leaves:
@@ -76,8 +77,8 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     "folder" and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets
     a message for whatever cannot be deleted.
 
-    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. The Future
-    has all other errors: see `wait`.
+    Raises TypeError for a reserved entry or a tensor of PyTorch, ValueError for a tree that cannot
+    be saved. The Future has all other errors: see `wait`.
     """
     arrays, _ = flatten(tree)
 
@@ -308,17 +309,21 @@ def restore_newest(root, like, log=print):
     raise ValueError(f"{root}: no checkpoint can be read")
 
 
-def restore(root, step, like, meta=None):
+def restore(root, step, like=None, meta=None):
     """Return the saved tree in the shapes, dtypes and shardings of `like`.
 
-    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. meta:
-    from `read_meta`, if already read. Each process reads only what its devices hold.
+    like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. None:
+    the arrays as they were saved, as NumPy arrays in nested dicts; a list comes back as a dict with
+    keys "0", "1", .... meta: from `read_meta`, if already read. Each process reads only what its
+    devices hold.
 
     Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
     shape, ValueError that names an array whose data is corrupted or missing.
     """
     if meta is None:
         meta = read_meta(root, step)
+    if like is None:
+        like = saved_shapes(meta)
     wanted, treedef = flatten(like)
     _check_fit(wanted, meta["arrays"], join_path(root, _step_name(step)))
     with ThreadPoolExecutor(READERS) as pool:
@@ -355,9 +360,9 @@ def _load(root, meta, small, name, like):
 
 
 # ---- supporting
-# Sections: layout of arrays, copies of arrays, parts of a save, checks of meta.json, parts of a
-# restore, values from process 0, paths, list of checkpoints, TensorStore, retention and clean-up,
-# run folder, parameters of a run, files, patterns of names.
+# Sections: layout of arrays, copies of arrays, parts of a save, checks of meta.json, tensors of
+# PyTorch, parts of a restore, values from process 0, paths, list of checkpoints, TensorStore,
+# retention and clean-up, run folder, parameters of a run, files, patterns of names.
 
 # ---- layout of arrays
 
@@ -506,7 +511,45 @@ def _is_part(part, shape):
     return True
 
 
+# ---- tensors of PyTorch
+
+def check_no_tensors(tree):
+    """Raise TypeError that names all tensors of PyTorch in a tree, and says how to convert them."""
+    names = []
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        modules = [cls.__module__.split(".")[0] for cls in type(x).__mro__]
+        if "torch" in modules:
+            names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    if names:
+        raise TypeError(f"{', '.join(names)}: tensors of PyTorch; convert each to NumPy by "
+                        "x.detach().cpu().numpy(), one in bfloat16 by "
+                        "x.detach().cpu().float().numpy()")
+
+
 # ---- parts of a restore
+
+def saved_shapes(meta):
+    """Return the tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta.
+
+    Raises ValueError when a name is both an array and the beginning of another name.
+    """
+    tree = {}
+    for name, layout in sorted(meta["arrays"].items()):
+        if name == SMALL:
+            continue
+        shape = jax.ShapeDtypeStruct(tuple(layout["shape"]), np.dtype(layout["dtype"]))
+        if name == "":  # the tree is one array
+            return shape
+        *folders, last = name.split("/")
+        node = tree
+        for key in folders:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name!r}: the beginning of this name is another array: pass "
+                                 "`like` to restore")
+        node[last] = shape
+    return tree
+
 
 def _check_fit(wanted, layouts, path):
     """Raise KeyError or TypeError when a checkpoint lacks wanted arrays or has other shapes."""

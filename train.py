@@ -1251,6 +1251,7 @@ def open_sources(setup, wanted=None):
 
 def place_state(state, like):
     """A copy of a given state, in the shardings of `like`."""
+    ckpt.check_no_tensors(state)
     check_state(state, like)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.device_put(state, shardings, may_alias=False)
@@ -1271,6 +1272,7 @@ def place_params(params, like):
     if not isinstance(params, dict):
         raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
                          "{name: array}")
+    ckpt.check_no_tensors(params)
     params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
     errors = []
     for name in params:

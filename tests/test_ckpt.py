@@ -32,6 +32,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDevi
 
 import ckpt
 import stress
+import train
 from conftest import ROOT
 
 
@@ -106,6 +107,47 @@ def test_a_tree_comes_back_bit_exact_on_any_mesh(tmp_path, shape, n):
     on_no_mesh = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
     assert equal(ckpt.restore(tmp_path, 7, on_no_mesh), tree)
     assert ckpt.read_meta(tmp_path, 7)["note"] == "hello"
+
+
+
+def test_restore_without_like(tmp_path):
+    """The tree comes back as it was saved, as NumPy arrays in nested dicts: small and large arrays,
+    sharded ones, 64 bits, bfloat16, lists by position, and a tree that is one array.
+
+    Break: ckpt.py: np.dtype(layout["dtype"])) => np.float32)
+    """
+    tree = tree_on((4, 2)) | {"list": [np.arange(3), np.ones(2**15)], "seed": np.int64(2**40)}
+    save(tmp_path, 1, tree=tree)
+    back = ckpt.restore(tmp_path, 1)
+    assert back.keys() == {*tree} and back["list"].keys() == {"0", "1"}
+    back["list"] = [back["list"]["0"], back["list"]["1"]]
+    assert equal(back, tree) and jax.tree.structure(back) == jax.tree.structure(tree)
+    assert {type(x) for x in jax.tree.leaves(back)} == {np.ndarray}
+    ckpt.wait(ckpt.save(tmp_path, 2, np.arange(3)))
+    assert equal(ckpt.restore(tmp_path, 2), np.arange(3))
+    save(tmp_path, 3, tree={"a": np.ones(2), "a/b": np.ones(3)})
+    with pytest.raises(ValueError, match="'a/b': the beginning of this name is another array"):
+        ckpt.restore(tmp_path, 3)
+
+
+def test_tensors_of_pytorch_are_refused(tmp_path):
+    """All of them are named, with what to do, in a tree to save, and in given parameters and
+    states. The conversions that the message names work.
+
+    Break: ckpt.py: if "torch" in modules: => if False:
+    """
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    half = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    given = {"a": {"w": torch.ones(3, requires_grad=True)}, "b": np.ones(3), "half": half}
+    message = r"^a/w, half: tensors of PyTorch; convert each to NumPy by x.detach\(\).cpu\(\)"
+    for function in (lambda: ckpt.save(tmp_path, 1, given),
+                     lambda: train.place_params(given, {}), lambda: train.place_state(given, {})):
+        with pytest.raises(TypeError, match=message):
+            function()
+    x, y = given["a"]["w"], half
+    converted = {"w": x.detach().cpu().numpy(), "half": y.detach().cpu().float().numpy()}
+    save(tmp_path, 1, tree=converted)
+    assert equal(ckpt.restore(tmp_path, 1), {"half": np.ones(2, "f"), "w": np.ones(3, "f")})
 
 
 def test_all_dtypes_come_back(tmp_path, parts):
