@@ -979,22 +979,103 @@ def _jitted(compiler_options):
 
 
 def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
-    # Fill an empty cache with the prompts. Only their last token needs logits.
+    # Fill an empty cache with the prompts.
     cache = _empty_cache(*tokens_BT.shape, n_new, cfg)
-    x_BTD, unembed_DV, cache = _hidden_states_cached(params, {"tokens": tokens_BT}, cfg, cache)
-    x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
-    logits_BV = _logits(x_B1D, unembed_DV, cfg)[:, 0]
+    logits_BV, cache = _prefill(params, {"tokens": tokens_BT}, lengths_B, cache, cfg)
 
     def decode(carry, i):
-        """Draw token i of each row, and compute the logits of the next one."""
         logits_BV, cache = carry
-        token_B = _sample(logits_BV, jax.random.fold_in(key, i), cfg)
-        batch = {"tokens": token_B[:, None], "positions": (lengths_B + i)[:, None]}
-        logits_B1V, cache = forward(params, batch, cfg, cache)
-        return (logits_B1V[:, 0], cache), token_B
+        token_B, logits_BV, cache = _decode(params, logits_BV, cache, lengths_B, i, cfg, key)
+        return (logits_BV, cache), token_B
 
     _, tokens_TB = jax.lax.scan(decode, (logits_BV, cache), jnp.arange(n_new))
     return tokens_TB.T
+
+
+def _prefill(params, batch, lengths_B, cache, cfg):
+    """Write the keys and values of a batch into the cache: (logits [B, V] after the first lengths_B
+    tokens of each row, cache).
+    """
+    x_BTD, unembed_DV, cache = _hidden_states_cached(params, batch, cfg, cache)
+    x_B1D = jnp.take_along_axis(x_BTD, lengths_B[:, None, None] - 1, axis=1)
+    return _logits(x_B1D, unembed_DV, cfg)[:, 0], cache
+
+
+def _decode(params, logits_BV, cache, lengths_B, i, cfg, key):
+    """Draw token i after the first lengths_B of each row: (token_B, logits of the next one, cache).
+    """
+    token_B = _sample(logits_BV, jax.random.fold_in(key, i), cfg)
+    batch = {"tokens": token_B[:, None], "positions": (lengths_B + i)[:, None]}
+    logits_B1V, cache = forward(params, batch, cfg, cache)
+    return token_B, logits_B1V[:, 0], cache
+
+
+def stream(params, tokens, cfg, key, n_new, session=None, compiler_options=None):
+    """Yield the n_new ids that `generate` draws after the ids `tokens` (at least 1), one by one.
+
+    session: a dict that keeps the KV cache between calls, {} at first. Ids that continue those of
+    the previous call, as in a conversation, are then computed from there on. Prompts and caches are
+    padded to powers of two, so that a few programs serve all lengths.
+    """
+    if session is None:
+        session = {}
+    prefill = jax.jit(_prefill_rest, static_argnames=("cfg", "n_cached"),
+                      compiler_options=compiler_options)
+    decode = jax.jit(_decode, static_argnames="cfg", donate_argnames="cache",
+                     compiler_options=compiler_options)
+
+    # Compute the tokens that are not in the cache. The last one always: it gives the logits.
+    n_known = 0
+    n_cached = _power_of_two(len(tokens) + n_new)
+    cache = session.get("cache")
+    if cache:
+        n_known = _n_equal(session["tokens"], tokens[:-1])
+        n_cached = max(n_cached, cache["k"].shape[3])
+    rest = tokens[n_known:]
+    padding = [0] * (_power_of_two(len(rest)) - len(rest))
+    rest_1T = np.int32([[*rest, *padding]])
+    logits_1V, cache = prefill(params, rest_1T, np.int32([len(rest)]), np.int32(n_known), cache,
+                               cfg=cfg, n_cached=n_cached)
+    session.update(tokens=list(tokens), cache=cache)
+
+    lengths_1 = np.int32([len(tokens)])
+    for i in range(n_new):
+        cache = session.pop("cache")  # `decode` overwrites it, and may be interrupted
+        token_1, logits_1V, cache = decode(
+            params, logits_1V, cache, lengths_1, np.int32(i), cfg=cfg, key=key)
+        token = int(token_1[0])
+        session["tokens"].append(token)
+        session["cache"] = cache
+        yield token
+
+
+def _prefill_rest(params, rest_1T, lengths_1, n_known, cache, cfg, n_cached):
+    """_prefill of the tokens after the n_known in the cache (None: an empty one), which grows to
+    n_cached positions. Padding writes beyond the tokens: later tokens overwrite it.
+    """
+    if cache is None:
+        cache = _empty_cache(1, n_cached, 0, cfg)
+    n_more = n_cached - cache["k"].shape[3]
+    growth = ((0, 0), (0, 0), (0, 0), (0, n_more), (0, 0))
+    cache = {name: jnp.pad(x_LBKSH, growth) for name, x_LBKSH in cache.items()}
+    positions_1T = n_known + jax.lax.broadcasted_iota(int, rest_1T.shape, 1)
+    batch = {"tokens": rest_1T, "positions": positions_1T}
+    return _prefill(params, batch, lengths_1, cache, cfg)
+
+
+def _n_equal(first, second):
+    """How many items two lists have in common at their beginning."""
+    n = 0
+    for a, b in zip(first, second):
+        if a != b:
+            break
+        n += 1
+    return n
+
+
+def _power_of_two(n):
+    """The smallest power of two, at least 16, that is not below n."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def _empty_cache(B, T, n_new, cfg):
