@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
 from math import ceil, gcd, lcm, log, prod
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,9 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-# cfg: any object with the fields under "model" and "numerics" in config.py, and freeze, loss_norm,
-# loss_divisor, batch_size, label_smoothing, z_loss, router_balance, router_z. `generate` also reads
-# temperature, top_k, top_p; `batch_shapes` and `choose_attention` document_mask, packing, seq_len;
-# `apply_param_groups` lr_mult, decay_mult, optimizers. Sizes that are 0 in a Config are resolved by
-# now, by config.derive_text, and so is the dtype "auto".
+# cfg: any object with the fields in DEFAULTS, at the end of this file, such as a Config, or what
+# make_cfg returns for a few of them. Sizes that are 0 in a Config are resolved by now, by
+# config.derive_text, and so is the dtype "auto".
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
 # width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
@@ -910,7 +909,7 @@ def _recomputed_attention(cfg, seq_len):
 # The rooms, in this order: helpers of several rooms, generation, rotary scaling, label smoothing,
 # document mask, rematerialization, memory flags, loss in tiles, log-probabilities of labels, MLP in
 # tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
-# PEFT.
+# PEFT, this file alone.
 
 
 # ---- helpers of several rooms
@@ -967,9 +966,14 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=Non
     """Draw n_new tokens [B, n_new] after the first lengths_B (at least 1) tokens of each row; the
     rest of a row is ignored.
 
-    One prefill, then one token at a time with a KV cache. cfg (hashable): the model's fields, and
-    temperature (0: greedy), top_k (0: all), top_p. compiler_options: options of XLA.
+    One prefill, then one token at a time with a KV cache. cfg: the model's fields, and temperature
+    (0: greedy), top_k (0: all), top_p. One that is not hashable, as from make_cfg, is compiled at
+    each call. compiler_options: options of XLA.
     """
+    if isinstance(cfg, SimpleNamespace):
+        function = partial(_generate, cfg=cfg, n_new=n_new)
+        compiled = jax.jit(function, compiler_options=compiler_options)
+        return compiled(params, tokens_BT, lengths_B, key=key)
     compiled = _jitted(compiler_options)
     return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
 
@@ -2098,3 +2102,85 @@ def peft_config(cfg, base=None):
         "bias": "none",
         "target_modules": sorted(modules),
     }
+
+
+# ---- this file alone
+
+# The fields of cfg that this file reads, with the defaults of config.py. There dtype is "auto".
+DEFAULTS = {
+    # Sizes. Those that are 0 are derived from the others.
+    "d_model": 128,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 0,
+    "head_dim": 0,
+    "d_ff": 0,
+    "vocab_size": 0,
+    "batch_size": 16,
+    "seq_len": 128,
+    # The forward pass
+    "rope_theta": 10000.0,
+    "rope_factor": 1.0,
+    "rope_original_len": 8192,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+    "qkv_bias": False,
+    "tie_embeddings": True,
+    "sliding_window": 0,
+    "n_experts": 0,
+    "experts_per_token": 2,
+    "capacity_factor": 2.0,
+    "lora_rank": 0,
+    "lora_alpha": 16.0,
+    "lora_targets": ("layers.w*",),
+    "document_mask": False,
+    "packing": "stream",
+    # Numerics
+    "dtype": "float32",
+    "param_dtype": "float32",
+    "attention": "auto",
+    "remat": "none",
+    "logit_tiles": 0,
+    "mlp_tiles": 1,
+    # The loss
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "router_balance": 0.01,
+    "router_z": 0.001,
+    "loss_norm": "tokens",
+    "loss_divisor": 0.0,
+    # Parameters
+    "freeze": (),
+    "lr_mult": (),
+    "decay_mult": (),
+    "optimizers": (),
+    "init_from": (),
+    # Sampling
+    "prompt": "",
+    "n_samples": 1,
+    "sample_tokens": 200,
+    "temperature": 0.8,
+    "top_k": 0,
+    "top_p": 1.0,
+}
+
+
+def make_cfg(**fields):
+    """A cfg of some of the fields in DEFAULTS, vocab_size among them, and the defaults of the rest.
+
+    Raises: ValueError for an unknown field, and without vocab_size.
+    """
+    unknown = sorted(fields.keys() - DEFAULTS.keys())
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: unknown; the fields are {', '.join(DEFAULTS)}")
+    cfg = SimpleNamespace(**DEFAULTS | fields)
+    if cfg.vocab_size == 0:
+        raise ValueError("vocab_size 0: must be given, as the number of token ids")
+    # As config.derive_text.
+    if cfg.n_kv_heads == 0:
+        cfg.n_kv_heads = cfg.n_heads
+    if cfg.head_dim == 0:
+        cfg.head_dim = cfg.d_model // cfg.n_heads
+    if cfg.d_ff == 0:
+        cfg.d_ff = ceil(8 * cfg.d_model / 3 / 32) * 32
+    return cfg

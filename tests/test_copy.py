@@ -34,13 +34,9 @@ for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4),
 assert data.eval_batch_at(val, 0, 4)["tokens"].shape == (4, 8)
 """,
     "model": """
-import model, jax, jax.numpy as jnp, numpy as np, types
-cfg = types.SimpleNamespace(
-    d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=32, vocab_size=11,
-    rope_theta=1e4, rope_factor=1.0, norm_eps=1e-6, qk_norm=True, qkv_bias=True,
-    tie_embeddings=True, sliding_window=0, dtype="float32", param_dtype="float32",
-    attention="xla", remat="none", logit_tiles=0, mlp_tiles=1, label_smoothing=0.0, z_loss=0.0,
-    n_experts=0, lora_rank=0, freeze=(), loss_norm="tokens", loss_divisor=0.0, batch_size=2)
+import model, jax, jax.numpy as jnp, numpy as np
+cfg = model.make_cfg(d_model=16, n_layers=2, n_kv_heads=2, d_ff=32, vocab_size=11, qkv_bias=True,
+                     batch_size=2)
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
 rng = np.random.default_rng(0)
 fill = {"normal": lambda std, shape: rng.normal(0, std, shape),
@@ -56,6 +52,10 @@ sums, counts = jax.jit(lambda p, b: model.loss_fn(p, b, cfg))(params, batch)
 logits = np.float64(logits).reshape(10, 11)
 losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(10), np.arange(1, 11)]
 assert float(counts["loss"]) == 10 and abs(float(sums["loss"]) - losses.sum()) < 1e-3
+length = jnp.full(2, 5)
+new = jax.eval_shape(lambda p: model.generate(
+    p, batch["tokens"], length, cfg, jax.random.key(0), 3), params)
+assert new.shape == (2, 3)
 """,
     "step": """
 import step, jax, jax.numpy as jnp, types

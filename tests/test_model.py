@@ -7,6 +7,7 @@ import types
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 from math import prod
+from pathlib import Path
 
 import jax
 import jax.extend.core
@@ -1523,3 +1524,34 @@ def test_init_of_a_parameter_depends_on_no_other():
         np.testing.assert_array_equal(few[name], many[name], err_msg=name)
     assert not np.allclose(few["layers.wk"], few["layers.wv"])
     assert not np.allclose(few["layers.w_gate"], few["layers.w_up"])
+
+
+# ---- model.py alone
+
+def test_defaults_are_those_of_the_config():
+    """model.DEFAULTS has every field of cfg that model.py reads, with the default in config.py.
+
+    Break: model.py: "rope_theta": 10000.0, => "rope_theta": 1000.0,
+    """
+    read = set(re.findall(r"\bcfg\.(\w+)", Path(model.__file__).read_text()))
+    assert read - model.DEFAULTS.keys() == set(), "add these fields to DEFAULTS in model.py"
+    defaults = {name: getattr(config.Config(), name) for name in model.DEFAULTS}
+    defaults["dtype"] = "float32"  # "auto" in a Config, resolved by train.py
+    assert defaults == model.DEFAULTS, "DEFAULTS in model.py must equal the defaults in config.py"
+
+
+def test_make_cfg():
+    """A few fields make a cfg with which the model computes what it does with a derived Config. An
+    unknown field and a missing vocab_size are refused.
+
+    Break: model.py: cfg.head_dim = cfg.d_model // cfg.n_heads => cfg.head_dim = cfg.d_model
+    """
+    for fields in (dict(vocab_size=7), dict(vocab_size=7, d_model=64, n_heads=2, d_ff=5),
+                   dict(vocab_size=7, d_model=72, n_kv_heads=2, head_dim=6)):
+        derived = config.derive_text(config.Config(dtype="float32", **fields))
+        made = vars(model.make_cfg(**fields))
+        assert made == {name: getattr(derived, name) for name in made}
+    with pytest.raises(ValueError, match="n_embd: unknown; the fields are d_model, n_layers"):
+        model.make_cfg(vocab_size=7, n_embd=3)
+    with pytest.raises(ValueError, match="vocab_size 0: must be given"):
+        model.make_cfg()
