@@ -388,7 +388,8 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         for sentence in config.data_changes(
                 saved_meta["config"], cfg, first_step, has_other_data):
             print0(f"since the checkpoint: {sentence}")
-    log_event = make_log_event(hooks, observers, heartbeat, progress)
+    log_event = make_log_event(
+        hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
 
@@ -759,8 +760,8 @@ def stop_reason(run, step, requests, metrics):
             return (f"--stop {' '.join(cfg.stop)}: unknown metric {name} "
                     f"({config.did_you_mean(name, sorted(metrics))})"), 2
 
-    # A hook.
-    if requests["hook_stops"]:
+    # A hook, once the events are done that hooks requested before.
+    if requests["hook_stops"] and not requests["events"]:
         return requests["hook_stops"][0], 0
 
     # The last step.
@@ -799,13 +800,16 @@ def make_batch_at(setup, source, pinned=False):
     return batch_at
 
 
-def run_hooks(hooks, event, value):
+def run_hooks(hooks, event, value, check=None):
     """Call every hook(event, value). A result that is not None replaces the value.
 
     Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
-    "load" (the first state). In the loop they are "data" (each batch), "state" (after each update)
-    and the rows of log_event: "start", "dispatch", "step", "log", "epoch", "window", "out_of_data",
-    "save", "eval", "sample", "export", "reload", "nonfatal_error", "stop", "end".
+    "load" (the first state). In the loop they are "data" and "val_data" (each batch), "state"
+    (after each update) and the rows of log_event: "start", "dispatch", "step", "log", "epoch",
+    "window", "out_of_data", "save", "eval", "sample", "export", "reload", "nonfatal_error", "stop",
+    "end".
+
+    check: a function of (event, value, result) that raises TypeError for a wrong result.
     """
     for hook in hooks:
         try:
@@ -815,6 +819,8 @@ def run_hooks(hooks, event, value):
                 if missing:
                     raise TypeError(f"its result lacks {', '.join(missing)}; return None, or all "
                                     "of the value: value | {...}")
+            if check:
+                check(event, value, value if new is None else new)
         except Exception as e:
             e.add_note(f"in the hook {getattr(hook, '__qualname__', hook)}, at the event {event}")
             raise
@@ -976,7 +982,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
         if cfg.eval_batches:
             n_batches = min(n_batches, cfg.eval_batches)
         prefetched = data.prefetch(make_batch_at(setup, part), 0, n_batches)
-        batches = (batch for batch, _ in prefetched)
+        batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
         totals = steplib.evaluate(eval_step, params, batches, stopped)
         if totals is None:
             return {}
@@ -1037,19 +1043,59 @@ def end_run(run, state, step, progress, stop):
 # ---- log rows
 
 
-def make_log_event(hooks, observers, heartbeat, progress):
-    """Make log_event(event, row): run the hooks on the row, give it to the observers, note a stop
-    request of a hook, and return the row.
+def make_log_event(hooks, observers, heartbeat, progress, impossible):
+    """Make log_event(event, row): run the hooks on the row, give it to the observers, and return
+    it. A request of the hooks for an event in `impossible`, {event: why}, is logged once instead.
     """
+    logged = set()
+
     def log_event(event, row):
         heartbeat(doing=event, step=row["step"])
-        row = run_hooks(hooks, event, row)
-        if row.get("stop"):
-            progress["hook_stops"].append(str(row["stop"]))
+        row = run_row_hooks(hooks, event, row, progress)
         notify(observers, event, row)
+        for name in sorted(progress["requests"] & impossible.keys()):
+            progress["requests"].remove(name)
+            if name not in logged:
+                logged.add(name)
+                error = f"a hook requests {name}, and {impossible[name]}"
+                log_event("nonfatal_error", {"step": row["step"], "error": error})
         return row
 
     return log_event
+
+
+def run_row_hooks(hooks, event, row, progress):
+    """Run the hooks on a row, and note what they ask for: {"stop": reason} and {"request": names of
+    events}. Once a stop is requested, no further event is. Return the row.
+    """
+    requested = set()
+    for hook in hooks:
+        row = run_hooks([hook], event, row, check_row)
+        requested.update(requested_events(row))
+    if requested:
+        row = row | {"request": sorted(requested)}  # those of all hooks
+    if not progress["hook_stops"]:
+        progress["requests"] |= requested
+    if row.get("stop"):
+        progress["hook_stops"].append(str(row["stop"]))
+    return row
+
+
+def requested_events(row):
+    """The names of the events that a hook requests by a row, a text or a list of them."""
+    names = row.get("request") or ()
+    return [names] if isinstance(names, str) else list(names)
+
+
+def check_row(event, row, new):
+    """Raise TypeError when a hook may not ask for what its result asks for."""
+    request = new.get("request")
+    if request and not isinstance(request, (str, list, tuple, set)):
+        raise TypeError(f"request {request!r}: must be the name of an event, or a list of names")
+    for name in requested_events(new):
+        if name not in config.EVENTS:
+            raise TypeError(f"request {name!r}: no such event "
+                            f"({config.did_you_mean(name, config.EVENTS)})")
 
 
 def notify(observers, event, row):
@@ -1073,6 +1119,20 @@ def notify(observers, event, row):
 
 
 # ---- intervals
+
+
+def impossible_events(setup, val_data):
+    """{event: why} of the events that this run cannot have, even if a hook requests them."""
+    impossible = {}
+    if not val_data:
+        impossible["eval"] = "there is no validation data: set --val_data or --val_frac"
+    if not setup["cfg"].export:
+        impossible["export"] = "--export names no folder"
+    if not setup["task"]["sample"]:
+        impossible["sample"] = "this task has no samples"
+    elif not setup["cfg"].sample_tokens:
+        impossible["sample"] = "--sample_tokens is 0"
+    return impossible
 
 
 def event_intervals(cfg):

@@ -819,8 +819,9 @@ def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
 
     train.main(tiny(sample_tokens=2), hooks=[hook])
     assert len(batches) == 8 and dispatched == list(range(1, 9))
-    assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "dispatch",
-                         "state", "step", "log", "save", "eval", "sample", "stop", "end"}
+    assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "val_data",
+                         "dispatch", "state", "step", "log", "save", "eval", "sample", "stop",
+                         "end"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
     assert all(row["extra"] == 1 for row in rows(tiny().out_dir, "eval"))
 
@@ -1815,6 +1816,46 @@ def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, mon
     assert not Path(tiny().out_dir, "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_a_hook_requests_events(tiny, capsys):
+    """Two hooks request events in the log row of step 8. All of them happen at the next step, and
+    the run stops after them, as one of the hooks asks in the same row. A third hook gets the
+    batches of the evaluation as "val_data", and may replace them. A request for an export, for
+    which no folder is set, is logged once as an error.
+
+    Break: train.py: and not requests["events"]: => and True:
+    """
+    cfg = tiny(steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2, eval_batches=1)
+
+    def first(event, row):
+        if event == "log" and row["step"] in (4, 6):
+            return row | {"request": "export"}
+        return row | {"request": "save"} if event == "log" and row["step"] == 8 else None
+
+    def second(event, row):
+        if event == "log" and row["step"] == 8:
+            return row | {"request": ["eval", "sample"], "stop": "enough"}
+
+    n_labels = []
+
+    def third(event, batch):
+        if event == "val_data":
+            n_labels.append(int((batch["labels"] >= 0).sum()))
+            return batch | {"labels": 0 * batch["labels"] + data.IGNORE}
+
+    summary = train.main(cfg, hooks=[first, second, third])
+    assert (summary["step"], summary["reason"]) == (10, "enough")
+    happened = [name for name, _ in event_steps(cfg.out_dir, "save eval sample")]
+    assert happened == ["save", "eval", "sample"]
+    assert [row["request"] for row in rows(cfg.out_dir, "log") if "request" in row] == [
+        ["export"], ["export"], ["eval", "sample", "save"]]
+    evaluation, = rows(cfg.out_dir, "eval")
+    assert len(n_labels) == 1 and n_labels[0] > 0 and evaluation["val_n_labels"] == 0
+    error, = rows(cfg.out_dir, "nonfatal_error")
+    assert error["error"] == "a hook requests export, and --export names no folder"
+    assert capsys.readouterr().out.count("a hook requests export") == 1
+
+
 def test_wrong_return_values_of_hooks(tiny):
     """A row without its keys raises an error that names the hook and the event. An empty "stop"
     stops nothing. NumPy and JAX values are written as numbers and lists.
@@ -1827,6 +1868,13 @@ def test_wrong_return_values_of_hooks(tiny):
     with pytest.raises(TypeError, match="lacks .*loss.*; return None, or all of the") as e:
         train.main(tiny(eval_every=0, save_every=0), [forgets])
     assert "forgets, at the event log" in e.value.__notes__[0]
+
+    def asks(request, event, row):
+        return row | {"request": request} if event == "start" else None
+
+    for request, words in (("evall", "no such event .nearest: eval"), (True, "must be the name")):
+        with pytest.raises(TypeError, match=words):
+            train.run_row_hooks([partial(asks, request)], "start", {"step": 0}, {})
 
     def adds(event, row):
         more = {"stop": None, "a": np.float32(3), "b": jnp.ones(2), "c": jnp.float32(5)}
@@ -4120,7 +4168,8 @@ def test_patterns_select_the_parameter_groups():
     ("loss>9", {"loss": 12.0}, "loss 12 is above 9", 1),
     ("loss>9", {"loss": 9.0}, None, None),
     ("", {"hook_stops": ["enough"]}, "enough", 0),
-    ("", {"signal": "SIGTERM"}, "SIGTERM", 0),
+    ("", {"hook_stops": ["enough"], "events": ["save"]}, None, None),
+    ("", {"signal": "SIGTERM", "events": ["save"]}, "SIGTERM", 0),
     ("", {"finite": False}, "a loss or gradient is not finite near step 4; the last good state is "
                             "saved", 1),
     # If several apply, the first in this order wins.
@@ -4131,7 +4180,8 @@ def test_patterns_select_the_parameter_groups():
     ("loss<9 loss>0.5 1s", {"elapsed_s": 1.0, "loss": 1.0}, "the time of 1 s is over", 0),
     ("loss>0.5 loss<9", {"step": 20, "loss": 1.0, "hook_stops": ["x"]}, "loss 1 is below 9", 0),
     ("loss>0.5", {"step": 20, "loss": 1.0, "hook_stops": ["x"]}, "loss 1 is above 0.5", 1),
-    ("", {"step": 20, "hook_stops": ["enough"]}, "enough", 0)])
+    ("", {"step": 20, "hook_stops": ["enough"]}, "enough", 0),
+    ("", {"step": 20, "hook_stops": ["enough"], "events": ["save"]}, "all 20 steps are done", 0)])
 def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     """Each stop condition of a run of 20 steps that started at step 4 gives its reason and exit
     code. If several apply, the first in a fixed order wins.
@@ -4141,7 +4191,8 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     cfg = config.Config(steps=20, out_dir="runs{x}", stop=tuple(stop.split()))
     config.validate(cfg, 1)
     run = {"cfg": cfg, "first_step": 4, "stops": config.parse_stops(cfg), "known_metrics": set()}
-    requests = {"signal": None, "stop_file": False, "elapsed_s": 0.0, "hook_stops": []}
+    requests = {"signal": None, "stop_file": False, "elapsed_s": 0.0, "hook_stops": [],
+                "events": []}
     requests |= {k: values[k] for k in requests.keys() & values.keys()}
     metrics = {k: x for k, x in values.items() if k not in ("step", *requests)}
     found = train.stop_reason(run, values.get("step", 4), requests, metrics)
