@@ -1597,15 +1597,14 @@ def dead_peer_reason(peers, now, timeout_s, silent_s):
 def profiler(first, last, folder, log=print):
     """Return observe(event, row), which traces the steps `first` to `last` into the folder.
 
-    It writes time as an XPlane (`jax.profiler.ProfileData`, Perfetto, XProf), memory as pprof, and
-    memory once more on a failure. first: counted from 1; 0 for no trace.
+    It writes time as an XPlane (`jax.profiler.ProfileData`, Perfetto, XProf) and memory as pprof.
+    After a failure it writes memory once more, without a trace only for lack of memory. first:
+    counted from 1; 0 for no trace.
     """
     traced = 0  # the newest step in the trace that runs
 
     def observe(event, row):
         nonlocal traced
-        if not first:
-            return
         # Start as the first step is dispatched.
         if event == "dispatch" and first <= row["step"] <= last:
             if not traced:
@@ -1618,9 +1617,11 @@ def profiler(first, last, folder, log=print):
             jax.profiler.save_device_memory_profile(folder / f"memory_{traced}.prof")
             log(f"traced steps {first} to {traced} into {folder}")
             traced = 0
-        if event == "error":
+        if event == "error" and (first or "RESOURCE_EXHAUSTED" in row["error"]):
             folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.save_device_memory_profile(folder / "memory_at_failure.prof")
+            path = folder / "memory_at_failure.prof"
+            jax.profiler.save_device_memory_profile(path)
+            log(f"the arrays on the device at the failure, for pprof: {path}")
 
     return observe
 

@@ -2818,21 +2818,32 @@ def plot(cfg):
 
 
 def log_to_wandb(cfg):
-    """Send metrics to Weights & Biases, under the id of the run, so that a resumed run continues
-    there; offline where WANDB_MODE says so.
+    """Send metrics, histograms and samples to Weights & Biases, under the id of the run, so that a
+    resumed run continues there. wandb reads its own variables: WANDB_MODE, WANDB_PROJECT and so on.
     """
     import wandb
     run = None
 
+    def media(row):
+        """The histograms and samples of a row, as wandb shows them."""
+        found = {}
+        for name, stats in row.get("watch", {}).items():
+            histogram = (stats["counts"], histogram_edges(stats))
+            found[f"watch/{name}"] = wandb.Histogram(np_histogram=histogram)
+        if row.get("texts"):
+            lines = [[row["step"], text] for text in row["texts"]]
+            found["samples"] = wandb.Table(columns=["step", "text"], data=lines)
+        return found
+
     def observe(event, row):
         nonlocal run
         if event == "start":
+            name = os.environ.get("WANDB_NAME") or Path(cfg.out_dir).name
             run = wandb.init(id=row["run_id"], resume="allow", dir=cfg.out_dir,
-                             config=row["config"], name=Path(cfg.out_dir).name,
-                             settings={"console": "off"})
+                             config=row["config"], name=name, settings={"console": "off"})
             run.define_metric("*", step_metric="step")
-        elif run and event in ("log", "eval", "end"):
-            run.log(numbers(row))
+        elif run and event in ("log", "eval", "sample", "end"):
+            run.log(numbers(row) | watched_numbers(row) | media(row))
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))
 
@@ -2840,24 +2851,66 @@ def log_to_wandb(cfg):
 
 
 def log_to_tensorboard(cfg):
-    """Write event files for TensorBoard into out_dir/tensorboard."""
+    """Write event files for TensorBoard into out_dir/tensorboard: metrics, histograms, samples."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+    from tensorboard.plugins.text import metadata
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.util import tensor_util
     writer = EventFileWriter(str(Path(cfg.out_dir) / "tensorboard"))
+
+    def media(row):
+        """The histograms and samples of a row, as TensorBoard shows them."""
+        found = []
+        for name, stats in row.get("watch", {}).items():
+            n, mean = sum(stats["counts"]), stats["mean"]
+            histogram = HistogramProto(
+                min=stats["min"], max=stats["max"], num=n, sum=n * mean,
+                sum_squares=n * (stats["std"]**2 + mean**2),
+                bucket_limit=histogram_edges(stats)[1:], bucket=stats["counts"])
+            found.append(Summary.Value(tag=f"watch/{name}", histo=histogram))
+        for i, text in enumerate(row.get("texts", ())):
+            # As Markdown, in which an indented text is shown as it is.
+            indented = "".join(f"    {line}\n" for line in text.split("\n"))
+            tag = f"sample/{i}"
+            found.append(Summary.Value(
+                tag=tag, tensor=tensor_util.make_tensor_proto(indented),
+                metadata=metadata.create_summary_metadata(tag, "")))
+        return found
 
     def observe(event, row):
         now, step = time.time(), row.get("step", 0)
         if event == "start":  # has TensorBoard purge later steps
             log = SessionLog(status=SessionLog.START)
             writer.add_event(Event(session_log=log, wall_time=now, step=step + 1))
-        elif event in ("log", "eval", "end"):
-            values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers(row).items()]
+        elif event in ("log", "eval", "sample", "end"):
+            values = media(row)
+            for name, x in (numbers(row) | watched_numbers(row)).items():
+                values.append(Summary.Value(tag=name, simple_value=x))
             writer.add_event(Event(summary=Summary(value=values), wall_time=now, step=step))
         if event in ("end", "error"):
             writer.close()
 
     return observe
+
+
+def watched_numbers(row):
+    """{"watch/NAME/STATISTIC": number} of the weight statistics in a row."""
+    found = {}
+    for name, stats in row.get("watch", {}).items():
+        for statistic, x in numbers(stats).items():
+            found[f"watch/{name}/{statistic}"] = x
+    return found
+
+
+def histogram_edges(stats):
+    """The bounds of the bins of weight statistics. Trackers need increasing ones, also where all
+    weights are equal.
+    """
+    low = stats["min"]
+    width = max(stats["max"] - low, 1e-6 * abs(low), 1e-12)
+    n_bins = len(stats["counts"])
+    return [low + width * i / n_bins for i in range(n_bins + 1)]
 
 
 TRACKERS = {"wandb": log_to_wandb, "tensorboard": log_to_tensorboard}  # of --track

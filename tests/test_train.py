@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import gc
+import gzip
 import importlib.util
 import io
 import itertools
@@ -1140,7 +1141,7 @@ def test_the_profiler_starts_and_stops_at_the_requested_steps(monkeypatch, tmp_p
         observe = train.trace_profile(config.Config(profile=profile, out_dir=str(tmp_path)))
         seen = []
         for event, step in events:
-            observe(event, {"step": step})
+            observe(event, {"step": step, "error": "RuntimeError: out of luck"})
             seen += [f"{event} {step}: {call}" for call in calls]
             calls.clear()
         return seen
@@ -4439,38 +4440,76 @@ def test_tensorboard_reads_back_the_logged_values(tiny):
     assert [event.step for event in found.Scalars("val_loss")][:2] == [4, 6]
 
 
+SAMPLE = "# a title\n  def f():\n    return 'é'"
+WEIGHTS = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
+
+
 def run_failing_tracker(name, make, cfg):
-    """Pass a tracker, in its thread, the events of a run that an exception ends after step 2."""
+    """Pass a tracker, in its thread, the events of a run that an exception ends after step 2. The
+    rows have the statistics of WEIGHTS, with the gradient 2 WEIGHTS, and of a constant.
+    """
     Path(cfg.out_dir).mkdir()
     observe = train.run_in_thread(name, make, cfg)
     observe("start", {"step": 0, "run_id": "0badcafe", "config": {"lr": 0.5}})
+    params = {"w": jnp.asarray(WEIGHTS), "gain": jnp.ones(8)}
+    stats = steplib.weight_stats(
+        1, params, {name: 2 * x for name, x in params.items()},
+        types.SimpleNamespace(watch=("w", "gain"), log_every=1))
+    watch = jax.tree.map(lambda x: np.asarray(x).tolist(), stats)
     for step in (1, 2):
-        observe("log", {"step": step, "loss": 3.0 - step})
+        observe("log", {"step": step, "loss": 3.0 - step, "watch": watch})
+    observe("sample", {"step": 2, "texts": [SAMPLE]})
     observe("error", {"error": "RuntimeError: out of luck"})
 
 
-@pytest.mark.slow
-def test_wandb_is_closed_when_an_exception_ends_the_run(tiny, monkeypatch):
-    """Offline, the file holds both rows and the end of the run with exit code 1.
+def check_histogram(counts, edges, constant_edges):
+    """Check the histogram of WEIGHTS against NumPy's, and that edges increase."""
+    assert len(edges) == len(counts) + 1 == 65
+    np.testing.assert_allclose(edges, np.linspace(WEIGHTS.min(), WEIGHTS.max(), 65), rtol=1e-5,
+                               atol=1e-6)
+    expected, _ = np.histogram(WEIGHTS, 64)
+    # A weight on an edge may fall on its other side by rounding.
+    assert sum(counts) == WEIGHTS.size and np.abs(np.subtract(counts, expected)).sum() <= 4
+    assert (np.diff(constant_edges) > 0).all() and constant_edges[0] <= 1 <= constant_edges[-1]
 
-    Break: train.py: run.finish(row.get("exit_code", 1)) => pass
+
+@pytest.mark.slow
+def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, monkeypatch):
+    """Offline, the file holds both rows with their histograms, a table with the sample, and the end
+    of the run with exit code 1. Project, entity, group, tags and name are those of wandb's own
+    variables.
+
+    Break: train.py: name = os.environ.get("WANDB_NAME") or Path(cfg.out_dir).name =>
+    name = Path(cfg.out_dir).name
     """
     pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings = dict(MODE="offline", SILENT="true", PROJECT="beers", ENTITY="pub", TAGS="dark,cold",
+                    RUN_GROUP="walls", NAME="ninety-nine")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     cfg = tiny()
     run_failing_tracker("wandb", train.log_to_wandb, cfg)
     file, = Path(cfg.out_dir, "wandb").glob("offline-run-*/run-0badcafe.wandb")
     records = wandb_records(file)
-    logged = [{item.key or "/".join(item.nested_key): json.loads(item.value_json)
+    started = records[[record.HasField("run") for record in records].index(True)].run
+    assert (started.project, started.entity, started.run_group, list(started.tags)) == (
+        "beers", "pub", "walls", ["dark", "cold"])
+    assert (started.display_name, started.run_id) == ("ninety-nine", "0badcafe")
+    logged = [{item.key or "|".join(item.nested_key): json.loads(item.value_json)
                for item in record.history.item} for record in records]
     assert [row["loss"] for row in logged if "loss" in row] == [2.0, 1.0]
+    first = next(row for row in logged if "loss" in row)
+    check_histogram(first["watch/w|values"], first["watch/w|bins"], first["watch/gain|bins"])
+    np.testing.assert_allclose(
+        first["watch/w/grad_norm"], 2 * np.linalg.norm(np.float64(WEIGHTS)), rtol=1e-6)
+    table, = file.parent.glob("files/media/table/samples_*.json")
+    assert json.loads(table.read_text()) == {"columns": ["step", "text"], "data": [[2, SAMPLE]]}
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1]
 
 
-def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
-    """The file holds both rows when the run has ended, and no thread remains that could write
-    more.
+def test_tensorboard_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny):
+    """TensorBoard's own reader finds both rows with their histograms, and the sample as an indented
+    block of Markdown. No thread remains that could write more.
 
     Break: train.py: writer.close() => pass
     """
@@ -4482,6 +4521,18 @@ def test_tensorboard_is_closed_when_an_exception_ends_the_run(tiny):
     found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert found.Histograms("watch/w")[-1].step == 2
+    w = found.Histograms("watch/w")[0].histogram_value
+    gain = found.Histograms("watch/gain")[0].histogram_value
+    check_histogram(w.bucket, [w.min, *w.bucket_limit], [gain.min, *gain.bucket_limit])
+    exact = np.float64(WEIGHTS)
+    assert (w.num, w.min, w.max) == (WEIGHTS.size, WEIGHTS.min(), WEIGHTS.max())
+    np.testing.assert_allclose(w.sum, exact.sum(), rtol=1e-4)
+    np.testing.assert_allclose(w.sum_squares, (exact**2).sum(), rtol=1e-5)
+    sample, = found.Tensors("sample/0")
+    assert found.SummaryMetadata("sample/0").plugin_data.plugin_name == "text"
+    assert sample.step == 2 and sample.tensor_proto.string_val[0].decode() == (
+        "    # a title\n      def f():\n        return 'é'\n")
 
 
 def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys):
@@ -4528,9 +4579,11 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
 @pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
     """A real process has too little address space for its first step, but enough to compile. It
-    prints one sentence with flags that need less memory, logs an "error" row and exits with 2.
+    prints one sentence with flags that need less memory, logs an "error" row and exits with 2. It
+    writes a profile of the memory, although --profile does not request one.
 
-    Break: step.py: (MemoryError, jax.errors.JaxRuntimeError) as e: => MemoryError as e:
+    Break: step.py: if event == "error" and (first or "RESOURCE_EXHAUSTED" in row["error"]): =>
+    if event == "error" and first:
     """
     cfg = tiny(batch_size=512, seq_len=256, eval_every=0)
     hook = Path(cfg.out_dir + "_hook.py")
@@ -4541,6 +4594,9 @@ def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
                     "    if event == 'error': resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n")
     code, output = ended(*command(dataclasses.replace(cfg, hooks=(f"{hook}:shrink",))))
     assert code == 2 and "does not fit: RESOURCE_EXHAUSTED" in output, output
+    profile = Path(cfg.out_dir, "profile/memory_at_failure.prof")
+    assert f"at the failure, for pprof: {profile}" in output, output
+    assert b"load_start" in gzip.decompress(profile.read_bytes())  # it made the parameters
     assert re.search(r"to change: --grad_accum_steps \d+ \(.* GiB\)", output), output
     assert "does not fit" in rows(cfg.out_dir, "error")[0]["error"]
 
