@@ -14,6 +14,7 @@ import json
 import operator
 import os
 import re
+import shlex
 import sys
 from decimal import Decimal
 from functools import partial
@@ -255,6 +256,8 @@ class Config:
     # glob patterns of parameters whose histograms and gradient norms are logged
     watch: tuple[str, ...] = ()
     profile: str = ""  # steps first:last to trace into out_dir/profile, as 20:22; empty: none
+    # print the log lines of every process, not only of process 0, and write the profile of each
+    log_all_processes: bool = False
 
     # ---- sampling
 
@@ -521,7 +524,7 @@ def _utf8_errors(cfg):
 
 # Fields of one launch, not of the run; config.json stores their defaults.
 LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
-                 "process_id")
+                 "process_id", "log_all_processes")
 
 
 def repeatable(cfg):
@@ -534,6 +537,34 @@ def repeatable(cfg):
     if cfg.epochs:
         reset["steps"] = default.steps
     return dataclasses.replace(cfg, **reset)
+
+
+# Fields that changed_flags omits: where the run is, and the part of one process.
+HIDDEN_FLAGS = ("mode", "out_dir", "coordinator", "n_processes", "process_id")
+MOST_ITEMS = 4  # items of a list that changed_flags shows
+
+
+def changed_flags(cfg):
+    """The fields that differ from the defaults, or from those of a preset, as texts "--name value".
+    """
+    kind = type(cfg)
+    defaults = kind(**PRESETS.get(cfg.config, {}))
+    flags = []
+    for field in dataclasses.fields(cfg):
+        name, value = field.name, getattr(cfg, field.name)
+        if name in HIDDEN_FLAGS or value == getattr(defaults, name):
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, tuple):
+            words = [shlex.quote(str(item)) for item in value[:MOST_ITEMS]]
+            if len(value) > MOST_ITEMS:
+                words.append(f"... ({len(value) - MOST_ITEMS} more)")
+            flags.append(" ".join([f"--{name}", *words]))
+        else:
+            text = str(value).removesuffix(".0")
+            flags.append(f"--{name} {shlex.quote(text)}")
+    return flags
 
 
 def to_json(cfg):
@@ -946,6 +977,8 @@ UNUSED_WHEN = (
      "unused": ("experts_per_token", "capacity_factor", "router_balance", "router_z")},
     {"field": "coordinator", "when": lambda x: x in ("", "auto"),
      "unused": ("n_processes", "process_id")},
+    {"field": "coordinator", "when": lambda x: x == "",
+     "unused": ("log_all_processes",)},
     {"field": "lora_rank", "when": lambda n: n == 0,
      "unused": ("lora_alpha", "lora_targets", "export_lora")},
     {"field": "epochs", "when": lambda n: n > 0,
@@ -1196,7 +1229,7 @@ RESUMABLE_FIELDS = (
     "coordinator", "n_processes", "process_id", "peer_timeout_s",
     "track", "log_every", "eval_every", "eval_batches",
     "save_every", "max_to_keep", "keep_period", "save_exclude",
-    "weights_every", "export_every", "sample_every", "watch", "profile",
+    "weights_every", "export_every", "sample_every", "watch", "profile", "log_all_processes",
     "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
 )
 # Fields that decide which examples a run sees, and in which order.

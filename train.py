@@ -216,11 +216,12 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, rows=None):
     # `signals` gets the name of the first signal. Until in_loop is set, a signal raises
     # KeyboardInterrupt; afterwards it only asks the loop to stop. A second one ends the process.
     with catch_signals() as (signals, in_loop):
+        print_changed_flags(cfg)
         setup = setup_run(cfg, task, hooks=hooks)
         cfg = setup["cfg"]
         root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
-            observers = make_observers(cfg) if is_main() else []
+            observers = make_observers(cfg)
             heartbeat = start_heartbeats(cfg, observers)
             progress = init_progress(launched)
             try:
@@ -1678,6 +1679,12 @@ def print0(*words):
             tqdm.write(" ".join(map(str, words)), file=sys.stdout)
 
 
+def print_here(*words):
+    """Print in this process, after its index."""
+    with ignore_stdout_errors():
+        print(f"process {jax.process_index()}  ", *words, sep="", flush=True)
+
+
 @contextlib.contextmanager
 def ignore_stdout_errors():
     """Ignore an OSError of what is printed within, and flush: a closed terminal, a broken pipe or a
@@ -1775,15 +1782,27 @@ def run_in_thread(name, make, cfg):
 # ---- the console
 
 
+# Beside the progress bar of a terminal, log rows leave a line after this fraction of the steps or
+# after this time, whichever comes first.
+LINE_EVERY_FRAC, LINE_EVERY_S = 0.1, 60
+
+
 def console(cfg):
     """Show a progress bar on a terminal, plain lines elsewhere."""
     bar = tqdm(disable=True)
     unit = ""
+    last_line = {"step": 0, "time_s": time.monotonic()}  # of a log row
+
+    def is_line_due(step):
+        has_progressed = step - last_line["step"] >= LINE_EVERY_FRAC * cfg.steps
+        has_waited = time.monotonic() - last_line["time_s"] >= LINE_EVERY_S
+        return has_progressed or has_waited
 
     def observe(event, row):
         nonlocal bar, unit
         if event == "start":
             unit = row["unit"]
+            last_line["step"] = row["step"]
             mib = row["memory_bytes_per_device"]["total"] / 2**20
             print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
                    f"{row['origin']}, at step {row['step']}")
@@ -1792,10 +1811,11 @@ def console(cfg):
         elif event == "step":
             bar.update()
         elif event == "log":
-            speed = f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
+            speed = format_speed(row, unit)
             bar.set_postfix_str(f"{format_metrics(row, ['loss'])}  {speed}", refresh=False)
-            if bar.disable:
-                print_log_row(row, speed)
+            if bar.disable or is_line_due(row["step"]):
+                print0(format_log_row(row, speed))
+                last_line.update(step=row["step"], time_s=time.monotonic())
         elif event == "eval":
             print_eval_row(row)
         elif event == "sample":
@@ -1849,7 +1869,11 @@ def format_step(row):
     return f"step {row['step']:>6}"
 
 
-def print_log_row(row, speed):
+def format_speed(row, unit):
+    return f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
+
+
+def format_log_row(row, speed):
     loss = format_metrics(row, ["loss"])
     if row.get("n_labels") == 0:
         loss = "no label"
@@ -1858,7 +1882,7 @@ def print_log_row(row, speed):
     unlabelled = ""
     if row.get(UNLABELLED):
         unlabelled = f"  {row[UNLABELLED]:.0f} steps without a label"
-    print0(f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}{unlabelled}")
+    return f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}{unlabelled}"
 
 
 def print_eval_row(row):
@@ -1913,6 +1937,16 @@ def print_summary(cfg, row):
 
 
 # ---- what a run reports
+
+
+def print_changed_flags(cfg):
+    """Print the fields that differ from the defaults, in lines of 80 columns if possible."""
+    lines = ["config:"]
+    for flag in config.changed_flags(cfg) or ["the defaults"]:
+        if len(lines[-1]) + 1 + len(flag) > 80:
+            lines.append(" ")
+        lines[-1] += f" {flag}"
+    print0("\n".join(lines))
 
 
 def run_summary(setup):
@@ -2753,6 +2787,20 @@ def start_heartbeats(cfg, observers):
         Path(cfg.out_dir, ".alive"), token, cfg.peer_timeout_s, on_death)
 
 
+def log_of_process(cfg):
+    """With --log_all_processes: print the log rows of a process that is not process 0."""
+    unit = ""
+
+    def observe(event, row):
+        nonlocal unit
+        if event == "start":
+            unit = row["unit"]
+        elif event == "log":
+            print_here(format_log_row(row, format_speed(row, unit)))
+
+    return observe
+
+
 def report_crash(error, observers, heartbeat):
     """Report an exception that ends the run to the observers and the other processes."""
     is_from_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
@@ -2771,7 +2819,11 @@ def report_crash(error, observers, heartbeat):
 def trace_profile(cfg):
     """Trace the steps first:last of cfg.profile into out_dir/profile."""
     first, last = config.profile_span(cfg)
-    return steplib.profiler(first, last, Path(cfg.out_dir) / "profile", print0)
+    folder = Path(cfg.out_dir) / "profile"
+    if is_main():
+        return steplib.profiler(first, last, folder, print0)
+    # Only with --log_all_processes.
+    return steplib.profiler(first, last, folder / f"process_{jax.process_index()}", print_here)
 
 
 # ---- plot
@@ -2930,13 +2982,20 @@ def check_trackers(cfg):
 
 
 OBSERVERS = (jsonl, trace_profile, console)
+# With --log_all_processes, those of each process but process 0.
+OTHER_OBSERVERS = (trace_profile, log_of_process)
 
 
 def make_observers(cfg):
-    """[(name, observer)] of this run."""
+    """[(name, observer)] of this process."""
+    makers = OBSERVERS
+    if not is_main():
+        makers = OTHER_OBSERVERS if cfg.log_all_processes else ()
     observers = []
-    for make in OBSERVERS:
+    for make in makers:
         observers.append((getattr(make, "__name__", str(make)), make(cfg)))
+    if not is_main():
+        return observers
     observers.append(("plot", run_in_thread("plot", plot, cfg)))
     for name in cfg.track:
         observers.append((name, run_in_thread(name, TRACKERS[name], cfg)))

@@ -540,6 +540,9 @@ FIELDS = {
     "sample_every": row(dict(sample_every=3), logged("sample"), [], [3, 6, 8], RUN),
     "watch": row(dict(watch=("w",)), watched, [], ["w"], dict(log_every=1)),
     "profile": row(dict(profile="2:3"), traces, 0, 1, RUN),
+    "log_all_processes": row(
+        dict(log_all_processes=True),
+        rejected("log_all_processes True: has no effect with coordinator ''"), False, True),
 
     "prompt": row(dict(prompt="beer"), lambda cfg: {
         text[:4] for texts in logged("sample", "texts")(cfg) for text in texts},

@@ -35,7 +35,10 @@ FEATURES = {
     },
     "profiler": {
         "rooms": {"train.py": ["profiler"], "step.py": ["profiler"]},
-        "edits": [("train.py", "(jsonl, trace_profile, console)", "(jsonl, console)")],
+        "edits": [
+            ("train.py", "(jsonl, trace_profile, console)", "(jsonl, console)"),
+            ("train.py", "(trace_profile, log_of_process)", "(log_of_process,)"),
+        ],
     },
     "hooks from files": {
         "rooms": {"train.py": ["hooks from files"]},

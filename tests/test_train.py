@@ -1363,10 +1363,11 @@ def test_the_plot_shows_the_log(tmp_path, monkeypatch):
 
 
 def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
-    """The console prints the exact line of each event; on a terminal a progress bar replaces the
-    log lines. After a stop it prints how to continue.
+    """The console prints the exact line of each event. On a terminal a progress bar replaces the
+    log lines, except after each tenth of the steps and each LINE_EVERY_S. After a stop it prints
+    how to continue.
 
-    Break: train.py: if bar.disable: => if not bar.disable:
+    Break: train.py: if bar.disable or is_line_due( => if is_line_due(
     """
     class Bar:
         def __init__(self, **options):
@@ -1398,7 +1399,7 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
     done = (table + "step 4, validation loss 2.5000, 1.500 bits/byte, training loss 2.3457\n"
             "{}; 62 s, saved in out/ckpt\n")
     cfg, calls = types.SimpleNamespace(
-        steps=9, out_dir="out", ckpt_dir="", resume="auto", stop=()), []
+        steps=90, out_dir="out", ckpt_dir="", resume="auto", stop=()), []
     monkeypatch.setattr(train, "tqdm", Bar)
 
     def printed_by(observe, *events):
@@ -1412,11 +1413,16 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
     observe = train.console(cfg)
     assert calls == [("bar", None, None, True)]  # the bar appears with the event "start"
     assert printed_by(observe, *events) == compiled + log + rest
-    assert calls == [("bar", 9, 3, True), ("update",), (
+    assert calls == [("bar", 90, 3, True), ("update",), (
         "set_postfix_str", "loss 2.3457  12,346 pixels/s", ("refresh", False))]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     observe = train.console(cfg)
-    assert printed_by(observe, *events) == compiled + rest and calls[0] == ("bar", 9, 3, False)
+    assert printed_by(observe, *events) == compiled + rest and calls[0] == ("bar", 90, 3, False)
+    later = [("log", row | {"step": step}) for step in (11, 12, 13, 20, 21)]
+    assert re.findall(r"step +(\d+)  loss", printed_by(observe, *later)) == ["12", "21"]
+    monkeypatch.setattr(train, "LINE_EVERY_S", 0)
+    assert re.findall(r"step +(\d+)  loss", printed_by(observe, *later)) == [
+        "11", "12", "13", "20", "21"]
     assert printed_by(observe, ("error", {"error": "of it"})) == "" and calls == [("close",)]
     hint = "the same command{} continues from here\n"
     for resume, change, words in (
@@ -2179,11 +2185,12 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
 @pytest.mark.slow
 def test_the_console_fits_80_columns(tiny, tmp_path):
     """On a terminal of 80 columns no line wraps and the progress bar is wider than ten characters.
-    The run prints its summary and that it compiles before it compiles.
+    The run prints its config, its summary and that it compiles before it compiles. A log row leaves
+    a line above the bar after each tenth of the steps.
 
     Break: train.py: |{bar}| {elapsed}<{remaining}{postfix}" => |{bar}| {rate_fmt:>60}{postfix}"
     """
-    cfg = tiny(steps=20, eval_every=0, log_every=5)
+    cfg = tiny(steps=20, eval_every=0, log_every=4)
     Path(cfg.out_dir + ".json").write_text(config.to_json(cfg))
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -2199,8 +2206,11 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
     lines = [re.sub(r"\x1b\[\w*", "", line) for line in lines]
     plain = [line for line in lines if str(tmp_path) not in line]
     assert max(map(len, plain)) <= 80, max(plain, key=len)
-    first = "\n".join(lines[:5])
-    assert "parameters on 8 x cpu" in first and "compiling the training step, for 20 steps" in first
+    text = "\n".join(lines)
+    assert text.index("parameters on 8 x cpu") < text.index("compiling the training step, for 20")
+    assert text.index("config:") < text.index(" --steps 20") < text.index("parameters on")
+    steps = [int(step) for step in re.findall(r"^step +(\d+)  loss .* tokens/s", text, re.M)]
+    assert steps == [4, 8, 12, 16, 20]  # a tenth of the steps is 2
     bars = [line for line in lines if re.match(r"\d+/20 \|", line)]
     assert bars and all(len(line.split("|")[1]) > 10 for line in bars), bars
     assert any("loss" in line and "tokens/s" in line for line in bars)
@@ -3128,19 +3138,30 @@ two = partial(several, 2)
 @pytest.mark.slow
 def test_two_processes_train_like_one(tiny, tmp_path):
     """Two processes with fsdp 2 have the losses, evaluations, checkpoint arrays, samples and
-    exported weights of one process with two devices, up to float32 rounding.
+    exported weights of one process with two devices, up to float32 rounding. With
+    --log_all_processes, process 1 prints its log rows and writes its profile.
 
     Break: train.py: 0 if pinned else index, rows) => 0 if pinned else index, rows - rows.min())
     """
     cfg = tiny(dp=1, fsdp=2, steps=8, schedule="constant", sample_tokens=6, sample_every=4,
-               temperature=0.0, out_dir=str(tmp_path / "two"), dtype="float32",
+               temperature=0.0, out_dir=str(tmp_path / "two"), dtype="float32", profile="3:3",
                export=str(tmp_path / "two_exported"))
-    alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"),
+    alone = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"), profile="",
                                 export=str(tmp_path / "one_exported"))
     one = command(alone, 2)  # runs in parallel
-    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in two(cfg)]
+    runs = two(cfg, "--log_all_processes")
+    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
     assert (code_0, code_1) == (0, 0), output_0 + output_1
     assert "done:" in output_0 and "done:" not in output_1
+    loss_line = r"^{}step +(\d+)  (loss [\d.]+)  lr .* tokens/s  data wait .* ms$"
+    main_lines = re.findall(loss_line.format(""), output_0, re.M)
+    assert len(main_lines) == 8
+    assert re.findall(loss_line.format("process 1  "), output_1, re.M) == main_lines
+    profile = Path(cfg.out_dir, "profile")
+    assert f"process 1  traced steps 3 to 3 into {profile / 'process_1'}" in output_1, output_1
+    for folder in (profile / "plugins", profile / "process_1"):
+        assert len(list(folder.rglob("*.xplane.pb"))) == 1
+    assert not config.load(f"{cfg.out_dir}/config.json").log_all_processes
     assert ended(*one)[0] == 0
     for actual, expected in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)[:2], strict=True):
         np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
