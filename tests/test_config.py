@@ -624,6 +624,7 @@ UNUSED = [
                           router_z=0.1), 4),
     ("coordinator", "", dict(n_processes=2, process_id=1), "host:1"),
     ("coordinator", "auto", dict(n_processes=2, process_id=1), "host:1"),
+    ("coordinator", "", dict(log_all_processes=True), "auto"),
     ("lora_rank", 0, dict(lora_alpha=8.0, lora_targets=("layers.wq",), export_lora="adapter"), 2),
     ("epochs", 2.0, dict(steps=50), 0.0),
     ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="adapter"), "hf"),
