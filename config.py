@@ -68,6 +68,9 @@ class Config:
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
     # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
     export_lora: Literal["merged", "adapter"] = "merged"
+    # before a run with an export, compare the logits of a small model of this form with those that
+    # transformers defines for the exported family
+    export_check: bool = True
     hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
     # folder of compiled programs and tokenized data; empty: keep no compiled programs
     cache_dir: str = "~/.cache/sixfile"
@@ -984,7 +987,7 @@ UNUSED_WHEN = (
     {"field": "epochs", "when": lambda n: n > 0,
      "unused": ("steps",)},
     {"field": "export", "when": lambda x: x == "",
-     "unused": ("export_every", "export_dtype", "export_lora")},
+     "unused": ("export_every", "export_dtype", "export_lora", "export_check")},
     {"field": "init_from", "when": lambda x: "dynamic=yes" not in str(x),
      "unused": ("reload_every",)},
     {"field": "packing", "when": lambda x: x == "stream",
@@ -1222,7 +1225,7 @@ STATE_FIELDS = (
 # A run may resume with any of these changed. Every other field must be named in allow_change.
 RESUMABLE_FIELDS = (
     "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change",
-    "export", "export_dtype", "export_lora", "cache_dir",
+    "export", "export_dtype", "export_lora", "export_check", "cache_dir",
     "token_cache", "wait_s", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",

@@ -909,7 +909,7 @@ def _recomputed_attention(cfg, seq_len):
 # The rooms, in this order: helpers of several rooms, generation, rotary scaling, label smoothing,
 # document mask, rematerialization, memory flags, loss in tiles, log-probabilities of labels, MLP in
 # tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
-# PEFT, this file alone.
+# PEFT, check of exports, this file alone.
 
 
 # ---- helpers of several rooms
@@ -2102,6 +2102,209 @@ def peft_config(cfg, base=None):
         "bias": "none",
         "target_modules": sorted(modules),
     }
+
+
+# ---- check of exports
+
+def export_sizes(cfg):
+    """Fields that make a small model of the form of cfg, for check_export: of the same family of
+    Hugging Face, and with the same features.
+    """
+    n_heads = 4
+    n_kv_heads = min(cfg.n_kv_heads, 2)
+    if cfg.n_kv_heads == cfg.n_heads:
+        n_kv_heads = n_heads
+    d_model = 24
+    if cfg.d_model % cfg.n_heads:
+        d_model = 26
+    n_experts = min(cfg.n_experts, 4)
+    return {
+        "n_layers": 2, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": 8,
+        "d_model": d_model, "d_ff": 20, "vocab_size": 32, "seq_len": 12, "batch_size": 1,
+        "rope_original_len": 16, "sliding_window": min(cfg.sliding_window, 5),
+        "n_experts": n_experts, "experts_per_token": min(cfg.experts_per_token, n_experts or 2),
+        "capacity_factor": 0.0, "lora_rank": min(cfg.lora_rank, 2),
+        "dtype": "float32", "param_dtype": "float32", "attention": "xla", "remat": "none",
+        "mlp_tiles": 1, "logit_tiles": 0,
+    }
+
+
+# Largest difference of logits, relative to the largest logit. In float32 it is about 1e-6.
+EXPORT_TOLERANCE = 1e-4
+
+
+def check_export(cfg, adapter=False):
+    """Compare the logits of `forward` with those that the exported family defines, for random
+    parameters. cfg: with the sizes of export_sizes. adapter: the LoRA factors are exported.
+
+    Raises: ValueError when they differ, naming the part that differs.
+    """
+    rng = np.random.default_rng(0)
+    params = {}
+    for name, row in param_table(cfg).items():
+        kind, value = row["init"]
+        center = value if kind == "constant" else 0.0
+        params[name] = np.float32(center + rng.normal(0, 0.3, row["shape"]))
+    tokens_T = rng.integers(0, cfg.vocab_size, cfg.seq_len)
+    hf = hf_config(cfg)
+
+    @jax.jit
+    def local(params):
+        """Our logits, and the parameters that an export writes."""
+        logits_1TV, _ = forward(params, {"tokens": tokens_T[None]}, cfg)
+        return logits_1TV[0], params if adapter else merge_lora(params, cfg)
+
+    def compare(params):
+        """(largest difference of the logits, largest logit)"""
+        with jax.default_matmul_precision("highest"):
+            local_TV, exported = jax.device_get(local(params))
+        tensors = _hf_tensors(exported, cfg)
+        if adapter:
+            _add_adapter(tensors, _hf_tensors(exported, cfg, adapter=True), peft_config(cfg))
+        hf_TV = hf_logits(hf, tensors, tokens_T)
+        return abs(local_TV - hf_TV).max(), abs(hf_TV).max()
+
+    difference, largest = compare(params)
+    if difference <= EXPORT_TOLERANCE * largest:
+        return
+    # Which part differs? Without the output of attention, or of the MLP, the logits may agree.
+    part = "the model"
+    for name, label in (("layers.wo", "attention"), ("layers.w_down", "the MLP")):
+        zeros = {key: 0 * x for key, x in params.items() if key.startswith(name)}
+        rest, largest_rest = compare(params | zeros)
+        if rest <= EXPORT_TOLERANCE * largest_rest:
+            part = label
+    raise ValueError(
+        f"export: {part} computes something else here than in {hf['architectures'][0]} of "
+        f"transformers: in a small model of this form the logits, up to {largest:.2g}, differ by "
+        f"{difference:.2g}. Undo the change in model.py, or set --no_export_check to write the "
+        "weights for code of your own")
+
+
+def _hf_tensors(params, cfg, adapter=False):
+    """{Hugging Face's name: array} of NumPy arrays. adapter: see hf_pieces."""
+    tensors = {}
+    for name, (indices, transposed) in hf_pieces(cfg, adapter).items():
+        for index, hf_name in indices.items():
+            x = params[name][index]
+            tensors[hf_name] = x.T if transposed else x
+    return tensors
+
+
+def _add_adapter(tensors, adapter, peft):
+    """Add the LoRA factors of a PEFT adapter to tensors, as PEFT merges them."""
+    for name, a in adapter.items():
+        if name.endswith(".lora_A.weight"):
+            stem = name.removesuffix(".lora_A.weight")
+            b = adapter[f"{stem}.lora_B.weight"]
+            weight = stem.removeprefix("base_model.model.") + ".weight"
+            tensors[weight] = tensors[weight] + peft["lora_alpha"] / peft["r"] * (b @ a)
+
+
+def hf_logits(hf, tensors, tokens_T):
+    """Logits [T, V] of a sequence as transformers defines them, in float64 NumPy. hf: a config.json
+    as hf_config writes it. tensors: {Hugging Face's name: array}.
+
+    Written from the definitions in transformers, and not from the functions above, so that it finds
+    where these differ.
+    """
+    family = hf["model_type"]
+    if family not in HF_FAMILIES:
+        raise ValueError(f"export: hf_logits in model.py does not define {family}; extend it, or "
+                         "set --no_export_check")
+    tensors = {name: np.float64(x) for name, x in tensors.items()}
+
+    def linear(x, name):
+        y = x @ tensors[f"{name}.weight"].T
+        if f"{name}.bias" in tensors:
+            y = y + tensors[f"{name}.bias"]
+        return y
+
+    def norm(x, name):
+        mean_square = (x * x).mean(axis=-1, keepdims=True)
+        return x / np.sqrt(mean_square + hf["rms_norm_eps"]) * tensors[f"{name}.weight"]
+
+    x_TD = tensors["model.embed_tokens.weight"][tokens_T]
+    for i in range(hf["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        y_TD = norm(x_TD, f"{layer}.input_layernorm")
+        x_TD = x_TD + _hf_attention(y_TD, f"{layer}.self_attn", linear, norm, hf)
+        y_TD = norm(x_TD, f"{layer}.post_attention_layernorm")
+        x_TD = x_TD + _hf_mlp(y_TD, layer, linear, hf)
+    x_TD = norm(x_TD, "model.norm")
+    head = "model.embed_tokens" if hf["tie_word_embeddings"] else "lm_head"
+    return linear(x_TD, head)
+
+
+def _hf_attention(x_TD, name, linear, norm, hf):
+    T, H = len(x_TD), hf["head_dim"]
+    q_TNH = linear(x_TD, f"{name}.q_proj").reshape(T, -1, H)
+    k_TKH = linear(x_TD, f"{name}.k_proj").reshape(T, -1, H)
+    v_TKH = linear(x_TD, f"{name}.v_proj").reshape(T, -1, H)
+    if hf["model_type"].startswith("qwen3"):
+        q_TNH = norm(q_TNH, f"{name}.q_norm")
+        k_TKH = norm(k_TKH, f"{name}.k_norm")
+    q_TNH = _hf_rotate(q_TNH, hf)
+    k_TKH = _hf_rotate(k_TKH, hf)
+
+    # A query sees the keys before it, and within the window.
+    distance = np.arange(T)[:, None] - np.arange(T)[None, :]
+    mask = distance >= 0
+    has_window = hf["use_sliding_window"] or not hf["model_type"].startswith("qwen")
+    if has_window and hf["sliding_window"]:
+        mask &= distance < hf["sliding_window"]
+
+    heads = []
+    group = hf["num_attention_heads"] // hf["num_key_value_heads"]
+    for n in range(hf["num_attention_heads"]):
+        scores = q_TNH[:, n] @ k_TKH[:, n // group].T / np.sqrt(H)
+        e = np.where(mask, np.exp(scores - scores.max(axis=1, keepdims=True)), 0)
+        heads.append(e / e.sum(axis=1, keepdims=True) @ v_TKH[:, n // group])
+    return linear(np.concatenate(heads, axis=1), f"{name}.o_proj")
+
+
+def _hf_rotate(x, hf):
+    """Rotate each head of x [T, heads, H] by its position."""
+    T, H = len(x), hf["head_dim"]
+    freq = hf["rope_theta"] ** (-np.arange(0, H, 2) / H)
+    scaling = hf["rope_scaling"]
+    if scaling:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        wavelength = 2 * np.pi / freq
+        smooth = (scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)
+        smooth = np.clip(smooth, 0, 1)
+        freq = smooth * freq + (1 - smooth) * freq / scaling["factor"]
+    angle = (np.arange(T)[:, None] * freq)[:, None]
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _hf_mlp(x_TD, layer, linear, hf):
+    """SwiGLU, or the weighted sum of each token's experts."""
+    def swiglu(x, name, gate, up, down):
+        g = linear(x, f"{name}.{gate}")
+        return linear(g / (1 + np.exp(-g)) * linear(x, f"{name}.{up}"), f"{name}.{down}")
+
+    projections = ("gate_proj", "up_proj", "down_proj")
+    family = hf["model_type"]
+    if family == "mixtral":
+        mlp = f"{layer}.block_sparse_moe"
+        projections = ("w1", "w3", "w2")
+    elif family == "qwen3_moe":
+        mlp = f"{layer}.mlp"
+    else:
+        return swiglu(x_TD, f"{layer}.mlp", *projections)
+
+    logits_TE = linear(x_TD, f"{mlp}.gate")
+    p_TE = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
+    y_TD = np.zeros_like(x_TD)
+    for t, p_E in enumerate(p_TE):
+        chosen = np.argsort(-p_E)[:hf["num_experts_per_tok"]]
+        for expert in chosen:
+            y_D = swiglu(x_TD[t], f"{mlp}.experts.{expert}", *projections)
+            y_TD[t] += p_E[expert] / p_E[chosen].sum() * y_D
+    return y_TD
 
 
 # ---- this file alone

@@ -2337,6 +2337,9 @@ def export_hf(params, cfg):
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, as_adapter)
     if params is None:
+        if cfg.export_check:
+            small = dataclasses.replace(cfg, **model.export_sizes(cfg))
+            model.check_export(small, as_adapter)
         return
 
     if not as_adapter:

@@ -627,7 +627,8 @@ UNUSED = [
     ("coordinator", "", dict(log_all_processes=True), "auto"),
     ("lora_rank", 0, dict(lora_alpha=8.0, lora_targets=("layers.wq",), export_lora="adapter"), 2),
     ("epochs", 2.0, dict(steps=50), 0.0),
-    ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="adapter"), "hf"),
+    ("export", "", dict(export_every=5, export_dtype="bfloat16", export_lora="adapter",
+                         export_check=False), "hf"),
     ("init_from", ("a",), dict(reload_every=5), ("a", "b dynamic=yes")),
     ("packing", "stream", dict(truncation="drop", padding_side="left"), "best_fit"),
     ("packing", "none", dict(document_mask=True), "stream"),
@@ -766,15 +767,45 @@ def test_presets_are_as_published(name, theta, eps, vocab, tied, qk_norm, length
     assert (cfg.tie_embeddings, cfg.qk_norm, cfg.seq_len) == (tied, qk_norm, length)
 
 
+# Checksums of the defaults by group of --help, and of the presets.
+CHECKSUMS = {
+    "run": 1637994694,
+    "data": 1124904215,
+    "length and batch": 363732991,
+    "model": 3013660533,
+    "numerics": 3363611907,
+    "optimizer": 3817727502,
+    "mesh": 2023442239,
+    "intervals": 2920351256,
+    "sampling": 2365760549,
+    "debug": 3161206102,
+    "gpt2-124m": 63623101,
+    "llama-8b": 767019632,
+    "llama-70b": 2532477949,
+    "llama-405b": 37368720,
+    "qwen3-0.6b": 1520060492,
+    "qwen3-8b": 675472453,
+    "qwen3-30b-a3b": 683226111,
+    "mixtral-8x7b": 402519049,
+}
+
+
 def test_defaults_and_presets_change_on_purpose():
-    """A checksum of all defaults and presets finds a value that was changed by accident. After a
-    change on purpose, write the new checksum here.
+    """A checksum of the defaults of each group, and of each preset, finds a value that was changed
+    by accident.
 
     Break: config.py: "vocab_size": 50304 => "vocab_size": 50034
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
-    text = json.dumps([defaults, config.PRESETS], sort_keys=True)
-    assert zlib.crc32(text.encode()) == 1273528121
+    groups = {}
+    for name, group in config.field_groups(Config).items():
+        groups.setdefault(group, {})[name] = getattr(Config(), name)
+    found = {}
+    for name, values in (groups | config.PRESETS).items():
+        found[name] = zlib.crc32(json.dumps(values, sort_keys=True).encode())
+    for name in found.keys() | CHECKSUMS.keys():
+        assert found.get(name) == CHECKSUMS.get(name), (
+            f"a value of {name!r} in config.py has changed: {groups.get(name)}; if on purpose, set "
+            f"its checksum in CHECKSUMS in tests/test_config.py to {found.get(name)}")
 
 
 @pytest.mark.parametrize("power, letter", [*enumerate("KMGT", 1)])
@@ -873,8 +904,8 @@ def test_a_resume_may_change_the_resumable_fields_and_no_others():
             config.check_resumable(old, new)
             resumable.add(field.name)
     expected = """
-        mode config out_dir ckpt_dir resume allow_change export export_dtype export_lora cache_dir
-        token_cache wait_s stop steps epochs grad_accum_steps width_mult
+        mode config out_dir ckpt_dir resume allow_change export export_dtype export_lora
+        export_check cache_dir token_cache wait_s stop steps epochs grad_accum_steps width_mult
         attention remat logit_tiles mlp_tiles deterministic offload_optimizer
         dp fsdp ep tp sp slices coordinator n_processes process_id peer_timeout_s
         track log_every eval_every eval_batches save_every max_to_keep keep_period save_exclude

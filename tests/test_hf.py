@@ -170,6 +170,73 @@ def test_a_hugging_face_model_has_the_same_logits_and_tokens(name, tmp_path):
     assert_close(logits, hf_logits(back.eval()))
 
 
+# ---- check of exports
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_definition_in_numpy_is_that_of_transformers(name, tmp_path):
+    """hf_logits gives the logits of a model of transformers in PyTorch, from the saved tensors and
+    the config.json that an export of these fields has, to 2e-5 of the largest.
+
+    Break: model.py: p_E[expert] / p_E[chosen].sum() * y_D => p_E[expert] * y_D
+    """
+    hf_model = make_hf_model(name, tmp_path / "hf")
+    written = json.loads(json.dumps(model.hf_config(read_config(tmp_path / "hf"))))
+    logits = model.hf_logits(written, read_files(tmp_path / "hf"), TOKENS[0])
+    assert_close(logits, hf_logits(hf_model)[0])
+
+
+def export_config(tiny, **changes):
+    return tiny(**dict(dtype="float32", export="exported", export_dtype="bfloat16") | changes)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(n_experts=8, experts_per_token=1, qk_norm=False, tie_embeddings=False, n_kv_heads=1),
+    dict(qk_norm=False, qkv_bias=True, sliding_window=99),
+    dict(qk_norm=False, rope_factor=8.0, d_model=34, head_dim=8),
+    dict(lora_rank=2, export_lora="adapter"), dict(lora_rank=2, lora_targets=("layers.wq",)),
+])
+def test_an_export_passes_its_check(changes, tiny):
+    """The small model has the family of the run, and its logits agree with the definition.
+
+    Break: model.py: "rope_original_len": 16, "sliding_window": min(cfg.sliding_window, 5), =>
+    "rope_original_len": 16, "sliding_window": 0,
+    """
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    cfg = train.setup_run(export_config(tiny, **changes))["cfg"]
+    small = dataclasses.replace(cfg, **model.export_sizes(cfg))
+    families = [model.hf_config(each)["model_type"] for each in (cfg, small)]
+    assert families[0] == families[1]
+    assert bool(small.sliding_window) == bool(cfg.sliding_window)
+    assert (small.n_kv_heads == small.n_heads) == (cfg.n_kv_heads == cfg.n_heads)
+
+
+@pytest.mark.parametrize("function, part", [
+    ("_mlp", "the MLP"), ("_attention_mask", "attention"), ("_embed", "the model")])
+def test_an_export_of_a_changed_model_is_refused(function, part, tiny, monkeypatch):
+    """A changed activation, mask or embedding is found before the run starts, and the error names
+    the part that was changed. With --no_export_check the run has its export.
+
+    Break: model.py: part = label => part = "the model"
+    """
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+    def mlp(x, w, cfg):
+        gate = jax.nn.gelu(model._linear(x, w, "w_gate", cfg))
+        return model._linear(gate * model._linear(x, w, "w_up", cfg), w, "w_down", cfg)
+
+    def mask(query_pos, n_keys, window):
+        return jax.numpy.abs(query_pos[:, :, None] - jax.numpy.arange(n_keys)[None, None]) < 9
+
+    changed = {"_mlp": mlp, "_attention_mask": mask, "_embed": lambda x, tokens: 3 * x[tokens]}
+    monkeypatch.setattr(model, function, changed[function])
+    with pytest.raises(ValueError) as error:
+        train.setup_run(export_config(tiny))
+    message = f"export: {part} computes something else here than in Qwen3ForCausalLM of transfor"
+    assert str(error.value).startswith(message), error.value
+    assert train.setup_run(export_config(tiny, export_check=False))["cfg"].export
+    assert not train.setup_run(export_config(tiny, export="", export_dtype="float32"))["cfg"].export
+
+
 # ---- config.json
 
 HUB = {  # config.json files written by transformers 4, and the fields that they give

@@ -148,6 +148,14 @@ FEATURES = {
              "        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n", ""),
         ],
     },
+    "check of exports": {
+        "rooms": {"model.py": ["check of exports"]},
+        "edits": [
+            ("train.py", "        if cfg.export_check:\n"
+             "            small = dataclasses.replace(cfg, **model.export_sizes(cfg))\n"
+             "            model.check_export(small, as_adapter)\n", ""),
+        ],
+    },
     "document mask": {
         "rooms": {"model.py": ["document mask"], "data.py": ["document mask"]},
         "edits": [
