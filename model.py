@@ -2249,10 +2249,11 @@ def _hf_attention(x_TD, name, linear, norm, hf):
 
     # A query sees the keys before it, and within the window.
     distance = np.arange(T)[:, None] - np.arange(T)[None, :]
-    mask = distance >= 0
+    window = T
     has_window = hf["use_sliding_window"] or not hf["model_type"].startswith("qwen")
     if has_window and hf["sliding_window"]:
-        mask &= distance < hf["sliding_window"]
+        window = hf["sliding_window"]
+    mask = (0 <= distance) & (distance < window)
 
     heads = []
     group = hf["num_attention_heads"] // hf["num_key_value_heads"]
