@@ -2253,7 +2253,7 @@ def _hf_attention(x_TD, name, linear, norm, hf):
     has_window = hf["use_sliding_window"] or not hf["model_type"].startswith("qwen")
     if has_window and hf["sliding_window"]:
         window = hf["sliding_window"]
-    mask = (0 <= distance) & (distance < window)
+    mask = (distance >= 0) & (distance < window)
 
     heads = []
     group = hf["num_attention_heads"] // hf["num_key_value_heads"]
