@@ -4,8 +4,8 @@
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
 its arguments alone; there is no iterator state. Optional, at the end: mixtures, windows, document
-mask, packing, token files, prompts and chats, file formats, tokenizers, names on the Hub, custom
-tasks.
+mask, packing, token files, prompts and chats, examples, file formats, tokenizers, names on the Hub,
+custom tasks.
 """
 import contextlib
 import csv
@@ -18,6 +18,8 @@ import inspect
 import io
 import json
 import os
+import pickle
+import pickletools
 import re
 import resource
 import shutil
@@ -307,7 +309,7 @@ def open_text(parts, cfg):
         "batch": (step, rows) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
-        "examples": texts to print that show the labels,
+        "examples": documents to print, as show_examples returns them,
         "bytes_per_token": number, or None if it is unknown}.
     The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys: see
     in_windows.
@@ -315,7 +317,7 @@ def open_text(parts, cfg):
     seed, cache_dir and out_dir.
     """
     # By default, ids are the bytes of the text.
-    tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    tokenizer = make_cfg_tokenizer(cfg)
     seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
     seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
     open_files = partial(
@@ -335,7 +337,8 @@ def open_text(parts, cfg):
 
     # Optional: train on one file after the other, each shuffled inside.
     if cfg.order == "windows":
-        return {"train": _open_windows(cfg, open_files), "val": val}
+        train = _open_windows(cfg, open_files, tokenizer)
+        return {"train": train, "val": val}
     # Optional: several datasets, mixed by weight.
     if cfg.mix:
         return _open_mixture(cfg, open_files, tokenizer, val)
@@ -356,7 +359,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),
-        "examples": show_examples(dataset, tokenizer),
+        "examples": show_examples(dataset, tokenizer),  # optional: examples
         "bytes_per_token": bytes_per_token(dataset, tokenizer),
     }
 
@@ -384,6 +387,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
     if token_files:
         shards += _open_token_files(token_files, seq_format, dtype, eod_id)
     if texts:
+        check_has_end(tokenizer, texts[0])
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
     _check_shards(dataset, may_be_empty)  # each has a label, and ids below vocab_size
@@ -1001,8 +1005,9 @@ def _write_once(folder, write, read):
 # ---- the tokenizer
 
 def make_tokenizer(name, eos_token=""):
-    """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved, or
-    tiktoken:ENCODING. eos_token: the token that ends a document; empty: the tokenizer's own.
+    """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved,
+    tiktoken:ENCODING, or a meta.pkl of nanoGPT. eos_token: the token that ends a document; empty:
+    the tokenizer's own. Files that are as they were at the last call are not read again.
 
     Special tokens that are written out in a text become their ids, in all tokenizers but bytes,
     which has none.
@@ -1015,19 +1020,31 @@ def make_tokenizer(name, eos_token=""):
         "n_bytes": ids -> number of bytes of their text,
         "count_dropped": text -> number of its characters that have no token; None: all have,
         "vocab_size", "dtype": of the ids,
-        "bos", "eos": ids around a document; bos None: an eos stands before it, too,
+        "bos", "eos": ids around a document; bos None: an eos stands before it, too; eos None: the
+            tokenizer can only be used with token files,
+        "start": the id before the first one of a sample, where "bos" and "eos" are None,
         "stops": ids that end a sample,
         "special_tokens": {text: id},
         "chat": None, or a function that loads the chat template,
         "piece": characters of the pieces in which a text is encoded; -1: in one,
-        "key": a JSON value that identifies the tokenizer}.
+        "key": a JSON value that identifies the tokenizer,
+        "name": for messages}.
     """
+    name = hub_path(name)  # optional: tokenizers on the Hub
+    return dict(_read_tokenizer(name, eos_token, _file_states(name)))
+
+
+@lru_cache(maxsize=8)
+def _read_tokenizer(name, eos_token, file_states):
+    """Make a tokenizer; it is kept, and read again when file_states differ."""
     if name == "bytes":
         library = _bytes_tokenizer(eos_token)
     elif name.startswith("tiktoken:"):
         library = _tiktoken_tokenizer(name, eos_token)
+    elif name.endswith(".pkl"):
+        library = _character_tokenizer(name, eos_token)
     else:
-        library = _hf_tokenizer(hub_path(name), eos_token)  # optional: names on the Hub
+        library = _hf_tokenizer(name, eos_token)
     dtype = np.min_scalar_type(library["vocab_size"] - 1)
 
     def encode_batch(texts):
@@ -1042,21 +1059,48 @@ def make_tokenizer(name, eos_token=""):
     def n_bytes(ids):
         return len(decode(ids).encode())
 
-    # Probe: does encoding in pieces give the same ids? These are cut as by _text_pieces.
-    pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
-    can_cut = np.array_equal(encode("".join(pieces)), np.concatenate(encode_batch(pieces)))
     defaults = {
         "encode_continuations": encode_batch, "encode_with_offsets": None, "n_bytes": n_bytes,
         "count_dropped": None, "bos": None, "stops": {library["eos"]}, "special_tokens": {},
-        "chat": None, "key": name, "piece": 2**14,
+        "chat": None, "key": name, "start": library["eos"] or 0,
     }
     tokenizer = defaults | library
     tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode,
-                  "key": [tokenizer["key"], eos_token]}
-    has_space = any(re.search(r"\S\s", token) for token in tokenizer["special_tokens"])
-    if not can_cut or has_space:
-        tokenizer["piece"] = -1
+                  "key": [tokenizer["key"], eos_token], "name": name}
+    tokenizer["stops"] = tokenizer["stops"] - {None}
+    if "piece" not in library:
+        can_cut = _can_cut(encode_batch, tokenizer["special_tokens"])
+        tokenizer["piece"] = 2**14 if can_cut else -1
     return tokenizer
+
+
+def _file_states(name):
+    """Return the names, times and sizes of a tokenizer's files, which change when one is written;
+    () for a tokenizer without files.
+    """
+    states = []
+    for file in (Path(name), *_tokenizer_files(name)):
+        if file.is_file():
+            stat = file.stat()
+            states.append((str(file), stat.st_mtime_ns, stat.st_size))
+    return tuple(states)
+
+
+def _can_cut(encode_batch, special_tokens):
+    """Probe whether a text that is encoded in pieces gets the same ids. See _text_pieces."""
+    if any(re.search(r"\S\s", token) for token in special_tokens):
+        return False
+    pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
+    whole = encode_batch(["".join(pieces)])[0]
+    return np.array_equal(whole, np.concatenate(encode_batch(pieces)))
+
+
+def check_has_end(tokenizer, where):
+    """Raise ValueError for a tokenizer that cannot end the documents of a file of text."""
+    if tokenizer["eos"] is None:
+        raise ValueError(f"tokenizer {tokenizer['name']!r}: has no end-of-document token, which "
+                         f"the text in {where} needs; name one of its tokens with --eos_token. "
+                         "Token files (.bin, .npy) need none")
 
 
 def _bytes_tokenizer(eos_token):
@@ -1078,24 +1122,57 @@ def _decode_bytes(ids):
     return b"".join(pieces).decode(errors="replace")
 
 
+def make_cfg_tokenizer(cfg):
+    """Make the tokenizer of a config. Where token files have ids of an unknown vocabulary, it shows
+    ids as numbers: shown as bytes, they would look like a text that they are not.
+    """
+    tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    patterns = [*cfg.data, *cfg.val_data, *(name.rpartition("=")[0] for name in cfg.mix)]
+    has_token_files = any(name.lower().endswith(TOKEN_FILES) for name in patterns)
+    if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and has_token_files:
+        eos = cfg.eod_id if cfg.eod_id >= 0 else None
+        tokenizer |= {"encode": partial(_refuse_text, patterns), "decode": _decode_numbers,
+                      "eos": eos, "stops": {eos} - {None}}
+    return tokenizer
+
+
+def _refuse_text(patterns, text):
+    """Encode no text but an empty one, since the vocabulary is unknown."""
+    if text:
+        raise ValueError(f"tokenizer 'bytes': the ids in {' '.join(patterns)} are not bytes, so "
+                         f"that {text[:40]!r} has no ids; set --tokenizer to the one that made "
+                         "these files")
+    return np.zeros(0, np.int64)
+
+
+def _decode_numbers(ids):
+    return "".join(f"<{i}>" for i in np.asarray(ids).tolist())
+
+
 # ---- summaries and metrics
 
 def describe(dataset):
-    """Summarize in a line what was read and what was skipped."""
-    if dataset["seq_format"]["packing"] != "stream":
-        facts = [_describe_packing(dataset)]
+    """Summarize in a few lines what was read, what was skipped, and what is a label."""
+    packed = dataset["seq_format"]["packing"] != "stream"
+    if packed:
+        lines = _describe_packing(dataset)
     else:
-        facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
+        lines = [f"{dataset['lengths'].sum():,} tokens, {dataset['n']:,} sequences"]
+    counts = []
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
             for name, n in shard.get("counts", {}).items():
-                is_repeated = name == "documents" and len(facts) == 1  # packing has counted them
+                is_repeated = name == "documents" and packed
                 if n and not is_repeated:
-                    facts.append(f"{n:,} {name}")
+                    counts.append(f"{n:,} {name}")
+    # The number of documents is on the first line.
+    if not packed and counts:
+        lines[0] += f", {counts.pop(0)}"
+    lines += counts
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
-        facts += _describe_labels(dataset)
-    return ", ".join(facts)
+        lines += _describe_labels(dataset)
+    return "\n".join(lines)
 
 
 def fingerprint(dataset):
@@ -1241,6 +1318,14 @@ def _check_shards(dataset, may_be_empty):
             check_ids(tokens[None, : N_SCANNED // n_shards], seq_format["vocab_size"], [shard])
 
 
+def has_label(shard):
+    """Return whether any token of a shard is a label."""
+    if "ignored" not in shard:
+        return True
+    # The first token of a shard follows no other one, so it is no label.
+    return np.count_nonzero(shard["ignored"][1:]) < len(shard["ignored"]) - 1
+
+
 def check_ids(rows, vocab_size, shards):
     """Raise ValueError for an id outside [0, vocab_size), naming the shard of its row.
 
@@ -1292,7 +1377,7 @@ def require(module, user):
 
 
 # ---- optional
-# Mixtures, windows, document mask, packing, token files, prompts and chats, file formats,
+# Mixtures, windows, document mask, packing, token files, prompts and chats, examples, file formats,
 # tokenizers, names on the Hub, custom tasks. A room can be deleted together with the few lines that
 # call it.
 
@@ -1322,7 +1407,7 @@ def _open_mixture(cfg, open_files, tokenizer, val):
         for name, (_, val_dataset) in zip(weights, pairs):
             val_sources[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
         summaries = [f"{name}: {source['summary']}" for name, source in val_sources.items()]
-        val = {"parts": val_sources, "summary": "; ".join(summaries)}
+        val = {"parts": val_sources, "summary": "\n".join(summaries)}
 
     mixed = mix(datasets, list(weights.values()))
     train = _make_source(mixed, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
@@ -1401,21 +1486,30 @@ def _describe_mixture(mixture):
     for n, dataset in zip(mixture["counts"], mixture["datasets"]):
         name = dataset["shards"][0]["name"]
         summaries.append(f"{n / n_cycle:.3g} of {name}: {describe(dataset)}")
-    return "; ".join(summaries)
+    return "\n".join(summaries)
 
 
 # ---- windows
 
-def _open_windows(cfg, open_files):
+def _open_windows(cfg, open_files, tokenizer):
     """Open the files of a config as training data in windows."""
     @cache
     def open_file(name):
         return open_files([name], may_be_empty=True)
 
+    def size_of(name):
+        dataset = open_file(name)
+        return dataset["n"] if any(map(has_label, dataset["shards"])) else 0
+
     def read(name, examples):
         return _read_sequences(open_file(name), examples)
 
-    return in_windows(cfg, lambda name: open_file(name)["n"], read)
+    source = in_windows(cfg, size_of, read)
+    first_name = next(filter(size_of, _unseen_files(cfg, ())))
+    first = open_file(first_name)
+    source["summary"] += f"\n{first_name}: {describe(first)}"
+    source["examples"] = show_examples(first, tokenizer)  # optional: examples
+    return source
 
 
 def in_windows(cfg, size_of, read):
@@ -1608,7 +1702,7 @@ def _window_record(size_of, name):
     """Make the record of a file in windows.jsonl, without its epoch."""
     n = int(size_of(name))
     if not n:
-        tqdm.write(f"{name}: has no example; skipped")
+        tqdm.write(f"{name}: has no example with a label; skipped")
     return {"name": name, "n": n, "bytes": _content_id(Path(name))}
 
 
@@ -1845,6 +1939,7 @@ def _cut_documents(shard, cut):
 
 
 def _describe_packing(dataset):
+    """Summarize documents in sequences, in lines."""
     seq_format = dataset["seq_format"]
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]])
     n_long = (n_tokens - 1 > seq_format["seq_len"]).sum()
@@ -1854,14 +1949,14 @@ def _describe_packing(dataset):
         n_used_documents += len(shard["spans"])
         n_used_tokens += (np.diff(shard["spans"]) - 1).sum()
     padding = 1 - n_used_tokens / (dataset["n"] * seq_format["seq_len"])
-    summary = (f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} "
-               f"sequences, {n_long:,} longer (--truncation {seq_format['truncation']}), "
-               f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding")
+    lines = [f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences, "
+             f"{n_long:,} longer (--truncation {seq_format['truncation']})",
+             f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding"]
     n_cut_away = sum(shard["n_cut_away"] for shard in dataset["shards"])
     if n_cut_away:
-        summary += (f", {n_cut_away:,} documents skipped, since they have no label once they are "
-                    "cut; see --truncation and --seq_len")
-    return summary
+        lines.append(f"{n_cut_away:,} documents skipped, since they have no label once they are "
+                     "cut; see --truncation and --seq_len")
+    return lines
 
 
 # ---- token files
@@ -2422,8 +2517,7 @@ def _ignore_outside(encoded, example, tokenizer):
 
 def _check_labels(shard, prefix=""):
     """Raise ValueError for a shard without any label. prefix: of the message."""
-    # The first token of a shard follows no other one, so it is no label.
-    if np.count_nonzero(shard["ignored"][1:]) == len(shard["ignored"]) - 1:
+    if not has_label(shard):
         raise ValueError(f"{prefix}{shard['name']}: no token is a label: only completions of "
                          "prompts are, and messages of the assistant whose weight is not 0")
 
@@ -2464,57 +2558,6 @@ def _describe_labels(dataset):
     return facts
 
 
-N_SHOWN = 2  # documents to show
-N_SEARCHED = 10_000  # documents in which one with a label is searched
-SHOWN_TOKENS = 60  # at most, on each side of the first label
-
-
-def show_examples(dataset, tokenizer):
-    """Return the first documents with a label as texts, the labels within {+ and +}.
-
-    Returns [] if all tokens are labels.
-    """
-    texts = []
-    for shard in dataset["shards"]:
-        if "ignored" not in shard:
-            continue
-        # The first part of a split may have lost the end of a document.
-        documents = shard["documents"][:N_SEARCHED] - shard["token_offset"]
-        if "spans" in shard:  # as they are packed, and cut
-            documents = shard["spans"][:N_SEARCHED]
-        for first, last in documents.tolist():
-            ignored = shard["ignored"][max(first, 0) : last]
-            if first < 0 or np.all(ignored[1:]):
-                continue
-            ids = shard["tokens"][first : first + len(ignored)]
-            ignored = ignored.copy()
-            ignored[0] = 1  # it follows no other token of its document
-            texts.append(_show_labels(ids, ignored, tokenizer))
-            if len(texts) == N_SHOWN:
-                return texts
-    return texts
-
-
-def _show_labels(ids, ignored, tokenizer):
-    """Return the text of a document, the labels within {+ and +}, cut around the first label."""
-    first_label = int(np.argmin(ignored))
-    start = max(0, first_label - SHOWN_TOKENS)
-    stop = first_label + SHOWN_TOKENS
-    # Where labels begin and end.
-    borders = np.flatnonzero(np.diff(ignored[start:stop])) + 1
-    pieces = ["..."] if start else []
-    shown = ""
-    for n in (*borders.tolist(), len(ignored[start:stop])):
-        # Decode from the beginning: some tokenizers drop the space at the start of a text.
-        text = tokenizer["decode"](ids[start : start + n])
-        piece = text[len(shown) :]
-        shown = text
-        pieces.append(piece if ignored[start + n - 1] else "{+" + piece + "+}")
-    if stop < len(ids):
-        pieces.append("...")
-    return "".join(pieces)
-
-
 CHAT_READERS = (
     _read_prompt_or_chat, _messages_in, _alpaca_instruction, _named_columns, _parsed, _join_prompt,
     messages_of_pair, _with_role, _clean_messages, _content_text, _takes_weight, _chat_template,
@@ -2522,6 +2565,66 @@ CHAT_READERS = (
     _find_start, _find_end, _n_common, _n_common_tokens, _marked_copies, _marked_functions,
     _split_at_marker, _ignore_outside,
 )
+
+
+# ---- examples
+
+N_SHOWN = 2  # examples to show
+N_SEARCHED = 10_000  # documents in which one with a label is searched
+SHOWN_TOKENS = 100  # at most, on each side of the first label
+
+
+def show_examples(dataset, tokenizer):
+    """Return the first examples with a label, each as pieces of text: [(text, whether the piece is
+    labels)]. An example is a document as it is packed, or the first tokens of a token file.
+    """
+    examples = []
+    for shard in dataset["shards"]:
+        for first, last in _spans_to_show(shard, dataset["seq_format"]["seq_len"]):
+            ids = shard["tokens"][first:last]
+            ignored = np.zeros(len(ids), np.uint8)
+            if "ignored" in shard:
+                ignored[:] = shard["ignored"][first:last]
+            ignored[:1] = 1  # it follows no other token of its document
+            if not ignored.all():
+                examples.append(_show_labels(ids, ignored, tokenizer))
+            if len(examples) == N_SHOWN:
+                return examples
+    return examples
+
+
+def _spans_to_show(shard, seq_len):
+    """Return [first token, the one after the last] of the examples of a shard to choose from."""
+    if "documents" not in shard:
+        starts = range(0, len(shard["tokens"]) - 1, seq_len)[:N_SHOWN]
+        return [(start, start + seq_len + 1) for start in starts]
+    if "spans" in shard:  # packed, and cut
+        return shard["spans"][:N_SEARCHED].tolist()
+    # In the second part of a split, the first document may have lost its beginning.
+    documents = shard["documents"][:, 0] >= shard["token_offset"]
+    first = int(np.argmax(documents))
+    return (shard["documents"][first : first + N_SEARCHED] - shard["token_offset"]).tolist()
+
+
+def _show_labels(ids, ignored, tokenizer):
+    """Return a document as pieces [(text, whether it is labels)], cut around the first label."""
+    first_label = int(np.argmin(ignored))
+    start = max(0, first_label - SHOWN_TOKENS)
+    stop = first_label + SHOWN_TOKENS
+    # Where labels begin and end.
+    borders = np.flatnonzero(np.diff(ignored[start:stop])) + 1
+    pieces = []
+    if start:
+        pieces.append(("...", False))
+    shown = ""
+    for n in (*borders.tolist(), len(ignored[start:stop])):
+        # Decode from the beginning: some tokenizers drop the space at the start of a text.
+        text = tokenizer["decode"](ids[start : start + n])
+        pieces.append((text[len(shown) :], not ignored[start + n - 1]))
+        shown = text
+    if stop < len(ids):
+        pieces.append(("...", False))
+    return pieces
 
 
 # ---- file formats
@@ -2754,7 +2857,7 @@ def _tiktoken_tokenizer(name, eos_token):
         encoding = library.get_encoding(name.partition(":")[2])
     special_tokens = {text: encoding.encode_single_token(text)
                       for text in sorted(encoding.special_tokens_set)}
-    eos = encoding.eot_token
+    eos = special_tokens.get("<|endoftext|>")
     if eos_token:
         eos = _find_token(eos_token, special_tokens.get(eos_token), name)
     return {
@@ -2793,11 +2896,8 @@ def _hf_tokenizer(name, eos_token):
     if eos_token or declared:
         eos_name = eos_token or declared
         eos = _find_token(eos_name, tok.token_to_id(eos_name), name)
-    elif known:
-        eos = known[0]
     else:
-        raise ValueError(f"tokenizer {name!r}: has no end-of-document token of "
-                         f"{', '.join(EOS_NAMES)}; name another one with --eos_token")
+        eos = known[0] if known else None  # None: it can only be used with token files
     # A model that was tuned on chats may end a text by several ids.
     stops = {eos, *known[:1]}
     more_stops = generation.get("eos_token_id") or []
@@ -2846,6 +2946,69 @@ def _hf_tokenizer(name, eos_token):
     }
 
 
+# Instructions of a pickle that build dicts, lists, texts and numbers, and call nothing.
+PLAIN_PICKLE = {
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET",
+    "LONG_BINGET", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND",
+    "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE", "NEWTRUE", "NEWFALSE",
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "UNICODE", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8",
+}
+
+
+def _character_tokenizer(name, eos_token):
+    """Read a tokenizer of single characters: the meta.pkl that nanoGPT writes beside token files.
+
+    It has no end-of-document token, unless eos_token names one of its characters.
+    """
+    content, id_of = _read_characters(name)
+    character_of = {i: character for character, i in id_of.items()}
+
+    def encode_batch(texts):
+        unknown = sorted(set("".join(texts)) - set(id_of))
+        if unknown:
+            names = ", ".join(map(repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
+            raise ValueError(f"tokenizer {name!r}: has no token for {names}; it knows "
+                             f"{len(id_of)} characters: use text of these, or another --tokenizer")
+        return [[id_of[character] for character in text] for text in texts]
+
+    def decode(ids):
+        return "".join(character_of.get(i, f"<{i}>") for i in ids)
+
+    eos = _find_token(eos_token, id_of.get(eos_token), name) if eos_token else None
+    # A sample starts on a new line, as in nanoGPT.
+    start = id_of.get("\n", min(character_of))
+    return {"encode_batch": encode_batch, "decode": decode, "vocab_size": max(character_of) + 1,
+            "eos": eos, "start": start, "piece": 2**18, "key": zlib.crc32(content)}
+
+
+def _read_characters(name):
+    """Return (content of a meta.pkl, {character: id}). A pickle that could run code is refused."""
+    rule = ("must be a pickle of {'stoi': {character: id}}, as nanoGPT writes it beside its token "
+            "files")
+    if not os.path.isfile(name):
+        raise ValueError(f"tokenizer {name!r}: no such file; {rule}")
+    content = Path(name).read_bytes()
+    with as_value_error(f"tokenizer {name!r}: not a pickle; {rule}", Exception):
+        instructions = {opcode.name for opcode, _, _ in pickletools.genops(content)}
+    unsafe = sorted(instructions - PLAIN_PICKLE)
+    if unsafe:
+        raise ValueError(f"tokenizer {name!r}: is not read, since {', '.join(unsafe)} in a pickle "
+                         f"may run code; {rule}")
+    with as_value_error(f"tokenizer {name!r}: not a pickle; {rule}", Exception):
+        meta = pickle.loads(content)
+    id_of = meta.get("stoi") if isinstance(meta, dict) else None
+    if not isinstance(id_of, dict) or not id_of:
+        raise ValueError(f"tokenizer {name!r}: has no table 'stoi'; {rule}")
+    for character, i in id_of.items():
+        is_character = isinstance(character, str) and len(character) == 1
+        if not is_character or type(i) is not int or i < 0:
+            raise ValueError(f"tokenizer {name!r}: 'stoi' has {character!r}: {i!r}; {rule}")
+    if len(set(id_of.values())) < len(id_of):
+        raise ValueError(f"tokenizer {name!r}: 'stoi' has two characters with one id; {rule}")
+    return content, id_of
+
+
 def _find_token(text, token_id, name):
     """Return the id of a token, or raise ValueError if it has none."""
     if token_id is None:
@@ -2858,8 +3021,10 @@ def _why_no_tokenizer(name):
     """Return why a path is not a tokenizer, and what to do."""
     folder = name if os.path.isdir(name) else os.path.dirname(name)
     if not os.path.exists(name):
-        return ("no such file or folder; must be bytes, a tokenizer.json, a folder with one, or "
-                "tiktoken:NAME")
+        return ("no such file or folder; must be bytes, a tokenizer.json, a folder with one, "
+                "a meta.pkl of nanoGPT, or tiktoken:NAME")
+    if os.path.isfile(os.path.join(name, "meta.pkl")):
+        return f"has no tokenizer.json; name the file {os.path.join(name, 'meta.pkl')}"
     return (f"has no tokenizer.json. Make one: python -c \"from transformers import AutoTokenizer "
             f"as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\"")
 
@@ -2981,6 +3146,8 @@ def copy_tokenizer(name, folder):
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(file, copied)
     path = Path(name)
+    if path.suffix == ".pkl":
+        return False
     if path.is_file():
         shutil.copy(path, Path(folder, "tokenizer.json"))
     return path.exists()

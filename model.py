@@ -1175,8 +1175,11 @@ def _prompts(cfg, tokenizer):
         first = tokenizer["eos"]
     prompt = tokenizer["encode"](cfg.prompt).tolist()
     # A prompt that begins with a special token, as a rendered chat does, needs no other one.
-    if not prompt or prompt[0] not in tokenizer["special_tokens"].values():
+    if first is not None and (
+            not prompt or prompt[0] not in tokenizer["special_tokens"].values()):
         prompt.insert(0, first)
+    if not prompt:
+        prompt = [tokenizer["start"]]
     tokens = np.tile(np.int32(prompt), (cfg.n_samples, 1))
     lengths = np.full(cfg.n_samples, len(prompt), np.int32)
     return tokens, lengths

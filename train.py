@@ -109,7 +109,7 @@ def resolve_text(platform, cfg):
     """cfg with the vocabulary size, all other sizes and the attention kernel resolved."""
     vocab_size = cfg.vocab_size
     if not vocab_size:
-        vocab_size = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)["vocab_size"]
+        vocab_size = data.make_cfg_tokenizer(cfg)["vocab_size"]
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
@@ -157,7 +157,7 @@ TEXT = {
     "metrics": data.text_metrics,
     # (params, key, cfg) -> texts to print
     "sample": lambda params, key, cfg: model.sample_text(
-        params, key, cfg, data.make_tokenizer(cfg.tokenizer, cfg.eos_token),
+        params, key, cfg, data.make_cfg_tokenizer(cfg),
         steplib.compiler_options(cfg, jax.devices()[0])),
     # (params as shapes, cfg) -> {"sampling", "export": lowered program}, to estimate their memory
     "programs": lambda params, cfg: text_programs(params, cfg),
@@ -342,7 +342,8 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # Print what will run.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
     print0(run_summary(setup))
-    print_data_summary(opened, print0)
+    # Show examples of the user's own files at the first launch.
+    print_data_summary(opened, print0, bool(cfg.data or cfg.mix) and not saved_meta)
     warn_unsaved(unsaved, setup["table"])
 
     # Compile before any array is allocated.
@@ -1972,14 +1973,33 @@ def run_summary(setup):
     return first + "\n" + ", ".join(second)
 
 
-def print_data_summary(opened, log):
-    """Print the summaries of the data. opened: of open_data."""
+def print_data_summary(opened, log, with_examples):
+    """Print the summaries of the data, and the first examples to train on. opened: of open_data."""
     for part, source in opened.items():
         if source and "summary" in source:
-            log(f"{part} data: {source['summary']}")
-        if source and part == "train":
-            for text in source.get("examples", ()):
-                log(f"example, labels within {{+ +}}: {printable(text)}")
+            summary = source["summary"].replace("\n", "\n  ")
+            log(f"{part} data: {summary}")
+    if not with_examples or not opened["train"]:
+        return
+    in_terminal = sys.stdout.isatty()
+    marks = "all but labels dimmed" if in_terminal else "labels within {+ +}"
+    for pieces in opened["train"].get("examples", ()):
+        log(f"example, {marks}: {mark_labels(pieces, in_terminal)}")
+
+
+def mark_labels(pieces, in_terminal):
+    """The text of an example, with marks around its labels; in a terminal, all else is dimmed.
+    pieces: [(text, whether it is labels)].
+    """
+    marked = []
+    for text, is_label in pieces:
+        text = printable(text)
+        if in_terminal and not is_label:
+            text = f"\033[2m{text}\033[0m"
+        elif is_label and not in_terminal:
+            text = "{+" + text + "+}"
+        marked.append(text)
+    return "".join(marked)
 
 
 def describe_run(setup, programs, meta, sources):
@@ -2344,7 +2364,7 @@ def export_hf(params, cfg):
 
     if not as_adapter:
         params = model.merge_lora(params, cfg)
-        tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
+        tokenizer = data.make_cfg_tokenizer(cfg)
         hf_config["torch_dtype"] = cfg.export_dtype
         hf_config["bos_token_id"] = tokenizer["bos"]
         hf_config["eos_token_id"] = tokenizer["eos"]
@@ -2512,7 +2532,7 @@ def tokenize_data(cfg, task):
     update_config = task["hf"]["update_config"]
     cfg = update_config(cfg)
     config.validate(cfg, None)
-    print_data_summary(open_data(task, cfg, ("train", "val")), print)
+    print_data_summary(open_data(task, cfg, ("train", "val")), print, with_examples=True)
     return {"step": 0, "reason": "data", "exit_code": 0}
 
 
@@ -2596,7 +2616,7 @@ def text_programs(params, cfg):
     programs = {}
     if cfg.sample_tokens:
         programs["sampling"] = model.lower_sampling(
-            params, cfg, data.make_tokenizer(cfg.tokenizer, cfg.eos_token), options)
+            params, cfg, data.make_cfg_tokenizer(cfg), options)
     if cfg.export:
         function = partial(largest_tensor, cfg=cfg)
         programs["export"] = jax.jit(function, compiler_options=options).lower(params)

@@ -135,9 +135,11 @@ JUMPS = {
         "token files": ["_open_token_files"],
         "prompts and chats": ["CHAT_READERS", "_check_labels", "_describe_labels",
                               "_ignore_outside", "_join_prompt", "_named_columns",
-                              "_read_prompt_or_chat", "show_examples"],
+                              "_read_prompt_or_chat"],
+        "examples": ["show_examples"],
         "file formats": ["FORMAT_READERS", "_choose_split", "_row_reader"],
-        "tokenizers": ["_hf_tokenizer", "_tiktoken_tokenizer"],
+        "tokenizers": ["_character_tokenizer", "_hf_tokenizer", "_tiktoken_tokenizer",
+                       "_tokenizer_files"],
         "names on the Hub": ["hub_path"],
     },
     "ckpt.py": {

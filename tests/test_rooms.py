@@ -221,7 +221,17 @@ FEATURES = {
         "rooms": {"data.py": ["windows"]},
         "edits": [
             ("data.py", '    if cfg.order == "windows":\n'
-             '        return {"train": _open_windows(cfg, open_files), "val": val}\n', ""),
+             '        train = _open_windows(cfg, open_files, tokenizer)\n'
+             '        return {"train": train, "val": val}\n', ""),
+        ],
+    },
+    "examples": {
+        "rooms": {"data.py": ["examples"]},
+        "edits": [
+            ("data.py", '        "examples": show_examples(dataset, tokenizer),  '
+             "# optional: examples\n", ""),
+            ("data.py", '    source["examples"] = show_examples(first, tokenizer)  '
+             "# optional: examples\n", ""),
         ],
     },
     "names on the Hub": {
@@ -229,8 +239,7 @@ FEATURES = {
         "edits": [
             ("data.py", "map(hub_path, map(str, patterns)):  # optional: names on the Hub",
              "map(str, patterns):"),
-            ("data.py", "_hf_tokenizer(hub_path(name), eos_token)  # optional: names on the Hub",
-             "_hf_tokenizer(name, eos_token)"),
+            ("data.py", "    name = hub_path(name)  # optional: tokenizers on the Hub\n", ""),
             ("data.py", "    name = hub_path(name)  # optional: names on the Hub\n", ""),
             ("train.py", "    cfg = resolve_hub_names(cfg)\n", ""),
             ("train.py", 'Path(data.hub_path(path), "tokenizer.json")',
