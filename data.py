@@ -840,14 +840,17 @@ def rows_in(path, size, columns=()):
     read_rows = _row_reader(path, columns)
     if read_rows:
         found = set()
+        present = set()
         for where, row in read_rows(path):
             if columns:
+                present.update(row if isinstance(row, dict) else ())
                 row = _named_columns(row, columns, where)
                 found.update(row)
             yield where, row, True
         missing = [entry for entry in columns if found and entry.partition("=")[0] not in found]
         if missing:
-            raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}")
+            raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}; "
+                             f"they have {', '.join(map(str, sorted(present, key=str)))}")
         return
     with _open_utf8(path) as file:
         for text, is_last in _text_pieces(file, size):
@@ -1128,8 +1131,8 @@ def make_cfg_tokenizer(cfg):
     """
     tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
     patterns = [*cfg.data, *cfg.val_data, *(name.rpartition("=")[0] for name in cfg.mix)]
-    has_token_files = any(name.lower().endswith(TOKEN_FILES) for name in patterns)
-    if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and has_token_files:
+    are_token_files = patterns and all(name.lower().endswith(TOKEN_FILES) for name in patterns)
+    if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and are_token_files:
         eos = cfg.eod_id if cfg.eod_id >= 0 else None
         tokenizer |= {"encode": partial(_refuse_text, patterns), "decode": _decode_numbers,
                       "eos": eos, "stops": {eos} - {None}}
@@ -1153,26 +1156,35 @@ def _decode_numbers(ids):
 
 def describe(dataset):
     """Summarize in a few lines what was read, what was skipped, and what is a label."""
-    packed = dataset["seq_format"]["packing"] != "stream"
-    if packed:
-        lines = _describe_packing(dataset)
-    else:
-        lines = [f"{dataset['lengths'].sum():,} tokens, {dataset['n']:,} sequences"]
-    counts = []
+    counts = {}
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
             for name, n in shard.get("counts", {}).items():
-                is_repeated = name == "documents" and packed
-                if n and not is_repeated:
-                    counts.append(f"{n:,} {name}")
-    # The number of documents is on the first line.
-    if not packed and counts:
-        lines[0] += f", {counts.pop(0)}"
-    lines += counts
+                counts[name] = counts.get(name, 0) + n
+    n_documents = counts.pop("documents", 0)
+    if dataset["seq_format"]["packing"] != "stream":
+        sizes = _describe_packing(dataset)  # optional: packing
+    else:
+        sizes = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
+        if n_documents:
+            sizes.append(f"{n_documents:,} documents")
+    read = [f"{n:,} {name}" for name, n in counts.items() if n]
+    labels = []
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
-        lines += _describe_labels(dataset)
-    return "\n".join(lines)
+        labels = _describe_labels(dataset)
+    return "\n".join([*_join_facts(sizes), *_join_facts(read), *_join_facts(labels)])
+
+
+def _join_facts(facts):
+    """Join facts into lines of at most 90 characters, where that is possible."""
+    lines = []
+    for fact in facts:
+        if lines and len(lines[-1]) + len(fact) < 90:
+            lines[-1] += f", {fact}"
+        else:
+            lines.append(fact)
+    return lines
 
 
 def fingerprint(dataset):
@@ -1495,11 +1507,14 @@ def _open_windows(cfg, open_files, tokenizer):
     """Open the files of a config as training data in windows."""
     @cache
     def open_file(name):
-        return open_files([name], may_be_empty=True)
+        dataset = open_files([name], may_be_empty=True)
+        if dataset["n"] and not any(map(has_label, dataset["shards"])):
+            tqdm.write(f"{name}: no token is a label")
+            dataset["n"] = 0
+        return dataset
 
     def size_of(name):
-        dataset = open_file(name)
-        return dataset["n"] if any(map(has_label, dataset["shards"])) else 0
+        return open_file(name)["n"]
 
     def read(name, examples):
         return _read_sequences(open_file(name), examples)
@@ -1702,7 +1717,7 @@ def _window_record(size_of, name):
     """Make the record of a file in windows.jsonl, without its epoch."""
     n = int(size_of(name))
     if not n:
-        tqdm.write(f"{name}: has no example with a label; skipped")
+        tqdm.write(f"{name}: has no example; skipped")
     return {"name": name, "n": n, "bytes": _content_id(Path(name))}
 
 
@@ -1939,7 +1954,7 @@ def _cut_documents(shard, cut):
 
 
 def _describe_packing(dataset):
-    """Summarize documents in sequences, in lines."""
+    """Return facts about documents in sequences."""
     seq_format = dataset["seq_format"]
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]])
     n_long = (n_tokens - 1 > seq_format["seq_len"]).sum()
@@ -1949,14 +1964,14 @@ def _describe_packing(dataset):
         n_used_documents += len(shard["spans"])
         n_used_tokens += (np.diff(shard["spans"]) - 1).sum()
     padding = 1 - n_used_tokens / (dataset["n"] * seq_format["seq_len"])
-    lines = [f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences, "
+    facts = [f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
              f"{n_long:,} longer (--truncation {seq_format['truncation']})",
              f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding"]
     n_cut_away = sum(shard["n_cut_away"] for shard in dataset["shards"])
     if n_cut_away:
-        lines.append(f"{n_cut_away:,} documents skipped, since they have no label once they are "
+        facts.append(f"{n_cut_away:,} documents skipped, since they have no label once they are "
                      "cut; see --truncation and --seq_len")
-    return lines
+    return facts
 
 
 # ---- token files
@@ -2756,12 +2771,17 @@ def _table_rows(path, columns):
                 yield f"{path} row {number}", plain
 
 
+def known_columns(columns):
+    """Return the names of the columns that rows are read by. columns: see `rows_in`."""
+    if columns:
+        return {entry.partition("=")[2] for entry in columns}
+    known = {"tools", "system", "input", "history", "prompt", "chosen", "rejected"}
+    return known.union(*FORMS.values())
+
+
 def _known_columns(batch, columns, path):
     """Return the columns of a batch of Arrow that rows are read by."""
-    known = {"tools", "system", "input", "history", "prompt", "chosen", "rejected"}
-    known.update(*FORMS.values())
-    if columns:
-        known = {entry.partition("=")[2] for entry in columns}
+    known = known_columns(columns)
     names = batch.schema.names
     kept = [name for name in names if name in known]
     if len(set(kept)) < len(kept):
@@ -2820,11 +2840,15 @@ def _ipc_batches(path, ipc):
         yield batch
 
 
+# Names of the split for validation; the first one that a data set has is used.
+VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+
+
 def _choose_split(folder, field):
     """Return the split of a DatasetDict's folder: for training "train", for val_data another."""
     names = ("train",)
     if field == "val_data":
-        names = ("validation", "valid", "val", "dev", "eval", "test")
+        names = VAL_SPLITS
     for name in names:
         if os.path.isdir(os.path.join(folder, name)):
             return os.path.join(folder, name)
@@ -2838,7 +2862,7 @@ def _choose_split(folder, field):
 
 FORMAT_READERS = (
     _row_reader, _has_json_lines, _is_json, _json_rows, _json_values, _parse_json, _csv_rows,
-    _table_rows, _known_columns, _plain_value, _arrow_batches, _ipc_batches,
+    _table_rows, known_columns, _known_columns, _plain_value, _arrow_batches, _ipc_batches,
 )
 
 

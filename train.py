@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -28,7 +29,6 @@ import signal
 import threading
 import time
 import traceback
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -183,15 +183,16 @@ TEXT = {
 # ---- a run
 
 
-def main(cfg, hooks=(), task=TEXT, state=None, params=None, rows=None):
+def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     """Do what cfg.mode says. Return a summary with at least "step", "reason" and "exit_code"; after
     training also "state", "mesh" and "checkpoint", the path of the newest one.
 
     hooks: functions hook(event, value); a result that is not None replaces the value. For the
     events see tests/GUIDE.md. task: what to train, see `TEXT`. state, params: train, evaluate,
-    sample or export these instead of those on disk; neither is changed. rows: {"train": rows,
-    "val": rows}, each an iterable of dicts such as a datasets.Dataset, instead of files in cfg.data
-    and cfg.val_data.
+    sample or export these instead of those on disk; neither is changed. data: rows instead of the
+    files in cfg.data: an iterable or an indexable of dicts, such as a datasets.Dataset; or a dict
+    of such rows by split, such as a DatasetDict, with "train" and, instead of cfg.val_data,
+    "validation" or "test".
     """
     launched = time.perf_counter()
     cfg = config.resolve_paths(cfg)
@@ -200,8 +201,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, rows=None):
     cfg = resolve_hub_names(cfg)
     hooks = (*hooks, *load_hooks(cfg.hooks))
     # Optional: rows from Python.
-    if rows is not None:
-        cfg = write_rows(cfg, rows)
+    if data is not None:
+        cfg = write_rows(cfg, data)
 
     # Modes without a training loop.
     if cfg.mode in ("plan", "data") and (state is not None or params is not None):
@@ -2103,43 +2104,126 @@ def check_table(table):
 # ---- rows from Python
 
 
-def write_rows(cfg, rows):
-    """cfg whose data are these rows, written to out_dir/rows as .jsonl. A file is named after its
-    content, so that a resumed run finds the same one, and the command line can resume it.
+def write_rows(cfg, given):
+    """cfg whose data are rows that a program gave, written to out_dir/rows as .jsonl. A file is
+    named after its content, so that a resumed run finds the same one, and the command line can
+    resume it. given: see `main`.
 
     Raises ValueError when cfg names files too, or a row is not an object of JSON values.
     """
     fields = {"train": "data", "val": "val_data"}
-    if not isinstance(rows, dict):
-        raise ValueError(f"rows: is {type(rows).__name__}; must be a dict with train and, if there "
-                         "is validation data, val")
-    config.raise_if_errors(config.key_errors("rows: ", rows, fields, ("train",)))
-    taken = [name for name in ("data", "val_data", "mix") if getattr(cfg, name)]
+    parts = choose_parts(given)
+    taken = [name for name in ("data", "mix") if getattr(cfg, name)]
+    if "val" in parts and cfg.val_data:
+        taken.append("val_data")
     if taken:
-        raise ValueError(f"rows: cannot be used together with {', '.join(taken)}; leave that empty")
+        raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
+                         "config; leave that empty")
+    folder = Path(cfg.out_dir or "out", "rows")
     paths = {}
-    for part, field in fields.items():
-        if part not in rows:
-            continue
-        lines = []
-        for i, row in enumerate(rows[part]):
-            try:
-                if not isinstance(row, dict):
-                    raise TypeError(f"is {type(row).__name__}, must be a dict")
-                lines.append(json.dumps(row) + "\n")
-            except TypeError as e:
-                raise ValueError(f"rows: {part} row {i}: {e}") from None
-        if not lines:
-            raise ValueError(f"rows: {part} has no row")
-        text = "".join(lines)
-        name = f"{part}-{zlib.crc32(text.encode()):08x}.jsonl"
-        path = Path(cfg.out_dir, "rows", name)
-        if is_main() and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            ckpt.replace_file(path, text)
-        paths[field] = (str(path),)
-    ckpt.broadcast_from_main(lambda: 0)  # the other processes wait until the files are there
+    for part, rows in parts.items():
+        # Process 0 writes, and the others wait for the name.
+        name = ckpt.broadcast_from_main(partial(write_part, folder, part, rows, cfg.columns))
+        paths[fields[part]] = (str(folder / name),)
     return dataclasses.replace(cfg, **paths)
+
+
+def choose_parts(given):
+    """{"train": rows, "val": rows} of rows or a dict of splits, such as a DatasetDict; without
+    "val" if there is no split for validation. Other splits are not used, and named.
+    """
+    if not isinstance(given, dict):
+        return {"train": given}
+    if "train" not in given:
+        names = ", ".join(map(repr, given)) or "no keys"
+        raise ValueError(f"data: has {names}; must be rows, or a dict of rows by split, with "
+                         "'train' and, for validation, 'validation' or 'test'")
+    parts = {"train": given["train"]}
+    used = ["train"]
+    for name in data.VAL_SPLITS:
+        if name in given and "val" not in parts:
+            parts["val"] = given[name]
+            used.append(name)
+    unused = [repr(name) for name in given if name not in used]
+    if unused:
+        print0(f"data: {' and '.join(map(repr, used))} are used, and not {', '.join(unused)}")
+    return parts
+
+
+def write_part(folder, part, rows, columns):
+    """Write rows as a .jsonl file, and return its name."""
+    temporary = folder / f"{part}.{os.getpid()}.partial"
+    digest = hashlib.sha256()
+    n_rows = 0
+    left_out = set()
+    try:
+        with data.as_value_error(f"data: cannot be written to {folder}", OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                for row in iterate_rows(rows, part):
+                    line, no_json = row_as_json(row, f"data: {part} row {n_rows}", columns)
+                    digest.update(line)
+                    file.write(line)
+                    left_out |= no_json
+                    n_rows += 1
+            if not n_rows:
+                raise ValueError(f"data: {part} has no row")
+            path = folder / f"{part}-{digest.hexdigest()[:16]}.jsonl"
+            # A file that is kept keeps its time, which the cache of tokens knows it by.
+            if not path.exists() or path.stat().st_size != temporary.stat().st_size:
+                temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if left_out:
+        print0(f"data: {part}: left out of rows that are not JSON: {', '.join(sorted(left_out))}")
+    return path.name
+
+
+def iterate_rows(rows, part):
+    """Yield the rows of an iterable, or of an object with a length and rows by index. Of a data set
+    of Hugging Face, a field that is null counts as missing: Arrow adds such fields to each row.
+    """
+    if isinstance(rows, str | bytes | Path):
+        raise ValueError(f"data: {part} is {rows!r:.80}; must be rows. The config names files: set "
+                         "data and val_data there")
+    is_from_arrow = hasattr(rows, "features")
+    if not hasattr(rows, "__iter__"):
+        if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
+            raise ValueError(f"data: {part} is {type(rows).__name__}; must be an iterable of "
+                             "dicts, or have a length and dicts by index")
+        rows = map(rows.__getitem__, range(len(rows)))
+    for row in rows:
+        yield without_nulls(row) if is_from_arrow else row
+
+
+def without_nulls(value):
+    """A value without the fields of objects that are None."""
+    if isinstance(value, dict):
+        return {name: without_nulls(x) for name, x in value.items() if x is not None}
+    if isinstance(value, list):
+        return [without_nulls(x) for x in value]
+    return value
+
+
+def row_as_json(row, where, columns):
+    """(the line of a .jsonl file that holds a row, names of columns that are left out). Of a row
+    with values that are not JSON, such as images, only the columns that are read are kept.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: is {type(row).__name__}; must be a dict, as {{'text': ...}}")
+    try:
+        return (json.dumps(row) + "\n").encode(), set()
+    except (TypeError, ValueError) as e:
+        error = f"{where}: {e}; it has the columns {', '.join(map(str, row))}"
+    read = data.known_columns(columns)
+    kept = {name: x for name, x in row.items() if name in read}
+    try:
+        line = json.dumps(kept) + "\n"
+    except (TypeError, ValueError):
+        kept = {}
+    if not kept:
+        raise ValueError(error)
+    return line.encode(), set(row) - set(kept)
 
 
 # ---- sparse rows

@@ -649,20 +649,23 @@ def test_truncation_and_padding_of_a_tokenizer_are_off(tmp_path):
 
 
 def test_tokenizer_errors(tmp_path):
-    """A tokenizer is refused by name if it is not a file, not a tokenizer.json, has no end-of-
-    document token, or an invalid tokenizer_config.json.
+    """A tokenizer is refused by name if it is not a file, not a tokenizer.json, or has an invalid
+    tokenizer_config.json; one without an end-of-document token is refused for text.
 
-    Break: data.py: elif known: => elif True:
+    Break: data.py: check_has_end(tokenizer, texts[0]) => pass
     """
     pytest.importorskip("tokenizers")
     small_bpe(tmp_path / "endless.json", "<pad>")
     write(tmp_path / "other.json", b'{"a": 1}')
     for name, words in (("absent.json", "no such file or folder; must be bytes"),
-                        ("other.json", "cannot be read: expected"),
-                        ("endless.json", "has no end-of-document token")):
+                        ("other.json", "cannot be read: expected")):
         with pytest.raises(ValueError, match=words) as e:
             data.make_tokenizer(str(tmp_path / name))
         assert name in str(e.value)
+    endless = data.make_tokenizer(str(tmp_path / "endless.json"))
+    (tmp_path / "a.txt").write_text("low")
+    with pytest.raises(ValueError, match="endless.json': has no end-of-document token"):
+        data.open_dataset([tmp_path / "a.txt"], endless, folder=tmp_path / "cache")
     (tmp_path / "folder").mkdir()
     small_bpe(tmp_path / "folder/tokenizer.json", "</s>")
     write(tmp_path / "folder/tokenizer_config.json", b'{"eos_token": ')
@@ -1516,7 +1519,7 @@ def test_tiktoken(tmp_path, monkeypatch):
     """An encoding of tiktoken is used by its name, here one of a plugin, since the published ones
     need a download.
 
-    Break: data.py: eos = encoding.eot_token => eos = 0
+    Break: data.py: eos = special_tokens.get("<|endoftext|>") => eos = 0
     """
     tiktoken = pytest.importorskip("tiktoken")
     (tmp_path / "tiktoken_ext").mkdir()
@@ -1629,7 +1632,8 @@ def test_windows_come_one_after_the_other(windows, tmp_path, capsys):
     assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
     days = tmp_path / "days"
     about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
-    assert (train["n"], train["summary"]) == (18, about)
+    first = f"{days / 'day1.txt'}: 21 tokens, 4 sequences, 1 documents"
+    assert (train["n"], train["summary"].splitlines()) == (18, [about, first])
     assert [train["n_finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
     (tmp_path / "out/windows.jsonl").unlink()
     fresh = make()  # asks for the next file just where the first ends

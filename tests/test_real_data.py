@@ -2,6 +2,7 @@
 """Data, chats and tokenizers as people have them: each case makes its input, and expects tokens,
 labels or a sentence.
 """
+import datetime
 import gzip
 import json
 import math
@@ -1125,8 +1126,9 @@ def test_labels_are_counted_and_shown(tmp_path):
     assert f"{n_empty} sequences have no label" in summary and n_empty > 10
     assert "10 documents without a label" in summary
     assert f"1 files have no label: {none}" in summary
-    shown_example, = data.show_examples(dataset, tokenizer)
-    assert shown_example.endswith("<|im_start|>assistant\n{+yes<|im_end|>+}\n")
+    example, = data.show_examples(dataset, tokenizer)
+    end = "<|im_start|>assistant\n{+yes<|im_end|>+}\n"
+    assert train.mark_labels(example, in_terminal=False).endswith(end)
 
 
 def test_chats_with_tools_that_are_not_rendered(tmp_path):
@@ -1178,7 +1180,7 @@ def test_documents_whose_labels_are_cut_away(tmp_path):
     n_used = (batch["segments"] > 0).sum()
     assert f"{n_labels / n_used:.1%} of the tokens are labels" in summary
     example, = data.show_examples(dataset, tokenizer)
-    assert "{+yes<|im_end|>+}" in example
+    assert "{+yes<|im_end|>+}" in train.mark_labels(example, in_terminal=False)
 
 
 @pytest.mark.parametrize("part", ["all", "weights of 0", "validation"])
@@ -1227,31 +1229,128 @@ def test_steps_without_a_label(tiny, tmp_path, capsys):
     assert f"{n_empty} steps without a label" in printed
 
 
+class ByIndex:
+    """Rows with a length and an index, but no iterator, as a data set of PyTorch may be."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i % len(self.rows)]  # never an IndexError
+
+
 def test_rows_from_python(tiny, tmp_path):
     """Rows given by a Python program train as the same rows in a file do, and the run resumes from
-    them. A row that JSON cannot hold is named.
+    them, by index as from an iterator.
 
-    Break: train.py: if is_main() and not path.exists(): => if False:
+    Break: train.py: rows = map(rows.__getitem__, range(len(rows))) => rows = []
     """
     rows = [{"text": f"row {i} of the text"} for i in range(80)]
     cfg = tiny(data=(), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0, vocab_size=0)
-    given = train.main(cfg, rows={"train": iter(rows)})
+    given = train.main(cfg, data=iter(rows))
     path = write_rows(tmp_path / "a.jsonl", rows)
     other = tiny(data=(str(path),), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0,
                  vocab_size=0, out_dir=str(tmp_path / "other"))
     wanted = train.main(other)
     for name, x in wanted["state"]["params"].items():
         np.testing.assert_array_equal(x, given["state"]["params"][name])
-    again = train.main(cfg, rows={"train": rows})
+    file, = (tmp_path / "out/rows").iterdir()
+    time_ns = file.stat().st_mtime_ns
+    again = train.main(cfg, data={"train": ByIndex(rows)})
     assert again["reason"] == "already finished"
-    with pytest.raises(ValueError, match="rows: train row 1: Object of type set is not JSON"):
-        train.main(cfg, rows={"train": [rows[0], {"text": {1}}]})
-    with pytest.raises(ValueError, match="rows: train has no row"):
-        train.main(cfg, rows={"train": []})
-    with pytest.raises(ValueError, match="rows: is list; must be a dict with train"):
-        train.main(cfg, rows=rows)
-    with pytest.raises(ValueError, match="rows: cannot be used together with data"):
-        train.main(other, rows={"train": rows})
+    assert [*(tmp_path / "out/rows").iterdir()] == [file] and file.stat().st_mtime_ns == time_ns
+
+
+# {case: (config fields, what a program gives, a part of the error)}
+WRONG_ROWS = {
+    "not JSON": ({}, [{"text": "a"}, {"text": {1}}],
+                 r"data: train row 1: Object of type set .* it has the columns text"),
+    "no rows": ({}, iter(()), "data: train has no row"),
+    "no train": ({}, {"text": ["a"]}, "data: has 'text'; must be rows, or a dict of rows by split"),
+    "a path": ({}, "rows.jsonl", "data: train is 'rows.jsonl'; must be rows"),
+    "a number": ({}, 3, "data: train is int; must be an iterable of dicts"),
+    "texts": ({}, ["a"], "data: train row 0: is str; must be a dict"),
+    "files too": (dict(data=("a.txt",)), [{"text": "a"}], "together with data of the config"),
+    "two validations": (dict(val_data=("a.txt",)),
+                        {"train": [{"text": "a"}], "val": [{"text": "a"}]},
+                        "together with val_data of the config"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROWS)
+def test_wrong_rows_from_python(case, tmp_path):
+    """What is no rows is refused by name, and leaves no file.
+
+    Break: train.py: temporary.unlink(missing_ok=True) => pass
+    """
+    fields, given, words = WRONG_ROWS[case]
+    cfg = config.Config(out_dir=str(tmp_path / "out"), mode="data", **fields)
+    with pytest.raises(ValueError, match=words):
+        train.main(cfg, data=given)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_splits_of_rows_from_python(tmp_path, capsys):
+    """Of a dict of splits, the validation split becomes val_data, and the test split if there is no
+    other. Splits that are not used are named.
+
+    Break: train.py: if name in given and "val" not in parts: => if name in given:
+    """
+    def read(given, **fields):
+        cfg = config.Config(out_dir=str(tmp_path / "out"), **fields)
+        cfg = train.write_rows(cfg, given)
+        found = []
+        for path in (*cfg.data, *cfg.val_data):
+            lines = Path(path).read_text().splitlines()
+            found.append([json.loads(line)["text"] for line in lines])
+        return found
+
+    splits = {name: [{"text": name}] for name in ("test", "train", "unsupervised")}
+    assert read(splits) == [["train"], ["test"]]
+    assert "data: 'train' and 'test' are used, and not 'unsupervised'" in capsys.readouterr().out
+    assert read(splits | {"validation": [{"text": "v"}]}) == [["train"], ["v"]]
+    assert read(splits["train"]) == [["train"]]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "file"}])
+    assert read(splits["train"], val_data=(str(path),)) == [["train"], ["file"]]
+
+
+def test_a_row_from_python_with_other_columns(tmp_path, capsys):
+    """Columns that are not read may have values that JSON has not. Of a data set of Arrow, which
+    says its features, a field that is null counts as missing.
+
+    Break: train.py: yield without_nulls(row) if is_from_arrow else row => yield row
+    """
+    day = np.datetime64("2026-01-01")
+    table = ByIndex([{"messages": [{"role": "user", "name": None}], "day": day, "body": "b"}])
+    line, left_out = train.row_as_json(table[0], "row", ())
+    assert json.loads(line) == {"messages": [{"role": "user", "name": None}]}
+    assert left_out == {"day", "body"}
+    assert json.loads(train.row_as_json(table[0], "row", ("text=body",))[0]) == {"body": "b"}
+    table.features = {}
+    name = train.write_part(tmp_path, "train", table, ())
+    assert json.loads((tmp_path / name).read_text()) == {"messages": [{"role": "user"}]}
+    assert "left out of rows that are not JSON: body, day" in capsys.readouterr().out
+
+
+def test_rows_of_datasets(tmp_path):
+    """A Dataset, a DatasetDict and an IterableDataset of Hugging Face's library are read as their
+    rows.
+
+    Break: train.py: if not isinstance(given, dict): => if True:
+    """
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"text": f"row {i}", "day": datetime.date(2026, 1, 1)} for i in range(9)]
+    plain = "".join(json.dumps({"text": row["text"]}) + "\n" for row in rows)
+    table = datasets.Dataset.from_list(rows)
+    both = datasets.DatasetDict(train=table, validation=table.select([1]))
+    streamed = table.to_iterable_dataset()
+    for given in (table, both, streamed, {"train": streamed}):
+        cfg = train.write_rows(config.Config(out_dir=str(tmp_path)), given)
+        assert Path(cfg.data[0]).read_text() == plain
+        assert len(cfg.val_data) == int(given is both)
 
 
 # ---- machines

@@ -2120,7 +2120,7 @@ def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
     for name in train_files():
         shutil.copy(ROOT / name, tmp_path)
     source = (tmp_path / "data.py").read_text()
-    wanted = "    tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)"
+    wanted = "    tokenizer = make_cfg_tokenizer(cfg)"
     assert source.count(wanted) == 1
     (tmp_path / "data.py").write_text(source.replace(wanted, "    k, v = 1, 2, 3\n" + wanted))
     call = [sys.executable, "train.py", "--steps", "1", "--cache_dir", ""]
@@ -3847,8 +3847,8 @@ def test_data_mode_tokenizes_without_a_device(tiny):
     """--mode data tokenizes, prints the number of documents and tokens, and ends, even if JAX has
     no device. Training does not tokenize again.
 
-    Break: train.py: print_data_summary(open_data(task, cfg, ("train", "val")), print) =>
-    print_data_summary(open_data(task, cfg, ("train", "val")), print0)
+    Break: train.py: ("train", "val")), print, with_examples=True) => ("train", "val")), print0,
+    with_examples=True)
     """
     cfg = tiny(token_cache=str(Path(tiny().out_dir).parent / "token_cache"))
     flags = f"--mode data --data {cfg.data[0]} --seq_len 16 --batch_size 8 --fsdp 64 --dp 1"
@@ -3859,7 +3859,9 @@ def test_data_mode_tokenizes_without_a_device(tiny):
     n_train = round(0.9 * n)
     assert run.stdout.splitlines() == [
         f"train data: {n_train:,} tokens, {-(-(n_train - 1) // 16):,} sequences, 1 documents",
-        f"val data: {n - n_train:,} tokens, {-(-(n - n_train - 1) // 16):,} sequences"], run.stderr
+        f"val data: {n - n_train:,} tokens, {-(-(n - n_train - 1) // 16):,} sequences",
+        "example, labels within {+ +}: \\x00{+" + Path(cfg.data[0]).read_text()[:100] + "+}..."
+    ], run.stderr
     short = Path(cfg.data[0]).with_name("short.txt")
     short.write_text("a")
     windows = f"{flags} --order windows --val_frac 0".replace(cfg.data[0], f"{short} {cfg.data[0]}")
