@@ -9,6 +9,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -248,6 +249,8 @@ def write_data(folder):
     header = np.array([20240520, 1, len(tokens)] + [0] * 253, np.int32)
     for name in ("train.bin", "val.bin"):
         (folder / name).write_bytes(tokens.tobytes())
+    stoi = {chr(i): i for i in range(250)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi}))
     for name in ("fineweb_train_000001.bin", "fineweb_val_000000.bin"):
         (folder / name).write_bytes(header.tobytes() + tokens.tobytes())
     chats = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"},
