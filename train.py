@@ -2155,7 +2155,7 @@ def write_part(folder, part, rows, columns):
     temporary = folder / f"{part}.{os.getpid()}.partial"
     digest = hashlib.sha256()
     n_rows = 0
-    left_out = set()
+    excluded = set()
     try:
         with data.as_value_error(f"data: cannot be written to {folder}", OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -2164,7 +2164,7 @@ def write_part(folder, part, rows, columns):
                     line, no_json = row_as_json(row, f"data: {part} row {n_rows}", columns)
                     digest.update(line)
                     file.write(line)
-                    left_out |= no_json
+                    excluded |= no_json
                     n_rows += 1
             if not n_rows:
                 raise ValueError(f"data: {part} has no row")
@@ -2174,8 +2174,8 @@ def write_part(folder, part, rows, columns):
                 temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    if left_out:
-        print0(f"data: {part}: left out of rows that are not JSON: {', '.join(sorted(left_out))}")
+    if excluded:
+        print0(f"data: {part}: excluded from rows that are not JSON: {', '.join(sorted(excluded))}")
     return path.name
 
 
@@ -2206,7 +2206,7 @@ def without_nulls(value):
 
 
 def row_as_json(row, where, columns):
-    """(the line of a .jsonl file that holds a row, names of columns that are left out). Of a row
+    """(the line of a .jsonl file that holds a row, names of excluded columns). Of a row
     with values that are not JSON, such as images, only the columns that are read are kept.
     """
     if not isinstance(row, dict):
