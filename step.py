@@ -33,16 +33,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 # ---- the training step
 
 # Names of metrics, and of other values in the rows of metrics.jsonl, that a loss must not use.
-RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "loss_scale", "watch",
-                    "counts", "n_labels"}
+RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "finite_grads",
+                    "loss_scale", "watch", "counts", "n_labels"}
 
 
 def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     """Take one step: (state, metrics).
 
     Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
-    "n_labels", the count of the loss; "finite"; "skipped", the number of steps so far that were not
-    finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
+    "n_labels", the count of the loss; "finite"; "finite_grads", the same for the gradient of each
+    trained parameter, in the order of their names; "skipped", the number of steps so far that were
+    not finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
 
     A loss or gradient that is not finite leaves parameters and moments as they were. The step still
     counts, since its batch is spent.
@@ -72,6 +73,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
     metrics = {name: sums[name] / divisors[name] for name in sums}
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
+    # Which gradients are finite, to name the others. XLA takes these norms from grad_norm's sum.
+    norms = jnp.stack([optax.tree.norm(grads[name]) for name in sorted(grads)])
 
     # Weight statistics of --watch. The row of step k + 1 has the weights of step k and the gradient
     # of batch k.
@@ -116,6 +119,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0):
         "lr": lr,
         "grad_norm": grad_norm,
         "finite": finite,
+        "finite_grads": jnp.isfinite(norms),
         "skipped": n_skipped,
         "counts": counts,
         "n_labels": counts.get("loss", counts["objective"]),
@@ -433,8 +437,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
-# utilization, peak figures of devices, description of the machine.
+# parts of the state, shapes and slices, compilation, devices, memory, sizes of parameters,
+# digest of the state, utilization, peak figures of devices, description of the machine.
 
 
 # ---- schedules
@@ -868,6 +872,17 @@ def explain_oom(suggest):
         if not advice:
             advice = suggest()
         raise ValueError(f"does not fit: {reason}; to change: {advice}") from None
+
+
+# ---- sizes of parameters
+
+def largest_values(params, mesh):
+    """Return {name: the largest absolute value of this parameter}, NaN where a value is NaN."""
+    def largest(params):
+        return {name: jnp.abs(x).max() for name, x in params.items()}
+
+    largest = jax.jit(largest, out_shardings=NamedSharding(mesh, P()))
+    return {name: float(x) for name, x in largest(params).items()}
 
 
 # ---- digest of the state

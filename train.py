@@ -26,6 +26,7 @@ import queue
 import resource
 import runpy
 import signal
+import textwrap
 import threading
 import time
 import traceback
@@ -515,7 +516,7 @@ def train(run, state, progress, signals):
         # Log the metrics of this step, if something is due: this waits for the device. Otherwise
         # they are logged below, while the device works on the next step.
         if due or run["is_synchronous"]:
-            log_step(run, progress)
+            log_step(run, state, progress)
 
         # Epochs and windows that ended with this step.
         for event in ("epoch", "window"):
@@ -579,7 +580,7 @@ def train(run, state, progress, signals):
         state = run_hooks(run["hooks"], "state", state)
 
         # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
-        log_step(run, progress)
+        log_step(run, state, progress)
         progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
         # Report the saves that have finished.
@@ -588,7 +589,7 @@ def train(run, state, progress, signals):
                 wait_for_save(run, progress, kind)
 
     # Log the last metrics. They may change the reason and the exit code.
-    log_step(run, progress)
+    log_step(run, state, progress)
     batches.close()
     if not was_done(progress, "save", step):
         save_state(run, state, step, progress)
@@ -620,9 +621,11 @@ def due_events(run, step, progress):
     return due
 
 
-def log_step(run, progress):
+def log_step(run, state, progress):
     """Log the pending metrics, which waits for them: the event "step", at a log point also "log",
     whose means are over all steps since the last log row. Update progress["last_metrics"].
+
+    state: the newest one, which is only read after a step that is not finite.
     """
     pending, progress["pending"] = progress["pending"], None
     if pending is None:
@@ -635,6 +638,7 @@ def log_step(run, progress):
     # counts: take the rest out.
     weight_stats = metrics.pop("watch", {})  # stay on the device until they are logged
     finite = bool(metrics.pop("finite"))
+    finite_grads = metrics.pop("finite_grads", None)
     charge_wait(timers, pending["waited_s"])
 
     # Copy the metrics to the host only if they are needed: this takes up to a millisecond.
@@ -649,6 +653,8 @@ def log_step(run, progress):
 
     # A loss or gradient that is not finite.
     if not finite:
+        if last_metrics.get("finite", True):  # the first one
+            explain_nonfinite(run, state, row, finite_grads, last_metrics)
         last_metrics["finite"] = False
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
@@ -741,7 +747,10 @@ def stop_reason(run, step, requests, metrics):
 
     # A loss or gradient that is not finite.
     if not metrics.get("finite", True) and cfg.on_nonfinite == "stop":
-        return f"a loss or gradient is not finite near step {step}; the last good state is saved", 1
+        reason = f"a loss or gradient is not finite near step {step}"
+        if metrics.get("params_finite", True):
+            return f"{reason}; the last good state is saved", 1
+        return f"{reason}, and the saved parameters are not finite either", 1
 
     # A signal.
     if requests["signal"]:
@@ -809,8 +818,8 @@ def run_hooks(hooks, event, value, check=None):
     Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
     "load" (the first state). In the loop they are "data" and "val_data" (each batch), "state"
     (after each update) and the rows of log_event: "start", "dispatch", "step", "log", "epoch",
-    "window", "out_of_data", "save", "eval", "sample", "export", "reload", "nonfatal_error", "stop",
-    "end".
+    "window", "out_of_data", "save", "eval", "sample", "export", "reload", "nonfinite",
+    "nonfatal_error", "stop", "end".
 
     check: a function of (event, value, result) that raises TypeError for a wrong result.
     """
@@ -1025,6 +1034,7 @@ def end_run(run, state, step, progress, stop):
     # The newest metrics, the time and the checkpoint.
     row = dict(progress["last_metrics"])
     row.pop("finite", None)
+    row.pop("params_finite", None)
     row.pop("eval_s", None)
     if row.get("val_step") == step:
         row.pop("val_step")
@@ -1225,7 +1235,7 @@ def save_before_data_error(run, state, step, progress):
     only this one may have met it, and the others would not join in the save.
     """
     if jax.process_count() == 1:
-        log_step(run, progress)
+        log_step(run, state, progress)
         save_state(run, state, step, progress)
         wait_for_save(run, progress, "save")
 
@@ -1828,6 +1838,11 @@ def console(cfg):
             print0(f"{format_step(row)}  waiting for data")
         elif event == "export":
             print0(f"{format_step(row)}  exported to {cfg.export}")
+        elif event == "nonfinite":
+            indent = " " * 13
+            lines = [textwrap.fill(text, 79, initial_indent=indent, subsequent_indent=indent)
+                     for text in row["sentences"]]
+            print0("\n".join([f"{format_step(row)}  {lines[0].strip()}", *lines[1:]]))
         if event in ("sample", "nonfatal_error") and "error" in row:
             print0(f"{format_step(row)}  {row['error']}")
         if event in ("end", "error"):
@@ -2040,10 +2055,10 @@ def describe_run(setup, programs, meta, sources):
 # ---- optional
 #
 # The rooms, in this order: custom tasks, rows from Python, sparse rows, checks of stop conditions,
-# validation data that comes later, exports during a run, dynamic sources of parameters, excluded
-# parameters, Hugging Face weights, modes without a loop, memory estimates, hooks from files,
-# compilation cache, several processes, profiler, plot, trackers. Then the observers that run, and
-# the command line.
+# steps that are not finite, validation data that comes later, exports during a run, dynamic sources
+# of parameters, excluded parameters, Hugging Face weights, modes without a loop, memory estimates,
+# hooks from files, compilation cache, several processes, profiler, plot, trackers. Then the
+# observers that run, and the command line.
 
 
 # ---- custom tasks
@@ -2259,7 +2274,7 @@ def check_stop_metrics(setup, stops, shapes, train_data, val_data):
     # Rows of the same form, with made-up numbers.
     ones = {}
     for name, x in shapes.items():
-        if name not in ("counts", "watch", "finite"):
+        if name not in ("counts", "watch", "finite", "finite_grads"):
             ones[name] = np.ones(x.shape, np.float32)
     ones["n_labels"] = 1.0
     means = {"n_labels": 1.0}
@@ -2286,6 +2301,94 @@ def check_stop_metrics(setup, stops, shapes, train_data, val_data):
         errors.append(f"no row of this run has the metric {name!r} ({nearest})")
     config.raise_if_errors(errors, f"stop {' '.join(setup['cfg'].stop)}")
     return known
+
+
+# ---- steps that are not finite
+
+
+def explain_nonfinite(run, state, metrics, finite_grads, last_metrics):
+    """Log "nonfinite": what is not finite in a step, whether the parameters are, and what to try.
+
+    metrics: of the step. finite_grads: as in steplib.train_step, None where a hook's step has none.
+    Sets last_metrics["params_finite"].
+    """
+    names = sorted(name for name, row in run["table"].items() if row.get("trained", True))
+    grads = []
+    if finite_grads is not None:
+        grads = [name for name, finite in zip(names, finite_grads, strict=True) if not finite]
+    largest = steplib.largest_values(state["params"], run["mesh"])
+    params = [name for name, x in largest.items() if not math.isfinite(x)]
+    last_metrics["params_finite"] = not params
+
+    # What is not finite.
+    loss = metrics["objective"]
+    found = [] if math.isfinite(loss) else ["the loss"]
+    if grads:
+        found.append(f"the gradients of {join_names(grads, names)}")
+    if not found:
+        found = ["the norm of all gradients"]
+    sentence = f"not finite: {' and '.join(found)}"
+    if math.isfinite(loss):
+        sentence += f"; the loss is {loss:.4g}"
+    sentences = [sentence]
+
+    # Whether this state can train.
+    if params:
+        sentences.append(f"parameters that are not finite: {join_names(params, [*largest])}. Their "
+                         "checkpoint cannot train: begin with an earlier one, or other weights")
+    else:
+        name = max(largest, key=largest.get)
+        verdict = "they can train" if largest[name] < LARGEST_USUAL else "too large to train"
+        sentences.append(f"the saved parameters are finite: up to {largest[name]:.3g} ({name}), "
+                         f"{verdict}")
+    sentences += nonfinite_advice(run["cfg"], metrics["step"], metrics["lr"], bool(params))
+    run["log_event"]("nonfinite", {
+        "step": metrics["step"], "loss": loss, "grads": grads, "params": params,
+        "sentences": sentences})
+
+
+LARGEST_USUAL = 1e4  # parameters beyond this have diverged
+
+
+def join_names(some, names):
+    """Some names of parameters as a text, those of the layers together."""
+    if len(some) == len(names):
+        return "all parameters"
+    others = [name for name in names if name not in some]
+    if len(others) <= 2:
+        return f"all parameters but {', '.join(others)}"
+    texts = [name for name in some if not name.startswith("layers.")]
+    of_layers = [name.removeprefix("layers.") for name in some if name.startswith("layers.")]
+    if of_layers:
+        texts.append(f"layers.({', '.join(of_layers)})")
+    return ", ".join(texts)
+
+
+def nonfinite_advice(cfg, step, lr, is_lost):
+    """Sentences: the learning rate against its default, and what to try. lr: of this step. is_lost:
+    whether the parameters are not finite.
+    """
+    default = steplib.DEFAULT_LR[cfg.optimizer]
+    peak = default if cfg.lr == -1 else cfg.lr
+    ratio = peak / default
+    compared = f"the default of {cfg.optimizer}"
+    if ratio != 1:
+        compared = f"{ratio:.3g} times {compared}, {default:g}"
+    sentences = [f"lr {peak:g} is {compared}; it was {lr:.3g} at this step"]
+
+    attempts = []
+    attempts.append(f"--lr {default:g}" if ratio > 1 else f"a lower rate (--lr {peak / 3:.2g})")
+    if not cfg.clip_norm:
+        attempts.append("--clip_norm 1")
+    if step <= 0.2 * cfg.steps and cfg.schedule != "constant":
+        attempts.append("a longer --warmup_steps")
+    if cfg.dtype != "float32":
+        attempts.append("--dtype float32")
+    if cfg.on_nonfinite == "stop" and not is_lost:
+        attempts.append("--on_nonfinite skip")
+    sentences.append(f"to try: {', '.join(attempts)}; to resume with a change: --allow_change and "
+                     "its name")
+    return sentences
 
 
 # ---- validation data that comes later

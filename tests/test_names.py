@@ -153,6 +153,7 @@ JUMPS = {
         "rows from Python": ["write_rows"],
         "sparse rows": ["id_errors"],
         "checks of stop conditions": ["check_stop_metrics"],
+        "steps that are not finite": ["explain_nonfinite"],
         "validation data that comes later": ["val_data_at"],
         "exports during a run": ["export"],
         "dynamic sources of parameters": ["reload_params"],

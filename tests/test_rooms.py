@@ -62,6 +62,13 @@ FEATURES = {
              "val_data)", "set()"),
         ],
     },
+    "steps that are not finite": {
+        "rooms": {"train.py": ["steps that are not finite"]},
+        "edits": [
+            ("train.py", '        if last_metrics.get("finite", True):  # the first one\n'
+             "            explain_nonfinite(run, state, row, finite_grads, last_metrics)\n", ""),
+        ],
+    },
     "validation data that comes later": {
         "rooms": {"train.py": ["validation data that comes later"]},
         "edits": [

@@ -770,7 +770,7 @@ def test_nan_leaves_the_model_as_it_was():
 
 def test_an_infinite_gradient_of_a_finite_loss_is_gated():
     """A finite loss whose gradient is not (the square root at 0) leaves the parameters as they
-    were.
+    were. The metrics name the parameter by its place among the sorted names, b and w.
 
     Break: step.py: jnp.isfinite(metrics["objective"]) & jnp.isfinite(grad_norm) =>
     jnp.isfinite(metrics["objective"])
@@ -781,6 +781,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_gated():
     state, update = linear_run(BASE, root)
     after, metrics = update(state, {})
     assert metrics["objective"] == 0 and metrics["finite"] == 0
+    assert sorted(state["params"]) == ["b", "w"] and metrics["finite_grads"].tolist() == [0, 1]
     np.testing.assert_array_equal(after["params"]["b"], state["params"]["b"])
 
 

@@ -1054,7 +1054,7 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
 
     Break: train.py: progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
     waited_s} => progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
-    waited_s}; log_step(run, progress)
+    waited_s}; log_step(run, state, progress)
     """
     dispatched, lags = [0], []
 
@@ -1498,16 +1498,61 @@ def test_on_nonfinite_skips_stops_or_raises(tiny, policy):
             train.main(cfg, hooks=[poison])
         last = (Path(cfg.out_dir) / "metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(last)["error"].startswith(f"FloatingPointError: {words}")
+        row, = rows(cfg.out_dir, "nonfinite")
+        assert (row["step"], row["loss"], row["params"]) == (1, None, ["final_norm"])
+        assert row["sentences"][:2] == [
+            "not finite: the loss and the gradients of all parameters",
+            "parameters that are not finite: final_norm. Their checkpoint cannot train: begin with "
+            "an earlier one, or other weights"]
         return
     summary = train.main(cfg, hooks=[poison])
     assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 2))
     assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
+    assert len(rows(cfg.out_dir, "nonfinite")) == 1
     if policy == "stop":  # also at the last step
+        assert summary["reason"].endswith("and the saved parameters are not finite either")
         last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
         assert train.main(last, hooks=[poison])["exit_code"] == 1
     saved = arrays(cfg.out_dir)
     assert saved["skipped"] == saved["step"] == summary["step"]
     assert not saved["opt/0/mu/embed"].any() and np.isfinite(saved["params/embed"]).all()
+
+
+def test_a_step_that_is_not_finite_is_explained(capsys):
+    """The console prints which gradients are not finite, the loss if it is finite, the largest
+    parameter, the rate against its default, and flags to try.
+
+    Break: train.py: if len(some) == len(names): => if some:
+    """
+    names = ["embed", "final_norm", "layers.wk", "layers.wo", "layers.wq", "layers.wv"]
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {name: jnp.full((4, 2), 0.25) for name in names}
+
+    def explained(finite_grads, loss=3.25, **changes):
+        cfg = config.Config(**{"optimizer": "sgd", "lr": 0.5, "clip_norm": 0.0} | changes)
+        observe = train.console(types.SimpleNamespace(steps=600))
+        table = {name: {} for name in names}
+        run = {"cfg": cfg, "mesh": mesh, "table": table, "log_event": observe}
+        last = {}
+        train.explain_nonfinite(
+            run, {"params": params}, {"step": 7, "objective": loss, "lr": 0.125},
+            finite_grads, last)
+        assert last == {"params_finite": True}
+        return " ".join(capsys.readouterr().out.split())
+
+    text = explained(np.float32([1, 1, 0, 1, 0, 1]))
+    assert text.startswith("step 7 not finite: the gradients of layers.(wk, wq); the loss is 3.25 "
+                           "the saved parameters are finite: up to 0.25 (embed), they can train "
+                           "lr 0.5 is 5 times the default of sgd, 0.1; it was 0.125 at this step "
+                           "to try: --lr 0.1, --clip_norm 1, a longer --warmup_steps, "
+                           "--dtype float32, --on_nonfinite skip; to resume"), text
+    params["layers.wo"] = params["layers.wo"].at[1, 1].set(-1e5)
+    text = explained(np.float32([0, 1, 0, 0, 0, 0]), np.nan, lr=-1.0, clip_norm=1.0,
+                     dtype="float32", on_nonfinite="skip", steps=10)
+    assert "the loss and the gradients of all parameters but final_norm the saved" in text
+    assert "up to 1e+05 (layers.wo), too large to train lr 0.1 is the default of sgd;" in text
+    assert "to try: a lower rate (--lr 0.033); to resume" in text
+    assert "not finite: the norm of all gradients; the loss" in explained(np.float32([1] * 6))
 
 
 # ---- resume
