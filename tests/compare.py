@@ -301,7 +301,8 @@ def training_mean(logs, name):
     for row in [row for row in logs if name in row][-MEAN_ROWS:]:
         weight = row.get("n_labels", 1)
         if weight:
-            total += weight * nan_if_null(row[name])
+            value = nan_if_null(row[name])
+            total += weight * value
             n_labels += weight
     if not n_labels:
         return None
@@ -606,7 +607,7 @@ def plain(value):
 # ---- the picture
 
 N_COLOURED = 12  # runs with a colour and a line in the legend: the best ones; the others are grey
-SMOOTH_FRAC = 0.02  # a training curve shows means over this fraction of its log rows on each side
+SMOOTH_FRAC = 0.04  # a training curve shows means over this fraction of its log rows on each side
 EARLY_FRAC = 0.2  # first fraction of a run's points, which may lie outside the picture
 
 
@@ -703,15 +704,17 @@ def curve(run, event, name):
     steps = [row["step"] for row in rows]
     values = [nan_if_null(row[name]) for row in rows]
     unit = run["summary"]["unit"]
-    known_units = []
-    known_seconds = []
+    # {step: value}, in the order of the steps. The first row of a step has its time. A later one,
+    # at the end or after a restart, has also that of a save or a compilation.
+    known_units = {}
+    known_seconds = {}
     for row in run["rows"]:
         if row["event"] == "start":
-            known_units.append((row["step"], row["step"] * row[f"{row['unit']}s_per_step"]))
+            known_units.setdefault(row["step"], row["step"] * row[f"{row['unit']}s_per_step"])
         if f"{unit}s" in row:
-            known_units.append((row["step"], row[f"{unit}s"]))
+            known_units.setdefault(row["step"], row[f"{unit}s"])
         if "time_s" in row:
-            known_seconds.append((row["step"], sum(row["time_s"].values())))
+            known_seconds.setdefault(row["step"], sum(row["time_s"].values()))
     return {
         "steps": steps,
         "units": interpolate(steps, known_units),
@@ -722,12 +725,11 @@ def curve(run, event, name):
 
 
 def interpolate(steps, known):
-    """The values at these steps, from pairs (step, value); NaN beyond the last pair."""
+    """The values at these steps. known: {step: value}. Beyond its last step they are NaN."""
     import numpy as np
     if not known:
         return [math.nan for _ in steps]
-    known_steps, values = zip(*known, strict=True)
-    return np.interp(steps, known_steps, values, right=math.nan).tolist()
+    return np.interp(steps, list(known), list(known.values()), right=math.nan).tolist()
 
 
 def smooth(values):
