@@ -110,18 +110,20 @@ def imported(path):
     return names
 
 
+@pytest.mark.house
 def test_star():
     """train.py imports the five others; none of the five imports a file of ours.
 
     Break: step.py: import optax => import optax, config
     """
     ours = {path.stem for path in ROOT.glob("*.py")}
-    assert ours == set(FILES)
+    assert ours == set(FILES), "add new files to FILES in tests/test_copy.py"
     assert imported(ROOT / "train.py") & ours == ours - {"train"}
     for name in USES:
         assert imported(ROOT / f"{name}.py") & ours == set(), name
 
 
+@pytest.mark.house
 def test_one_class():
     """Config is the only class of the six files.
 
@@ -136,6 +138,7 @@ def test_one_class():
     assert [node for node in calls if getattr(node.func, "id", "") in class_makers] == []
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name == "model")) for name in USES])
 def test_copied_alone(name, tmp_path):

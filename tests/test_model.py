@@ -1528,6 +1528,7 @@ def test_init_of_a_parameter_depends_on_no_other():
 
 # ---- model.py alone
 
+@pytest.mark.house
 def test_defaults_are_those_of_the_config():
     """model.DEFAULTS has every field of cfg that model.py reads, with the default in config.py.
 

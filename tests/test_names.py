@@ -10,11 +10,14 @@ import tokenize
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import config
 import model
 import mutate
 from conftest import ROOT
+
+pytestmark = pytest.mark.house  # a fork may leave out all of these
 
 T, N_NEW = 11, 13
 SIZES = {"B": 5, "D": 29, "F": 19, "N": 6, "K": 3, "G": 2, "H": 10, "V": 23, "L": 7, "1": 1,
@@ -81,7 +84,9 @@ def test_suffixes_are_shapes(monkeypatch):
     packed = jax.jit(jax.grad(lambda p, x: model.loss_fn(
         p, {"tokens": x, "labels": x, "segments": x}, cfg)[0]["objective"]))
     in_blocks, names = locals_that_lie(lambda: jax.eval_shape(packed, params, ids), [(T, T)])
-    assert not wrong + more_wrong + in_blocks, "\n".join(wrong + more_wrong + in_blocks)
+    assert not wrong + more_wrong + in_blocks, (
+        "rename these, or add the letters of new dims to SIZES in tests/test_names.py:\n"
+        + "\n".join(wrong + more_wrong + in_blocks))
     assert len(seen | more_seen) >= 20, sorted(seen | more_seen)
     assert {"ds_BKGts", "scale_BKGt1", "high_Bn", "ids_Bnt"} <= names, sorted(names)
 
@@ -95,7 +100,9 @@ def test_every_break_is_a_line_of_the_code():
     named, missing = mutate.named_breaks()
     wrong = [f"{test}: {old!r} stands {count} times in {file}" for test, file, old, _ in named
              if (count := (ROOT / file).read_text().count(old)) != 1]
-    assert not wrong + missing, "\n".join(wrong + missing)
+    assert not wrong + missing, (
+        "edit the line `Break: FILE: OLD => NEW` in the docstring of these tests, so that OLD is "
+        "part of one line of FILE:\n" + "\n".join(wrong + missing))
 
 
 FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
@@ -205,7 +212,8 @@ def test_each_file_has_a_spine_and_rooms_with_banners():
 
     Break: ckpt.py: # ---- verify => # verify
     """
-    assert {path.name for path in ROOT.glob("*.py")} == {*FILES}
+    others = {path.name for path in ROOT.glob("*.py")} ^ {*FILES}
+    assert not others, f"{others}: add new files to FILES in tests/test_names.py"
     wrong = []
     for file in FILES:
         source = (ROOT / file).read_text()
@@ -217,7 +225,7 @@ def test_each_file_has_a_spine_and_rooms_with_banners():
         for name, line in definitions(ast.parse(source)).items():
             if room_at(rooms_of(file), line) == "optional":
                 wrong.append(f"{file}:{line}: {name} stands in no room")
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "move these below the banner of a room:\n" + "\n".join(wrong)
 
 
 def test_only_listed_names_of_rooms_are_used_outside():
@@ -237,7 +245,14 @@ def test_only_listed_names_of_rooms_are_used_outside():
                     found.setdefault(file, {}).setdefault(room, set()).add(node.id)
     listed = {file: {room: {*names} for room, names in rooms.items()}
               for file, rooms in JUMPS.items()}
-    assert found == listed
+    wrong = []
+    for file in FILES:
+        for room in found.get(file, {}).keys() | listed.get(file, {}).keys():
+            used = found.get(file, {}).get(room, set())
+            expected = listed.get(file, {}).get(room, set())
+            wrong += [f"{file}, room {room!r}: add {name}" for name in sorted(used - expected)]
+            wrong += [f"{file}, room {room!r}: remove {name}" for name in sorted(expected - used)]
+    assert not wrong, "edit JUMPS in tests/test_names.py:\n" + "\n".join(sorted(wrong))
 
 
 def opens_without_encoding(path):
@@ -265,7 +280,8 @@ def test_text_files_are_utf_8_in_every_locale():
     paths = [*ROOT.glob("*.py"), *ROOT.glob("tests/recipes/*.py"), ROOT / "tests/plan.py",
              ROOT / "tests/compare.py"]
     assert len(paths) > 15
-    assert [line for path in paths for line in opens_without_encoding(path)] == []
+    wrong = [line for path in paths for line in opens_without_encoding(path)]
+    assert not wrong, 'add encoding="utf-8":\n' + "\n".join(wrong)
 
 
 def test_one_class_and_star_imports():
@@ -277,14 +293,15 @@ def test_one_class_and_star_imports():
     for file in FILES:
         tree = ast.parse((ROOT / file).read_text())
         classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        assert classes == (["Config"] if file == "config.py" else [])
+        assert classes == (["Config"] if file == "config.py" else []), f"{file} has {classes}"
         imported = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module)
-        assert imported & modules == (modules - {"train"} if file == "train.py" else set()), file
+        allowed = modules - {"train"} if file == "train.py" else set()
+        assert imported & modules == allowed, f"{file} imports {imported & modules}"
 
 
 # Words of a dialect that this project once had, and the plain word for each.
@@ -329,7 +346,7 @@ def test_no_word_of_the_dialect():
             for match in pattern.finditer(text):
                 plain = WORDS[match[0].lower()]
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {match[0]!r}; say {plain}")
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "write another word, or edit WORDS here:\n" + "\n".join(wrong)
 
 
 def test_ruff():
@@ -339,4 +356,5 @@ def test_ruff():
     """
     run = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format",
                           "concise", str(ROOT)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.returncode == 0, (
+        "run `python -m ruff check --fix`, or edit .ruff.toml:\n" + run.stdout + run.stderr)
