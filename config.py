@@ -81,7 +81,10 @@ class Config:
     # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library
     data: tuple[str, ...] = ()
     mix: tuple[str, ...] = ()  # mixture to use instead of data, as web.bin=0.7 code.bin=0.3
-    val_data: tuple[str, ...] = ()  # validation files or globs; empty: the last val_frac of data
+    # validation files or globs; empty: the last val_frac of data. Sets with names, as in
+    # code='tests/*.py' prose=a.txt prose=b.txt, are evaluated one by one, and then either all
+    # entries have a name or none; an existing path that contains = is a path
+    val_data: tuple[str, ...] = ()
     val_frac: FractionBelow1 = 0.1  # fraction of data for validation, when val_data is empty
     # columns of the data by other names than text, prompt and completion, or messages and tools:
     # as text=content
@@ -241,7 +244,9 @@ class Config:
     # interval between evaluations: 250 (steps), 1epoch, 1window, 10m, or several as 250,1h; 0: only
     # at the end
     eval_every: Interval = 250
-    eval_batches: NonNegInt = 40  # batches per evaluation; 0: all validation data
+    eval_batches: NonNegInt = 40  # batches per evaluation, of each validation set; 0: all data
+    # sequences per batch of an evaluation, which is not split into microbatches; 0: as in training
+    eval_batch_size: NonNegInt = 0
     # interval between checkpoints, as 250, 1epoch or 250,10m; a checkpoint made because of a time
     # is deleted when the next one exists; 0: only at the end
     save_every: Interval = 250
@@ -446,8 +451,13 @@ def resolve_paths(cfg):
 
 def _expand_path(name, path, errors):
     """The path with ~ expanded. A ~ without a home folder is added to the errors."""
-    if not isinstance(path, str) or not path.startswith("~"):  # validate reports wrong types
+    if not isinstance(path, str):  # validate reports wrong types
         return path
+    set_name = ""
+    if name == "val_data":
+        set_name, path = split_set_name(path)
+    if not path.startswith("~"):
+        return set_name + path
     expanded = os.path.expanduser(path)
     first = expanded.split("/")[0]
     if first == "~":
@@ -456,7 +466,13 @@ def _expand_path(name, path, errors):
     elif first.startswith("~") and not os.path.exists(first):
         errors.append(f"{name} {path!r}: no user {first[1:]!r} on this machine; write ./{path} for "
                       "a name that begins with ~")
-    return expanded
+    return set_name + expanded
+
+
+def split_set_name(entry):
+    """("NAME=", path) of an entry NAME=PATH of val_data; ("", path) of one without a name."""
+    name = re.match(r"(?:[\w.-]+=)?", entry)[0]
+    return name, entry.removeprefix(name)
 
 
 def relative_path_note(cfg, message):
@@ -476,6 +492,8 @@ def relative_path_note(cfg, message):
             continue
         paths = value if isinstance(value, tuple) else (value,)
         for text in paths:
+            if name == "val_data":
+                _, text = split_set_name(text)
             # Without the rest of hooks, mix and init_from: file.py:f, web.bin=0.7, 'DIR load=w*'.
             path = re.split(r":\w+$|=[^/]*$|\s+\w+=", text)[0]
             is_relative = path not in ("", "bytes") and path[0] not in "/~" and ":" not in path
@@ -828,6 +846,9 @@ def mesh_sizes(cfg, n_devices):
     errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
     errors += multiple_errors(
         "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
+    n_row_parts = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    errors += multiple_errors(
+        "eval_batch_size", cfg.eval_batch_size, "dp x fsdp x ep", n_row_parts)
     return sizes, errors
 
 
@@ -1230,7 +1251,7 @@ RESUMABLE_FIELDS = (
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",
     "coordinator", "n_processes", "process_id", "peer_timeout_s",
-    "track", "log_every", "eval_every", "eval_batches",
+    "track", "log_every", "eval_every", "eval_batches", "eval_batch_size",
     "save_every", "max_to_keep", "keep_period", "save_exclude",
     "weights_every", "export_every", "sample_every", "watch", "profile", "log_all_processes",
     "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
@@ -1342,7 +1363,7 @@ def changes_since(saved, current):
 
 
 # ---- optional
-# Rooms: other names, profiles, presets.
+# Rooms: other names, profiles, evaluation batches of another size, presets.
 
 # ---- other names
 
@@ -1499,6 +1520,18 @@ def profile_span(cfg):
     if not 0 < first <= last or not begins_in_run:
         raise ValueError(f"profile {cfg.profile!r}: traces no step")
     return first, last
+
+
+# ---- evaluation batches of another size
+
+def evaluation_config(cfg):
+    """The config of an evaluation: with the batch size of cfg.eval_batch_size, if it is set."""
+    size = cfg.eval_batch_size
+    if not size:
+        return cfg
+    return dataclasses.replace(
+        cfg, batch_size=size, grad_accum_steps=1,
+        loss_divisor=cfg.loss_divisor * size / cfg.batch_size)  # that of a sequence is unchanged
 
 
 # ---- presets

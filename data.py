@@ -3,9 +3,9 @@
 
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone; there is no iterator state. Optional, at the end: mixtures, windows, document
-mask, packing, token files, prompts and chats, examples, file formats, tokenizers, names on the Hub,
-custom tasks.
+its arguments alone; there is no iterator state. Optional, at the end: named validation sets,
+mixtures, windows, document mask, packing, token files, prompts and chats, examples, file formats,
+tokenizers, names on the Hub, evaluation batches of another size, custom tasks.
 """
 import contextlib
 import csv
@@ -311,8 +311,8 @@ def open_text(parts, cfg):
         "summary": a text to print,
         "examples": documents to print, as show_examples returns them,
         "bytes_per_token": number, or None if it is unknown}.
-    The "val" of a mixture has "parts", {name: source}. The "train" of windows has more keys: see
-    in_windows.
+    The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
+    {name: source}. The "train" of windows has more keys: see in_windows.
     cfg: any object with the fields under "data" in config.py, and batch_size, seq_len, vocab_size,
     seed, cache_dir and out_dir.
     """
@@ -323,12 +323,17 @@ def open_text(parts, cfg):
     open_files = partial(
         open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
         folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
-    # No file may be in two of these. _mixture_files is empty unless datasets are mixed.
-    check_disjoint(_mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data})
+    # No file may be in two of these. _mixture_files is empty unless datasets are mixed, and
+    # _val_set_files unless validation sets have names.
+    groups = _mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data}
+    check_disjoint(groups | _val_set_files(cfg))
 
     # Validation data from files of its own.
     val = None
-    if cfg.val_data:
+    # Optional: several sets with names.
+    if named_sets(cfg.val_data):
+        val = _open_val_sets(cfg, open_files, tokenizer)
+    elif cfg.val_data:
         val_dataset = open_files(cfg.val_data, field="val_data")
         val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
     # Training data was not asked for, and validation does not come from it: open nothing more.
@@ -1228,9 +1233,29 @@ def text_metrics(means, source):
     """Compute perplexity per token, and bits per byte if the source is text."""
     loss = float(means["loss"])
     metrics = {"ppl": exp(min(loss, 700))}
-    if source.get("bytes_per_token"):
-        metrics["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
+    n_bytes = source.get("bytes_per_token")
+    if "parts" in source:
+        n_bytes = _mean_bytes_per_token(source)
+    if n_bytes:
+        metrics["bits_per_byte"] = loss / log(2) / n_bytes
     return metrics
+
+
+def _mean_bytes_per_token(source):
+    """Return the bytes per token of a source with "parts", weighted by the labels of each part.
+
+    "part_means": {name: means} of an evaluation of the parts. None if a part is not text, or if
+    there was no label.
+    """
+    n_bytes = 0.0
+    n_labels = 0.0
+    for name, part in source["parts"].items():
+        if not part.get("bytes_per_token"):
+            return None
+        part_labels = source["part_means"][name]["n_labels"]
+        n_bytes += part["bytes_per_token"] * part_labels
+        n_labels += part_labels
+    return n_bytes / n_labels if n_labels else None
 
 
 # ---- validation data from training data
@@ -1389,9 +1414,54 @@ def require(module, user):
 
 
 # ---- optional
-# Mixtures, windows, document mask, packing, token files, prompts and chats, examples, file formats,
-# tokenizers, names on the Hub, custom tasks. A room can be deleted together with the few lines that
-# call it.
+# Named validation sets, mixtures, windows, document mask, packing, token files, prompts and chats,
+# examples, file formats, tokenizers, names on the Hub, evaluation batches of another size, custom
+# tasks. A room can be deleted together with the few lines that call it.
+
+# ---- named validation sets
+
+def named_sets(entries):
+    """Return {name: patterns} of entries NAME=PATTERN, such as cfg.val_data; {} if none has a name.
+
+    Entries with the same name are one set. An entry that is, or matches, an existing file has no
+    name: its "=" belongs to the path.
+    Raises: ValueError when only some entries have a name.
+    """
+    sets = {}
+    unnamed = []
+    for text in entries:
+        named = re.fullmatch(r"([\w.-]+)=(.+)", text)
+        if named and not _is_path(text):
+            name, pattern = named.groups()
+            sets.setdefault(name, []).append(pattern)
+        else:
+            unnamed.append(text)
+    if sets and unnamed:
+        first = next(iter(sets))
+        raise ValueError(f"val_data {unnamed[0]!r}: has no name, and {first}={sets[first][0]} has "
+                         "one; give each entry a name, as NAME=PATTERN, or none")
+    return sets
+
+
+def _is_path(text):
+    """Return whether a text is an existing path, or a glob that matches one."""
+    return os.path.exists(text) or bool(glob.glob(_literal_folders(text), recursive=True))
+
+
+def _val_set_files(cfg):
+    """Return {name in errors: patterns} for each validation set with a name."""
+    return {f"val_data {name}": patterns for name, patterns in named_sets(cfg.val_data).items()}
+
+
+def _open_val_sets(cfg, open_files, tokenizer):
+    """Open the validation sets as {"parts": {name: source}, "summary"}."""
+    sources = {}
+    for name, patterns in named_sets(cfg.val_data).items():
+        dataset = open_files(patterns, field=f"val_data {name}")
+        sources[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
+    summaries = [f"{name}: {source['summary']}" for name, source in sources.items()]
+    return {"parts": sources, "summary": "\n".join(summaries)}
+
 
 # ---- mixtures
 
@@ -2847,7 +2917,7 @@ VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 def _choose_split(folder, field):
     """Return the split of a DatasetDict's folder: for training "train", for val_data another."""
     names = ("train",)
-    if field == "val_data":
+    if field.startswith("val_data"):  # a set with a name is the field "val_data NAME"
         names = VAL_SPLITS
     for name in names:
         if os.path.isdir(os.path.join(folder, name)):
@@ -3330,6 +3400,29 @@ def _hub_errors(hub):
     except Exception as e:  # such as no space, or an answer that is not the Hub's
         message = str(e).strip().partition("\n")[0]
         raise ValueError(f"{hub['name']}: {type(e).__name__}: {message}") from None
+
+
+# ---- evaluation batches of another size
+
+def regroup(source, size, new_size):
+    """Return the source of an evaluation, whose batches have `size` rows, with batches of new_size
+    rows. Row r of batch k is example k * size + r, as in eval_batch_at.
+    """
+    if new_size == size:
+        return source
+
+    def batch_at(index, rows):
+        examples = index * new_size + np.asarray(rows, np.int64)
+        batch_of = examples // size
+        pieces = []
+        for i in np.unique(batch_of).tolist():
+            pieces.append(source["batch"](i, examples[batch_of == i] - i * size))
+        joined = {}
+        for name in pieces[0]:
+            joined[name] = np.concatenate([piece[name] for piece in pieces])
+        return joined
+
+    return source | {"batch": batch_at}
 
 
 # ---- custom tasks

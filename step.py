@@ -251,7 +251,8 @@ def make_optimizer(cfg, table):
 def eval_step(params, batch, cfg, loss_fn):
     """Return {name: (sum, count)} of one batch.
 
-    It is split into the microbatches of train_step, so that it needs no more memory than a step.
+    It is split into cfg.grad_accum_steps microbatches: with the cfg and the batch of train_step it
+    needs no more memory than a step.
     """
     def microbatch_sums(microbatch):
         return loss_fn(params, microbatch, cfg)
@@ -375,13 +376,14 @@ def moment_specs(table, mesh):
 
 # ---- programs
 
-def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
+def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
+                evaluation=None):
     """Trace everything that runs on the mesh, without allocating an array.
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
     "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch) -> (state,
     metrics). It returns the value to use: hooks use it for pruning, another loss or another
-    optimizer.
+    optimizer. evaluation: {"cfg", "batch"} of eval_step, by default those of train_step.
 
     Returns a dict:
     "state": the state as shapes with shardings;
@@ -390,13 +392,15 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     "from_params": a jitted function (key, params=) -> state, which donates params.
     `compile_steps`, under supporting, compiles them; the loop calls its result.
     """
+    evaluation = evaluation or {"cfg": cfg, "batch": batch}
+
     # The functions to compile: all arguments that are not arrays are bound.
     loss_fn = override("loss_fn", loss_fn)
     optimizer = override("optimizer", make_optimizer(cfg, table))
     step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
     step_fn = override("train_step", partial(
         step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
-    eval_fn = partial(eval_step, cfg=cfg, loss_fn=loss_fn)
+    eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
     state_fn = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
     digest_fn = digest_sums
 
@@ -427,7 +431,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     return {
         "state": state,
         "train_step": partial(lower, step_fn, (state, batch), (shardings, replicated), donate=0),
-        "eval_step": partial(lower, eval_fn, (state["params"], batch), replicated),
+        "eval_step": partial(
+            lower, eval_fn, (state["params"], evaluation["batch"]), replicated),
         "init": partial(lower, state_fn, (key,), shardings),
         "digest": partial(lower, digest_fn, (state,), replicated),
         "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
@@ -636,7 +641,8 @@ def _device_grid(devices, sizes, cfg):
 
 # ---- compilation
 
-def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value):
+def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
+                  evaluation=None):
     """Compile the programs of lower_steps before any array is allocated.
 
     Returns a dict:
@@ -650,7 +656,8 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts;
     "metrics": the shapes of its metrics.
     """
-    steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override)
+    steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override, evaluation)
+    eval_batch = evaluation["batch"] if evaluation else batch
     state = steps["state"]
 
     # Compile train_step and init side by side. init runs once, so it is compiled quickly.
@@ -673,7 +680,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
 
     def compile_eval():
         compiled = lowered_eval.compile()
-        check_eval_fits(compiled, state, batch, memory, mesh)
+        check_eval_fits(compiled, state, eval_batch, memory, mesh)
         return compiled
 
     def compile_digest():
@@ -843,7 +850,7 @@ def _gib(n_bytes):
 
 
 def check_eval_fits(compiled, state, batch, memory, mesh):
-    """Raise MemoryError when a compiled eval_step does not fit beside the state.
+    """Raise MemoryError when a compiled eval_step does not fit beside the state and its batch.
 
     memory: memory_by_kind of the step.
     """
@@ -1209,10 +1216,11 @@ PROGRAM_NAMES = {"update": "a step", "export": "an export"}
 def count_memory(state, programs, batch, added=None, options=None):
     """Compile programs, and count the bytes that a device holds while each of them runs.
 
-    state, batch: shapes with shardings. programs: {program: lowered}. "update" and "evaluation" are
-    programs of lower_steps, all others are the task's. Without "update" nothing is trained, so a
-    device holds only the parameters of the state. added: {program: bytes} that the task's programs
-    take beside the state, if they were counted before. options: of the compiler.
+    state, batch: shapes with shardings, the batch that of an evaluation. programs: {program:
+    lowered}. "update" and "evaluation" are programs of lower_steps, all others are the task's.
+    Without "update" nothing is trained, so a device holds only the parameters of the state. added:
+    {program: bytes} that the task's programs take beside the state, if they were counted before.
+    options: of the compiler.
 
     Returns a dict:
     "peaks": {program: bytes}; "programs": {program: compiled};

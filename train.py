@@ -251,8 +251,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
     {"cfg" (resolved, except steps from epochs), "task" (with its defaults), "hooks", "mesh",
-    "table" (of parameters), "batch" (shapes with shardings), "is_synchronous" (whether a step is
-    done when its call returns)}.
+    "table" (of parameters), "batch" (shapes with shardings), "evaluation" ({"cfg", "batch"} of an
+    evaluation), "is_synchronous" (whether a step is done when its call returns)}.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
@@ -288,11 +288,8 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     if cfg.export:
         task["hf"]["export"](None, cfg)  # only looks for errors
 
-    # Shapes and shardings of a batch.
-    batch = {}
-    for name, (shape, dtype, spec) in task["batch"](cfg).items():
-        sharding = jax.NamedSharding(mesh, spec)
-        batch[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    # Optional: evaluation batches of another size.
+    eval_cfg = config.evaluation_config(cfg)
 
     return {
         "cfg": cfg,
@@ -300,7 +297,8 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
         "hooks": hooks,
         "mesh": mesh,
         "table": table,
-        "batch": batch,
+        "batch": batch_structs(task, cfg, mesh),
+        "evaluation": {"cfg": eval_cfg, "batch": batch_structs(task, eval_cfg, mesh)},
         "is_synchronous": platform == "cpu" and mesh.size == 1,
     }
 
@@ -785,6 +783,15 @@ def stop_reason(run, step, requests, metrics):
 # ---- batches and hooks
 
 
+def batch_structs(task, cfg, mesh):
+    """{name: shape with dtype and sharding} of a batch of the task."""
+    structs = {}
+    for name, (shape, dtype, spec) in task["batch"](cfg).items():
+        sharding = jax.NamedSharding(mesh, spec)
+        structs[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return structs
+
+
 def make_batch_at(setup, source, pinned=False):
     """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
     for a batch unlike the task's "batch", or with ids beyond a table. pinned: always batch 0.
@@ -876,7 +883,7 @@ def step_args(setup):
     task = setup["task"]
     override = partial(run_hooks, setup["hooks"])
     return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
-            setup["batch"], override)
+            setup["batch"], override, setup["evaluation"])
 
 
 def data_position(run, step):
@@ -902,6 +909,8 @@ def init_progress(launched):
         # Metrics of the newest step, which the device may still compute: {"step", "metrics",
         # "waited_s"}, or None
         "pending": None,
+        # {"best_val_loss", "best_val_step"} of all launches, {} before the first evaluation
+        "best_validation": {},
         # Metrics since the last log row
         "window": new_window({}),
         "timers": init_timers(launched),
@@ -920,13 +929,24 @@ def init_progress(launched):
 
 
 def restore_progress(progress, out_dir, step, meta):
-    """Continue the timers, the metrics and the events of earlier launches. meta: of the checkpoint
+    """Continue the timers, the metrics, the events and the best validation loss of earlier
+    launches. meta: of the checkpoint
     that the run resumes from, or {}.
     """
-    def read_rows():
-        return [[row["step"], row["event"], row.get("time_s")] for row in ckpt.read_log(out_dir)]
+    def read_earlier():
+        rows = ckpt.read_log(out_dir)
+        best = {}
+        for row in rows:
+            if row["event"] == "eval" and row["step"] <= step:
+                best = best_validation(best, row)
+        return {
+            "rows": [[row["step"], row["event"], row.get("time_s")] for row in rows],
+            "best": best,
+        }
 
-    rows = ckpt.broadcast_from_main(read_rows)
+    earlier = ckpt.broadcast_from_main(read_earlier)
+    rows = earlier["rows"]
+    progress["best_validation"] = earlier["best"]
     restore_timers(progress["timers"], rows, step)
     for row_step, event, _ in rows:
         if row_step == step:
@@ -979,37 +999,80 @@ def run_validation(run, state, step, progress, signals, stopped_while_waiting):
             row = run["log_event"]("eval", {"step": step} | metrics)
             progress["last_metrics"] |= numbers(row)
             progress["last_metrics"]["val_step"] = step
+            progress["best_validation"] = best_validation(progress["best_validation"], row)
 
 
 def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
-    """{"val_*"}: the means of the loss's sums over the validation data, and the metrics of the
-    task; for a mixture also the loss of each part; {} once stopped().
+    """{"val_METRIC"}: the means of the loss's sums over the validation data, and the metrics of the
+    task; where the data has parts also "val_METRIC/PART", and the means are over all labels; with
+    duration and speed. {} once stopped().
     """
-    cfg, task = setup["cfg"], setup["task"]
     began = time.perf_counter()
-    row = {}
-    sums = {}
-    for name, part in val_data.get("parts", {"": val_data}).items():
-        n_batches = -(-part["n"] // cfg.batch_size)
+    source_size = setup["cfg"].batch_size
+    setup = setup | setup["evaluation"]
+    cfg, task = setup["cfg"], setup["task"]
+    parts = val_data.get("parts", {"": val_data})
+    n_batches = {}
+    for name, part in parts.items():
+        n_batches[name] = -(-part["n"] // cfg.batch_size)
         if cfg.eval_batches:
-            n_batches = min(n_batches, cfg.eval_batches)
-        prefetched = data.prefetch(make_batch_at(setup, part), 0, n_batches)
-        batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
-        totals = steplib.evaluate(eval_step, params, batches, stopped)
-        if totals is None:
-            return {}
-        sums = jax.tree.map(np.add, sums, totals) if sums else totals
-        if name:
-            loss, n_labels = totals["loss"]
-            row[f"val_loss/{name}"] = float(np.divide(loss, n_labels))
-    means = metric_means(sums)
-    values = scalars(means)
-    values |= scalars(task["metrics"](means, val_data))
-    values["n_labels"] = int(values["n_labels"])
-    for name, value in values.items():
-        row[f"val_{name}"] = value
+            n_batches[name] = min(n_batches[name], cfg.eval_batches)
+
+    # The sums of each part.
+    part_sums = {}
+    n_examples = 0
+    with eval_bar(sum(n_batches.values())) as count_batch:
+        for name, part in parts.items():
+            # Optional: evaluation batches of another size.
+            source = data.regroup(part, source_size, cfg.batch_size)
+            prefetched = data.prefetch(make_batch_at(setup, source), 0, n_batches[name])
+            batches = (run_hooks(setup["hooks"], "val_data", count_batch(batch))
+                       for batch, _ in prefetched)
+            part_sums[name] = steplib.evaluate(eval_step, params, batches, stopped)
+            if part_sums[name] is None:
+                return {}
+            n_examples += min(n_batches[name] * cfg.batch_size, part["n"])
+
+    # The means over all parts, and of each.
+    sums = jax.tree.map(lambda *each: sum(each), *part_sums.values())
+    part_means = {name: metric_means(each) for name, each in part_sums.items()}
+    if "parts" in val_data:
+        val_data = val_data | {"part_means": part_means}
+    row = eval_metrics(task, metric_means(sums), val_data)
+    if "parts" in val_data:
+        for name, part in parts.items():
+            row |= eval_metrics(task, part_means[name], part, f"/{name}")
+
+    # Duration and speed.
+    n_units = n_examples * task["units_per_step"](cfg) / cfg.batch_size
     row["eval_s"] = time.perf_counter() - began
+    row[eval_speed_name(task)] = n_units / max(row["eval_s"], 1e-9)
     return row
+
+
+def eval_metrics(task, means, source, suffix=""):
+    """{"val_METRIC" + suffix: value} of the means, and of the task's metrics."""
+    values = scalars(means)
+    values |= scalars(task["metrics"](means, source))
+    values["n_labels"] = int(values["n_labels"])
+    return {f"val_{name}{suffix}": value for name, value in values.items()}
+
+
+def eval_speed_name(task):
+    return f"eval_{task['unit']}s_per_s"
+
+
+def best_validation(best, row):
+    """The better one of `best` and the "val_loss" of an eval row: {"best_val_loss",
+    "best_val_step"}, or {} before the first. The earlier one of equal losses wins; a loss that is
+    missing or not finite, null in metrics.jsonl, is no candidate.
+    """
+    loss = row.get("val_loss")
+    if not isinstance(loss, (int, float)) or not math.isfinite(loss):
+        return best
+    if best and best["best_val_loss"] <= loss:
+        return best
+    return {"best_val_loss": loss, "best_val_step": row["step"]}
 
 
 def end_run(run, state, step, progress, stop):
@@ -1034,14 +1097,15 @@ def end_run(run, state, step, progress, stop):
     # The newest metrics, the time and the checkpoint.
     row = dict(progress["last_metrics"])
     row.pop("finite", None)
-    row.pop("params_finite", None)
-    row.pop("eval_s", None)
+    for name in ("params_finite", "eval_s", eval_speed_name(run["task"])):
+        row.pop(name, None)
     if row.get("val_step") == step:
         row.pop("val_step")
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     checkpoint = None
     if "save" not in errors:
         checkpoint = ckpt.join_path(root, f"{step:09d}")
+    row |= progress["best_validation"]
     row |= {
         "step": step,
         "reason": reason,
@@ -1829,7 +1893,7 @@ def console(cfg):
                 print0(format_log_row(row, speed))
                 last_line.update(step=row["step"], time_s=time.monotonic())
         elif event == "eval":
-            print_eval_row(row)
+            print_eval_row(row, unit)
         elif event == "sample":
             print_samples(row["texts"])
         elif event == "reload":
@@ -1865,6 +1929,8 @@ METRIC_FORMATS = {
     "val_acc": "accuracy {:.3f}",
     "val_bits_per_byte": "{:.3f} bits/byte",
     "val_step": "of step {}",
+    "best_val_loss": "best validation loss {:.4f}",
+    "best_val_step": "of step {}",
 }
 
 
@@ -1902,17 +1968,54 @@ def format_log_row(row, speed):
     return f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}{unlabelled}"
 
 
-def print_eval_row(row):
+LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a line with its speed
+
+
+def print_eval_row(row, unit, with_speed=False):
+    """Print the metrics of an evaluation, a line for each of its parts, and the speed if it took
+    long.
+    """
     names = ["val_loss"]
     for name in numbers(row):
         is_shown = name.startswith("val_") and name not in HIDDEN_METRICS and "/" not in name
         if is_shown and name != "val_loss":
             names.append(name)
     print0(f"{format_step(row)}  {format_metrics(row, names)}")
-    for name, value in row.items():
-        if name.startswith("val_loss/"):
-            part = name.removeprefix("val_loss/")
-            print0(f"{'':11}  validation loss {value:.4f} of {part}")
+
+    # {part: {metric: value}}
+    parts = {}
+    for key, value in row.items():
+        name, _, part = key.partition("/")
+        if part and name in names:
+            parts.setdefault(part, {})[name] = value
+    width = max(map(len, parts), default=0)
+    for part, values in parts.items():
+        print0(f"{'':11}  {part:<{width}}  {format_metrics(values, names)}")
+
+    if with_speed or row["eval_s"] > LONG_EVAL_S:
+        speed = f"{row[f'eval_{unit}s_per_s']:,.0f} {unit}s/s"
+        print0(f"{'':11}  evaluated in {row['eval_s']:.1f} s, {speed}")
+
+
+@contextlib.contextmanager
+def eval_bar(n_batches):
+    """Show a progress bar on a terminal once an evaluation has taken LONG_EVAL_S, gone afterwards.
+    Yield a function that counts a batch and returns it.
+    """
+    is_shown = is_main() and sys.stderr.isatty()
+    bar = tqdm(total=n_batches, disable=not is_shown, delay=LONG_EVAL_S, leave=False,
+               bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}")
+
+    def count_batch(batch):
+        with ignore_stdout_errors():
+            bar.update()
+        return batch
+
+    try:
+        yield count_batch
+    finally:
+        with ignore_stdout_errors():
+            bar.close()
 
 
 def print_samples(texts):
@@ -1941,6 +2044,8 @@ def print_summary(cfg, row):
     if "loss" in row:
         metrics.append(f"training {format_metrics(row, ['loss'])}")
     print0(", ".join(metrics))
+    if "best_val_loss" in row:
+        print0(format_metrics(row, ["best_val_loss", "best_val_step"], ", "))
 
     is_done = row["reason"] == all_done(row["step"])
     saved = ""
@@ -2281,19 +2386,21 @@ def check_stop_metrics(setup, stops, shapes, train_data, val_data):
     for name in shapes["counts"]:
         means[name] = ones[name]
 
-    known = {"val_step", "eval_s"}
-    known |= {*scalars(ones)}
-    known |= {f"val_{name}" for name in scalars(means)}
-    for prefix, source, given in (("", train_data, ones), ("val_", val_data, means)):
-        if not source:
-            continue
+    # Each source of metrics: (prefix, suffix, means, source).
+    sources = [("", "", ones, train_data)]
+    if val_data:
+        parts = val_data.get("parts", {})
+        sources.append(("val_", "", means, val_data | {"part_means": dict.fromkeys(parts, means)}))
+        for name, part in parts.items():
+            sources.append(("val_", f"/{name}", means, part))
+
+    known = {"val_step", "eval_s", eval_speed_name(setup["task"])}
+    for prefix, suffix, given, source in sources:
         try:
             added = setup["task"]["metrics"](given, source)
         except Exception:  # the task's function may refuse made-up numbers: its names are unknown
             return set()
-        known |= {prefix + name for name in added}
-    if val_data:
-        known |= {f"val_loss/{name}" for name in val_data.get("parts", ())}
+        known |= {f"{prefix}{name}{suffix}" for name in [*scalars(given), *added]}
 
     errors = []
     for name in sorted(conditions - known):
@@ -2576,7 +2683,8 @@ def export_hf(params, cfg):
 # ---- names on the Hub
 
 
-HUB_FIELDS = ("init_from", "tokenizer", "data", "mix", "val_data")  # whose texts may begin with one
+# Fields whose texts may begin with one; in val_data, NAME= may stand before it.
+HUB_FIELDS = ("init_from", "tokenizer", "data", "mix", "val_data")
 
 
 def resolve_hub_names(cfg):
@@ -2596,10 +2704,14 @@ def resolve_hub_names(cfg):
             saved = ckpt.read_json(Path(cfg.out_dir, "config.json"))
         earlier = []
         for texts in hub_texts(saved or {}).values():
-            earlier += [text for text in texts if text.startswith("hf://")]
+            names = [config.split_set_name(text)[1] for text in texts]
+            earlier += [name for name in names if name.startswith("hf://")]
         resolved = {}
-        for name, texts in hub_texts(vars(cfg)).items():
-            resolved[name] = [data.resolve_hub(text, earlier) for text in texts]
+        for field, texts in hub_texts(vars(cfg)).items():
+            resolved[field] = []
+            for text in texts:
+                set_name, name = config.split_set_name(text)
+                resolved[field].append(set_name + data.resolve_hub(name, earlier))
         return resolved
 
     changes = {}
@@ -2653,6 +2765,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(setup, val_data, cost["programs"]["evaluation"], params)
+        print_eval_row(summary, task["unit"], with_speed=True)
         print0(ckpt.json_line(summary))
     elif cfg.mode == "export":
         task["hf"]["export"](params, cfg)
@@ -2769,7 +2882,8 @@ def count_programs(setup, added=None, options=None):
         programs["evaluation"] = steps["eval_step"]()
     if added is None:
         programs |= task_programs(setup, steps["state"]["params"])
-    return steplib.count_memory(steps["state"], programs, setup["batch"], added, options)
+    eval_batch = setup["evaluation"]["batch"]
+    return steplib.count_memory(steps["state"], programs, eval_batch, added, options)
 
 
 def task_programs(setup, params):
@@ -2872,6 +2986,8 @@ def memory_advice(setup, measure=True, counted=None):
         counted = {"peaks": {}, "added": {}}
     if "sampling" in counted["peaks"]:
         flags.append("--sample_tokens 0")
+    if cfg.eval_batch_size:
+        flags.append("--eval_batch_size 0")
     count = partial(peaks_with, setup, counted["added"])
     return steplib.suggest_memory_flags(cfg, mesh, flags, counted["peaks"], count)
 
@@ -3047,7 +3163,8 @@ def plot(cfg):
         if event != "end" or not importlib.util.find_spec("matplotlib"):
             return
         rows = ckpt.read_log(cfg.out_dir)
-        speeds = {name for row in rows for name in row if name.endswith("s_per_s")}
+        speeds = {name for row in rows for name in row
+                  if name.endswith("s_per_s") and row["event"] == "log"}
         if speeds:
             draw(rows, min(speeds))
 

@@ -539,6 +539,7 @@ FIELDS = {
     "log_every": row(dict(log_every=3), logged("log"), [1, 2, 3, 4], [3, 6], RUN),
     "eval_every": row(dict(eval_every=5), logged("eval"), [2, 4], [5, 8], RUN),
     "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),
+    "eval_batch_size": row(dict(eval_batch_size=24), loss_has("tensor<24x16xi32>"), False, True),
     "save_every": row(dict(save_every=3), saves("save"), [2, 4], [3, 6, 8], RUN),
     "max_to_keep": row(dict(max_to_keep=1), checkpoints, [2, 4], [6, 8], RUN),
     "keep_period": row(dict(keep_period=6), checkpoints, [2, 4], [6, 8], RUN),

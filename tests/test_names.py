@@ -135,6 +135,7 @@ JUMPS = {
         "weight statistics": ["weight_stats"],
     },
     "data.py": {
+        "named validation sets": ["_open_val_sets", "_val_set_files", "named_sets"],
         "mixtures": ["_mixture_examples", "_mixture_files", "_open_mixture"],
         "windows": ["_open_windows"],
         "document mask": ["_add_document_mask"],

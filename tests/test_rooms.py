@@ -215,6 +215,23 @@ FEATURES = {
              "cfg)\n", ""),
         ],
     },
+    "named validation sets": {
+        "rooms": {"data.py": ["named validation sets"]},
+        "edits": [
+            ("data.py", "groups | _val_set_files(cfg)", "groups"),
+            ("data.py", "    if named_sets(cfg.val_data):\n"
+             "        val = _open_val_sets(cfg, open_files, tokenizer)\n"
+             "    elif cfg.val_data:\n", "    if cfg.val_data:\n"),
+        ],
+    },
+    "evaluation batches of another size": {
+        "rooms": {"config.py": ["evaluation batches of another size"],
+                  "data.py": ["evaluation batches of another size"]},
+        "edits": [
+            ("train.py", "config.evaluation_config(cfg)", "cfg"),
+            ("train.py", "data.regroup(part, source_size, cfg.batch_size)", "part"),
+        ],
+    },
     "mixtures": {
         "rooms": {"data.py": ["mixtures"]},
         "edits": [
@@ -222,7 +239,7 @@ FEATURES = {
              '        examples = _mixture_examples(dataset["mixture"], draws, seed)\n'
              '    else:\n        examples = _shuffled(draws, dataset["n"], seed)\n',
              '    examples = _shuffled(draws, dataset["n"], seed)\n'),
-            ("data.py", '_mixture_files(cfg) | {"data"', '{"data"'),
+            ("data.py", "_mixture_files(cfg) | {", "{"),
             ("data.py", "    if cfg.mix:\n"
              "        return _open_mixture(cfg, open_files, tokenizer, val)\n", ""),
         ],

@@ -614,7 +614,7 @@ def test_gradients_are_sharded_like_their_moments():
 def test_sums_are_replicated():
     """A loss may leave its sums split over the mesh; metrics and evaluation sums are replicated.
 
-    Break: step.py: (state["params"], batch), replicated) => (state["params"], batch), None)
+    Break: step.py: evaluation["batch"]), replicated) => evaluation["batch"]), None)
     """
     def split_loss(params, batch, cfg):
         sums, counts = linear_loss(params, batch, cfg)

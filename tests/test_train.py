@@ -191,7 +191,7 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
     assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == evals[-1]["val_loss"]
-    assert not {"finite", "stop", "eval_s"} & set(summary)
+    assert not {"finite", "stop", "eval_s", "eval_tokens_per_s"} & set(summary)
     lines = output.splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1] == f"{start['config']['dtype']}, attention xla, 128 tokens per step"
@@ -202,7 +202,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     for row in log:
         assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in output
     assert output.count(" sample -") == len(rows(out, "sample")) == 2
-    assert lines[-2].startswith("step 10, validation loss ")
+    assert lines[-3].startswith("step 10, validation loss ")
+    assert lines[-2].startswith("best validation loss ")
     assert lines[-1].startswith("done: all 10 steps are done; ")
 
 
@@ -437,14 +438,16 @@ def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
     assert not (Path(tiny().out_dir) / "metrics.jsonl").exists()
 
 
-def test_stop_knows_every_metric_of_log_and_eval_rows(tiny):
+def test_stop_knows_every_metric_of_log_and_eval_rows(tiny, tmp_path):
     """The known metrics include every number of a log row except the speeds, and every number of
-    an evaluation row.
+    an evaluation row, which has those of each validation set.
 
-    Break: train.py: known |= {prefix + name for name in added} => pass
+    Break: train.py: for name in [*scalars(given), *added]} => for name in scalars(given)}
     """
-    train.main(tiny(steps=2))
-    run = train.setup_run(tiny())
+    (tmp_path / "other.txt").write_text("12 34 " * 300)
+    cfg = tiny(steps=2, val_data=(f"a={tmp_path}/other.txt",))
+    train.main(cfg)
+    run = train.setup_run(cfg)
     opened = data.open_text(("train", "val"), run["cfg"])
     run |= {"train_data": opened["train"]}
     shapes = steplib.lower_steps(*train.step_args(run))["train_step"]().out_info[1]
@@ -453,7 +456,7 @@ def test_stop_knows_every_metric_of_log_and_eval_rows(tiny):
     timers["seconds"]["step"] = 1.0
     speeds = {*train.throughput(run, 3, timers, logged)}
     names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)}
-    assert {"loss", "ppl", "val_loss", "val_bits_per_byte", "lr", "grad_norm"} <= names
+    assert {"loss", "ppl", "val_loss", "val_bits_per_byte/a", "lr", "grad_norm"} <= names
     for name in names - {"step"}:
         known = train.check_stop_metrics(
             run, [{"name": name}], shapes, opened["train"], opened["val"])
@@ -495,7 +498,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
              "--warmup_steps 1 --log_every 1").split()
     code = train.cli([*flags, "--cache_dir", "", "--out_dir", str(tmp_path / "out")])
     out, seen = capsys.readouterr().out, [r["loss"] for r in rows(tmp_path / "out", "log")]
-    assert code == 0 and "sample" in out and "validation loss" in out.splitlines()[-2]
+    assert code == 0 and "sample" in out and "best validation loss" in out.splitlines()[-2]
     assert seen[-1] < seen[0] - 0.3
 
 
@@ -563,7 +566,7 @@ def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
     and of a sum that a hook adds. They have the values of the task's "metrics" function too, in
     training and in --mode eval.
 
-    Break: train.py: values |= scalars(task["metrics"](means, val_data)) => pass
+    Break: train.py: values |= scalars(task["metrics"](means, source)) => pass
     """
     def with_ones(event, value):
         def loss(params, batch, cfg):
@@ -697,12 +700,15 @@ def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path
                 cfg = dataclasses.replace(cfg, export=str(tmp_path / f"hf_{name}"))
             summary = train.main(cfg, **given)
             assert summary.pop("step") == (0 if name == "params" else 4)
-            summary.pop("eval_s", None)
+            for name in ("eval_s", "eval_tokens_per_s"):
+                summary.pop(name, None)
             found[mode, name] = summary
         assert found[mode, "disk"] == found[mode, "state"] == found[mode, "params"]
     tensors = [safetensors.numpy.load_file(tmp_path / f"hf_{name}" / "model.safetensors")
                for name in ("disk", "state", "params")]
     assert same(tensors[0], tensors[1]) and same(tensors[0], tensors[2])
+    norm = state["params"]["final_norm"]
+    assert (tensors[0]["model.norm.weight"] == np.asarray(norm)).all() and np.ptp(norm) > 0
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
     wrong = dict(state["params"])
     wrong["embedd"] = wrong.pop("embed")
@@ -1381,23 +1387,30 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
     start = {"step": 3, "unit": "pixel", "memory_bytes_per_device": {"total": 5.5e9},
              "compile_s": 1.25, "origin": "nothing"}
     row = {"step": 4, "loss": 2.34567, "lr": 1.5e-3, "pixels_per_s": 12345.6, "data_wait_s": 0.0123}
-    evaluated = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5}
-    end = row | evaluated | {
+    evaluated = {"step": 4, "val_loss": 2.5, "val_acc": 0.25, "val_bits_per_byte": 1.5,
+                 "val_ppl": 12.0}
+    best = {"best_val_loss": 2.25, "best_val_step": 3}
+    in_parts = {"val_loss/code": 2.0, "val_acc/code": 0.5, "val_ppl/code": 7.0,
+                "val_loss/b/c.txt": 3.0, "eval_s": 2.5, "eval_pixels_per_s": 2345.6}
+    end = row | evaluated | best | {
         "reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
         "time_s": {"start": 10.0, "compile": 0.25, "wasted": 989.75}}
-    events = [("start", start), ("step", row), ("log", row), ("eval", evaluated),
+    events = [("start", start), ("step", row), ("log", row), ("eval", evaluated | in_parts),
               ("sample", {"step": 4, "texts": ["one", "two"]}),
               ("sample", {"step": 4, "texts": [], "error": "no sample: none left"}),
               ("save", {"step": 4})]
     compiled = "compiled in 1.2 s, 5,245 MiB per device; from nothing, at step 3\n"
     log = "step      4  loss 2.3457  lr 1.50e-03  12,346 pixels/s  data wait 12.3 ms\n"
     rest = ("step      4  validation loss 2.5000  accuracy 0.250  1.500 bits/byte\n"
+            "             code     validation loss 2.0000  accuracy 0.500\n"
+            "             b/c.txt  validation loss 3.0000\n"
+            "             evaluated in 2.5 s, 2,346 pixels/s\n"
             "-------- sample --------\none\n-------- sample --------\ntwo\n"
             "------------------------\nstep      4  no sample: none left\n")
     table = ("   start compile  wasted  total\n"
              "    1.0%    0.0%   99.0%  1,000 s\n")
     done = (table + "step 4, validation loss 2.5000, 1.500 bits/byte, training loss 2.3457\n"
-            "{}; 62 s, saved in out/ckpt\n")
+            "best validation loss 2.2500, of step 3\n{}; 62 s, saved in out/ckpt\n")
     cfg, calls = types.SimpleNamespace(
         steps=90, out_dir="out", ckpt_dir="", resume="auto", stop=()), []
     monkeypatch.setattr(train, "tqdm", Bar)
@@ -3751,7 +3764,7 @@ def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
     """An evaluation of a mixture has the loss of each source, equal to an evaluation of that
     source alone, and their mean weighted by labels.
 
-    Break: train.py: float(np.divide(loss, n_labels)) => 1.0
+    Break: train.py: row |= eval_metrics(task, part_means[name], part, f"/{name}") => pass
     """
     (other := tmp_path / "other.txt").write_text("12 34 " * 300)
     sources = tiny().data[0], str(other)

@@ -321,7 +321,7 @@ def open_val(names, day_of, cfg):
 
     def batch(index, rows):
         # A step puts row b into microbatch b mod A. Give each microbatch neighbours.
-        A = cfg.grad_accum_steps
+        A = 1 if cfg.eval_batch_size else cfg.grad_accum_steps
         positions = index * cfg.batch_size + (rows % A) * (cfg.batch_size // A) + rows // A
         # Read day by day, in ascending order of positions. Beyond the end repeat the last example.
         by_position = positions.argsort()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: validation sets with names, batches of another size, and the best loss of a run."""
+import dataclasses
+import json
+import math
+import os
+import pty
+import re
+import sys
+import termios
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import config
+import data
+import model
+import step as steplib
+import train
+
+# ---- validation sets with names
+
+
+def test_entries_with_names_become_sets(tmp_path, monkeypatch):
+    """Entries with the same name are one set. A path that exists, or a glob that matches one, is a
+    path although it contains "=". If only some entries have a name, the error shows one with and
+    one without.
+
+    Break: data.py: if named and not _is_path(text): => if named:
+    """
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("lang=en")
+    for name in ("code=a.txt", "lang=en/b.txt", "c.txt"):
+        (tmp_path / name).write_text("some text")
+    paths = ("code=a.txt", "lang=en/b.txt", "lang=en/*.txt", "lang=en", "c.txt")
+    assert data.named_sets(paths) == {} == data.named_sets(())
+    hub = "hf://datasets/o/d@main/val/*.txt"
+    named = ("code=c.txt", f"web={hub}", "code=d/*.py", "x.y-z=lang=en/b.txt")
+    assert data.named_sets(named) == {
+        "code": ["c.txt", "d/*.py"], "web": [hub], "x.y-z": ["lang=en/b.txt"]}
+    words = "val_data 'c.txt': has no name, and code=d.txt has one; give each entry a name"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        data.named_sets(("code=d.txt", "c.txt"))
+
+
+@pytest.mark.parametrize("changes", [
+    dict(packing="best_fit"), dict(packing="none"), dict(order="windows"),
+    dict(mix=("text.txt=1", "more.txt=1"), data=())], ids=str)
+def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_path, monkeypatch):
+    """Each set has the batches of its files as the only validation data, with every packing, with
+    windows and with a mixture, from text and from token files. A file may not be in two sets, nor
+    in a set and in the training data.
+
+    Break: data.py: dataset = open_files(patterns, field=f"val_data {name}") =>
+    dataset = open_files(patterns[:1], field=f"val_data {name}")
+    """
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.txt", "more.txt", "last.txt"):
+        (tmp_path / name).write_text(f"{name} " * 200)
+    for name in ("aa.jsonl", "bbbb.jsonl"):
+        (tmp_path / name).write_text(f'{{"text": "{name}"}}\n' * 50)
+    np.full(300, 7, np.uint16).tofile("ids.bin")
+    second = "last.txt" if "packing" in changes else "ids.bin"  # documents, or tokens
+    files = {"code": ("aa.jsonl",), "prose": ("bbbb.jsonl", second)}
+    entries = [f"{name}={file}" for name in files for file in files[name]]
+    cfg = tiny(**dict(data=("more.txt",), vocab_size=256, val_data=tuple(entries)) | changes)
+    parts = data.open_text(("val",), cfg)["val"]["parts"]
+    assert [*parts] == ["code", "prose"]
+    for name, part in parts.items():
+        alone = data.open_text(("val",), dataclasses.replace(cfg, val_data=files[name]))["val"]
+        assert part["n"] == alone["n"]
+        for index in range(2):
+            found, expected = (x["batch"](index, np.arange(8)) for x in (part, alone))
+            assert found.keys() == expected.keys()
+            assert all((found[key] == expected[key]).all() for key in found)
+    for change, words in (
+            (dict(val_data=("a=aa.jsonl", "b=./aa.jsonl")), "both val_data a and val_data b"),
+            (dict(val_data=("a=text.txt",), data=("text.txt",), mix=()), "both data and val_dat"),
+            (dict(val_data=("a=no.txt",)), "val_data a 'no.txt': no such file")):
+        with pytest.raises(ValueError, match=words):
+            data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
+
+
+def test_a_home_folder_and_a_relative_path_may_follow_a_name(tmp_path, monkeypatch):
+    """NAME=~/FILE is expanded. The note on a relative path of a config file shows its file.
+
+    Break: config.py: return set_name + expanded => return expanded
+    """
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = config.resolve_paths(config.Config(val_data=("code=~/a.txt", "~/b.txt", "c=d/~e")))
+    assert cfg.val_data == ("code=/home/me/a.txt", "/home/me/b.txt", "c=d/~e")
+    saved = config.Config(out_dir="elsewhere", val_data=("code=some/a.txt",))
+    (tmp_path / "config.json").write_text(config.to_json(saved))
+    given = dataclasses.replace(saved, config=str(tmp_path / "config.json"))
+    note = config.relative_path_note(given, "val_data code 'some/a.txt': no such file")
+    assert note.startswith("\nval_data 'some/a.txt': from ")
+
+
+def test_bits_per_byte_of_several_sets():
+    """Bits per byte of all sets are their bits divided by their bytes. They are unknown if one set
+    is no text.
+
+    Break: data.py: n_bytes += part["bytes_per_token"] * part_labels =>
+    n_bytes += part["bytes_per_token"]
+    """
+    source = {"parts": {"a": {"bytes_per_token": 4.0}, "b": {"bytes_per_token": 2.0}},
+              "part_means": {"a": {"n_labels": 10}, "b": {"n_labels": 30}}}
+    found = data.text_metrics({"loss": 1.5}, source)["bits_per_byte"]
+    assert found == pytest.approx(1.5 * 40 / math.log(2) / (4 * 10 + 2 * 30))
+    source["parts"]["b"] = {"bytes_per_token": None}
+    assert "bits_per_byte" not in data.text_metrics({"loss": 1.5}, source)
+
+
+# ---- evaluation of a model that NumPy can follow: a probability for each byte
+
+
+def unigram_loss(params, batch, cfg):
+    labels_BT = batch["labels"]
+    is_label_BT = labels_BT >= 0
+    nll_BT = -jax.nn.log_softmax(params["w"])[jnp.maximum(labels_BT, 0)]
+    hit_BT = labels_BT == params["w"].argmax()
+    sums = {"loss": jnp.where(is_label_BT, nll_BT, 0).sum(),
+            "acc": hit_BT.sum(dtype=jnp.float32)}
+    sums["objective"] = sums["loss"]
+    return sums, dict.fromkeys(sums, is_label_BT.sum(dtype=jnp.float32))
+
+
+UNIGRAM = train.TEXT | {
+    "table": lambda cfg: {"w": dict(shape=(256,), spec=P(), init=("normal", 1.0))},
+    "init": lambda key, cfg: {"w": jnp.zeros(256)},
+    "loss": unigram_loss,
+    "flops": None,
+    "sample": None,
+    "programs": lambda params, cfg: {},
+    "memory_flags": lambda sp, cfg: [],
+}
+
+
+@pytest.mark.parametrize("size, accum", [(0, 2), (24, 2)])
+def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
+    """Loss, accuracy, bits per byte and the number of labels of each set, and of all sets, which
+    have different sizes, are those that float64 NumPy computes of the bytes of the files, one set
+    after the other and concatenated; with batches of training, in microbatches, and with larger
+    ones. --eval_batches counts batches of that size in each set. The screen has a line for all and
+    for each, and ends with JSON.
+
+    Break: train.py: sums = jax.tree.map(lambda *each: sum(each), *part_sums.values()) =>
+    sums = jax.tree.map(lambda *each: max(each), *part_sums.values())
+    """
+    texts = {"code": "def f(x): return x + 1\n" * 30, "prose": "some words, and more. " * 11}
+    entries = []
+    labels = {}
+    for name, text in texts.items():
+        for i, piece in enumerate((text[:100], text[100:])):  # two files in each set
+            (tmp_path / f"{name}{i}.txt").write_text(piece)
+            entries.append(f"{name}={tmp_path}/{name}{i}.txt")
+        documents = f"{text[:100]}\0{text[100:]}\0"  # 0 ends a document
+        labels[name] = np.frombuffer(documents.encode(), np.uint8)
+    w = np.random.default_rng(0).normal(size=256).astype(np.float32)
+    cfg = tiny(mode="eval", data=(), val_data=tuple(entries), eval_batches=0, batch_size=16,
+               grad_accum_steps=accum, eval_batch_size=size)
+    found = train.main(cfg, task=UNIGRAM, params={"w": w})
+
+    nll = np.log(np.exp(w.astype(np.float64)).sum()) - w.astype(np.float64)
+    screen = capsys.readouterr().out.splitlines()
+    labels[""] = np.concatenate([*labels.values()])
+    for name, ids in labels.items():
+        end = f"/{name}" if name else ""
+        assert found[f"val_n_labels{end}"] == len(ids)
+        assert found[f"val_loss{end}"] == pytest.approx(nll[ids].mean(), rel=1e-6)
+        assert found[f"val_acc{end}"] == pytest.approx((ids == w.argmax()).mean(), rel=1e-6)
+        bits = nll[ids].mean() / math.log(2)
+        assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-6)
+        head = f"             {name:<5}" if name else "step      0"
+        accuracy = (ids == w.argmax()).mean()
+        assert (f"{head}  validation loss {nll[ids].mean():.4f}  accuracy {accuracy:.3f}  "
+                f"{bits:.3f} bits/byte") in screen
+    speed = 16 * (math.ceil(len(labels["code"]) / 16) + math.ceil(len(labels["prose"]) / 16))
+    assert found["eval_tokens_per_s"] == pytest.approx(speed / found["eval_s"])
+    assert re.fullmatch(r" {13}evaluated in \d+\.\d s, [\d,]+ tokens/s", screen[-2])
+    assert json.loads(screen[-1]) == found
+
+    first = train.main(dataclasses.replace(cfg, eval_batches=1), task=UNIGRAM, params={"w": w})
+    assert first["val_n_labels/prose"] == min(len(labels["prose"]), 16 * (size or 16))
+    assert first["val_n_labels/code"] <= 16 * (size or 16) < len(labels["code"])
+
+
+# ---- batches of another size
+
+
+@pytest.mark.parametrize("size, new_size", [(8, 24), (24, 8), (10, 4), (6, 6)])
+def test_a_regrouped_source_has_the_same_examples(size, new_size):
+    """Row r of a new batch k is example k * new_size + r, for any rows of it.
+
+    Break: data.py: examples[batch_of == i] - i * size => examples[batch_of == i] - i
+    """
+    def batch(index, rows):
+        assert ((rows >= 0) & (rows < size)).all()
+        return {"x": index * size + rows, "y": np.outer(index * size + rows, [1, 2])}
+
+    source = data.regroup({"n": 50, "batch": batch}, size, new_size)
+    for index in range(6):
+        for rows in (np.arange(new_size), np.arange(new_size)[1::3]):
+            found = source["batch"](index, rows)
+            np.testing.assert_array_equal(found["x"], index * new_size + rows)
+            np.testing.assert_array_equal(found["y"], np.outer(found["x"], [1, 2]))
+
+
+def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequence():
+    """--eval_batch_size must be a multiple of the devices that split rows, whatever the number of
+    microbatches. With loss_norm constant, each sequence counts as in training.
+
+    Break: config.py: loss_divisor=cfg.loss_divisor * size / cfg.batch_size) =>
+    loss_divisor=cfg.loss_divisor)
+    """
+    cfg = config.Config(batch_size=32, grad_accum_steps=4, dp=2, fsdp=4, loss_norm="constant",
+                        loss_divisor=77.0)
+    assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=24), 8)[1] == []
+    assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=12), 8)[1] == [
+        "eval_batch_size 12: must be a multiple of dp x fsdp x ep = 8; nearest: 8 or 16"]
+    assert config.evaluation_config(cfg) is cfg
+    eval_cfg = config.evaluation_config(dataclasses.replace(cfg, eval_batch_size=24))
+    assert (eval_cfg.batch_size, eval_cfg.grad_accum_steps) == (24, 1)
+    in_training = float(model._loss_weights(np.zeros((8, 4)), cfg)[1])
+    assert float(model._loss_weights(np.zeros((8, 4)), eval_cfg)[1]) == in_training
+
+
+def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
+    """The estimate of an evaluation counts batches of --eval_batch_size, as that of a run with this
+    batch size. Where they do not fit, the advice is to evaluate with the batches of training.
+
+    Break: train.py: flags.append("--eval_batch_size 0") => pass
+    """
+    cfg = tiny(mode="eval", dp=1, seq_len=512)
+    peaks = {}
+    for name, change in (("small", {}), ("large", dict(eval_batch_size=64)),
+                         ("as_large", dict(batch_size=64))):
+        run = train.setup_run(dataclasses.replace(cfg, **change), UNIGRAM, jax.devices()[:1])
+        peaks[name] = train.count_programs(run)["peaks"]["evaluation"]
+    assert peaks["large"] == peaks["as_large"] > 4 * peaks["small"]
+    monkeypatch.setattr(steplib, "memory_limit", lambda mesh: peaks["small"])
+    run = train.setup_run(dataclasses.replace(cfg, eval_batch_size=64), UNIGRAM, jax.devices()[:1])
+    assert train.memory_advice(run).startswith("--eval_batch_size 0 (")
+
+
+# ---- on the screen
+
+
+def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch):
+    """The bar appears on a terminal once LONG_EVAL_S are over, and is gone afterwards. Nothing is
+    printed elsewhere, nor in a short evaluation.
+
+    Break: train.py: delay=LONG_EVAL_S, leave=False, => delay=LONG_EVAL_S, leave=True,
+    """
+    def screen(seconds, is_terminal=True):
+        reader, writer = pty.openpty() if is_terminal else os.pipe()
+        if is_terminal:
+            termios.tcsetwinsize(writer, (24, 80))
+        monkeypatch.setattr(train, "LONG_EVAL_S", seconds)
+        with os.fdopen(writer, "w") as file, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", file)
+            with train.eval_bar(3) as count_batch:
+                assert [count_batch(i) for i in range(3)] == [0, 1, 2]
+            file.write("end")
+            file.flush()
+            return os.read(reader, 10_000).decode()
+
+    shown = screen(0.0)
+    assert shown.startswith("\revaluating 0/3 |")
+    *_, cleared, last = shown.split("\r")
+    assert cleared.strip() == "" and last == "end"
+    assert screen(60.0) == "end" == screen(0.0, is_terminal=False)
+
+
+# ---- the best validation loss
+
+
+def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, capsys):
+    """The first of equal losses is the best, and one that is not finite never is. A resumed run
+    knows those of earlier launches up to its first step. The last lines and the row "end" have it.
+
+    Break: train.py: progress["best_validation"] = earlier["best"] => pass
+    """
+    losses = {2: 1.5, 4: math.nan, 6: 1.5, 8: 1.75}
+
+    def replace_loss(event, row):
+        return row | {"val_loss": losses[row["step"]]} if event == "eval" else None
+
+    best = {"best_val_loss": 1.5, "best_val_step": 2}
+    for steps in (4, 8):
+        cfg = tiny(steps=steps, eval_every=2)
+        summary = train.main(cfg, [replace_loss], UNIGRAM)
+        assert best.items() <= summary.items()
+        assert "best validation loss 1.5000, of step 2" in capsys.readouterr().out.splitlines()
+    for step, expected in ((1, {}), (2, best), (8, best)):
+        progress = train.init_progress(0.0)
+        train.restore_progress(progress, cfg.out_dir, step, {})
+        assert progress["best_validation"] == expected
+    assert train.best_validation(best, {"step": 9, "val_loss": 1.25}) == {
+        "best_val_loss": 1.25, "best_val_step": 9}
+    for row in ({}, {"val_loss": None}, {"val_loss": math.nan}, {"val_loss": 2.0}):
+        assert train.best_validation(best, {"step": 9} | row) == best
