@@ -919,7 +919,8 @@ def test_a_resume_may_change_the_resumable_fields_and_no_others():
         export_check cache_dir token_cache wait_s stop steps epochs grad_accum_steps width_mult
         attention remat logit_tiles mlp_tiles deterministic offload_optimizer
         dp fsdp ep tp sp slices coordinator n_processes process_id peer_timeout_s
-        track log_every eval_every eval_batches eval_batch_size save_every max_to_keep keep_period save_exclude
+        track log_every eval_every eval_batches eval_batch_size
+        save_every max_to_keep keep_period save_exclude
         weights_every export_every sample_every watch profile log_all_processes
         prompt n_samples sample_tokens temperature top_k top_p
     """
