@@ -1459,7 +1459,8 @@ def _open_val_sets(cfg, open_files, tokenizer):
     for name, patterns in named_sets(cfg.val_data).items():
         dataset = open_files(patterns, field=f"val_data {name}")
         sources[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
-    summaries = [f"{name}: {source['summary']}" for name, source in sources.items()]
+    summaries = [f"{len(sources)} sets"]
+    summaries += [f"{name}: {source['summary']}" for name, source in sources.items()]
     return {"parts": sources, "summary": "\n".join(summaries)}
 
 
