@@ -269,8 +269,12 @@ class Config:
 
     # ---- sampling
 
-    prompt: str = ""  # text that a sample continues; empty: the start of a document
-    n_samples: PosInt = 1  # number of samples
+    prompt: str = ""  # text that a sample continues; empty: the beginning of a validation row
+    chat: str = ""  # question that a sample answers, in the tokenizer's chat template
+    # file of prompts, one a line; or .jsonl with prompt (a text) or messages (a chat) in each row
+    prompts: str = ""
+    samples_file: str = ""  # file to write the samples of mode sample to, as .jsonl; empty: none
+    n_samples: PosInt = 1  # number of samples of each prompt
     sample_tokens: NonNegInt = 200  # new tokens per sample; 0: no samples
     temperature: NonNegFloat = 0.8  # sampling temperature; 0: greedy
     top_k: NonNegInt = 0  # sample among the k most likely tokens; 0: all
@@ -424,7 +428,7 @@ def _expand_home(arg):
 
 # Fields with paths that may begin with ~, and those of folders that a run makes.
 PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "export", "hooks", "cache_dir",
-               "data", "mix", "val_data", "tokenizer", "token_cache")
+               "data", "mix", "val_data", "tokenizer", "token_cache", "prompts", "samples_file")
 FOLDER_FIELDS = ("out_dir", "ckpt_dir", "export", "cache_dir", "token_cache")
 
 def resolve_paths(cfg):
@@ -521,7 +525,7 @@ def _without_missing(path):
 
 def _utf8_errors(cfg):
     """Errors of texts and paths that go to libraries which take only UTF-8."""
-    texts = [("prompt", cfg.prompt), ("tokenizer", cfg.tokenizer), ("export", cfg.export)]
+    texts = [(name, getattr(cfg, name)) for name in ("prompt", "chat", "tokenizer", "export")]
     texts += [("init_from", text) for text in cfg.init_from]
     for name in ("out_dir", "ckpt_dir", "cache_dir"):  # these libraries get the absolute path
         path = getattr(cfg, name)
@@ -534,7 +538,8 @@ def _utf8_errors(cfg):
         # Python reads bytes that it cannot decode as surrogates. With another encoding than UTF-8,
         # the library's file name would have other bytes than Python's.
         has_surrogate = re.search("[\ud800-\udfff]", str(text))
-        is_other_file = encoding != "utf-8" and name != "prompt" and not str(text).isascii()
+        is_path = name not in ("prompt", "chat")
+        is_other_file = encoding != "utf-8" and is_path and not str(text).isascii()
         if has_surrogate or is_other_file:
             errors.append(f"{name} {text!a}: must be UTF-8, and the encoding of this locale is "
                           f"{encoding}; set PYTHONUTF8=1")
@@ -962,6 +967,15 @@ RULES = (
     {"field": "export",
      "broken": lambda c: c.mode == "export" and not c.export,
      "rule": "must name a folder in mode export"},
+    {"field": "chat",
+     "broken": lambda c: c.chat and c.prompt,
+     "rule": "must be empty with prompt; clear one of them, as in --chat ''"},
+    {"field": "prompts",
+     "broken": lambda c: c.prompts and (c.prompt or c.chat),
+     "rule": "must be empty with prompt or chat; clear one of them, as in --prompts ''"},
+    {"field": "samples_file",
+     "broken": lambda c: c.samples_file and c.mode != "sample",
+     "rule": "needs mode sample; the samples of a run are in its metrics.jsonl"},
     # Expert capacity is counted over all tokens of a sequence.
     {"field": "mlp_tiles",
      "broken": lambda c: c.n_experts and c.mlp_tiles > 1,
@@ -1254,7 +1268,8 @@ RESUMABLE_FIELDS = (
     "track", "log_every", "eval_every", "eval_batches", "eval_batch_size",
     "save_every", "max_to_keep", "keep_period", "save_exclude",
     "weights_every", "export_every", "sample_every", "watch", "profile", "log_all_processes",
-    "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",
+    "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
+    "top_k", "top_p",
 )
 # Fields that decide which examples a run sees, and in which order.
 DATA_FIELDS = (

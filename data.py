@@ -4,8 +4,9 @@
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
 its arguments alone; there is no iterator state. Optional, at the end: named validation sets,
-mixtures, windows, document mask, packing, token files, prompts and chats, examples, file formats,
-tokenizers, names on the Hub, evaluation batches of another size, custom tasks.
+mixtures, windows, document mask, packing, token files, prompts and chats, examples, prompts of
+samples, file formats, tokenizers, names on the Hub, evaluation batches of another size, custom
+tasks.
 """
 import contextlib
 import csv
@@ -310,7 +311,8 @@ def open_text(parts, cfg):
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
         "examples": documents to print, as show_examples returns them,
-        "bytes_per_token": number, or None if it is unknown}.
+        "bytes_per_token": number, or None if it is unknown,
+        "prompt": () -> ids with which a sample begins}.
     The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
     {name: source}. The "train" of windows has more keys: see in_windows.
     cfg: any object with the fields under "data" in config.py, and batch_size, seq_len, vocab_size,
@@ -366,6 +368,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "summary": describe(dataset),
         "examples": show_examples(dataset, tokenizer),  # optional: examples
         "bytes_per_token": bytes_per_token(dataset, tokenizer),
+        "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
     }
 
 
@@ -1490,7 +1493,9 @@ def _open_mixture(cfg, open_files, tokenizer, val):
         for name, (_, val_dataset) in zip(weights, pairs):
             val_sources[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
         summaries = [f"{name}: {source['summary']}" for name, source in val_sources.items()]
-        val = {"parts": val_sources, "summary": "\n".join(summaries)}
+        first_source = next(iter(val_sources.values()))
+        val = {"parts": val_sources, "summary": "\n".join(summaries),
+               "prompt": first_source["prompt"]}
 
     mixed = mix(datasets, list(weights.values()))
     train = _make_source(mixed, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
@@ -2711,6 +2716,167 @@ def _show_labels(ids, ignored, tokenizer):
     if stop < len(ids):
         pieces.append(("...", False))
     return pieces
+
+
+# ---- prompts of samples
+
+PREVIEW_TOKENS = 32  # tokens of the data that a sample without a prompt continues, at most
+
+
+def sample_prompts(cfg, tokenizer, source=None):
+    """Return the prompts of a config's samples: [{
+        "text": what is shown of it,
+        "ids": at least one,
+        "stops": ids that end a sample}].
+
+    They are, by the first of these fields that is set, the prompts in the file cfg.prompts, the
+    question cfg.chat, or the text cfg.prompt; else the beginning of the data of `source`, if it has
+    a "prompt"; else the token that begins a document.
+    Raises: ValueError naming the field, or the file and line.
+    """
+    if cfg.prompts:
+        texts = read_prompts(cfg.prompts, tokenizer)
+    elif cfg.chat:
+        question = [{"role": "user", "content": cfg.chat}]
+        texts = [chat_prompt(question, None, tokenizer, f"chat {cfg.chat!r:.60}")]
+    elif cfg.prompt or not source or "prompt" not in source:
+        texts = [cfg.prompt]
+    else:
+        ids = source["prompt"]().tolist()
+        return [_make_prompt(tokenizer["decode"](ids), ids, tokenizer)]
+    return [_make_prompt(text, prompt_ids(text, tokenizer), tokenizer) for text in texts]
+
+
+def _make_prompt(text, ids, tokenizer):
+    """Return a prompt as `sample_prompts` does. After a chat, the end of a turn is a stop, too: a
+    chat has special tokens beside those around a document.
+    """
+    stops = set(tokenizer["stops"])
+    special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
+    if special.intersection(ids):
+        stops |= turn_ends(tokenizer)
+    return {"text": text, "ids": ids, "stops": sorted(stops - {None})}
+
+
+def prompt_ids(text, tokenizer):
+    """Return the ids of a prompt, after the token that begins a document."""
+    ids = tokenizer["encode"](text).tolist()
+    first = tokenizer["bos"]
+    if first is None:
+        first = tokenizer["eos"]
+    # A prompt that begins with a special token, as a rendered chat does, needs no other one.
+    begins = bool(ids) and ids[0] in tokenizer["special_tokens"].values()
+    if first is not None and not begins:
+        ids.insert(0, first)
+    if not ids:
+        raise ValueError("prompt '': the tokenizer has no token that begins a document; set "
+                         "--prompt")
+    return ids
+
+
+def read_prompts(path, tokenizer):
+    """Read the texts of a file of prompts: one a line, without empty lines; or the rows of a JSON
+    file, each with "prompt", a text, or with "messages" (and "tools"), rendered by the chat
+    template up to the next answer.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"prompts {path!r}: no such file; must be a text with one prompt a line, "
+                         "or .jsonl with prompt or messages in each row")
+    if _file_kind(file).endswith(JSON_FILES):
+        texts = [_prompt_of_row(row, where, tokenizer) for where, row in _json_rows(file)]
+    else:
+        with _open_utf8(file) as lines:
+            texts = [line.rstrip("\r\n") for line in lines if line.strip()]
+    if not texts:
+        raise ValueError(f"prompts {path!r}: has no prompt")
+    return texts
+
+
+def _prompt_of_row(row, where, tokenizer):
+    """Return the text of a row of a file of prompts."""
+    fields = row if isinstance(row, dict) else {}
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if isinstance(prompt, str) and prompt and messages is None:
+        text = prompt
+    elif isinstance(messages, list) and messages and prompt is None:
+        text = chat_prompt(messages, fields.get("tools"), tokenizer, where)
+    else:
+        raise ValueError(f"{where}: must be an object with either a text 'prompt' or a list "
+                         f"'messages': {str(row)[:80]}")
+    if re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{where}: has a lone surrogate, which no text has")
+    return text
+
+
+def chat_prompt(messages, tools, tokenizer, where):
+    """Render a conversation up to the next answer, which a sample writes. tools: None, or a list.
+
+    Raises: ValueError naming `where`.
+    """
+    template = _chat_template(tokenizer)
+    if not template:
+        raise ValueError(f"{where}: a question needs a chat template; set --tokenizer to a folder "
+                         "that transformers saved with one, or use --prompt")
+    messages, _ = _clean_messages(messages, where)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: the last message is the assistant's; must be one that a sample "
+                         "can answer")
+    with as_value_error(f"{where}: the chat template refuses it", Exception):
+        return template["render"](messages, tools, True)
+
+
+def turn_ends(tokenizer):
+    """Return the ids that end an answer in the chat template: the special tokens after an answer at
+    the end of a conversation and before another question.
+    """
+    template = _chat_template(tokenizer)
+    if not template:
+        return set()
+    answers = ("forty-two", "seventeen")
+    messages = []
+    for answer in answers:
+        messages += [{"role": "user", "content": "A number?"},
+                     {"role": "assistant", "content": answer}]
+    try:
+        text = template["render"](messages, None)
+    except Exception:  # such as a template that needs tools; the declared ends remain
+        return set()
+    ends = set()
+    for answer in answers:
+        after = text.partition(answer)[2].lstrip()
+        found = [token for token in tokenizer["special_tokens"] if after.startswith(token)]
+        if found:
+            ends.add(tokenizer["special_tokens"][max(found, key=len)])
+    return ends
+
+
+def preview_prompt(dataset):
+    """Return the ids with which a sample begins that shows what a run has learnt: of prompts and
+    chats, a document up to its first label; else the beginning of the first evaluation row.
+    """
+    T = dataset["seq_format"]["seq_len"]
+    for shard in dataset["shards"]:
+        if "ignored" not in shard:
+            continue
+        documents = shard["documents"][:N_SEARCHED] - shard["token_offset"]
+        for first, last in documents.tolist():
+            if first < 0:  # a split has cut it
+                continue
+            ignored = shard["ignored"][first:last]
+            n_before = int(np.argmin(ignored)) if len(ignored) else 0
+            if 0 < n_before <= T:
+                return np.asarray(shard["tokens"][first : first + n_before])
+
+    examples, _ = eval_examples_at(0, 1, dataset["n"])
+    batch = _read_sequences(dataset, examples)
+    ids = batch["tokens"][0]
+    # Optional: rows with several documents. Take the longest one.
+    if "segments" in batch:
+        segments = batch["segments"][0]
+        lengths = np.bincount(segments[segments > 0])
+        ids = ids[segments == np.argmax(lengths)]
+    return ids[: min(PREVIEW_TOKENS, max(1, len(ids) // 2))]
 
 
 # ---- file formats

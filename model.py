@@ -1139,50 +1139,58 @@ def _sample(logits_BV, key, cfg):
     return jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
 
 
-def sample_text(params, key, cfg, tokenizer, compiler_options=None):
-    """Write cfg.n_samples texts: each is cfg.prompt and up to cfg.sample_tokens more tokens, cut at
-    the end of a document or of a turn in a chat. tokenizer: {"encode", "decode", "bos", "eos",
-    "stops", "special_tokens"}.
+# Rows of a batch of samples, at most, unless n_samples is more.
+SAMPLE_ROWS = 32
+
+
+def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
+    """Continue each prompt cfg.n_samples times by up to cfg.sample_tokens tokens, cut before the
+    first of its stops: [{"prompt": its text, "text": what follows}].
+
+    prompts: [{"text", "ids", "stops"}]. decode: ids -> text.
     """
+    samples = []
     if not cfg.sample_tokens:
-        return []
-    tokens_BT, lengths_B = _prompts(cfg, tokenizer)
-    new = generate(params, tokens_BT, lengths_B, cfg, key, cfg.sample_tokens, compiler_options)
-    rows = multihost_utils.process_allgather(new, tiled=True).tolist()
-    prompt = np.asarray(tokens_BT)[0].tolist()
-    n_before = len(tokenizer["decode"](prompt))
-    texts = []
-    for row in rows:
-        kept = takewhile(lambda token: token not in tokenizer["stops"], row)
-        # Decode the prompt too: some tokenizers drop the space at the start of a text.
-        whole = tokenizer["decode"]([*prompt, *kept])
-        texts.append(cfg.prompt + whole[n_before:])
-    return texts
+        return samples
+    for i, (some, tokens_BT, lengths_B) in enumerate(_prompt_batches(prompts, cfg)):
+        new = generate(params, tokens_BT, lengths_B, cfg, jax.random.fold_in(key, i),
+                       cfg.sample_tokens, compiler_options)
+        rows = multihost_utils.process_allgather(new, tiled=True).tolist()
+        for prompt, row in zip(some, rows):
+            kept = takewhile(lambda token: token not in prompt["stops"], row)  # noqa: B023
+            # Decode the prompt too: some tokenizers drop the space at the start of a text.
+            n_before = len(decode(prompt["ids"]))
+            whole = decode([*prompt["ids"], *kept])
+            samples.append({"prompt": prompt["text"], "text": whole[n_before:]})
+    return samples
 
 
-def lower_sampling(params, cfg, tokenizer, compiler_options=None):
+def lower_sampling(params, prompts, cfg, compiler_options=None):
     """Lower the program that sample_text runs. params: shapes with shardings."""
     key = jax.eval_shape(jax.random.key, 0)
-    tokens_BT, lengths_B = _prompts(cfg, tokenizer)
+    _, tokens_BT, lengths_B = next(_prompt_batches(prompts, cfg))
     return _jitted(compiler_options).lower(
         params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=cfg.sample_tokens)
 
 
-def _prompts(cfg, tokenizer):
-    """(tokens [n_samples, T], lengths [n_samples]) of cfg.prompt, once for each sample."""
-    first = tokenizer["bos"]
-    if first is None:
-        first = tokenizer["eos"]
-    prompt = tokenizer["encode"](cfg.prompt).tolist()
-    # A prompt that begins with a special token, as a rendered chat does, needs no other one.
-    if first is not None and (
-            not prompt or prompt[0] not in tokenizer["special_tokens"].values()):
-        prompt.insert(0, first)
-    if not prompt:
-        prompt = [tokenizer["start"]]
-    tokens = np.tile(np.int32(prompt), (cfg.n_samples, 1))
-    lengths = np.full(cfg.n_samples, len(prompt), np.int32)
-    return tokens, lengths
+def _prompt_batches(prompts, cfg):
+    """Yield (prompts, tokens_BT, lengths_B) of batches of one shape: each prompt n_samples times,
+    and the last one more often where the last batch would be smaller.
+    """
+    rows = []
+    for prompt in prompts:
+        rows += [prompt] * cfg.n_samples
+    T = max(len(prompt["ids"]) for prompt in prompts)
+    B = min(len(rows), max(cfg.n_samples, SAMPLE_ROWS))
+    for first in range(0, len(rows), B):
+        some = rows[first : first + B]
+        tokens_BT = np.zeros((B, T), np.int32)
+        lengths_B = np.zeros(B, np.int32)
+        for i in range(B):
+            ids = some[min(i, len(some) - 1)]["ids"]
+            tokens_BT[i, : len(ids)] = ids
+            lengths_B[i] = len(ids)
+        yield some, tokens_BT, lengths_B
 
 
 # ---- rotary scaling

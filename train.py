@@ -111,6 +111,9 @@ def resolve_text(platform, cfg):
     vocab_size = cfg.vocab_size
     if not vocab_size:
         vocab_size = data.make_cfg_tokenizer(cfg)["vocab_size"]
+    # Optional: prompts of samples. Find their errors now.
+    if cfg.chat or cfg.prompts:
+        given_prompts(cfg)
     cfg = config.derive_text(dataclasses.replace(cfg, vocab_size=vocab_size))
     return dataclasses.replace(cfg, attention=model.choose_attention(cfg, platform))
 
@@ -156,10 +159,9 @@ TEXT = {
         cfg, cfg.seq_len, means.get("attended_keys")),
     # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
     "metrics": data.text_metrics,
-    # (params, key, cfg) -> texts to print
-    "sample": lambda params, key, cfg: model.sample_text(
-        params, key, cfg, data.make_cfg_tokenizer(cfg),
-        steplib.compiler_options(cfg, jax.devices()[0])),
+    # (params, key, source, cfg) -> [{"prompt": a text, "text": what the model wrote after it}].
+    # source: the validation data, or None
+    "sample": lambda params, key, source, cfg: sample_from_text(params, key, source, cfg),
     # (params as shapes, cfg) -> {"sampling", "export": lowered program}, to estimate their memory
     "programs": lambda params, cfg: text_programs(params, cfg),
     # (table, saved names, cfg) -> names that a source of init_from has to provide
@@ -1308,19 +1310,24 @@ def print_preview(run, params, step, timers):
     """Print samples. An error is logged, and training continues."""
     with timed(timers, "other"):
         row = {"step": step, "texts": []}
+        source = run["val_data"] or run["train_data"]
         try:
-            row["texts"] = sample_texts(run, params, step)
+            row |= sample_texts(run, params, step, source)
         except Exception as e:  # a sample is never worth losing a run
             row["error"] = f"no sample: {type(e).__name__}: {e}"
         if row["texts"] or "error" in row:
             run["log_event"]("sample", row)
 
 
-def sample_texts(setup, params, step):
-    """The texts that the task samples, with a random key of the seed and the step."""
+def sample_texts(setup, params, step, source):
+    """What the task samples, with a random key of the seed and the step: {"texts", "prompts": the
+    beginning of each text, which the model was given}. source: data to begin with, or None.
+    """
     key = jax.random.fold_in(jax.random.key(setup["cfg"].seed), step)
     with jax.set_mesh(setup["mesh"]):
-        return setup["task"]["sample"](params, key, setup["cfg"])
+        samples = setup["task"]["sample"](params, key, source, setup["cfg"])
+    return {"texts": [sample["prompt"] + sample["text"] for sample in samples],
+            "prompts": [sample["prompt"] for sample in samples]}
 
 
 def has_been_logged(name, metrics):
@@ -1895,7 +1902,7 @@ def console(cfg):
         elif event == "eval":
             print_eval_row(row, unit)
         elif event == "sample":
-            print_samples(row["texts"])
+            print_samples(row["texts"], row.get("prompts", ()))
         elif event == "reload":
             print0(f"{format_step(row)}  loaded again: {', '.join(row['names'])}")
         elif event == "out_of_data":
@@ -2018,9 +2025,19 @@ def eval_bar(n_batches):
             bar.close()
 
 
-def print_samples(texts):
-    for text in texts:
-        print0(f"{' sample '.center(24, '-')}\n{printable(text)}")
+def print_samples(texts, prompts=()):
+    """Print samples, each with its prompt dimmed. Where nothing can be dimmed, what follows the
+    prompt is within {+ and +}.
+    """
+    before, after, end = "", "{+", "+}"
+    if sys.stdout.isatty():
+        before, after, end = "\x1b[2m", "\x1b[0m", ""
+    for i, text in enumerate(texts):
+        shown = printable(text)
+        if i < len(prompts) and prompts[i]:
+            n = len(prompts[i])
+            shown = f"{before}{printable(text[:n])}{after}{printable(text[n:])}{end}"
+        print0(f"{' sample '.center(24, '-')}\n{shown}")
     if texts:
         print0("-" * 24)
 
@@ -2159,9 +2176,10 @@ def describe_run(setup, programs, meta, sources):
 
 # ---- optional
 #
-# The rooms, in this order: custom tasks, rows from Python, sparse rows, checks of stop conditions,
-# steps that are not finite, validation data that comes later, exports during a run, dynamic sources
-# of parameters, excluded parameters, Hugging Face weights, modes without a loop, memory estimates,
+# The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, checks
+# of stop conditions, steps that are not finite, validation data that comes later, exports during a
+# run, dynamic sources of parameters, excluded parameters, Hugging Face weights, modes without a
+# loop, memory estimates,
 # hooks from files, compilation cache, several processes, profiler, plot, trackers. Then the
 # observers that run, and the command line.
 
@@ -2219,6 +2237,59 @@ def check_table(table):
     if not errors and not any(row.get("trained", True) for row in table.values()):
         errors.append("table: no parameter is trained; freeze fewer")
     config.raise_if_errors(errors, "task")
+
+
+# ---- prompts of samples
+
+
+def sample_from_text(params, key, source, cfg):
+    """The samples of `TEXT`: what the model writes after the prompts of cfg, or after the beginning
+    of the data of `source`.
+    """
+    tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    # Only process 0 reads the prompts: another one may lack their file.
+    prompts = ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer, source))
+    options = steplib.compiler_options(cfg, jax.devices()[0])
+    return model.sample_text(params, prompts, cfg, key, tokenizer["decode"], options)
+
+
+def given_prompts(cfg):
+    """The prompts that cfg gives. Raises ValueError for those that cannot be used."""
+    tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    return ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer))
+
+
+def data_to_continue(found):
+    """The data whose beginning the samples of mode sample continue; None if they have a prompt, or
+    if the data is that of no run. found: of find_saved. Data that cannot be opened is a notice.
+    """
+    cfg, task = found["setup"]["cfg"], found["setup"]["task"]
+    is_of_run = bool(found["meta"]) or found["given"] is not None
+    has_data = bool(cfg.data or cfg.mix or cfg.val_data) or is_of_run
+    if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
+        return None
+    try:
+        opened = open_data(task, cfg, ("val",))
+    except (ValueError, OSError) as e:
+        print0(f"samples begin with no text of the data, since it cannot be opened: {e}")
+        return None
+    return opened["val"] or opened["train"]
+
+
+def check_samples_file(path):
+    """Raise ValueError when no file can be written at a path."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f"samples_file {path!r}: must be a file, in a folder that exists and can "
+                         "be written")
+
+
+def write_samples(path, texts, prompts):
+    """Write samples as JSON lines with "prompt" and "text", what follows it."""
+    with open(path, "w", encoding="utf-8") as file:
+        for text, prompt in zip(texts, prompts, strict=True):
+            row = {"prompt": prompt, "text": text[len(prompt):]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 # ---- rows from Python
@@ -2749,6 +2820,11 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     cfg, task = setup["cfg"], setup["task"]
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
+    if cfg.samples_file:
+        check_samples_file(cfg.samples_file)
+    source = None
+    if cfg.mode == "sample":
+        source = data_to_continue(found)
     val_data = None
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
@@ -2771,8 +2847,10 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         task["hf"]["export"](params, cfg)
         print0(f"exported step {step} to {cfg.export}")
     else:
-        summary["texts"] = sample_texts(setup, params, 0)
-        print_samples(summary["texts"])
+        summary |= sample_texts(setup, params, 0, source)
+        print_samples(summary["texts"], summary["prompts"])
+        if cfg.samples_file and is_main():
+            write_samples(cfg.samples_file, summary["texts"], summary["prompts"])
     return summary
 
 
@@ -2916,8 +2994,10 @@ def text_programs(params, cfg):
     options = steplib.compiler_options(cfg, device)
     programs = {}
     if cfg.sample_tokens:
-        programs["sampling"] = model.lower_sampling(
-            params, cfg, data.make_cfg_tokenizer(cfg), options)
+        prompts = [{"ids": [0] * data.PREVIEW_TOKENS}]
+        if cfg.prompt or cfg.chat or cfg.prompts:
+            prompts = given_prompts(cfg)
+        programs["sampling"] = model.lower_sampling(params, prompts, cfg, options)
     if cfg.export:
         function = partial(largest_tensor, cfg=cfg)
         programs["export"] = jax.jit(function, compiler_options=options).lower(params)

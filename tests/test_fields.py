@@ -252,9 +252,25 @@ def randomness(cfg):
     programs = {"init": jax.random.key_data, "state": {"params": {}}}
     key = train.load_start(run, start, programs, None, None)
     first = data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
-    preview = {"sample": lambda params, key, cfg: jax.random.key_data(key)}
-    sample = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": preview}, None, 3)
-    return [key.tolist(), sample.tolist(), first.tolist()]
+
+    def preview(params, key, source, cfg):
+        return [{"prompt": "", "text": str(jax.random.key_data(key).tolist())}]
+
+    task = {"sample": preview}
+    samples = train.sample_texts({"cfg": cfg, "mesh": run["mesh"], "task": task}, None, 3, None)
+    return [key.tolist(), json.loads(samples["texts"][0]), first.tolist()]
+
+
+def prompt_texts(cfg):
+    tokenizer = data.make_tokenizer(cfg.tokenizer)
+    return [prompt["text"][:9] for prompt in data.sample_prompts(cfg, tokenizer)]
+
+
+def sampled_into(cfg):
+    """The names of the files that mode sample writes."""
+    before = {*Path().iterdir()}
+    train.main(cfg)
+    return [path.name for path in {*Path().iterdir()} - before]
 
 
 def drawn(cfg):
@@ -557,6 +573,10 @@ FIELDS = {
     "prompt": row(dict(prompt="beer"), lambda cfg: {
         text[:4] for texts in logged("sample", "texts")(cfg) for text in texts},
         set(), {"beer"}, RUN),
+    "chat": row(dict(chat="a"), prompt_texts, [""], ["<q>a<a>"], dict(tokenizer="chatty")),
+    "prompts": row(dict(prompts="lines.txt"), prompt_texts, [""], ["one", "two"]),
+    "samples_file": row(dict(samples_file="samples.jsonl"), sampled_into, [], ["samples.jsonl"],
+                        RUN | dict(mode="sample")),
     "n_samples": row(dict(n_samples=2), lambda cfg: list(map(len, logged("sample", "texts")(cfg))),
                      [], [2, 2, 2], RUN),
     "sample_tokens": row(dict(sample_tokens=3), lambda cfg: [
@@ -595,6 +615,12 @@ def folder(tmp_path_factory):
     Path("words.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [], "model": {
             "type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "</s>"}}))
+    Path("chatty").mkdir()
+    Path("chatty/tokenizer.json").write_text(Path("words.json").read_text())
+    Path("chatty/tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for m in messages %}<q>{{ m.content }}<a>{% endfor %}"}))
+    Path("lines.txt").write_text("one\n\ntwo\n")
     Path("marks.py").write_text("def mark(event, row):\n"
                                 "    return row | {'mark': 1} if event == 'log' else None\n")
     yield

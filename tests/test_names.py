@@ -141,6 +141,7 @@ JUMPS = {
         "document mask": ["_add_document_mask"],
         "packing": ["_cut_documents", "_describe_packing", "_pack_shards", "_packed_batch"],
         "token files": ["_open_token_files"],
+        "prompts of samples": ["preview_prompt"],
         "prompts and chats": ["CHAT_READERS", "_check_labels", "_describe_labels",
                               "_ignore_outside", "_join_prompt", "_named_columns",
                               "_read_prompt_or_chat"],
@@ -158,6 +159,7 @@ JUMPS = {
     },
     "train.py": {
         "custom tasks": ["check_table", "complete_task"],
+        "prompts of samples": ["given_prompts", "sample_from_text"],
         "rows from Python": ["write_rows"],
         "sparse rows": ["id_errors"],
         "checks of stop conditions": ["check_stop_metrics"],

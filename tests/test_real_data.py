@@ -876,8 +876,8 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
     """The text of a sample is the prompt and the new tokens as the tokenizer decodes all of them
     together. A prompt that begins with a special token gets no other one before it.
 
-    Break: model.py: whole = tokenizer["decode"]([*prompt, *kept]) =>
-    whole = tokenizer["decode"](prompt) + tokenizer["decode"]([*kept])
+    Break: model.py: whole = decode([*prompt["ids"], *kept]) =>
+    whole = decode(prompt["ids"]) + decode([*kept])
     """
     if family == "bytes":
         tokenizer = data.make_tokenizer("bytes")
@@ -893,14 +893,14 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model, "generate", generate)
     cfg = config.Config(prompt="so low")
-    assert model.sample_text(None, None, cfg, tokenizer) == ["so low lower"]
-    tokens, _ = model._prompts(cfg, tokenizer)
+    prompts = data.sample_prompts(cfg, tokenizer)
+    assert model.sample_text(None, prompts, cfg, jax.random.key(0), tokenizer["decode"]) == [
+        {"prompt": "so low", "text": " lower"}]
     first = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
-    assert tokens[0].tolist() == [first, *tokenizer["encode"]("so low")]
+    assert prompts[0]["ids"] == [first, *tokenizer["encode"]("so low")]
     if family == "byte level":
-        cfg = config.Config(prompt="<|im_start|>user\nlow")
-        tokens, _ = model._prompts(cfg, tokenizer)
-        assert tokens[0].tolist() == tokenizer["encode"](cfg.prompt).tolist()
+        text = "<|im_start|>user\nlow"
+        assert data.prompt_ids(text, tokenizer) == tokenizer["encode"](text).tolist()
 
 
 def test_special_tokens_in_a_text(tmp_path):

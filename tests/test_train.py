@@ -608,7 +608,7 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     """--mode sample takes the config of the saved run as defaults, does not need the training
     data, and prints the same text for the same seed.
 
-    Break: model.py: texts.append(cfg.prompt + whole[n_before:]) => texts.append(whole[n_before:])
+    Break: train.py: [sample["prompt"] + sample["text"] for => [sample["text"] for
     """
     train.main(tiny())
     (tmp_path / "text.txt").unlink()
@@ -621,13 +621,14 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
 
-    def key_as_text(params, key, cfg):
-        return [str(jax.random.key_data(key))]
+    def key_as_text(params, key, source, cfg):
+        return [{"prompt": "", "text": str(jax.random.key_data(key))}]
 
     cfg = tiny(mode="sample", seed=3, sample_tokens=5)
     key = jax.random.fold_in(jax.random.key(3), 0)
     assert train.main(cfg, (), train.TEXT | {"sample": key_as_text}) == {
-        "step": 8, "reason": "sample", "exit_code": 0, "texts": key_as_text(None, key, None)}
+        "step": 8, "reason": "sample", "exit_code": 0, "prompts": [""],
+        "texts": [str(jax.random.key_data(key))]}
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(cfg, (), train.TEXT | {"sample": None})
 
@@ -3966,7 +3967,7 @@ def test_samples_on_a_mesh_equal_those_on_one_device(sizes, tiny, capfd):
         init = jax.jit(partial(model.init, cfg=run["cfg"]), out_shardings=place)
         with jax.set_mesh(run["mesh"]):
             texts.append(run["task"]["sample"](
-                init(jax.random.key(0)), jax.random.key(1), run["cfg"]))
+                init(jax.random.key(0)), jax.random.key(1), None, run["cfg"]))
     assert texts[0] == texts[1]
     assert "rematerialization" not in capfd.readouterr().err
 
