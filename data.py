@@ -2828,26 +2828,31 @@ def chat_prompt(messages, tools, tokenizer, where):
 
 def turn_ends(tokenizer):
     """Return the ids that end an answer in the chat template: the special tokens after an answer at
-    the end of a conversation and before another question.
+    the end of a conversation and before another question, unless they also end its thought.
     """
     template = _chat_template(tokenizer)
     if not template:
         return set()
     answers = ("forty-two", "seventeen")
+    thought = "primes"
     messages = []
     for answer in answers:
         messages += [{"role": "user", "content": "A number?"},
                      {"role": "assistant", "content": answer}]
+    thoughtful = [*messages[:-1], messages[-1] | {"reasoning_content": thought}]
     try:
         text = template["render"](messages, None)
+        with_thought = template["render"](thoughtful, None)
     except Exception:  # such as a template that needs tools; the declared ends remain
         return set()
+    after_thought = with_thought.partition(thought)[2].partition(answers[-1])[0]
     ends = set()
     for answer in answers:
         after = text.partition(answer)[2].lstrip()
         found = [token for token in tokenizer["special_tokens"] if after.startswith(token)]
-        if found:
-            ends.add(tokenizer["special_tokens"][max(found, key=len)])
+        end = max(found, key=len, default="")
+        if end and end not in after_thought:
+            ends.add(tokenizer["special_tokens"][end])
     return ends
 
 
