@@ -903,6 +903,138 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
         assert data.prompt_ids(text, tokenizer) == tokenizer["encode"](text).tolist()
 
 
+# The tokens after an answer, by the templates above. Of gpt-oss the token <|end|> also ends thoughts.
+TURN_ENDS = {
+    "chatml": ["<|im_end|>"], "qwen3": ["<|im_end|>"], "thinking": ["<|im_end|>"],
+    "closed thought": ["<|im_end|>"], "deepseek": ["<|endoftext|>"], "llama": ["<|eot_id|>"],
+    "mistral": ["<|endoftext|>"], "gemma": ["<end_of_turn>"], "gemma 4": ["<end_of_turn>"],
+    "glm": ["<|user|>"], "gpt-oss": ["<|return|>"], "hint": ["<|im_end|>"], "phi": ["<|end|>"],
+    "two ends": ["<|end|>", "<|eot_id|>"],
+}
+TWO_ENDS = CHATML_HEAD + (
+    "{{ m.content }}{% if m.role == 'user' %}{{ '<|im_end|>' }}{% else %}"
+    "{{ '<|eot_id|>' if loop.last else '<|end|>' }}{% endif %}{% endfor %}") + CHATML_PROMPT
+
+
+def test_a_sample_ends_at_the_end_of_the_turn(tmp_path):
+    """The ids that end an answer are those of the chat template, in the form of every family, and
+    of a template that ends the last answer in another way. They end a sample whose prompt has
+    special tokens. A plain text ends with its document, and so does each sample of a template that
+    cannot be rendered.
+
+    Break: data.py: if end and end not in after_thought: => if end:
+    """
+    pytest.importorskip("transformers")
+    templates = FAMILIES | {"two ends": TWO_ENDS, "refuses": "{{ raise_exception('no') }}"}
+    assert TURN_ENDS.keys() | {"refuses"} == templates.keys()
+    for family, template in templates.items():
+        folder = save_folder(tmp_path / family, re.sub(r"{% (end)?generation %}", "", template),
+                             bos_token="<s>")
+        tokenizer = data.make_tokenizer(folder)
+        ids = tokenizer["special_tokens"]
+        ends = {ids[name] for name in TURN_ENDS.get(family, [])}
+        assert data.turn_ends(tokenizer) == ends, family
+        after_chat, after_text = (
+            data.sample_prompts(config.Config(prompt=prompt), tokenizer)[0]["stops"]
+            for prompt in ("<|im_start|>low", "low"))
+        assert after_text == [ids["<|endoftext|>"]]
+        assert after_chat == sorted(ends | {*after_text})
+
+
+def test_prompts_of_a_file(tmp_path):
+    """Each line is a prompt; each row of a .jsonl is a text or a chat, rendered as transformers
+    does, and so is --chat. Errors name the field, or the file and the line.
+
+    Break: data.py: return template["render"](messages, tools, True) =>
+    return template["render"](messages, tools, False)
+    """
+    transformers = pytest.importorskip("transformers")
+    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
+    library = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer, plain = data.make_tokenizer(folder), data.make_tokenizer("bytes")
+    question = [{"role": "user", "content": "low?"}]
+    longer = [*question, {"role": "assistant", "content": "so"}, *question]
+
+    def read(name, text, tokenizer=tokenizer):
+        (tmp_path / name).write_text(text)
+        prompts = data.sample_prompts(config.Config(prompts=str(tmp_path / name)), tokenizer)
+        for prompt in prompts:
+            begins = prompt["ids"][0] in tokenizer["special_tokens"].values()
+            ids = tokenizer["encode"](prompt["text"]).tolist()
+            assert begins and prompt["ids"][-len(ids):] == ids
+        return [prompt["text"] for prompt in prompts]
+
+    def rendered(messages):
+        return library.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    assert read("a.txt", "low \n\n lower\r\n") == ["low ", " lower"]
+    rows = [{"prompt": "low"}, {"messages": question}, {"messages": longer}]
+    expected = ["low", rendered(question), rendered(longer)]
+    assert read("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)) == expected
+    asked = data.sample_prompts(config.Config(chat="low?"), tokenizer)
+    assert [prompt["text"] for prompt in asked] == [rendered(question)]
+
+    answered = json.dumps({"messages": longer[:2]})
+    for text, words in (
+            ('{"prompt": "a"}\n{"text": "a"}\n', "b.jsonl line 2: must be an object with either"),
+            ('{"prompt": 3}\n', "b.jsonl line 1: must be an object with either a text 'prompt'"),
+            ('{"prompt": "a", "messages": []}\n', "b.jsonl line 1: must be an object with either"),
+            ('{"prompt": "a"}\n{"prom', "b.jsonl line 2: corrupted, or not JSON"),
+            ('{"prompt": "\\ud800"}\n', "b.jsonl line 1: has a lone surrogate"),
+            (f'{{"prompt": "a"}}\n{answered}\n', "line 2: the last message is the assistant's"),
+            ('{"messages": [{"role": "me"}]}\n', "b.jsonl line 1: message 1 must have a role of"),
+            ("\n", "b.jsonl': has no prompt")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            read("b.jsonl", text)
+    with pytest.raises(ValueError, match="absent': no such file; must be a text with one prompt"):
+        data.sample_prompts(config.Config(prompts=str(tmp_path / "absent")), tokenizer)
+    with pytest.raises(ValueError, match="chat 'low': a question needs a chat template"):
+        data.sample_prompts(config.Config(chat="low"), plain)
+    nothing = tokenizer | {"bos": None, "eos": None, "stops": set()}
+    assert data.sample_prompts(config.Config(prompt="low"), nothing)[0]["stops"] == []
+    with pytest.raises(ValueError, match="prompt '': the tokenizer has no token that begins"):
+        data.sample_prompts(config.Config(), nothing)
+
+
+def test_a_preview_begins_as_the_data_does(tmp_path):
+    """Of chats it begins with the first question, rendered up to the answer as transformers does;
+    of plain text with the first tokens of the first evaluation row; in packed rows with half of the
+    longest document, at most.
+
+    Break: data.py: if 0 < n_before <= T: => if 1 < 0:
+    """
+    transformers = pytest.importorskip("transformers")
+    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
+    library = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    chats = [[{"role": "user", "content": f"low {i}"}, {"role": "assistant", "content": f"{i}"}]
+             for i in range(200)]
+    write_rows(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    texts = ["so low", "lower and lower still " * 3] * 100
+    write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "one.txt").write_text(" ".join(texts))
+
+    def begin(name, **changes):
+        cfg = config.Config(data=(str(tmp_path / name),), tokenizer=folder, seq_len=64,
+                            cache_dir=str(tmp_path / "cache"), **changes)
+        source = data.open_text(("train", "val"), cfg)["val"]
+        prompt, = data.sample_prompts(cfg, data.make_tokenizer(folder), source)
+        assert prompt["text"] == library.decode(prompt["ids"])
+        row = source["batch"](0, np.arange(1))["tokens"][0]
+        return prompt, row.tolist()
+
+    questions = [library.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+                 for chat in chats]
+    for packing in ("best_fit", "stream"):
+        prompt, _ = begin("chats.jsonl", packing=packing)
+        assert prompt["text"].removeprefix("<|endoftext|>") in questions[150:], prompt
+    prompt, row = begin("one.txt")
+    assert prompt["ids"] == row[:32]
+    prompt, _ = begin("texts.jsonl", packing="none")
+    document = library.encode(texts[1])
+    assert prompt["ids"][1:] == document[: len(prompt["ids"]) - 1]
+    assert len(prompt["ids"]) == (len(document) + 1) // 2
+
+
 def test_special_tokens_in_a_text(tmp_path):
     """A special token that is written out in a text becomes its id in each kind of tokenizer.
 
