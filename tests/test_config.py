@@ -486,6 +486,12 @@ REJECTED = [
     (dict(dp=-1, fsdp=-1), "one may be -1"),
     (dict(columns=("body=text",)),
      "columns ('body=text',): must be NAME=COLUMN, as in text=content"),
+    (dict(chat="a", prompt="b"),
+     "chat 'a': must be empty with prompt; clear one of them, as in --chat ''"),
+    (dict(prompts="a.txt", chat="b"), "prompts 'a.txt': must be empty with prompt or chat; clear one "
+     "of them, as in --prompts ''"),
+    (dict(samples_file="a"), "samples_file 'a': needs mode sample; the samples of a run are in its "
+     "metrics.jsonl"),
     (dict(tp=0), "tp 0: must be at least 1, or -1"),
     (dict(tp=8), "n_heads 4: must be a multiple of tp x sp = 8; nearest: 8"),
     (dict(sp=2, seq_len=127),

@@ -595,31 +595,57 @@ def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
 @pytest.mark.slow
 def test_a_sample_shows_control_characters_as_escapes(capsys):
     """print_samples keeps tabs, newlines and letters of any script. It escapes characters that
-    control a terminal.
+    control a terminal, in the prompt too. What follows the prompt is within marks, and on a
+    terminal the prompt is dimmed.
 
     Break: train.py: c if c.isprintable() or c in "\\t\\n" else repr(c)[1:-1] => c
     """
     train.print_samples(["def f():\n\treturn 'é', '字'\x1b[2J\x0e\x07\r\x9b\ud800"])
     output = capsys.readouterr().out.splitlines()
     assert output[1:3] == ["def f():", "\treturn 'é', '字'\\x1b[2J\\x0e\\x07\\r\\x9b\\ud800"]
+    train.print_samples(["a\x07b", "c"], ["a\x07", ""])
+    assert capsys.readouterr().out.splitlines()[1:4:2] == ["a\\x07{+b+}", "c"]
+    reader, terminal = os.openpty()
+    with open(terminal, "w") as stdout, contextlib.redirect_stdout(stdout):
+        train.print_samples(["a\x07b"], ["a\x07"])
+    assert b"\x1b[2ma\\x07\x1b[0mb\r\n" in os.read(reader, 999)
+    os.close(reader)
 
 
 def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     """--mode sample takes the config of the saved run as defaults, does not need the training
-    data, and prints the same text for the same seed.
+    data, and prints the same text for the same seed. Without a prompt it continues the beginning of
+    a validation row, as the samples of the run do; if there is no data, it begins without a text.
 
     Break: train.py: [sample["prompt"] + sample["text"] for => [sample["text"] for
     """
-    train.main(tiny())
+    cfg = tiny(sample_tokens=8, temperature=0.0, log_every=8)
+    train.main(cfg)
+    preview = rows(cfg.out_dir, "sample")[-1]
+    prompt, = preview["prompts"]
+    assert len(prompt) == 8 and prompt in (tmp_path / "text.txt").read_text()
+    assert len(preview["texts"][0]) == 16 and preview["texts"][0].startswith(prompt)
+    output = capsys.readouterr().out
+    assert f" sample --------\n{prompt}{{+{preview['texts'][0][8:]}+}}\n" in output
+    summary = train.main(dataclasses.replace(cfg, mode="sample"))
+    assert [summary["texts"], summary["prompts"]] == [preview["texts"], preview["prompts"]]
     (tmp_path / "text.txt").unlink()
+    assert train.main(dataclasses.replace(cfg, mode="sample"))["prompts"] == [""]
+    assert "samples begin with no text of the data, since it" in capsys.readouterr().out
     flags = ["--mode", "sample", "--out_dir", tiny().out_dir, "--prompt", "12 bottles",
-             "--n_samples", "2", "--sample_tokens", "8"]
+             "--n_samples", "2", "--sample_tokens", "8", "--samples_file", str(tmp_path / "s.jsonl"),
+             "--temperature", "1"]
     texts = []
     for _ in range(2):
         capsys.readouterr()
         assert train.cli(flags) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0].count("12 bottles") == 2 and texts[0] == texts[1]
+    assert texts[0].count("12 bottles{+") == 2 and texts[0] == texts[1]
+    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in saved] == ["12 bottles"] * 2
+    assert all(f"12 bottles{{+{train.printable(row['text'])}+}}\n" in texts[0] for row in saved)
+    with pytest.raises(ValueError, match="samples_file .*: must be a file, in a folder that exists"):
+        train.main(dataclasses.replace(cfg, mode="sample", samples_file=str(tmp_path / "a/b")))
 
     def key_as_text(params, key, source, cfg):
         return [{"prompt": "", "text": str(jax.random.key_data(key))}]
