@@ -1493,9 +1493,7 @@ def _open_mixture(cfg, open_files, tokenizer, val):
         for name, (_, val_dataset) in zip(weights, pairs):
             val_sources[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
         summaries = [f"{name}: {source['summary']}" for name, source in val_sources.items()]
-        first_source = next(iter(val_sources.values()))
-        val = {"parts": val_sources, "summary": "\n".join(summaries),
-               "prompt": first_source["prompt"]}
+        val = {"parts": val_sources, "summary": "\n".join(summaries)}
 
     mixed = mix(datasets, list(weights.values()))
     train = _make_source(mixed, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
@@ -2734,6 +2732,8 @@ def sample_prompts(cfg, tokenizer, source=None):
     a "prompt"; else the token that begins a document.
     Raises: ValueError naming the field, or the file and line.
     """
+    if source and "parts" in source:  # the first validation set of several
+        source = next(iter(source["parts"].values()))
     if cfg.prompts:
         texts = read_prompts(cfg.prompts, tokenizer)
     elif cfg.chat:

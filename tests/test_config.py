@@ -488,8 +488,8 @@ REJECTED = [
      "columns ('body=text',): must be NAME=COLUMN, as in text=content"),
     (dict(chat="a", prompt="b"),
      "chat 'a': must be empty with prompt; clear one of them, as in --chat ''"),
-    (dict(prompts="a.txt", chat="b"), "prompts 'a.txt': must be empty with prompt or chat; clear one "
-     "of them, as in --prompts ''"),
+    (dict(prompts="a.txt", chat="b"),
+     "prompts 'a.txt': must be empty with prompt or chat; clear one of them, as in --prompts ''"),
     (dict(samples_file="a"), "samples_file 'a': needs mode sample; the samples of a run are in its "
      "metrics.jsonl"),
     (dict(tp=0), "tp 0: must be at least 1, or -1"),
@@ -928,7 +928,7 @@ def test_a_resume_may_change_the_resumable_fields_and_no_others():
         track log_every eval_every eval_batches eval_batch_size
         save_every max_to_keep keep_period save_exclude
         weights_every export_every sample_every watch profile log_all_processes
-        prompt n_samples sample_tokens temperature top_k top_p
+        prompt chat prompts samples_file n_samples sample_tokens temperature top_k top_p
     """
     assert resumable == set(config.RESUMABLE_FIELDS)
     others = resumable ^ {*expected.split()}

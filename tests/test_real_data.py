@@ -903,7 +903,7 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
         assert data.prompt_ids(text, tokenizer) == tokenizer["encode"](text).tolist()
 
 
-# The tokens after an answer, by the templates above. Of gpt-oss the token <|end|> also ends thoughts.
+# The tokens after an answer, by the templates above. In gpt-oss's, <|end|> also ends thoughts.
 TURN_ENDS = {
     "chatml": ["<|im_end|>"], "qwen3": ["<|im_end|>"], "thinking": ["<|im_end|>"],
     "closed thought": ["<|im_end|>"], "deepseek": ["<|endoftext|>"], "llama": ["<|eot_id|>"],

@@ -633,8 +633,8 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     assert train.main(dataclasses.replace(cfg, mode="sample"))["prompts"] == [""]
     assert "samples begin with no text of the data, since it" in capsys.readouterr().out
     flags = ["--mode", "sample", "--out_dir", tiny().out_dir, "--prompt", "12 bottles",
-             "--n_samples", "2", "--sample_tokens", "8", "--samples_file", str(tmp_path / "s.jsonl"),
-             "--temperature", "1"]
+             "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1",
+             "--samples_file", str(tmp_path / "s.jsonl")]
     texts = []
     for _ in range(2):
         capsys.readouterr()
@@ -644,7 +644,7 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in saved] == ["12 bottles"] * 2
     assert all(f"12 bottles{{+{train.printable(row['text'])}+}}\n" in texts[0] for row in saved)
-    with pytest.raises(ValueError, match="samples_file .*: must be a file, in a folder that exists"):
+    with pytest.raises(ValueError, match="samples_file .*: must be a file, in a folder that"):
         train.main(dataclasses.replace(cfg, mode="sample", samples_file=str(tmp_path / "a/b")))
 
     def key_as_text(params, key, source, cfg):
