@@ -2755,7 +2755,7 @@ def _make_prompt(text, ids, tokenizer):
     special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
     if special.intersection(ids):
         stops |= turn_ends(tokenizer)
-    return {"text": text, "ids": ids, "stops": sorted(stops - {None})}
+    return {"text": text, "ids": ids, "stops": sorted(stops)}
 
 
 def prompt_ids(text, tokenizer):
@@ -2768,10 +2768,7 @@ def prompt_ids(text, tokenizer):
     begins = bool(ids) and ids[0] in tokenizer["special_tokens"].values()
     if first is not None and not begins:
         ids.insert(0, first)
-    if not ids:
-        raise ValueError("prompt '': the tokenizer has no token that begins a document; set "
-                         "--prompt")
-    return ids
+    return ids or [tokenizer["start"]]
 
 
 def read_prompts(path, tokenizer):

@@ -2026,17 +2026,12 @@ def eval_bar(n_batches):
 
 
 def print_samples(texts, prompts=()):
-    """Print samples, each with its prompt dimmed. Where nothing can be dimmed, what follows the
-    prompt is within {+ and +}.
-    """
-    before, after, end = "", "{+", "+}"
-    if sys.stdout.isatty():
-        before, after, end = "\x1b[2m", "\x1b[0m", ""
+    """Print samples. What follows the prompt is marked as labels are: see mark_labels."""
     for i, text in enumerate(texts):
         shown = printable(text)
         if i < len(prompts) and prompts[i]:
             n = len(prompts[i])
-            shown = f"{before}{printable(text[:n])}{after}{printable(text[n:])}{end}"
+            shown = mark_labels([(text[:n], False), (text[n:], True)], sys.stdout.isatty())
         print0(f"{' sample '.center(24, '-')}\n{shown}")
     if texts:
         print0("-" * 24)
@@ -2246,7 +2241,7 @@ def sample_from_text(params, key, source, cfg):
     """The samples of `TEXT`: what the model writes after the prompts of cfg, or after the beginning
     of the data of `source`.
     """
-    tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    tokenizer = data.make_cfg_tokenizer(cfg)
     # Only process 0 reads the prompts: another one may lack their file.
     prompts = ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer, source))
     options = steplib.compiler_options(cfg, jax.devices()[0])
@@ -2255,7 +2250,7 @@ def sample_from_text(params, key, source, cfg):
 
 def given_prompts(cfg):
     """The prompts that cfg gives. Raises ValueError for those that cannot be used."""
-    tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    tokenizer = data.make_cfg_tokenizer(cfg)
     return ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer))
 
 

@@ -990,10 +990,6 @@ def test_prompts_of_a_file(tmp_path):
         data.sample_prompts(config.Config(prompts=str(tmp_path / "absent")), tokenizer)
     with pytest.raises(ValueError, match="chat 'low': a question needs a chat template"):
         data.sample_prompts(config.Config(chat="low"), plain)
-    nothing = tokenizer | {"bos": None, "eos": None, "stops": set()}
-    assert data.sample_prompts(config.Config(prompt="low"), nothing)[0]["stops"] == []
-    with pytest.raises(ValueError, match="prompt '': the tokenizer has no token that begins"):
-        data.sample_prompts(config.Config(), nothing)
 
 
 def test_a_preview_begins_as_the_data_does(tmp_path):

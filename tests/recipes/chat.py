@@ -30,7 +30,7 @@ def chat(cfg, hooks=(), task=train.TEXT):
     speaker = {
         "params": params,
         "cfg": cfg,
-        "tokenizer": data.make_tokenizer(cfg.tokenizer, cfg.eos_token),
+        "tokenizer": data.make_cfg_tokenizer(cfg),
         "options": steplib.compiler_options(cfg, jax.devices()[0]),
         "session": {},  # the cache of model.stream
     }
