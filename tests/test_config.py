@@ -792,7 +792,7 @@ CHECKSUMS = {
     "optimizer": 3817727502,
     "mesh": 2023442239,
     "intervals": 23260834,
-    "sampling": 2365760549,
+    "sampling": 1773841068,
     "debug": 3161206102,
     "gpt2-124m": 63623101,
     "llama-8b": 767019632,
