@@ -266,7 +266,11 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch):
                 assert [count_batch(i) for i in range(3)] == [0, 1, 2]
             file.write("end")
             file.flush()
-            return os.read(reader, 10_000).decode()
+            seen = b""
+            while not seen.endswith(b"end"):
+                seen += os.read(reader, 10_000)
+        os.close(reader)
+        return seen.decode()
 
     shown = screen(0.0)
     assert shown.startswith("\revaluating 0/3 |")
