@@ -208,7 +208,8 @@ def test_a_run_a_day_reads_the_days_in_order_and_evaluates_on_each_first(planted
 
 def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
     """Two globs name three days. The batches of an evaluation hold each example once, day by day,
-    each day sorted by user. A batch may hold examples of two days. The last batch is padded.
+    each day sorted by user. A batch may hold examples of two days. The last batch is padded. With
+    names, the globs are two sets.
 
     Break: tests/recipes/clicks.py: [str(file) for file in val_files] => [str(val_files[0])]
     """
@@ -223,6 +224,9 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
     for name, x in found.items():
         expected = [day[name][np.lexsort((np.arange(300), day["user"][:, 0]))] for day in days]
         np.testing.assert_array_equal(x[valid], np.concatenate(expected))
+    named = dataclasses.replace(cfg, val_data=(f"a={cfg.val_data[0]}", f"b={cfg.val_data[1]}"))
+    parts = clicks.open_days(("val",), named)["val"]["parts"]
+    assert {name: part["n"] for name, part in parts.items()} == {"a": 600, "b": 300}
     with pytest.raises(ValueError, match=r"none\*.npz': no such file, and no file matches it"):
         clicks.open_days(("val",), dataclasses.replace(cfg, val_data=("none*.npz",)))
     empty = tmp_path / "empty.npz"
@@ -368,7 +372,7 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
 
 def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
     """Examples sorted by group stay neighbours in each microbatch, so four microbatches divide at
-    most three groups.
+    most three groups. Batches of another size have no microbatches: there they are in order.
 
     Break: tests/recipes/clicks.py: (rows % A) * (cfg.batch_size // A) + rows // A => rows
     """
@@ -381,6 +385,9 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
         users[A] = [batch_users[part::A].tolist() for part in range(A)]
     assert [user for part in users[4] for user in part] == users[1][0]
     assert sum(len(set(part)) for part in users[4]) <= len(set(users[1][0])) + 3
+    cfg = dataclasses.replace(cfg, grad_accum_steps=4, eval_batch_size=32)
+    whole = clicks.open_days(("val",), cfg)["val"]["batch"](0, np.arange(64))
+    assert whole["user"][:, 0].tolist() == users[1][0]
 
 
 @pytest.mark.parametrize("tables", [

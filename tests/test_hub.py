@@ -246,7 +246,7 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
                                             "val/1.txt": text("?")})
     default = config.Config()
     cfg = tiny(init_from=("hf://o/n@main load=*",), data=("hf://datasets/o/d/x/*.txt",),
-               val_data=("hf://datasets/o/d@main/val/*.txt",), steps=4,
+               val_data=("set=hf://datasets/o/d@main/val/*.txt",), steps=4,
                **{name: getattr(default, name) for name in ("d_model", "n_layers", "n_heads",
                                                             "n_kv_heads")})
     began = []
@@ -260,7 +260,7 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
         "init_from": [f"hf://o/n@{COMMIT_1} load=*"],
         "tokenizer": f"hf://o/n@{COMMIT_1}",
         "data": [f"hf://datasets/o/d@{COMMIT_1}/x/*.txt"],
-        "val_data": [f"hf://datasets/o/d@{COMMIT_1}/val/*.txt"],
+        "val_data": [f"set=hf://datasets/o/d@{COMMIT_1}/val/*.txt"],
         "mix": [],
     }
     saved = json.loads((tmp_path / "out/config.json").read_text())

@@ -278,7 +278,9 @@ def used_ids(day, name, n_values):
 
 def open_days(parts, cfg):
     """Training data day by day. Validation data are --val_data, or else the next day."""
-    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
+    val_sets = data.named_sets(cfg.val_data)  # {} if they have no names
+    groups = {f"val_data {name}": files for name, files in val_sets.items()}
+    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data} | groups)
     day_of = lru_cache(4)(partial(read_day, cfg=cfg))
 
     def size_of(name):
@@ -287,13 +289,19 @@ def open_days(parts, cfg):
     def read(name, examples):
         return {key: x[examples] for key, x in day_of(name).items()}
 
-    val = None
-    val_files = data.expand(cfg.val_data, field="val_data")
-    if val_files:
-        val = open_val([str(file) for file in val_files], day_of, cfg)
-        if not val["n"]:
+    def open_val_files(patterns):
+        val_files = data.expand(patterns, field="val_data")
+        source = open_val([str(file) for file in val_files], day_of, cfg)
+        if not source["n"]:
             config.raise_if_errors(
-                ["no file here has an example"], f"val_data {' '.join(cfg.val_data)}")
+                ["no file here has an example"], f"val_data {' '.join(patterns)}")
+        return source
+
+    val = None
+    if val_sets:
+        val = {"parts": {name: open_val_files(files) for name, files in val_sets.items()}}
+    elif cfg.val_data:
+        val = open_val_files(cfg.val_data)
 
     days = None
     if "train" in parts:
