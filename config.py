@@ -244,8 +244,9 @@ class Config:
     # interval between evaluations: 250 (steps), 1epoch, 1window, 10m, or several as 250,1h; 0: only
     # at the end
     eval_every: Interval = 250
-    eval_batches: NonNegInt = 40  # batches per evaluation, of each validation set; 0: all data
-    # sequences per batch of an evaluation, which is not split into microbatches; 0: as in training
+    # batches, of eval_batch_size, that an evaluation takes of each validation set; 0: all of it
+    eval_batches: NonNegInt = 40
+    # sequences per batch of an evaluation, without microbatches; 0: batches as in training
     eval_batch_size: NonNegInt = 0
     # interval between checkpoints, as 250, 1epoch or 250,10m; a checkpoint made because of a time
     # is deleted when the next one exists; 0: only at the end
