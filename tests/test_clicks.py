@@ -240,9 +240,7 @@ def test_a_day_is_not_in_both_training_and_validation_data(planted, tmp_path, sp
     """The same file in --data and --val_data, also by another path or a link, is rejected before
     training.
 
-    Break: tests/recipes/clicks.py:
-    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data})
-    => pass
+    Break: tests/recipes/clicks.py: data.check_disjoint(groups) => pass
     """
     cfg = planted(2, 300, val_data=(str(tmp_path / spelled),))
     os.symlink(tmp_path / "days/day001.npz", tmp_path / "link.npz")

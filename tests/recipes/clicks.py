@@ -279,8 +279,10 @@ def used_ids(day, name, n_values):
 def open_days(parts, cfg):
     """Training data day by day. Validation data are --val_data, or else the next day."""
     val_sets = data.named_sets(cfg.val_data)  # {} if they have no names
-    groups = {f"val_data {name}": files for name, files in val_sets.items()}
-    data.check_disjoint({"data": cfg.data, "val_data": cfg.val_data} | groups)
+    groups = {"data": cfg.data, "val_data": cfg.val_data}
+    for name, files in val_sets.items():
+        groups[f"val_data {name}"] = files
+    data.check_disjoint(groups)
     day_of = lru_cache(4)(partial(read_day, cfg=cfg))
 
     def size_of(name):
