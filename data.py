@@ -1181,7 +1181,7 @@ def describe(dataset):
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
         labels = _describe_labels(dataset)
-    return "\n".join([*_join_facts(sizes), *_join_facts(read), *_join_facts(labels)])
+    return "\n".join([*_join_facts([*sizes, *read]), *_join_facts(labels)])
 
 
 def _join_facts(facts):

@@ -2116,8 +2116,8 @@ def print_data_summary(opened, log, with_examples):
         return
     in_terminal = sys.stdout.isatty()
     marks = "all but labels dimmed" if in_terminal else "labels within {+ +}"
-    for pieces in opened["train"].get("examples", ()):
-        log(f"example, {marks}: {mark_labels(pieces, in_terminal)}")
+    for i, pieces in enumerate(opened["train"].get("examples", ()), 1):
+        log(f"example {i}, {marks}:\n{mark_labels(pieces, in_terminal)}")
 
 
 def mark_labels(pieces, in_terminal):

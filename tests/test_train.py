@@ -3946,7 +3946,7 @@ def test_data_mode_tokenizes_without_a_device(tiny):
     assert run.stdout.splitlines() == [
         f"train data: {n_train:,} tokens, {-(-(n_train - 1) // 16):,} sequences, 1 documents",
         f"val data: {n - n_train:,} tokens, {-(-(n - n_train - 1) // 16):,} sequences",
-        "example, labels within {+ +}: \\x00{+" + Path(cfg.data[0]).read_text()[:100] + "+}..."
+        "example 1, labels within {+ +}:", "\\x00{+" + Path(cfg.data[0]).read_text()[:100] + "+}..."
     ], run.stderr
     short = Path(cfg.data[0]).with_name("short.txt")
     short.write_text("a")
