@@ -315,8 +315,8 @@ def open_text(parts, cfg):
         "prompt": () -> ids with which a sample begins}.
     The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
     {name: source}. The "train" of windows has more keys: see in_windows.
-    cfg: any object with the fields under "data" in config.py, and batch_size, seq_len, vocab_size,
-    seed, cache_dir and out_dir.
+    cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
+    eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
     """
     # By default, ids are the bytes of the text.
     tokenizer = make_cfg_tokenizer(cfg)
@@ -361,6 +361,9 @@ def open_text(parts, cfg):
 
 def _make_source(dataset, build_batch, cfg, tokenizer):
     """Make the source of a dataset. build_batch: batch_at or eval_batch_at."""
+    # Optional: tokens that are not labels.
+    if build_batch is eval_batch_at and any("ignored" in shard for shard in dataset["shards"]):
+        _check_eval_labels(dataset, cfg)
     return {
         "n": dataset["n"],
         "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
@@ -2609,6 +2612,20 @@ def _check_labels(shard, prefix=""):
     if not has_label(shard):
         raise ValueError(f"{prefix}{shard['name']}: no token is a label: only completions of "
                          "prompts are, and messages of the assistant whose weight is not 0")
+
+
+def _check_eval_labels(dataset, cfg):
+    """Raise ValueError if the sequences that an evaluation reads have no label."""
+    batch_size = cfg.eval_batch_size or cfg.batch_size
+    n_batches = ceil(dataset["n"] / batch_size)
+    if cfg.eval_batches:
+        n_batches = min(n_batches, cfg.eval_batches)
+    for index in range(n_batches):
+        if np.any(eval_batch_at(dataset, index, batch_size)["labels"] != IGNORE):
+            return
+    raise ValueError(f"eval_batches {cfg.eval_batches}: {dataset['shards'][0]['name']}: the "
+                     f"{n_batches * batch_size:,} sequences that an evaluation reads have no "
+                     "label; evaluate more, or 0 for all")
 
 
 def _describe_labels(dataset):

@@ -2,11 +2,13 @@
 """Data, chats and tokenizers as people have them: each case makes its input, and expects tokens,
 labels or a sentence.
 """
+import dataclasses
 import datetime
 import gzip
 import json
 import math
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -349,7 +351,8 @@ FILES = {
     "Latin-1": ("a.csv", "text\nf\xfcnf\n".encode("latin-1"), (), "not UTF-8"),
     "a null text": ("a.jsonl", '{"text": null}\n', (), "it has text (NoneType)"),
     "a text of numbers": ("a.jsonl", '{"text": 7}\n', (), "it has text (int)"),
-    "a missing column": ("a.jsonl", LINES, ("text=body",), "has no column 'body'"),
+    "a missing column": ("a.jsonl", LINES, ("text=body",),
+                         "has no column 'body', which --columns text=body names; it has text"),
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
     "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
                   "has text and also messages: name the one to use, by --columns text=text or "
@@ -361,7 +364,7 @@ FILES = {
     "a row that is a list": ("a.jsonl", '[["one"]]', (), "['one']\" is not an object with fields"),
     "a tools column that no row has": (
         "a.jsonl", LINES, ("text=text", "tools=functoins"), "no row has the column of --columns "
-        "tools=functoins"),
+        "tools=functoins; they have text"),
     "a prompt beside a text": ("a.jsonl", '{"text": "one two", "prompt": "a"}\n', (), BOTH[:1]),
 }
 
@@ -825,6 +828,117 @@ def test_gemma_has_a_tag_that_looks_like_an_end(tmp_path):
     assert data.make_tokenizer(str(tmp_path / "t.json"))["eos"] == 2
     with pytest.raises(ValueError, match="eos_token 'x': the tokenizer bytes has no named tokens"):
         data.make_tokenizer("bytes", "x")
+
+
+def test_a_tokenizer_is_read_once(tmp_path):
+    """A tokenizer is read again only when one of its files changes: a tokenizer.json with other
+    content, but with the size and the time of the last one, is not.
+
+    Break: data.py: @lru_cache(maxsize=8) => @lru_cache(maxsize=0)
+    """
+    folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE, eos_token="<|im_end|>")
+    file = tmp_path / "t/tokenizer.json"
+    before = data.make_tokenizer(folder)
+    stat = file.stat()
+    table = json.loads(file.read_text())
+    vocab = table["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    text = json.dumps(table)
+    file.write_text(text + " " * (stat.st_size - len(text)))
+    assert len(text) <= stat.st_size == file.stat().st_size
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = data.make_tokenizer(folder)
+    assert again["encode"]("ab").tolist() == before["encode"]("ab").tolist()
+    assert again["chat"] is before["chat"]  # so that the chat template is read once, too
+    os.utime(file)
+    changed = data.make_tokenizer(folder)
+    assert changed["encode"]("ab").tolist() == before["encode"]("ba").tolist()
+    settings = tmp_path / "t/tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("<|im_end|>", "<|endoftext|>"))
+    assert data.make_tokenizer(folder)["eos"] != before["eos"]
+
+
+# A text, and nanoGPT's table of its characters.
+CHARACTERS = "to be,\n\u00e9\u4e09"
+STOI = {c: i for i, c in enumerate(sorted(set(CHARACTERS)))}
+
+
+def make_meta(path, protocol=None, **changes):
+    """Write a meta.pkl as nanoGPT does; return its path."""
+    meta = {"vocab_size": len(STOI), "itos": {i: c for c, i in STOI.items()}, "stoi": STOI}
+    path.write_bytes(pickle.dumps(meta | changes, protocol))
+    return str(path)
+
+
+@pytest.mark.parametrize("protocol", (0, 2, pickle.HIGHEST_PROTOCOL))
+def test_the_characters_of_nanogpt(protocol, tmp_path):
+    """A meta.pkl encodes and decodes characters by its table. It has no end, unless --eos_token
+    names a character. An unknown character is an error; an unknown id is shown as a number.
+
+    Break: data.py: return [[id_of[character] for character in text] for text in texts] => return
+    [[0 for character in text] for text in texts]
+    """
+    name = make_meta(tmp_path / "meta.pkl", protocol)
+    tokenizer = data.make_tokenizer(name)
+    ids = tokenizer["encode"](CHARACTERS)
+    assert ids.tolist() == [STOI[c] for c in CHARACTERS]
+    assert tokenizer["decode"]([*ids, 99]) == CHARACTERS + "<99>"
+    assert tokenizer["vocab_size"] == len(STOI)
+    assert (tokenizer["bos"], tokenizer["eos"], tokenizer["stops"]) == (None, None, set())
+    with pytest.raises(ValueError, match=r"has no token for 'X', 'Y'; it knows 9 characters"):
+        tokenizer["encode"]("to XYX")
+    (tmp_path / "a.txt").write_text("to be")
+    with pytest.raises(ValueError, match="has no end-of-document token, which the text in .*a.txt"):
+        data.open_dataset([tmp_path / "a.txt"], tokenizer, folder=tmp_path / "cache")
+    lines = data.make_tokenizer(name, "\n")
+    dataset = data.open_dataset([tmp_path / "a.txt"], lines, folder=tmp_path / "cache")
+    assert lines["decode"](dataset["shards"][0]["tokens"]) == "\nto be\n"
+
+
+# {case: (content of the file, a part of the error)}
+WRONG_META = {
+    "code": (b"cos\nsystem\n(Vtouch pwned\ntR.", "GLOBAL, REDUCE in a pickle may run code"),
+    "numpy": (pickle.dumps({"stoi": {"a": np.int64(0)}}), "in a pickle may run code"),
+    "no pickle": (b"{'stoi': 1}", "not a pickle"),
+    "no table": (pickle.dumps(["a"]), "has no table 'stoi'"),
+    "words": (pickle.dumps({"stoi": {"ab": 0}}), "'stoi' has 'ab': 0; must be a pickle"),
+    "a negative id": (pickle.dumps({"stoi": {"a": -1}}), "'stoi' has 'a': -1"),
+    "one id twice": (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "two characters with one id"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_META)
+def test_a_pickle_that_is_no_table_of_characters(case, tmp_path, monkeypatch):
+    """It is refused by name, and a pickle runs nothing.
+
+    Break: data.py: if unsafe: => if False:
+    """
+    content, words = WRONG_META[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(content)
+    with pytest.raises(ValueError, match="meta.pkl': ") as e:
+        data.make_tokenizer(str(tmp_path / "meta.pkl"))
+    assert words in str(e.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_run_on_characters(tiny, tmp_path):
+    """A run on token files of characters prints samples and exports its weights.
+
+    Break: data.py: if path.suffix == ".pkl": => if False:
+    """
+    pytest.importorskip("safetensors")
+    name = make_meta(tmp_path / "meta.pkl")
+    ids = [STOI[c] for c in CHARACTERS] * 50
+    np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
+    cfg = tiny(data=(str(tmp_path / "train.bin"),), tokenizer=name, vocab_size=0, steps=2,
+               sample_every=2, sample_tokens=4, eval_every=0, export=str(tmp_path / "hf"))
+    train.main(cfg)
+    rows = [json.loads(line) for line in (Path(cfg.out_dir) / "metrics.jsonl").open()]
+    row, = [row for row in rows if row["event"] == "sample"]
+    assert "error" not in row and len(str(row["texts"])) > 4
+    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == len(STOI)
+    assert not (tmp_path / "hf/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("single, bos", [
@@ -1311,26 +1425,104 @@ def test_documents_whose_labels_are_cut_away(tmp_path):
     assert "{+yes<|im_end|>+}" in train.mark_labels(example, in_terminal=False)
 
 
-@pytest.mark.parametrize("part", ["all", "weights of 0", "validation"])
-def test_data_without_a_label(part, tmp_path):
-    """Data without any label, and a validation split without one, are errors before training.
+@pytest.mark.parametrize("part, packing", [
+    ("all", "stream"), ("all", "best_fit"), ("all", "none"), ("weights of 0", "stream"),
+    ("validation", "stream"), ("validation", "best_fit"), ("validation", "none"),
+    ("val_data", "stream"), ("val_data", "none"), ("an evaluation", "stream"),
+    ("windows", "stream"), ("windows", "none")])
+def test_data_without_a_label(part, packing, tmp_path):
+    """Data without any label, validation data without one, and an evaluation that reads none are
+    errors before training, however documents are packed.
 
     Break: data.py: if not has_label(shard): => if False:
     """
     pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
     path = few_answers(tmp_path / "a.jsonl")
-    words = "val_frac 0.2: leaves validation data without a label"
+    none = write_rows(tmp_path / "b.jsonl", [{"messages": [USER, USER]}] * 9)
+    cfg = config.Config(data=(str(path),), tokenizer=folder, val_frac=0.2, seq_len=64,
+                        packing=packing, token_cache=str(tmp_path / "cache"),
+                        out_dir=str(tmp_path / "out"))
+    words = "val_frac 0.2: leaves "
     if part == "all":
-        path = write_rows(path, [{"messages": [USER, USER]}] * 9)
-        words = "a.jsonl: no token is a label"
+        cfg = dataclasses.replace(cfg, data=(str(none),))
+        words = "b.jsonl: no token is a label"
     if part == "weights of 0":
-        path = write_rows(path, [{"messages": [USER, said("assistant", "a", weight=0)]}] * 9)
+        write_rows(path, [{"messages": [USER, said("assistant", "a", weight=0)]}] * 9)
         words = "messages of the assistant whose weight is not 0"
-    cfg = config.Config(data=(str(path),), tokenizer=folder, val_frac=0.2, seq_len=16,
-                        token_cache=str(tmp_path / "cache"))
+    if part == "val_data":
+        cfg = dataclasses.replace(cfg, val_data=(str(none),))
+        words = "b.jsonl: no token is a label"
+    if part == "an evaluation":
+        cfg = dataclasses.replace(cfg, val_data=(str(path),), eval_batches=1, batch_size=1,
+                                  data=(str(write_rows(none, [{"text": "low"}] * 99)),))
+        words = "eval_batches 1: .*a.jsonl: the 1 sequences that an evaluation reads have no label"
+    if part == "windows":
+        cfg = dataclasses.replace(cfg, data=(str(none),), val_frac=0.0, order="windows")
+        words = "no file has an example"
     with pytest.raises(ValueError, match=words):
         data.open_text(("train", "val"), cfg)
+
+
+def test_windows_without_a_label(tmp_path, capsys):
+    """With --order windows, a file without a label is skipped, and says so. The summary and the
+    examples are those of the first file that is not.
+
+    Break: data.py: dataset["n"] = 0 => pass
+    """
+    pytest.importorskip("transformers")
+    none = write_rows(tmp_path / "a1.jsonl", [{"messages": [USER, USER]}] * 9)
+    few_answers(tmp_path / "a2.jsonl")
+    cfg = config.Config(data=(str(tmp_path / "a*"),), order="windows", val_frac=0.0, seq_len=16,
+                        tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE), batch_size=1,
+                        token_cache=str(tmp_path / "cache"), out_dir=str(tmp_path / "out"))
+    source = data.open_text(("train",), cfg)["train"]
+    wanted = f"{none}: no token is a label\n{none}: has no example; skipped\n"
+    assert capsys.readouterr().out == wanted
+    assert source["summary"].startswith("1 windows, from ")
+    assert "% of the tokens are labels" in source["summary"]
+    shown_example, = (train.mark_labels(example, False) for example in source["examples"])
+    assert shown_example.endswith("assistant\n{+yes<|im_end|>+}\n")
+
+
+@pytest.mark.parametrize("packing", ["stream", "none"])
+def test_examples_of_texts(packing, tmp_path):
+    """The first two documents are shown as they are packed, all but the id before them as labels;
+    of token files the first two sequences.
+
+    Break: data.py: return [(start, start + seq_len + 1) for start in starts] =>
+    return [(start, start + seq_len) for start in starts]
+    """
+    (tmp_path / "a.jsonl").write_text("".join(
+        json.dumps({"text": text}) + "\n" for text in ("a b", "", "long" * 99, "c")))
+    cfg = config.Config(data=(str(tmp_path / "a.jsonl"),), val_frac=0.0, packing=packing,
+                        seq_len=50, token_cache=str(tmp_path / "cache"))
+    first, second = data.open_text(("train",), cfg)["train"]["examples"]
+    assert train.mark_labels(first, in_terminal=False) == "\\x00{+a b\\x00+}"
+    assert train.mark_labels(first, in_terminal=True) == "\033[2m\\x00\033[0ma b\\x00"
+    end = "" if packing == "none" else "..."
+    n = 50 if packing == "none" else data.SHOWN_TOKENS
+    assert train.mark_labels(second, False) == "\\x00{+" + ("long" * 99)[:n] + "+}" + end
+
+    np.save(tmp_path / "a.npy", np.arange(97, 120, dtype=np.uint8))
+    cfg = config.Config(data=(str(tmp_path / "a.npy"),), val_frac=0.0, seq_len=4)
+    examples = data.open_text(("train",), cfg)["train"]["examples"]
+    assert [train.mark_labels(example, False) for example in examples] == ["a{+bcde+}", "e{+fghi+}"]
+
+
+def test_ids_of_an_unknown_vocabulary(tmp_path):
+    """Ids of token files whose tokenizer is not set are shown as numbers, and no text has ids.
+
+    Break: data.py: tokenizer |= {"encode": partial(_refuse_text, patterns), => tokenizer |= {
+    """
+    np.array([72, 300, 72, 105], np.uint16).tofile(tmp_path / "a.bin")
+    cfg = config.Config(data=(str(tmp_path / "a.bin"),), vocab_size=301, eod_id=300)
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    assert tokenizer["decode"]([72, 300, 105]) == "<72><300><105>"
+    assert tokenizer["stops"] == {300}
+    assert data.make_cfg_tokenizer(dataclasses.replace(cfg, vocab_size=256))["decode"]([72]) == "H"
+    with pytest.raises(ValueError, match="a.bin are not bytes, so that 'Hi' has no ids; set"):
+        tokenizer["encode"]("Hi")
 
 
 def test_steps_without_a_label(tiny, tmp_path, capsys):
@@ -1354,6 +1546,9 @@ def test_steps_without_a_label(tiny, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "{+yes<|im_end|>+}" in printed.partition("compiling")[0]
     assert f"{n_empty} steps without a label" in printed
+    # The examples are shown once, at the first launch.
+    train.main(dataclasses.replace(cfg, steps=9))
+    assert "{+" not in capsys.readouterr().out
 
 
 class ByIndex:
