@@ -1434,6 +1434,7 @@ ELSEWHERE = {
     "num_epochs": "--epochs",
     "per_device_train_batch_size": "--batch_size, of all devices together",
     "train_batch_size": "--batch_size",
+    "per_device_eval_batch_size": "--eval_batch_size, of all devices together",
     "gradient_accumulation_steps": "--grad_accum_steps, parts of one --batch_size",
     "block_size": "--seq_len",
     "max_seq_length": "--seq_len",
