@@ -3,8 +3,8 @@
 
 Owns gradients, accumulation, clipping, optimizers, schedules, shardings and the programs made of
 them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", "spec", "init",
-"trained", "ids"}} are arguments. `cfg`: any object with the fields under "optimizer" and "mesh" in
-config.py, and dtype, deterministic, steps, grad_accum_steps, watch, log_every.
+"trained", "ids"}} are arguments. `cfg`: any object with the fields in DEFAULTS, such as a Config,
+or what make_cfg returns for a few of them.
 Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
 """
 import contextlib
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
 from math import inf, prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -1048,7 +1049,8 @@ def _describe_cpu():
 # ---- optional
 #
 # The rooms, in this order: loss scaling for float16, optimizer in host memory, sparse rows, weight
-# statistics, memory estimates, memory advice, processes, heartbeats, profiler, compilation cache.
+# statistics, memory estimates, memory advice, processes, heartbeats, profiler, compilation cache,
+# this file alone.
 
 
 # ---- loss scaling for float16
@@ -1665,3 +1667,52 @@ def enable_compilation_cache(folder):
     compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
     jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+# ---- this file alone
+
+# The fields of cfg that this file reads, with the defaults of config.py. There dtype is "auto".
+DEFAULTS = {
+    "steps": 600,
+    "batch_size": 16,
+    "grad_accum_steps": 1,
+    # Numerics
+    "dtype": "float32",
+    "deterministic": False,
+    # Optimizer
+    "optimizer": "muon",
+    "lr": -1.0,
+    "schedule": "linear",
+    "warmup_steps": 0.05,
+    "min_lr_frac": 0.0,
+    "decay_frac": 0.2,
+    "poly_power": 2.0,
+    "weight_decay": 0.1,
+    "b1": 0.9,
+    "b2": 0.98,
+    "eps": 1e-8,
+    "moment_dtype": "float32",
+    "offload_optimizer": False,
+    "clip_norm": 1.0,
+    # Mesh
+    "dp": 1,
+    "fsdp": -1,
+    "ep": 1,
+    "tp": 1,
+    "sp": 1,
+    "slices": 1,
+    # Logs
+    "log_every": 10,
+    "watch": (),
+}
+
+
+def make_cfg(**fields):
+    """A cfg of some of the fields in DEFAULTS, and the defaults of the rest.
+
+    Raises ValueError for an unknown field.
+    """
+    unknown = sorted(fields.keys() - DEFAULTS.keys())
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: unknown; the fields are {', '.join(DEFAULTS)}")
+    return SimpleNamespace(**DEFAULTS | fields)

@@ -58,13 +58,10 @@ new = jax.eval_shape(lambda p: model.generate(
 assert new.shape == (2, 3)
 """,
     "step": """
-import step, jax, jax.numpy as jnp, types
+import step, jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-cfg = types.SimpleNamespace(
-    dp=-1, fsdp=1, ep=1, tp=1, sp=1, optimizer="adamw", b1=0.9, b2=0.99, eps=1e-8,
-    moment_dtype="float32", offload_optimizer=False, slices=1, watch=(),
-    weight_decay=0.0, clip_norm=1.0, lr=0.1, schedule="constant", warmup_steps=0.0,
-    min_lr_frac=0.0, steps=200, grad_accum_steps=2, dtype="float32", deterministic=False)
+cfg = step.make_cfg(dp=-1, fsdp=1, optimizer="adamw", weight_decay=0.0, clip_norm=0.0, lr=0.1,
+                    schedule="constant", warmup_steps=0.0, steps=200, grad_accum_steps=2)
 def loss_fn(params, batch, cfg):
     off = batch["x"] * params["w"] + params["b"] - batch["y"]
     return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}

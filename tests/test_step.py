@@ -1850,3 +1850,22 @@ def test_shared_ids_and_optimizers_that_mix_rows_are_refused():
     cfg = dataclasses.replace(BASE, optimizer="adafactor")
     with pytest.raises(ValueError, match="far: has ids, but moments of another"):
         compiled(cfg, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:1])
+
+
+# ---- step.py alone
+
+@pytest.mark.house
+def test_defaults_are_those_of_the_config():
+    """step.DEFAULTS has every field of cfg that step.py reads, with the default in config.py. An
+    unknown field is refused.
+
+    Break: step.py: "decay_frac": 0.2, => "decay_frac": 0.1,
+    """
+    read = {*config.MESH} | set(re.findall(r"\bcfg\.(\w+)", Path(step.__file__).read_text()))
+    assert read - step.DEFAULTS.keys() == set(), "add these fields to DEFAULTS in step.py"
+    defaults = {name: getattr(config.Config(), name) for name in step.DEFAULTS}
+    defaults["dtype"] = "float32"  # "auto" in a Config, resolved by train.py
+    assert defaults == step.DEFAULTS, "DEFAULTS in step.py must equal the defaults in config.py"
+    assert vars(step.make_cfg(lr=0.5)) == defaults | {"lr": 0.5}
+    with pytest.raises(ValueError, match="learning_rate: unknown; the fields are steps, batch"):
+        step.make_cfg(learning_rate=0.5)
