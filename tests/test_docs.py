@@ -22,6 +22,7 @@ import pytest
 import ckpt
 import config
 import plan
+import step
 import train
 from conftest import ROOT
 
@@ -172,7 +173,7 @@ def reason_to_skip(command):
 def make_small(command):
     """The command without its installations, and with flags that make its run small."""
     command = re.sub(r"pip install .*? && ", "", command)
-    command = command.replace("Config(steps=20", "Config(steps=2, d_model=32, eval_batches=1")
+    command = make_config_small(command)
     command = command.replace("--profile 20:22", "--profile 1:2")
     command = command.replace("--plan_sweep 4", "--plan_sweep 2")
     command = re.sub(r"XLA_FLAGS=(\S+)", r'XLA_FLAGS="\1 $XLA_FLAGS"', command)
@@ -183,6 +184,10 @@ def make_small(command):
     return f"{command} {flags}".strip()
 
 
+def make_config_small(text):
+    return text.replace("Config(steps=20", "Config(steps=2, d_model=32, n_layers=1, eval_batches=1")
+
+
 def outputs_of(command):
     """The folders in out/ that a command fills."""
     return re.findall(r"(?:--out_dir|--export|make_clicks\.py) (out/\w[\w-]*)", command)
@@ -190,12 +195,18 @@ def outputs_of(command):
 
 def run_documented(folder, command):
     """Run a command, and before it those of the documents that write the folders that it reads."""
-    for path in re.findall(r"out/\w[\w-]*", command):
-        if path not in outputs_of(command) and not (folder / path).exists():
+    write_folders(folder, command)
+    run_shell(folder, make_small(command))
+
+
+def write_folders(folder, text):
+    """Run the commands of the documents that write the folders that a command or a program reads.
+    """
+    for path in re.findall(r"out/\w[\w-]*", text):
+        if path not in outputs_of(text) and not (folder / path).exists():
             writers = [each for each in COMMANDS if path in outputs_of(each)]
             if writers:
                 run_documented(folder, writers[0])
-    run_shell(folder, make_small(command))
 
 
 def run_shell(folder, command):
@@ -318,6 +329,37 @@ def test_a_command_runs(command, project):
     if reason:
         pytest.skip(reason)
     run_documented(project, command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", python_files("tests/GUIDE.md"))
+def test_python_of_the_guide_runs(name, project, monkeypatch, capsys):
+    """Each block of Python in the guide runs as it stands, and prints something. A file of hooks
+    prints nothing: its command runs it.
+
+    Break: tests/GUIDE.md: ckpt.latest("out/ckpt") => ckpt.newest("out/ckpt")
+    """
+    text = python_files("tests/GUIDE.md")[name]
+    write_folders(project, text)
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("HOME", str(project.parent / "home"))
+    monkeypatch.setattr(step, "SCHEDULES", dict(step.SCHEDULES))
+    exec(compile(make_config_small(text), name, "exec"), {"__name__": "__main__"})
+    used_by_a_command = any(f"--hooks {name}:" in command for command in COMMANDS)
+    assert used_by_a_command or capsys.readouterr().out
+
+
+def test_a_list_without_values_is_empty(tmp_path):
+    """The command of the guide clears --watch, whatever the config file has.
+
+    Break: tests/GUIDE.md: out/traced/config.json --watch => out/traced/config.json
+    """
+    saved = tmp_path / "config.json"
+    saved.write_text(config.to_json(config.Config(watch=("layers.w*",), log_every=7)))
+    command, = (each for each in COMMANDS if "out/traced/config.json" in each)
+    argv = command.replace("out/traced/config.json", str(saved)).split()[2:]
+    cfg = config.parse(argv)
+    assert (cfg.watch, cfg.log_every, cfg.steps) == ((), 7, 60)
 
 
 @pytest.mark.slow
