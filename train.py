@@ -395,6 +395,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     log_event = make_log_event(
         hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
+    logged = rows_after_save(cfg.out_dir, first_step, hooks)  # optional: state of hooks
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
 
     run = setup | {
@@ -411,6 +412,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         "heartbeat": heartbeat,
         "check_lock": check_lock,
     }
+    resume_hooks(run, progress, saved_meta, logged)  # optional: state of hooks
     return run, state
 
 
@@ -531,12 +533,11 @@ def train(run, state, progress, signals):
         # temporary.
         for kind in ("save", "weights"):
             if kind in due:
-                by_time = due[kind] == "second"
-                save_state(run, state, step, progress, kind, temporary=by_time)
+                save_state(run, state, step, progress, due[kind], kind)
 
         # Evaluate every eval_every steps, after each window, and at the end.
         if "eval" in due and run["val_data"] and not save_only(signals):
-            with save_if_out_of_memory(run, state, step, progress, is_saved="save" in due):
+            with save_if_out_of_memory(run, state, step, progress):
                 run_validation(run, state, step, progress, signals, stopped_while_waiting)
 
         # Print samples, for a person to judge the progress.
@@ -570,6 +571,7 @@ def train(run, state, progress, signals):
             progress["polled"] = poll_requests(run, step, progress, signals)
             stop = stop_reason(run, step, progress["polled"], progress["last_metrics"])
             break
+        run_begin_hooks(run, step, progress)
         batch = run_hooks(run["hooks"], "data", batch)
 
         # Dispatch the update. The device works on it while this thread continues.
@@ -591,8 +593,8 @@ def train(run, state, progress, signals):
     # Log the last metrics. They may change the reason and the exit code.
     log_step(run, state, progress)
     batches.close()
-    if not was_done(progress, "save", step):
-        save_state(run, state, step, progress)
+    if progress["saved_step"] != step and due.get("save") != "end":
+        save_state(run, state, step, progress, "stop")
     stop = stop_reason(run, step, progress["polled"], progress["last_metrics"]) or stop
     return end_run(run, state, step, progress, stop)
 
@@ -683,17 +685,26 @@ def log_step(run, state, progress):
             last_metrics[name] = value
 
 
-def save_state(run, state, step, progress, kind="save", temporary=False):
+def save_state(run, state, step, progress, why, kind="save"):
     """Start to write a checkpoint, once the previous one of its kind is committed. Its meta.json
-    has the config, the machine and the position in the data.
+    has the config, the machine and the position in the data. A hook may skip it.
 
-    kind: "save", or "weights" for the parameters alone. temporary: the next checkpoint replaces
-    this one.
+    why: of due_events, "stop" or "error". kind: "save", or "weights" for the parameters alone. The
+    next checkpoint replaces one that is due by time.
     """
     cfg, timers = run["cfg"], progress["timers"]
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     max_to_keep, keep_period = cfg.max_to_keep, cfg.keep_period
+    temporary = why == "second"
     run["check_lock"]()  # raises if another run has taken over the bucket
+
+    # Hooks may skip it, and add their own state to its meta.json.
+    folder = root if kind == "save" else ckpt.join_path(root, kind)
+    planned = {"step": step, "kind": kind, "why": why,
+               "path": ckpt.join_path(folder, f"{step:09d}"), "hooks": {}}
+    planned = run_before_hooks(run, "save", planned, progress)
+    if planned["skip"]:
+        return
 
     with timed(timers, "save"):
         # Wait for the previous save of this kind.
@@ -729,9 +740,14 @@ def save_state(run, state, step, progress, kind="save", temporary=False):
             "data": data_position(run, step),
             "digest": digest,
             "since_log": sums_to_json(progress["window"]["sums"]),
+            "hooks": planned["hooks"],
+            "requests": {"now": progress["polled"]["events"],
+                         "next": sorted(progress["requests"])},
         }
         future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, temporary, print0)
         progress["pending_saves"][kind] = {"step": step, "future": future}
+        if kind == "save":
+            progress["saved_step"] = step
         blocked_s = time.perf_counter() - began
         run["log_event"]("save", {"step": step, "kind": kind, "digest": digest,
                                   "waited_s": waited_s, "blocked_s": blocked_s})
@@ -921,6 +937,8 @@ def init_progress(launched):
                    "hook_stops": [], "events": []},
         # Reasons of hooks to stop, which log_event appends
         "hook_stops": [],
+        # Step of the newest save, or None
+        "saved_step": None,
         # Events of config.EVENTS that are requested now, for which the next poll_requests looks
         "requests": set(),
         # {kind: error} of the newest save or export of each kind, if it failed
@@ -955,6 +973,10 @@ def restore_progress(progress, out_dir, step, meta):
             progress["last_done"][event] = (step, 0.0)
     if meta:
         progress["last_done"]["save"] = (step, 0.0)
+        progress["saved_step"] = step
+        requests = meta.get("requests", {"now": [], "next": []})
+        progress["polled"]["events"] = requests["now"]
+        progress["requests"] |= {*requests["next"]}
     progress["window"] = new_window(meta.get("since_log", {}))
 
 
@@ -983,12 +1005,15 @@ def is_finished(cfg, step):
 def run_validation(run, state, step, progress, signals, stopped_while_waiting):
     """Evaluate the validation data, and log it."""
     timers = progress["timers"]
-    with timed(timers, "compile"):
-        run["programs"]["compile_eval"]()
     with timed(timers, "data"):
         val_data = val_data_at(run, step, stopped_while_waiting)
     if not val_data:
         return
+    planned = planned_eval(run, val_data, step)
+    if run_before_hooks(run, "eval", planned, progress)["skip"]:
+        return
+    with timed(timers, "compile"):
+        run["programs"]["compile_eval"]()
 
     def stopped():  # called once per batch
         run["heartbeat"](doing="eval")
@@ -1004,6 +1029,21 @@ def run_validation(run, state, step, progress, signals, stopped_while_waiting):
             progress["best_validation"] = best_validation(progress["best_validation"], row)
 
 
+def eval_batches(cfg, val_data):
+    """{part: number of batches} of an evaluation; data without parts have one, ""."""
+    n_batches = {}
+    for name, part in val_data.get("parts", {"": val_data}).items():
+        n_batches[name] = -(-part["n"] // cfg.batch_size)
+        if cfg.eval_batches:
+            n_batches[name] = min(n_batches[name], cfg.eval_batches)
+    return n_batches
+
+
+def planned_eval(run, val_data, step):
+    """The row of "before_eval"."""
+    return {"step": step, "n_batches": sum(eval_batches(run["evaluation"]["cfg"], val_data).values())}
+
+
 def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     """{"val_METRIC"}: the means of the loss's sums over the validation data, and the metrics of the
     task; where the data has parts also "val_METRIC/PART", and the means are over all labels; with
@@ -1014,11 +1054,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     setup = setup | setup["evaluation"]
     cfg, task = setup["cfg"], setup["task"]
     parts = val_data.get("parts", {"": val_data})
-    n_batches = {}
-    for name, part in parts.items():
-        n_batches[name] = -(-part["n"] // cfg.batch_size)
-        if cfg.eval_batches:
-            n_batches[name] = min(n_batches[name], cfg.eval_batches)
+    n_batches = eval_batches(cfg, val_data)
 
     # The sums of each part.
     part_sums = {}
@@ -1105,7 +1141,7 @@ def end_run(run, state, step, progress, stop):
         row.pop("val_step")
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     checkpoint = None
-    if "save" not in errors:
+    if progress["saved_step"] == step and "save" not in errors:
         checkpoint = ckpt.join_path(root, f"{step:09d}")
     row |= progress["best_validation"]
     row |= {
@@ -1175,6 +1211,62 @@ def check_row(event, row, new):
         if name not in config.EVENTS:
             raise TypeError(f"request {name!r}: no such event "
                             f"({config.did_you_mean(name, config.EVENTS)})")
+    if new.get("skip") and event not in SKIPPABLE:
+        raise TypeError(f"skip {new['skip']!r}: only {' and '.join(SKIPPABLE)} can be skipped")
+    if event.startswith("before_"):
+        check_planned(event, row, new)
+
+
+SKIPPABLE = ("before_eval", "before_save")  # events
+
+
+def check_planned(event, row, new):
+    """Raise TypeError when a hook changes what is about to happen, or adds what nothing reads."""
+    known = {*row, "stop", "request", "skip"}
+    for key in new.keys() - known:
+        raise TypeError(f"{key!r}: nothing reads it ({config.did_you_mean(key, sorted(known))})")
+    for key in row.keys() - {"stop", "request", "skip", "hooks"}:
+        if new[key] != row[key]:
+            raise TypeError(f"{key} {new[key]!r}: a hook cannot change it; it is {row[key]!r}")
+    if event == "before_save":
+        check_hook_state(row["hooks"], new["hooks"])
+
+
+def check_hook_state(before, after):
+    """Raise TypeError for state of a hook that a resumed run would not get as it is, or under the
+    key of another hook.
+    """
+    if not isinstance(after, dict):
+        raise TypeError(f"hooks {after!r}: must be a dict: row['hooks'] | {{name: state}}")
+    for key, value in before.items():
+        if key not in after or after[key] is not value:
+            raise TypeError(f"hooks: {key!r} is of another hook; take another key, and keep this "
+                            "one: row['hooks'] | {name: state}")
+    for key in after.keys() - before.keys():
+        value = after[key]
+        if not isinstance(key, str):
+            raise TypeError(f"hooks: the key {key!r} must be a text")
+        try:
+            read_back = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"hooks: {key!r} is {value!r}, which is not JSON: {e}") from None
+        if read_back != value and repr(read_back) != repr(value):
+            raise TypeError(f"hooks: {key!r} is {value!r} and would be read back as {read_back!r}; "
+                            "use lists, and dicts whose keys are texts")
+
+
+def run_before_hooks(run, event, planned, progress):
+    """Run the hooks on what is about to happen, a row. Return it with "skip": a reason not to do
+    it, which is logged, or None. The hooks of process 0 decide.
+    """
+    row = run_row_hooks(run["hooks"], f"before_{event}", planned, progress)
+    reason = row.get("skip")
+    if run["hooks"] and jax.process_count() > 1:
+        reason = ckpt.broadcast_from_main(lambda: row.get("skip"))
+    if reason:
+        kind = planned.get("kind", event)
+        run["log_event"]("skip", {"step": row["step"], "skipped": kind, "reason": str(reason)})
+    return row | {"skip": reason}
 
 
 def notify(observers, event, row):
@@ -1195,6 +1287,22 @@ def notify(observers, event, row):
             lost = "; metrics.jsonl is no longer written" if name == "jsonl" else ""
             print0(f"observer {name}: at the event {event}: {message}; it is removed, and the run "
                    f"continues{lost}")
+
+
+def run_begin_hooks(run, step, progress):
+    """Run the hooks at "before_epoch" and "before_window" if an epoch or a file begins with the
+    next batch.
+    """
+    if not run["hooks"]:
+        return
+    train_data = run["train_data"]
+    if step == 0 or has_passed(run, "epoch", 1, step):
+        row = {"step": step, "epoch": 1 + int(completed(run, "epoch", step))}
+        run_row_hooks(run["hooks"], "before_epoch", row, progress)
+    if "n_finished" in train_data and (step == 0 or has_passed(run, "window", 1, step)):
+        window = train_data["windows"](step)[-1]
+        row = {"step": step, "window": 1 + completed(run, "window", step), "file": window["name"]}
+        run_row_hooks(run["hooks"], "before_window", row, progress)
 
 
 # ---- intervals
@@ -1262,8 +1370,10 @@ def was_done(progress, event, step):
 
 
 def wait_for_save(run, progress, kind):
-    """Wait until the pending save of this kind is committed. An error is logged."""
-    save = progress["pending_saves"].pop(kind)
+    """Wait until the pending save of this kind, if any, is committed. An error is logged."""
+    save = progress["pending_saves"].pop(kind, None)
+    if save is None:  # a hook skipped it
+        return
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
 
@@ -1282,16 +1392,15 @@ def log_errors(run, progress, step, kind):
 
 
 @contextlib.contextmanager
-def save_if_out_of_memory(run, state, step, progress, is_saved):
+def save_if_out_of_memory(run, state, step, progress):
     """Save the state, unless it is saved, before an error for lack of memory ends the run. Of
     several processes only this one may have met it, and the others would not join in the save.
     """
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
-        is_saved = is_saved or was_done(progress, "save", step)
-        if not is_saved and jax.process_count() == 1:
-            save_state(run, state, step, progress)
+        if progress["saved_step"] != step and jax.process_count() == 1:
+            save_state(run, state, step, progress, "error")
             wait_for_save(run, progress, "save")
         raise
 
@@ -1302,7 +1411,7 @@ def save_before_data_error(run, state, step, progress):
     """
     if jax.process_count() == 1:
         log_step(run, state, progress)
-        save_state(run, state, step, progress)
+        save_state(run, state, step, progress, "error")
         wait_for_save(run, progress, "save")
 
 
@@ -1905,6 +2014,8 @@ def console(cfg):
             print_samples(row["texts"], row.get("prompts", ()))
         elif event == "reload":
             print0(f"{format_step(row)}  loaded again: {', '.join(row['names'])}")
+        elif event == "skip":
+            print0(f"{format_step(row)}  no {row['skipped']}: {row['reason']}")
         elif event == "out_of_data":
             print0(f"{format_step(row)}  waiting for data")
         elif event == "export":
@@ -2060,11 +2171,11 @@ def print_summary(cfg, row):
         print0(format_metrics(row, ["best_val_loss", "best_val_step"], ", "))
 
     is_done = row["reason"] == all_done(row["step"])
-    saved = ""
+    saved = ", not saved"
     if row["checkpoint"]:
         saved = f", saved in {ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)}"
     print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
-    if not row["exit_code"] and not is_done:
+    if row["checkpoint"] and not row["exit_code"] and not is_done:
         flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
         print0(f"the same command{flag} continues from here{limit}")
@@ -2174,9 +2285,8 @@ def describe_run(setup, programs, meta, sources):
 # The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, checks
 # of stop conditions, steps that are not finite, validation data that comes later, exports during a
 # run, dynamic sources of parameters, excluded parameters, Hugging Face weights, modes without a
-# loop, memory estimates,
-# hooks from files, compilation cache, several processes, profiler, plot, trackers. Then the
-# observers that run, and the command line.
+# loop, memory estimates, hooks from files, state of hooks, compilation cache, several processes,
+# profiler, plot, trackers. Then the observers that run, and the command line.
 
 
 # ---- custom tasks
@@ -3132,6 +3242,59 @@ def hidden_import_errors(path):
             errors.append(f"imports {name}, which is {found_path} and not {beside.absolute()}; "
                           "rename the latter, or import the former from train")
     return errors
+
+
+# ---- state of hooks
+
+
+def rows_after_save(out_dir, step, hooks):
+    """The rows of metrics.jsonl at `step` from its last save on, the row of that save first. Events
+    of these rows are missing in the state of hooks that the checkpoint has. [] without hooks.
+    """
+    rows = []
+    if not hooks:
+        return rows
+    for row in ckpt.read_log(out_dir):
+        if row["step"] != step:
+            continue
+        if row["event"] == "save" and row["kind"] == "save":
+            rows = [row]
+        elif rows:
+            rows.append(row)
+    return rows
+
+
+def resume_hooks(run, progress, meta, logged):
+    """Give the hooks the state that they saved in the meta of a checkpoint, and then the events
+    that came after it and are not repeated. meta: {} without a checkpoint. logged: of
+    rows_after_save.
+    """
+    if not meta or not run["hooks"]:
+        return
+    step = meta["step"]
+    saved = {"step": step, "hooks": meta.get("hooks", {})}
+    run_row_hooks(run["hooks"], "resume", saved, progress)
+    for row in ckpt.broadcast_from_main(lambda: logged):
+        event = row["event"]
+        if event in ("start", "stop"):  # the stop that they asked for has happened
+            progress["hook_stops"].clear()
+        if event == "eval":
+            val_data = val_data_at(run, step, lambda: True)
+            planned = planned_eval(run, val_data, step)
+            run_row_hooks(run["hooks"], "before_eval", planned, progress)
+        if event in ("save", "eval", "sample", "export"):
+            run_row_hooks(run["hooks"], event, as_first_logged(row), progress)
+
+
+def as_first_logged(row):
+    """A row of metrics.jsonl as hooks first got it: without their requests, and with NaN."""
+    first = {}
+    for name, x in row.items():
+        if x is None and name.startswith("val_"):
+            x = math.nan
+        if name not in ("event", "stop", "request"):
+            first[name] = x
+    return first
 
 
 # ---- compilation cache

@@ -173,6 +173,7 @@ JUMPS = {
         "modes without a loop": ["run_saved", "tokenize_data"],
         "memory estimates": ["memory_advice", "plan", "text_programs"],
         "hooks from files": ["load_hooks"],
+        "state of hooks": ["resume_hooks", "rows_after_save"],
         "compilation cache": ["use_compilation_cache"],
         "several processes": ["connect_processes", "report_crash", "start_heartbeats"],
         "trackers": ["TRACKERS", "check_trackers"],

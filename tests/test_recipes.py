@@ -109,6 +109,22 @@ def test_early_stopping_counts_evaluations_of_all_launches(tiny):
         4, "no better in 2 evaluations than 2.0000")
 
 
+def test_a_jump_of_the_loss_requests_an_evaluation():
+    """The third row has twice the loss of the second, which the checkpoint has between them. The
+    fourth, as high as the third, requests nothing.
+
+    Break: tests/recipes/hooks.py: last[:] = [row["loss"]] => pass
+    """
+    first, resumed = hooks.look_at_jumps(1.5), hooks.look_at_jumps(1.5)
+    first("start", {"step": 0})
+    found = [first("log", {"loss": loss}) for loss in (3.0, 2.0)]
+    saved = first("before_save", {"step": 2, "hooks": {"other": 1}})
+    assert saved == {"step": 2, "hooks": {"other": 1, "look_at_jumps": [2.0]}}
+    resumed("resume", saved)
+    found += [resumed("log", {"loss": loss}) for loss in (4.0, 4.0)]
+    assert found == [None, None, {"loss": 4.0, "request": ["eval", "save"]}, None]
+
+
 def test_parameters_frozen_after_a_step_stay(tiny):
     """The embedding changes in steps 1 and 2 only. All other parameters change in every step.
 

@@ -46,6 +46,15 @@ FEATURES = {
         "rooms": {"train.py": ["hooks from files"]},
         "edits": [("train.py", "    hooks = (*hooks, *load_hooks(cfg.hooks))\n", "")],
     },
+    "state of hooks": {
+        "rooms": {"train.py": ["state of hooks"]},
+        "edits": [
+            ("train.py", "    logged = rows_after_save(cfg.out_dir, first_step, hooks)"
+             "  # optional: state of hooks\n", ""),
+            ("train.py", "    resume_hooks(run, progress, saved_meta, logged)"
+             "  # optional: state of hooks\n", ""),
+        ],
+    },
     "compilation cache": {
         "rooms": {"train.py": ["compilation cache"], "step.py": ["compilation cache"]},
         "edits": [("train.py", "    use_compilation_cache(cfg)\n", "")],
@@ -75,6 +84,7 @@ FEATURES = {
         "rooms": {"train.py": ["validation data that comes later"]},
         "edits": [
             ("train.py", "val_data_at(run, step, stopped_while_waiting)", 'run["val_data"]'),
+            ("train.py", "val_data_at(run, step, lambda: True)", 'run["val_data"]'),
         ],
     },
     "LoRA": {

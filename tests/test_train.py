@@ -856,7 +856,7 @@ def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
     assert len(batches) == 8 and dispatched == list(range(1, 9))
     assert set(seen) == {"loss_fn", "optimizer", "train_step", "load", "start", "data", "val_data",
                          "dispatch", "state", "step", "log", "save", "eval", "sample", "stop",
-                         "end"}
+                         "end", "before_epoch", "before_save", "before_eval"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
     assert all(row["extra"] == 1 for row in rows(tiny().out_dir, "eval"))
 
@@ -1949,6 +1949,130 @@ def test_a_hook_requests_events(tiny, capsys):
     assert capsys.readouterr().out.count("a hook requests export") == 1
 
 
+@pytest.mark.slow
+def test_hooks_skip_saves_and_evaluations(tiny, capsys):
+    """A hook gets each save, evaluation and epoch before it begins. It skip the saves of
+    steps 2, 6 and 8 and the evaluation of step 4. The run ends without a checkpoint of its last
+    step and says so, and the same command repeats the steps after 4, with the same losses.
+
+    Break: train.py: if progress["saved_step"] == step and "save" not in errors: => if True:
+    """
+    cfg, seen = tiny(save_every=2, eval_every=4, sample_tokens=0, log_every=2), []
+
+    def skip(event, row):
+        if event.startswith("before_"):
+            seen.append({"event": event} | row)
+        if event == "before_save" and row["step"] != 4:
+            return row | {"skip": "too early"}
+        return row | {"skip": "too slow"} if event == "before_eval" and row["step"] == 4 else None
+
+    summary = train.main(cfg, hooks=[skip])
+    assert summary["step"] == 8 and summary["checkpoint"] is None and summary["exit_code"] == 0
+    out, _ = capsys.readouterr()
+    assert "step      4  no eval: too slow\n" in out
+    assert "s, not saved\n" in out
+    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4]
+    assert event_steps(cfg.out_dir, "save eval skip") == [
+        ("skip", 2), ("save", 4), ("skip", 4), ("skip", 6), ("skip", 8), ("eval", 8)]
+    n_batches = seen[3]["n_batches"]
+    saves = [{"event": "before_save", "step": step, "kind": "save", "why": why, "hooks": {},
+              "path": f"{cfg.out_dir}/ckpt/{step:09d}"}
+             for step, why in ((2, "step"), (4, "step"), (6, "step"), (8, "end"))]
+    evals = [{"event": "before_eval", "step": step, "n_batches": n_batches} for step in (4, 8)]
+    assert seen == [{"event": "before_epoch", "step": 0, "epoch": 1}, *saves[:2], evals[0],
+                    *saves[2:], evals[1]]
+    first = losses(cfg.out_dir)[:2]
+    assert train.main(cfg)["checkpoint"] == saves[3]["path"]
+    assert losses(cfg.out_dir)[:2] == first
+    assert "from its own checkpoint, at step 4" in capsys.readouterr().out
+
+
+def counting(counts):
+    """Return a hook that counts the events of a run and keeps the counts in its checkpoints. The
+    log row of step 4 requests a sample, the evaluation of step 4 another evaluation.
+    """
+    def hook(event, value):
+        if event in ("loss_fn", "optimizer", "train_step", "load", "start", "val_data"):
+            return None
+        if event == "resume":
+            counts.update(value["hooks"]["counts"])
+            return None
+        counts[event] = counts.get(event, 0) + 1
+        if event == "before_save":
+            return value | {"hooks": value["hooks"] | {"counts": counts}}
+        if event in ("eval", "log") and value["step"] == 4:
+            return value | {"request": "eval" if event == "eval" else "sample"}
+        return None
+    return hook
+
+
+@pytest.mark.slow
+def test_the_state_of_a_hook_resumes_with_its_run(tiny):
+    """A hook counts the events of a run, keeps the counts in the checkpoints, and requests a
+    sample and an evaluation. The run crashes before the first evaluation of step 4, then after
+    it, when the checkpoint does not know of it, and once more later. At the end the counts, the log
+    and the losses are those of a run without a crash.
+
+    Break: train.py: if event in ("save", "eval", "sample", "export"): => if event == "save":
+    """
+    def crash_at(at, step):
+        def hook(event, value):
+            if event == at and value["step"] == step:
+                raise RuntimeError("crash")
+        return hook
+
+    def make(name):
+        return tiny(out_dir=str(Path(tiny().out_dir, name)), save_every=4, eval_every=4,
+                    batch_size=400, eval_batches=1, sample_tokens=1, sample_every=4, log_every=2)
+
+    straight, crashed = {}, {}
+    train.main(make("straight"), hooks=[counting(straight)])
+    for at, step in (("before_eval", 4), ("dispatch", 5), ("dispatch", 8)):
+        with pytest.raises(RuntimeError, match="crash"):
+            train.main(make("crashed"), hooks=[counting({}), crash_at(at, step)])
+    train.main(make("crashed"), hooks=[counting(crashed)])
+    assert straight["eval"] == straight["before_eval"] == straight["sample"] == 3
+    assert straight["before_epoch"] > 1 and crashed == straight
+    assert losses(make("crashed").out_dir) == losses(make("straight").out_dir)
+
+
+@pytest.mark.parametrize("event, row, added, words", [
+    ("log", {}, {"request": "evall"}, "request 'evall': no such event (nearest: eval)"),
+    ("log", {}, {"request": True}, "request True: must be the name of an event"),
+    ("before_epoch", {"epoch": 1}, {"skip": "x"}, "only before_eval and before_save can be"),
+    ("eval", {}, {"skip": "x"}, "only before_eval and before_save can be skipped"),
+    ("before_eval", {"n_batches": 9}, {"n_batches": 1}, "n_batches 1: a hook cannot change it; it"),
+    ("before_save", {"hooks": {}}, {"skp": "x"}, "'skp': nothing reads it (nearest: skip)"),
+    ("before_save", {"hooks": {}}, {"hooks": [1]}, "hooks [1]: must be a dict"),
+    ("before_save", {"hooks": {"a": []}}, {"hooks": {}}, "hooks: 'a' is of another hook"),
+    ("before_save", {"hooks": {"a": [1]}}, {"hooks": {"a": [1]}}, "hooks: 'a' is of another hook"),
+    ("before_save", {"hooks": {}}, {"hooks": {3: 1}}, "hooks: the key 3 must be a text"),
+    ("before_save", {"hooks": {}}, {"hooks": {"a": {1}}}, "hooks: 'a' is {1}, which is not JSON"),
+    ("before_save", {"hooks": {}}, {"hooks": {"a": {1: 2}}}, "would be read back as {'1': 2}")])
+def test_a_hook_may_not_ask_for_everything(event, row, added, words):
+    """Unknown requests, skips where nothing can be skipped, changes of what is about to happen, and
+    state that would not come back as it is raise an error that names the hook and the event.
+
+    Break: train.py: if new.get("skip") and event not in SKIPPABLE: => if False:
+    """
+    def asks(event, row):
+        return row | added
+
+    with pytest.raises(TypeError) as e:
+        train.run_row_hooks([asks], event, {"step": 4} | row, train.init_progress(0.0))
+    assert words in str(e.value)
+    assert f"asks, at the event {event}" in e.value.__notes__[0]
+
+
+def test_hooks_may_keep_any_json(tmp_path):
+    """Numbers that are not finite, and those of NumPy that equal Python's, are fit to be kept.
+
+    Break: train.py: if read_back != value and repr(read_back) != repr(value): => if True:
+    """
+    state = {"a": [np.inf, None, {"b": "c"}], "d": np.nan, "e": np.float64(0.1)}
+    train.check_hook_state({}, state)
+
+
 def test_wrong_return_values_of_hooks(tiny):
     """A row without its keys raises an error that names the hook and the event. An empty "stop"
     stops nothing. NumPy and JAX values are written as numbers and lists.
@@ -1961,13 +2085,6 @@ def test_wrong_return_values_of_hooks(tiny):
     with pytest.raises(TypeError, match="lacks .*loss.*; return None, or all of the") as e:
         train.main(tiny(eval_every=0, save_every=0), [forgets])
     assert "forgets, at the event log" in e.value.__notes__[0]
-
-    def asks(request, event, row):
-        return row | {"request": request} if event == "start" else None
-
-    for request, words in (("evall", "no such event .nearest: eval"), (True, "must be the name")):
-        with pytest.raises(TypeError, match=words):
-            train.run_row_hooks([partial(asks, request)], "start", {"step": 0}, {})
 
     def adds(event, row):
         more = {"stop": None, "a": np.float32(3), "b": jnp.ones(2), "c": jnp.float32(5)}
@@ -2775,7 +2892,7 @@ def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
     """A save is due by time after each step. The run keeps only the two checkpoints that are due
     by steps.
 
-    Break: train.py: by_time = due[kind] == "second" => by_time = False
+    Break: train.py: temporary = why == "second" => temporary = False
     """
     cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
     ask = train.poll_requests
@@ -3290,7 +3407,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tiny, tmp_path)
 def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
     """Process 1 finds twice as much data as process 0, as in a growing folder. Both use the length
     that process 0 found. A stop request of a hook on process 1 stops both at the next multiple of
-    log_every.
+    log_every. A save that process 1 requests reaches both; process 0 alone skips it for both.
 
     Break: train.py: hook_stops = ["a hook of another process requested it"] => pass
     """
@@ -3301,6 +3418,10 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
                     "        print('of', value['config']['steps'], 'steps', flush=True)\n"
                     "    if event == 'log' and jax.process_index() and value['step'] > 7:\n"
                     "        return value | {'stop': 'enough'}\n"
+                    "    if event == 'log' and jax.process_index() and value['step'] == 7:\n"
+                    "        return value | {'request': 'save'}\n"
+                    "    if event == 'before_save' and value['why'] == 'request':\n"
+                    "        return value | {'skip': '' if jax.process_index() else 'not now'}\n"
                     "def more(cfg, parts):\n"
                     "    sources = opened(cfg, parts)\n"
                     "    sources['train']['n'] *= 1 + jax.process_index()\n"
@@ -3312,6 +3433,8 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
     assert re.search("of .* steps", output_0)[0] == re.search("of .* steps", output_1)[0]
     stop = rows(cfg.out_dir, "stop")[-1]
     assert stop["reason"] == "a hook of another process requested it" and stop["step"] % 7 == 0
+    skip, = rows(cfg.out_dir, "skip")
+    assert (skip["reason"], skip["step"] % 7) == ("not now", 1)
     assert 14 <= stop["step"] < 50 and ckpt.latest(Path(cfg.out_dir) / "ckpt") == stop["step"]
 
 
@@ -3679,7 +3802,8 @@ def days(tiny, tmp_path):
 def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
     """An evaluation follows each window. A run stops within a window, and new files appear, one of
     which sorts before the files already read. The resumed run first reads the windows it had
-    planned, then the new files; meta.json lists the windows seen.
+    planned, then the new files; meta.json lists the windows seen. Hooks get the name of each file
+    before its first batch.
 
     Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
     """
@@ -3695,10 +3819,18 @@ def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
     assert begun[2:] in ([], ["day9.txt"])  # batches are prepared some steps ahead
     for day in ("day0.txt", "day3.txt"):
         (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
-    letters = []
-    train.main(cfg, hooks=[lambda event, batch: letters.append(
-        chr(int(batch["tokens"].max()))) if event == "data" else None])
+    letters, files = [], []
+
+    def watch(event, value):
+        if event == "data":
+            letters.append(chr(int(value["tokens"].max())))
+        if event == "before_window":
+            files.append((value["step"], value["window"], Path(value["file"]).name))
+
+    train.main(cfg, hooks=[watch])
     assert letters == (["c", "c", "d", "d"] if begun[2:] else ["d", "d", "d", "d"])
+    names = ["day9.txt", "day0.txt"] if begun[2:] else ["day0.txt", "day3.txt"]
+    assert files == [(5, 3, names[0]), (7, 4, names[1])]
     assert [r["step"] for r in rows(cfg.out_dir, "eval")] == [3, 5, 7, 9]
     (tmp_path / "in_order").mkdir()
     for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
@@ -4204,7 +4336,7 @@ def test_an_evaluation_that_does_not_fit_loses_no_step(tiny, monkeypatch):
     """An evaluation that does not fit is refused before it runs. The run saves its state first,
     although no save was due.
 
-    Break: train.py: if not is_saved and jax.process_count() == 1: => if False:
+    Break: train.py: if progress["saved_step"] != step and jax.process_count() == 1: => if False:
     """
     def shrink(event, value):
         if event == "start":

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks to use or to change: early stopping, freezing after a step, a new metric.
+"""Hooks to use or to change: early stopping, an evaluation when the loss jumps, freezing after a
+step, a new metric.
 
 python train.py --hooks tests/recipes/hooks.py:early_stopping tests/recipes/hooks.py:weight_norm
 """
-import json
 from fnmatch import fnmatch
-from pathlib import Path
 
 import jax.numpy as jnp
 import optax
@@ -13,13 +12,17 @@ import optax
 
 def stop_early(patience):
     """Return a hook that ends a run whose validation loss has not improved in `patience`
-    evaluations. A resumed run counts the evaluations before it.
+    evaluations. Checkpoints have the losses so far, so a resumed run counts on.
     """
     losses = []
 
     def hook(event, row):
-        if event == "start":
-            losses.extend(earlier_losses(row["config"]["out_dir"], row["step"]))
+        if event == "start":  # of this run: the same hook may have watched another one
+            losses.clear()
+        if event == "resume":
+            losses.extend(row["hooks"].get("stop_early", []))
+        if event == "before_save":
+            return row | {"hooks": row["hooks"] | {"stop_early": losses}}
         if event == "eval":
             losses.append(row["val_loss"])
             best = min(losses)
@@ -29,13 +32,26 @@ def stop_early(patience):
     return hook
 
 
-def earlier_losses(out_dir, step):
-    """Validation losses up to a step, from the log of a run."""
-    log = Path(out_dir, "metrics.jsonl")
-    if not log.exists():
-        return []
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return [row["val_loss"] for row in rows if row["event"] == "eval" and row["step"] <= step]
+def look_at_jumps(factor):
+    """Return a hook that requests an evaluation and a checkpoint when the loss of a log row is
+    `factor` times that of the row before.
+    """
+    last = []
+
+    def hook(event, row):
+        if event == "start":
+            last.clear()
+        if event == "resume":
+            last.extend(row["hooks"].get("look_at_jumps", []))
+        if event == "before_save":
+            return row | {"hooks": row["hooks"] | {"look_at_jumps": last}}
+        if event == "log":
+            has_jumped = bool(last) and row["loss"] > factor * last[0]
+            last[:] = [row["loss"]]
+            if has_jumped:
+                return row | {"request": ["eval", "save"]}
+
+    return hook
 
 
 def freeze_after(step, pattern):
@@ -70,4 +86,5 @@ def weight_norm(event, loss_fn):
 
 
 early_stopping = stop_early(patience=3)
+eval_on_jump = look_at_jumps(factor=1.5)
 freeze_embed = freeze_after(step=100, pattern="embed")
