@@ -1041,7 +1041,8 @@ def eval_batches(cfg, val_data):
 
 def planned_eval(run, val_data, step):
     """The row of "before_eval"."""
-    return {"step": step, "n_batches": sum(eval_batches(run["evaluation"]["cfg"], val_data).values())}
+    n_batches = eval_batches(run["evaluation"]["cfg"], val_data)
+    return {"step": step, "n_batches": sum(n_batches.values())}
 
 
 def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
