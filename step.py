@@ -705,6 +705,23 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
 
 # ---- devices
 
+def check_platform():
+    """Raise ValueError when JAX finds no device of the platform that JAX_PLATFORMS requests."""
+    requested = jax.config.jax_platforms
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as e:
+        # JAX skips "cuda" on a machine without a GPU, and then asserts that it has a platform.
+        is_skipped = isinstance(e, AssertionError) and "cuda" in str(requested)
+        if not is_skipped and not (requested and "Unable to initialize backend" in str(e)):
+            raise
+        reason = str(e).partition(" (set ")[0] or "no NVIDIA GPU is visible"
+        raise ValueError(
+            f"JAX_PLATFORMS {requested!r}: JAX cannot use it: {reason}; unset it to use the best "
+            "device of this machine, set it to cpu, or install its plugin, as by "
+            "pip install 'jax[cuda12]'") from None
+
+
 def platform(device):
     """Return the kind of a device, by which dtype and attention are chosen.
 
@@ -1495,6 +1512,7 @@ def init_distributed(coordinator, n_processes, process_id):
         jax.distributed.initialize()
     else:
         jax.distributed.initialize(coordinator, n_processes, process_id)
+    check_platform()
 
 
 # ---- heartbeats

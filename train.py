@@ -6,10 +6,23 @@ modes and the command line. The only file that imports the others. Refuses a tas
 and a config that cannot run. Invariant: every exit except a crash saves a checkpoint and logs its
 reason.
 """
+import os
+import signal
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"Sixfile needs Python 3.11 or later, as JAX does; this is {sys.version.split()[0]}")
+
+
+def end_import(number, frame):
+    """End the process on Ctrl-C while it imports JAX, without a traceback."""
+    os.write(2, b"\nSIGINT: ended during the imports; nothing to save\n")
+    os._exit(128 + number)
+
+
+# Only as a script, and not where SIGINT is ignored; until `cli` is called.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, end_import)
 
 import ast
 import contextlib
@@ -21,11 +34,9 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import queue
 import resource
 import runpy
-import signal
 import textwrap
 import threading
 import time
@@ -201,6 +212,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     cfg = config.resolve_paths(cfg)
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
+    steplib.check_platform()
     cfg = resolve_hub_names(cfg)
     hooks = (*hooks, *load_hooks(cfg.hooks))
     # Optional: rows from Python.
@@ -3342,10 +3354,26 @@ def connect_processes(cfg):
 
 
 def start_heartbeats(cfg, observers):
-    """Start the heartbeats of this run, in out_dir/.alive. Observers get a death as an "error"."""
+    """Start the heartbeats of this run, in out_dir/.alive. Observers get a death as an "error", and
+    a message says how to continue.
+    """
     token = ckpt.broadcast_from_main(lambda: os.urandom(4).hex())
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+
+    def print_advice():
+        effect = "the run resumes from the newest checkpoint"
+        if "://" not in root:  # a bucket may not answer, and this process has to end
+            step = ckpt.latest(root)
+            effect = f"the run resumes from step {step}"
+            if step is None:
+                effect = "the run starts again, since it has no checkpoint yet"
+        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
+        print(f"to continue, launch all processes again by the same command{flag}: {effect}",
+              file=sys.stderr)
 
     def on_death(reason):
+        with ignore_stdout_errors():
+            print_advice()
         notify(observers, "error", {"error": reason})
 
     return steplib.start_heartbeat(
@@ -3616,4 +3644,6 @@ def is_user_error(error):
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is end_import:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(cli(sys.argv[1:]))

@@ -1316,9 +1316,10 @@ def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, ca
     assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
 
 
-def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch):
+def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch, capsys):
     """The heartbeat thread ends this process after another process has failed, even if an observer
-    raises when it receives the reason. The other observers receive the reason.
+    raises when it receives the reason. The other observers receive the reason, and a line says how
+    to continue.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
@@ -1338,6 +1339,9 @@ def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch):
     Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
     wait_for(lambda: codes)
     assert codes == [1] and received == [{"error": "process 0 has ended: its disk is gone"}]
+    assert capsys.readouterr().err.endswith(
+        " ends: process 0 has ended: its disk is gone\nto continue, launch all processes again by "
+        "the same command: the run starts again, since it has no checkpoint yet\n")
 
 
 def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
@@ -3440,6 +3444,41 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 
 # ---- signals
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, ignored):
+    """SIGINT while a real process imports JAX: one line and exit code 130. A process that ignores
+    SIGINT, as one in the background of a script does, continues: here to a flag that is unknown.
+
+    Break: train.py: signal.signal(signal.SIGINT, end_import) => pass
+    """
+    start = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
+    run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), "--nothing", "1"], text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=start)
+    wait_for(lambda: "jaxlib" in Path(f"/proc/{run.pid}/maps").read_text())
+    run.send_signal(signal.SIGINT)
+    stdout, stderr = run.communicate(timeout=60)
+    if ignored:
+        assert run.returncode == 2 and "nothing" in stdout + stderr
+    else:
+        assert (run.returncode, stdout) == (130, "")
+        assert stderr == "\nSIGINT: ended during the imports; nothing to save\n"
+
+
+def test_a_platform_without_a_device_is_a_sentence(tmp_path):
+    """JAX_PLATFORMS=cuda on a machine without a GPU: one sentence and exit code 2.
+
+    Break: train.py: steplib.check_platform() => pass
+    """
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--out_dir", str(tmp_path / "out")],
+        env=os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and run.stdout == "", run
+    sentence, = run.stderr.splitlines()
+    assert sentence.startswith("error: JAX_PLATFORMS 'cuda': JAX cannot use it: ")
+    assert "set it to cpu" in sentence and not (tmp_path / "out").exists()
+
+
 def test_the_first_signal_stops_the_run_and_the_second_ends_the_process(monkeypatch, capfd):
     """catch_signals handles SIGINT, SIGTERM and SIGHUP, but not SIGHUP under nohup. Afterwards the
     old handlers are restored and the pipe is closed. In a thread other than the main thread it
@@ -4898,8 +4937,8 @@ def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
     (2, "data", "has ended: ValueError: oh")])
 def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     """A process is killed, stopped, stuck, or fails in a hook or in its data. Within seconds the
-    others end with exit code 1 and a message that names the process and its host. The checkpoints
-    remain.
+    others end with exit code 1 and a message that names the process and its host, and the step from
+    which the same command continues. The checkpoints remain.
 
     Break: step.py: os.pwrite(file, text, 0) => (file, text, 0)
     """
@@ -4932,6 +4971,9 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
         assert code == 1 or (i and code == -signal.SIGABRT), output
         process_1 = f"process 1 (pid {runs[1][0].pid} on"
         assert code != 1 or (words in output and process_1 in output), output
+    resumed = re.search(r"by the same command: the run resumes from step (\d+)\n", found[0][1])
+    # Another save may be committed while the process ends.
+    assert int(resumed[1]) in {row["step"] for row in rows(cfg.out_dir, "save")}
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
     assert "process 1" in rows(cfg.out_dir, "error")[-1]["error"]
 
