@@ -17,7 +17,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 def end_import(number, frame):
     """End the process on Ctrl-C while it imports JAX, without a traceback."""
     os.write(2, b"\nSIGINT: ended during the imports; nothing to save\n")
-    os._exit(128 + number)
+    os._exit(128 + signal.SIGINT)
 
 
 # Only as a script, and not where SIGINT is ignored; until `cli` is called.
