@@ -855,6 +855,7 @@ def find_start(out_dir, root, resume, given=False):
 
 
 # What a file system without locks answers.
+FIRST_BYTES = 2**16  # of config.json and the first rows of metrics.jsonl
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -903,7 +904,23 @@ def lock_folders(out_dir, root, log=print):
             check = locks.enter_context(lock_bucket(root, owner, about, log))
         for each in roots(root):
             clean(each, log)
+        for folder, field in folders.items():
+            _check_room(folder, field)
         yield check
+
+
+def _check_room(folder, name):
+    """Raise ValueError when a folder has no room for the first files of a run. name: of its field
+    and the folder.
+    """
+    probe = Path(folder, ".room")
+    try:
+        probe.write_bytes(bytes(FIRST_BYTES))
+    except OSError as e:
+        raise ValueError(f"{name}: cannot be written: {e.strerror}; make room, or choose another "
+                         "folder") from None
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):

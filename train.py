@@ -1396,12 +1396,19 @@ def log_errors(run, progress, step, kind):
     """Log a ValueError of a save or an export instead of raising it. progress["save_errors"] keeps
     it until a later attempt of this kind succeeds.
     """
-    progress["save_errors"].pop(kind, None)
+    previous = progress["save_errors"].pop(kind, "")
     try:
         yield
     except ValueError as e:
         progress["save_errors"][kind] = str(e)
-        run["log_event"]("nonfatal_error", {"step": step, "error": str(e)})
+        row = {"step": step, "error": str(e)}
+        if without_digits(str(e)) == without_digits(previous):
+            row["repeated"] = kind
+        run["log_event"]("nonfatal_error", row)
+
+
+def without_digits(text):
+    return "".join(c for c in text if not c.isdigit())
 
 
 @contextlib.contextmanager
@@ -1931,17 +1938,31 @@ def jsonl(cfg):
     """
     path = Path(cfg.out_dir) / "metrics.jsonl"
     file = None
+    first_step = None  # of this launch
+    lines = []  # not yet given to the file
+    has_failed = False
 
     def observe(event, row):
-        nonlocal file
+        nonlocal file, first_step, has_failed
         if event == "start":
-            file = ckpt.open_log(cfg.out_dir, row["step"])
-        if not file or event in ("step", "dispatch"):
+            first_step = row["step"]
+        if first_step is None or event in ("step", "dispatch"):
             return
+        lines.append(ckpt.json_line({"event": event} | row) + "\n")
         try:
-            file.write(ckpt.json_line({"event": event} | row) + "\n")
-        except OSError as e:  # the file keeps the row, and writes it with the next one
-            print0(f"{path}: {e}; make room: rows are kept until then")
+            if file is None:
+                file = ckpt.open_log(cfg.out_dir, first_step)
+            text = "".join(lines)
+            lines.clear()
+            file.write(text)
+        except OSError as e:  # the file keeps the text, and writes it with the next one
+            if not has_failed:
+                print0(f"{path}: {e}; make room: rows are kept until then")
+            has_failed = True
+        else:
+            if has_failed:
+                print0(f"{path}: all rows are written")
+            has_failed = False
 
     return observe
 
@@ -1996,11 +2017,11 @@ def console(cfg):
     """Show a progress bar on a terminal, plain lines elsewhere."""
     bar = tqdm(disable=True)
     unit = ""
-    last_line = {"step": 0, "time_s": time.monotonic()}  # of a log row
+    last_line = {"step": 0, "time_s": time.perf_counter()}  # of a log row
 
     def is_line_due(step):
         has_progressed = step - last_line["step"] >= LINE_EVERY_FRAC * cfg.steps
-        has_waited = time.monotonic() - last_line["time_s"] >= LINE_EVERY_S
+        has_waited = time.perf_counter() - last_line["time_s"] >= LINE_EVERY_S
         return has_progressed or has_waited
 
     def observe(event, row):
@@ -2020,7 +2041,7 @@ def console(cfg):
             bar.set_postfix_str(f"{format_metrics(row, ['loss'])}  {speed}", refresh=False)
             if bar.disable or is_line_due(row["step"]):
                 print0(format_log_row(row, speed))
-                last_line.update(step=row["step"], time_s=time.monotonic())
+                last_line.update(step=row["step"], time_s=time.perf_counter())
         elif event == "eval":
             print_eval_row(row, unit)
         elif event == "sample":
@@ -2038,7 +2059,9 @@ def console(cfg):
             lines = [textwrap.fill(text, 79, initial_indent=indent, subsequent_indent=indent)
                      for text in row["sentences"]]
             print0("\n".join([f"{format_step(row)}  {lines[0].strip()}", *lines[1:]]))
-        if event in ("sample", "nonfatal_error") and "error" in row:
+        if "repeated" in row:
+            print0(f"{format_step(row)}  {row['repeated']} failed again, for the same reason")
+        elif event in ("sample", "nonfatal_error") and "error" in row:
             print0(f"{format_step(row)}  {row['error']}")
         if event in ("end", "error"):
             bar.close()

@@ -2871,10 +2871,10 @@ def test_fractions_of_an_epoch_are_due_at_the_right_steps():
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
-    """While the file cannot grow, each row is kept in memory and an error is printed. All rows are
-    written as soon as the file can grow again.
+    """While the file cannot grow, each row is kept in memory and an error is printed once. All rows
+    are written as soon as the file can grow again. The same holds before the file can be opened.
 
-    Break: train.py: print0(f"{path}: {e}; make room: rows are kept until then") => raise
+    Break: train.py: if not has_failed: => if True:
     """
     cfg = tiny()
     path, observe = Path(cfg.out_dir, "metrics.jsonl"), train.jsonl(cfg)
@@ -2887,9 +2887,66 @@ def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
             observe("log", {"step": step})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert capsys.readouterr().out.count("metrics.jsonl: [Errno") == 2
+    assert capsys.readouterr().out.count("metrics.jsonl: [Errno") == 1
     observe("log", {"step": 3})
     assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2, 3]
+    assert capsys.readouterr().out == f"{path}: all rows are written\n"
+
+    resumed = train.jsonl(cfg)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        resumed("start", {"step": 2})
+        resumed("log", {"step": 3, "again": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resumed("log", {"step": 4})
+    assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2, 3, 4]
+    assert rows(cfg.out_dir, "log")[2]["again"] and len(rows(cfg.out_dir, "start")) == 2
+    assert capsys.readouterr().out.count("metrics.jsonl: [Errno") == 1
+
+
+def test_a_full_disk_at_the_start_is_a_sentence(tiny, capsys):
+    """No file can grow beyond 5 bytes: exit code 2 and one sentence, before the compilation.
+
+    Break: ckpt.py: _check_room(folder, field) => pass
+    """
+    cfg = tiny()
+    Path(cfg.out_dir + ".json").write_text(config.to_json(cfg))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        code = train.cli(["--config", cfg.out_dir + ".json"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    output = capsys.readouterr()
+    assert code == 2 and "compiling" not in output.out
+    assert output.err == (f"error: out_dir {cfg.out_dir!r}: cannot be written: File too large; "
+                          "make room, or choose another folder\n")
+
+
+def test_a_save_that_fails_again_is_one_short_line(capsys):
+    """The second error of the same kind and cause prints no second explanation; another cause and
+    an error after a success do. The rows have the whole errors.
+
+    Break: train.py: == without_digits(previous): => == previous:
+    """
+    observe, logged = train.console(types.SimpleNamespace(steps=9)), []
+
+    def log_event(event, row):
+        logged.append(row["error"])
+        observe(event, row)
+
+    progress = {"save_errors": {}}
+    errors = ["step 1: 0.5 GB are free", "step 2: 0.25 GB are free", "step 3: no server", None,
+              "step 5: no server"]
+    for step, error in enumerate(errors, 1):
+        with train.log_errors({"log_event": log_event}, progress, step, "save"):
+            if error:
+                raise ValueError(error)
+    assert capsys.readouterr().out == (
+        "step      1  step 1: 0.5 GB are free\nstep      2  save failed again, for the same reason"
+        "\nstep      3  step 3: no server\nstep      5  step 5: no server\n")
+    assert logged == [error for error in errors if error]
 
 
 def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
