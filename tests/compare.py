@@ -102,7 +102,7 @@ def parse_by(text):
                          "'val_loss<'")
     name, sign = found.groups()
     if not sign:
-        sign = ">" if re.search("acc|auc", name) else "<"
+        sign = ">" if re.search("acc|auc|reward|f1", name) else "<"
     return name, sign
 
 
@@ -133,10 +133,10 @@ def read_runs(folders):
         raise ValueError(f"no run in {' '.join(folders)}: name folders with a config.json and a "
                          "metrics.jsonl, as out/*")
 
-    # Without the folder that all have in common.
-    parents = {os.path.dirname(run["path"]) for run in runs}
+    # Without the folders that all have in common.
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(run["path"])) for run in runs])
     for run in runs:
-        run["name"] = os.path.basename(run["path"]) if len(parents) == 1 else run["path"]
+        run["name"] = os.path.relpath(run["path"], common)
     return runs
 
 
@@ -399,19 +399,22 @@ def format_field(name, value):
 # ---- the table
 
 def table_columns(runs, names, by):
-    """The columns of the table, in their order: [{"title", "cells", "rank", "can_be_cut"}]. When
-    there is no room, those of the highest ranks are dropped.
+    """The columns of the table, in their order: [{"title", "cells", "rank", "is_text",
+    "can_be_cut"}]. When there is no room, those of the highest ranks are dropped.
     """
     summaries = [run["summary"] for run in runs]
     columns = []
 
-    def add(title, rank, cells, can_be_cut=False):
-        columns.append({"title": title, "rank": rank, "cells": cells, "can_be_cut": can_be_cut})
+    def add(title, rank, cells, is_text=False, can_be_cut=False):
+        columns.append({"title": title, "rank": rank, "cells": cells, "is_text": is_text,
+                        "can_be_cut": can_be_cut})
 
-    add("run", 0, [run["name"] for run in runs], can_be_cut=True)
+    add("run", 0, [run["name"] for run in runs], is_text=True, can_be_cut=True)
     for name in names:
-        cells = [format_field(name, run["config"].get(name)) for run in runs]
-        add(name, rank_of_field(name, names, runs), cells, can_be_cut=True)
+        values = [run["config"].get(name) for run in runs]
+        cells = [format_field(name, value) for value in values]
+        is_text = any(isinstance(value, str | list) for value in values)
+        add(name, rank_of_field(name, names, runs), cells, is_text, can_be_cut=True)
     add("step", 1, [format_progress(each) for each in summaries])
     add("best", 0, format_points(summaries, "best"))
     add("last", 3, format_points(summaries, "last"))
@@ -426,7 +429,7 @@ def table_columns(runs, names, by):
         add("speed", 5, [format_speed(each, f" {each['unit']}s/s") for each in summaries])
     add("time", 6, [format_seconds(each["wall_s"]) for each in summaries])
     add("params", 7, [format_count(each["n_params"]) for each in summaries])
-    add("state", 1, [each["state"] for each in summaries])
+    add("state", 1, [each["state"] for each in summaries], is_text=True)
     return columns
 
 
@@ -562,9 +565,8 @@ def columns_that_fit(columns, width):
 
 
 def align(column):
-    """The texts of a column, all of its width. Names stand at the left, numbers at the right."""
-    cells = [text for text in column["texts"][1:] if text not in ("", "-", "default")]
-    if any(text[0].isalpha() for text in cells):
+    """The texts of a column, all of its width: texts at the left, numbers at the right."""
+    if column["is_text"]:
         return [text.ljust(column["width"]) for text in column["texts"]]
     return [text.rjust(column["width"]) for text in column["texts"]]
 

@@ -196,7 +196,8 @@ def test_only_fields_that_differ(tmp_path):
     paths = []
     for name, cfg in {"base": base, "wide": wide, "odd": odd}.items():
         paths.append(write_run(tmp_path / name, [], **dataclasses.asdict(cfg)))
-    runs = compare.read_runs(paths)
+    runs = compare.read_runs([*paths, write_run(tmp_path / "more" / "wide", [])])
+    assert [run["name"] for run in runs] == ["base", "wide", "odd", "more/wide"]
     assert compare.differing_fields(runs[:2]) == ["d_model", "log_every"]
     assert compare.differing_fields(runs[::2]) == ["d_ff"]
 
