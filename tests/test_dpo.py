@@ -339,7 +339,7 @@ def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_pa
         straight["state"]["params"]["layers.w_up"].size)
     other = train.main(dataclasses.replace(
         cfg, out_dir=str(tmp_path / "other"), dp=1, fsdp=4, tp=1, sp=2, grad_accum_steps=1,
-        logit_tiles=4, save_every=0), task=dpo.TASK)
+        logit_tiles=4, save_every=0, eval_batch_size=12), task=dpo.TASK)
     assert straight["val_loss"] < 0.65
     for name in ("val_loss", "val_margin", "val_chosen_reward", "loss", "grad_norm"):
         np.testing.assert_allclose(straight[name], other[name], rtol=1e-4, atol=1e-5)
