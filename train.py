@@ -265,8 +265,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
     {"cfg" (resolved, except steps from epochs), "task" (with its defaults), "hooks", "mesh",
-    "table" (of parameters), "batch" (shapes with shardings), "evaluation" ({"cfg", "batch"} of an
-    evaluation), "is_synchronous" (whether a step is done when its call returns)}.
+    "table" (of parameters), "batch" (shapes with shardings), "is_synchronous" (whether a step is
+    done when its call returns)}.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
@@ -302,9 +302,6 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     if cfg.export:
         task["hf"]["export"](None, cfg)  # only looks for errors
 
-    # Optional: evaluation batches of another size.
-    eval_cfg = config.evaluation_config(cfg)
-
     return {
         "cfg": cfg,
         "task": task,
@@ -312,7 +309,6 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
         "mesh": mesh,
         "table": table,
         "batch": batch_structs(task, cfg, mesh),
-        "evaluation": {"cfg": eval_cfg, "batch": batch_structs(task, eval_cfg, mesh)},
         "is_synchronous": platform == "cpu" and mesh.size == 1,
     }
 
@@ -822,6 +818,13 @@ def batch_structs(task, cfg, mesh):
     return structs
 
 
+def evaluation_of(setup):
+    """{"cfg", "batch"} of an evaluation: the config, and shapes with shardings."""
+    # Optional: evaluation batches of another size.
+    cfg = config.evaluation_config(setup["cfg"])
+    return {"cfg": cfg, "batch": batch_structs(setup["task"], cfg, setup["mesh"])}
+
+
 def make_batch_at(setup, source, pinned=False):
     """index -> batch of global arrays, of which each process builds its own rows. Raises ValueError
     for a batch unlike the task's "batch", or with ids beyond a table. pinned: always batch 0.
@@ -913,7 +916,7 @@ def step_args(setup):
     task = setup["task"]
     override = partial(run_hooks, setup["hooks"])
     return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
-            setup["batch"], override, setup["evaluation"])
+            setup["batch"], override, evaluation_of(setup))
 
 
 def data_position(run, step):
@@ -1053,7 +1056,7 @@ def eval_batches(cfg, val_data):
 
 def planned_eval(run, val_data, step):
     """The row of "before_eval"."""
-    n_batches = eval_batches(run["evaluation"]["cfg"], val_data)
+    n_batches = eval_batches(evaluation_of(run)["cfg"], val_data)
     return {"step": step, "n_batches": sum(n_batches.values())}
 
 
@@ -1064,7 +1067,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     """
     began = time.perf_counter()
     source_size = setup["cfg"].batch_size
-    setup = setup | setup["evaluation"]
+    setup = setup | evaluation_of(setup)
     cfg, task = setup["cfg"], setup["task"]
     parts = val_data.get("parts", {"": val_data})
     n_batches = eval_batches(cfg, val_data)
@@ -3101,7 +3104,7 @@ def count_programs(setup, added=None, options=None):
         programs["evaluation"] = steps["eval_step"]()
     if added is None:
         programs |= task_programs(setup, steps["state"]["params"])
-    eval_batch = setup["evaluation"]["batch"]
+    eval_batch = evaluation_of(setup)["batch"]
     return steplib.count_memory(steps["state"], programs, eval_batch, added, options)
 
 

@@ -322,8 +322,8 @@ def train_dpo(cfg, kill_step):
 def test_killed_and_resumed_equals_straight_and_another_mesh_agrees(tiny, tmp_path):
     """A run that is killed and resumed is bit-identical over 8 devices, although the base run has
     trained further in between: the reference of the first launch was saved. Without the saved
-    reference, a resume is rejected. With split sequences and tiles, losses and rewards equal those
-    with tensor parallelism and microbatches to 1e-4.
+    reference, a resume is rejected. With split sequences and tiles, and evaluation batches of
+    another size, losses and rewards equal those with tensor parallelism and microbatches to 1e-4.
 
     Break: tests/recipes/dpo.py: if is_known and saved.startswith( =>
     if False and saved.startswith(

@@ -230,7 +230,8 @@ def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequen
 
 def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
     """The estimate of an evaluation counts batches of --eval_batch_size, as that of a run with this
-    batch size. Where they do not fit, the advice is to evaluate with the batches of training.
+    batch size. Where they do not fit, the advice is to evaluate with the batches of training. The
+    config of an evaluation has the number of steps that epochs determine after the setup.
 
     Break: train.py: flags.append("--eval_batch_size 0") => pass
     """
@@ -244,6 +245,8 @@ def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: peaks["small"])
     run = train.setup_run(dataclasses.replace(cfg, eval_batch_size=64), UNIGRAM, jax.devices()[:1])
     assert train.memory_advice(run).startswith("--eval_batch_size 0 (")
+    run["cfg"] = dataclasses.replace(run["cfg"], steps=77)
+    assert train.evaluation_of(run)["cfg"].steps == 77
 
 
 # ---- on the screen
