@@ -88,7 +88,7 @@ def batch_shapes(cfg):
 def read_pairs(patterns, cfg):
     """[pair], each [(ids, which of them are labels) of the chosen answer, and of the rejected one].
     """
-    tokenizer = data.make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    tokenizer = data.make_cfg_tokenizer(cfg)
     pairs = []
     n_cut = 0
     for path in data.expand(patterns):
@@ -96,6 +96,7 @@ def read_pairs(patterns, cfg):
             if is_conversation(row):
                 answers = encode_conversations(row, tokenizer, where)
             else:
+                data.check_has_end(tokenizer, where)
                 answers = encode_texts(check_row(row, where), tokenizer)
             pair = cut_pair(answers, cfg.seq_len)
             ids = np.concatenate([ids for ids, _ in pair])
