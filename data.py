@@ -18,6 +18,7 @@ import importlib
 import inspect
 import io
 import json
+import operator
 import os
 import pickle
 import pickletools
@@ -31,7 +32,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from math import ceil, exp, isqrt, lcm, log
 from pathlib import Path
 from urllib.parse import unquote
@@ -1030,7 +1031,7 @@ def make_tokenizer(name, eos_token=""):
         "encode_batch": the same for a list of texts,
         "encode_continuations": the same for texts that continue another one,
         "encode_with_offsets": list of texts -> [(ids, first character of each, the one after it)],
-        "decode": ids -> text,
+        "decode": ids -> text; ids that the tokenizer lacks are shown as numbers, <300>,
         "n_bytes": ids -> number of bytes of their text,
         "count_dropped": text -> number of its characters that have no token; None: all have,
         "vocab_size", "dtype": of the ids,
@@ -1068,7 +1069,12 @@ def _read_tokenizer(name, eos_token, file_states):
         return encode_batch([text])[0]
 
     def decode(ids):
-        return library["decode"](np.asarray(ids).tolist())
+        pieces = []
+        is_known = partial(operator.gt, library["vocab_size"])  # a model may have more ids
+        for known, some_ids in groupby(np.asarray(ids).tolist(), key=is_known):
+            decode_some = library["decode"] if known else _decode_numbers
+            pieces.append(decode_some(list(some_ids)))
+        return "".join(pieces)
 
     def n_bytes(ids):
         return len(decode(ids).encode())
@@ -1131,9 +1137,7 @@ def _encode_bytes(texts):
 
 
 def _decode_bytes(ids):
-    """Decode bytes; an id above 255, which a larger vocabulary may sample, is shown as <id>."""
-    pieces = [bytes([i]) if i < 256 else b"<%d>" % i for i in ids]
-    return b"".join(pieces).decode(errors="replace")
+    return bytes(ids).decode(errors="replace")
 
 
 def make_cfg_tokenizer(cfg):
@@ -1160,6 +1164,7 @@ def _refuse_text(patterns, text):
 
 
 def _decode_numbers(ids):
+    """Show ids without a text as numbers, as in <15496>."""
     return "".join(f"<{i}>" for i in np.asarray(ids).tolist())
 
 

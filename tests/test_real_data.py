@@ -858,6 +858,20 @@ def test_a_tokenizer_is_read_once(tmp_path):
     assert data.make_tokenizer(folder)["eos"] != before["eos"]
 
 
+@pytest.mark.parametrize("kind", ["bytes", "a folder"])
+def test_ids_that_a_tokenizer_lacks(kind, tmp_path):
+    """An id beyond the vocabulary, which a larger model may sample, is shown as a number.
+
+    Break: data.py: decode_some = library["decode"] if known else _decode_numbers => decode_some =
+    library["decode"]
+    """
+    name = "bytes" if kind == "bytes" else save_folder(tmp_path / "t")
+    tokenizer = data.make_tokenizer(name)
+    ids = tokenizer["encode"]("low er").tolist()
+    n = tokenizer["vocab_size"]
+    assert tokenizer["decode"]([n, *ids, n + 3, n]) == f"<{n}>low er<{n + 3}><{n}>"
+
+
 # A text, and nanoGPT's table of its characters.
 CHARACTERS = "to be,\n\u00e9\u4e09"
 STOI = {c: i for i, c in enumerate(sorted(set(CHARACTERS)))}
