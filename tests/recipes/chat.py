@@ -85,9 +85,9 @@ def converse(speaker):
                 continue
         ids = data.prompt_ids(text, tokenizer)
         n_known = trained_len(cfg)
-        if len(ids) + cfg.sample_tokens > n_known and not is_warned:
-            print(f"(the conversation nears {n_known} tokens, the longest text that the model was "
-                  "trained on)")
+        if len(ids) > n_known and not is_warned:
+            print(f"(the conversation has {len(ids)} tokens; the model was trained on texts of up "
+                  f"to {n_known})")
             is_warned = True
 
         # Print the answer.
