@@ -53,6 +53,7 @@ FLAGS = {
     "distill.py": SMALL,
     "clicks.py": "--stop 2 --eval_batches 1 --tables user=2^8 item=2^8 category=2^8 history=2^8:4",
     "audit.py": "--first 1 --last 2",
+    "chat.py": "--sample_tokens 2",
 }
 
 # The first reason whose pattern is in a command.
@@ -67,7 +68,8 @@ SKIPPED = {
     r"hf://": "downloads from the Hub",
 }
 # The package that only the extra of a requirement installs.
-EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray"}
+EXTRAS = {"jax[tpu]": "libtpu", "jax[cuda12]": "jax-cuda12-plugin", "ray[tune]": "ray",
+          "lm_eval[hf]": "lm_eval"}
 
 CHAT_TEMPLATE = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}\
 {{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
@@ -190,7 +192,10 @@ def make_config_small(text):
 
 def outputs_of(command):
     """The folders in out/ that a command fills."""
-    return re.findall(r"(?:--out_dir|--export|make_clicks\.py) (out/\w[\w-]*)", command)
+    flags = r"--out_dir|--export|make_clicks\.py"
+    if re.search(r"--mode (eval|sample|export)|chat\.py", command):  # it reads its out_dir
+        flags = "--export"
+    return re.findall(rf"(?:{flags}) (out/\w[\w-]*)", command)
 
 
 def run_documented(folder, command):
@@ -215,7 +220,7 @@ def run_shell(folder, command):
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env["PATH"]
     env["XLA_FLAGS"] = re.sub(r"--xla_force_host\S+", "", env["XLA_FLAGS"])
     run = subprocess.run(["bash", "-c", command], cwd=folder, env=env, text=True, timeout=300,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert run.returncode == 0, f"{command}\nexit code {run.returncode}\n{run.stdout[-3000:]}"
     return run.stdout
 
