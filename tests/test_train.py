@@ -2014,7 +2014,7 @@ def counting(counts):
 def test_the_state_of_a_hook_resumes_with_its_run(tiny):
     """A hook counts the events of a run, keeps the counts in the checkpoints, and requests a
     sample and an evaluation. The run crashes before the first evaluation of step 4, then after
-    it, when the checkpoint does not know of it, and once more later. At the end the counts, the log
+    it, when the checkpoint does not know of it. At the end the counts, the log
     and the losses are those of a run without a crash.
 
     Break: train.py: if event in ("save", "eval", "sample", "export"): => if event == "save":
@@ -2031,13 +2031,44 @@ def test_the_state_of_a_hook_resumes_with_its_run(tiny):
 
     straight, crashed = {}, {}
     train.main(make("straight"), hooks=[counting(straight)])
-    for at, step in (("before_eval", 4), ("dispatch", 5), ("dispatch", 8)):
+    for at, step in (("before_eval", 4), ("dispatch", 5)):
         with pytest.raises(RuntimeError, match="crash"):
             train.main(make("crashed"), hooks=[counting({}), crash_at(at, step)])
     train.main(make("crashed"), hooks=[counting(crashed)])
     assert straight["eval"] == straight["before_eval"] == straight["sample"] == 3
     assert straight["before_epoch"] > 1 and crashed == straight
     assert losses(make("crashed").out_dir) == losses(make("straight").out_dir)
+
+
+def test_hooks_get_the_events_after_a_save_again(tmp_path):
+    """Of the log, hooks get the rows after the last save of the step, with NaN, and as they were
+    before hooks changed them. A stop that they request then counts, unless the run had stopped or
+    been launched again since.
+
+    Break: train.py: if event in ("start", "stop"): => if event == "start":
+    """
+    save = {"event": "save", "step": 4, "kind": "save"}
+    sample = {"event": "sample", "step": 4, "val_x": None, "stop": "old", "request": ["save"]}
+    written = [{"event": "sample", "step": 4}, save | {"step": 3}, save, save | {"kind": "weights"},
+               {"event": "log", "step": 5}, sample, {"event": "stop", "step": 4}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    logged = train.rows_after_save(tmp_path, 4, [print])
+    assert logged == [written[i] for i in (2, 3, 5, 6)]
+    assert train.rows_after_save(tmp_path, 3, [print]) == [written[1]]
+    assert train.rows_after_save(tmp_path, 4, []) == train.rows_after_save(tmp_path, 9, [1]) == []
+
+    def hook(event, row):
+        seen.append((event, row))
+        return row | {"stop": "enough"} if event == "sample" else None
+
+    meta = {"step": 4, "hooks": {"key": 1}}
+    for rows_of, stops in ((logged, []), (logged[:3], ["enough"]),
+                           ([*logged[:3], {"event": "start", "step": 4}], [])):
+        seen, progress = [], train.init_progress(0.0)
+        train.resume_hooks({"hooks": [hook]}, progress, meta, rows_of)
+        assert progress["hook_stops"] == stops and not progress["requests"]
+        assert [event for event, _ in seen] == ["resume", "save", "save", "sample"]
+        assert seen[0][1] == meta and repr(seen[3][1]) == "{'step': 4, 'val_x': nan}"
 
 
 @pytest.mark.parametrize("event, row, added, words", [
