@@ -238,7 +238,7 @@ FEATURES = {
         "rooms": {"config.py": ["evaluation batches of another size"],
                   "data.py": ["evaluation batches of another size"]},
         "edits": [
-            ("train.py", "config.evaluation_config(cfg)", "cfg"),
+            ("train.py", 'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
             ("train.py", "data.regroup(part, source_size, cfg.batch_size)", "part"),
         ],
     },
