@@ -375,7 +375,7 @@ def test_inverse_sqrt_schedule():
     """At step s after a warm-up of w steps it is lr sqrt(w / s) (Vaswani et al. 2017, section 5.3),
     to 1e-6 relative.
 
-    Break: step.py: jax.lax.rsqrt(1 + n_after_warmup / => jax.lax.rsqrt(1 + 2 * n_after_warmup /
+    Break: step.py: jax.lax.rsqrt(1 + n_after_warmup * => jax.lax.rsqrt(1 + 2 * n_after_warmup *
     """
     cfg = dataclasses.replace(BASE, schedule="inverse_sqrt", lr=0.3, warmup_steps=16.0, steps=400)
     at = np.array([16, 17, 64, 144, 399])
@@ -387,8 +387,8 @@ def test_wsd_schedule(warm):
     """The rate is the peak until decay_frac x steps before the horizon, but at least to the end of
     warm-up, then a line down to min_lr_frac, to 1e-6 of the peak.
 
-    Break: step.py: cfg.decay_frac * cfg.steps, max(cfg.steps - n_warmup, 1)) =>
-    cfg.decay_frac * cfg.steps, cfg.steps)
+    Break: step.py: n_decay = min(cfg.decay_frac * cfg.steps, max(n_rest, 1)) =>
+    n_decay = min(cfg.decay_frac * cfg.steps, cfg.steps)
     """
     cfg = dataclasses.replace(BASE, schedule="wsd", lr=0.3, warmup_steps=float(warm), steps=100,
                               decay_frac=0.2, min_lr_frac=0.1)
@@ -418,6 +418,51 @@ def test_lr_never_exceeds_the_peak(schedule):
     """
     cfg = dataclasses.replace(BASE, schedule=schedule, lr=0.3, warmup_steps=0.33, steps=10)
     assert np.max(step.lr_at(np.arange(12), cfg)) <= 0.3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("schedule", sorted(step.SCHEDULES))
+def test_runs_with_another_schedule_share_a_program(schedule):
+    """The text of the program is the same for another peak, horizon, warm-up, floor and decay, so
+    that a sweep compiles once.
+
+    Break: step.py: lr = lr_at(state["step"], cfg, scalars) => lr = lr_at(state["step"], cfg)
+    """
+    batch = linear_batch()
+    texts = set()
+    for change in (dict(lr=-1.0), dict(lr=0.3, steps=77, warmup_steps=3.0),
+                   dict(lr=0.2, min_lr_frac=0.1, decay_frac=0.5, steps=999)):
+        cfg = dataclasses.replace(BASE, schedule=schedule, **change)
+        mesh = step.make_mesh(cfg)
+        steps = step.lower_steps(
+            cfg, mesh, TABLE, linear_loss, init_linear, batch_structs(batch, mesh))
+        texts.add(steps["train_step"]().as_text())
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("schedule", ["linear", "wsd", "inverse_sqrt"])
+def test_rates_are_those_of_a_program_with_constants(schedule):
+    """The rates of a program with arguments have the bits that XLA computes where peak, warm-up,
+    horizon and floor are constants of the program.
+
+    Break: step.py: jnp.clip(n_after_warmup * scalars["1/n_rest"], => jnp.clip(n_after_warmup /
+    scalars["n_rest"],
+    """
+    peak, low, warm, horizon, n_decay = 0.0123, 0.1, 37, 777, 0.37 * 777
+
+    def with_constants(at):
+        after = jnp.maximum(at - warm, 0)
+        decay = {"linear": 1 - jnp.clip(after / (horizon - warm), 0, 1),
+                 "wsd": jnp.clip((horizon - warm - after) / n_decay, 0, 1),
+                 "inverse_sqrt": jax.lax.rsqrt(1 + after / warm)}[schedule]
+        return peak * jnp.where(at < warm, (at + 1) / warm, low + (1 - low) * decay)
+
+    cfg = dataclasses.replace(BASE, schedule=schedule, lr=peak, min_lr_frac=low, decay_frac=0.37,
+                              warmup_steps=float(warm), steps=horizon)
+    steps = jnp.arange(900.0)
+    want = jax.jit(lambda: jax.lax.map(with_constants, steps))()
+    got = jax.jit(lambda scalars: jax.lax.map(lambda at: step.lr_at(at, cfg, scalars), steps))(
+        step.run_scalars(cfg))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_accumulation_equals_one_batch(one_device):
@@ -1108,8 +1153,11 @@ def test_the_parts_of_a_step_are_named_in_a_profile():
 
     Break: step.py: jax.named_scope("optimizer") => jax.named_scope("update")
     """
-    steps, _, _ = compiled(BASE, linear_batch(), devices=jax.devices()[:1])
-    names = re.findall(r'op_name="([^"]*)"', steps["train_step"].as_text())
+    batch = linear_batch()
+    mesh = step.make_mesh(BASE, jax.devices()[:1])
+    steps = step.lower_steps(
+        BASE, mesh, TABLE, linear_loss, init_linear, batch_structs(batch, mesh))
+    names = re.findall(r'op_name="([^"]*)"', steps["train_step"]().compile().as_text())
     for scope in ("gradients", "clip", "optimizer"):
         assert any(f"/{scope}/" in name for name in names), scope
 
@@ -1251,7 +1299,8 @@ def test_loss_optimizer_and_step_can_be_replaced():
     assert given == ["loss_fn", "optimizer", "train_step"]
     old = steps["init"]().compile()(jax.random.key(0))
     params = host(old["params"])
-    new, metrics = steps["train_step"]().compile()(old, place(batch, mesh))
+    new, metrics = steps["train_step"]().compile()(
+        old, place(batch, mesh), step.run_scalars(cfg))
     error = batch["x"] @ params["w"] + params["b"] - batch["y"]
     assert metrics["objective"] == pytest.approx(2 * (error**2).mean(), rel=1e-5)
     assert int(new["skipped"]) == 7
