@@ -154,6 +154,9 @@ class Config:
     lora_rank: NonNegInt = 0  # rank of the LoRA factors; 0: no LoRA
     lora_alpha: PosFloat = 16.0  # LoRA factors are scaled by lora_alpha / lora_rank
     lora_targets: tuple[str, ...] = ("layers.w*",)  # glob patterns of weights with LoRA factors
+    # probability of dropping an element of the embedding and of the output of each attention and
+    # MLP, in training; attention weights are never dropped
+    dropout: FractionBelow1 = 0.0
     # scaling of the width, to compare sizes of one model: multiplies d_model, d_ff, n_heads and
     # n_kv_heads; head width, layers, vocabulary and lr are unchanged
     width_mult: PosFloat = 1.0

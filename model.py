@@ -140,14 +140,14 @@ def init(key, cfg, table=None):
 # WEIGHT_AXES and sums over tp. Written by hand are only those in the gradient of _look_up and in
 # rooms for tiles and kernels.
 
-def _hidden_states(params, batch, cfg):
+def _hidden_states(params, batch, cfg, train_keys=None):
     """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over
     layers).
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
-    [B, T]: a token sees its own segment only. Parameters are cast to cfg.dtype once. Float32
-    throughout: norms, rotary positions, softmax, router, logits, loss, and on each device the sums
-    over positions that are the gradients of the embedding and of biases.
+    [B, T]: a token sees its own segment only. train_keys: as in loss_fn. Parameters are cast to
+    cfg.dtype once. Float32 throughout: norms, rotary positions, softmax, router, logits, loss, and
+    on each device the sums over positions that are the gradients of the embedding and of biases.
     """
     params = _cast_params(params, cfg)
     attn_inputs = _attention_inputs(batch, cfg)
@@ -163,8 +163,13 @@ def _hidden_states(params, batch, cfg):
     if cfg.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[cfg.remat])
     x_BTD = _embed(params["embed"], batch["tokens"])
+    weights = _layer_weights(params)
+    # Dropout: in training, after the embedding and in each layer.
+    if train_keys is not None and cfg.dropout:
+        embedding_keys, weights["dropout_keys"] = _dropout_keys(train_keys, cfg)
+        x_BTD = _dropout(x_BTD, embedding_keys, cfg)
     # A scan over the arrays stacked by layer; unrolled for up to UNROLLED_LAYERS layers.
-    x_BTD, router_stats = _scan_layers(layer, x_BTD, _layer_weights(params), cfg)
+    x_BTD, router_stats = _scan_layers(layer, x_BTD, weights, cfg)
     router_stats = {name: x.mean(axis=0) for name, x in router_stats.items()}
     x_BTD, unembed_DV = _head_inputs(x_BTD, params, cfg)
     return x_BTD, unembed_DV, router_stats
@@ -192,6 +197,8 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
     with jax.named_scope("attention"):
         y_BTD = _rms_norm(x_BTD, w["attn_norm"], cfg)
         y_BTD = _self_attention(y_BTD, w, attend, attn_inputs, cfg)
+        if "dropout_keys" in w:  # dropout, in training
+            y_BTD = _dropout(y_BTD, w["dropout_keys"][0], cfg)
         # This constraint forces the all-reduce over tp here; over sp the sequence stays split.
         x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
     with jax.named_scope("mlp"):
@@ -204,6 +211,8 @@ def _block(x_BTD, w, attend, attn_inputs, cfg, decoding=False):
             y_BTD = _mlp_in_tiles(y_BTD, w, cfg)
         else:
             y_BTD = _mlp(y_BTD, w, cfg)
+        if "dropout_keys" in w:  # dropout, in training
+            y_BTD = _dropout(y_BTD, w["dropout_keys"][1], cfg)
         x_BTD = _shard(x_BTD + y_BTD, BATCH_AXES, "sp")
     return x_BTD, router_stats
 
@@ -376,7 +385,7 @@ def batch_shapes(cfg):
     return dict.fromkeys(names, (shape, jnp.int32, P(BATCH_AXES, "sp")))
 
 
-def loss_fn(params, batch, cfg):
+def loss_fn(params, batch, cfg, train_keys=None):
     """Return sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
@@ -385,8 +394,10 @@ def loss_fn(params, batch, cfg):
     "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
     label is the likeliest token, 1/n where n tokens tie. Experts add "balance", "router_z" and
     "dropped"; a document mask adds "padding" and "attended_keys".
+
+    train_keys: in training, a random key for each row [B], for dropout; None in evaluation.
     """
-    x_BTD, unembed_DV, router_stats = _hidden_states(params, batch, cfg)
+    x_BTD, unembed_DV, router_stats = _hidden_states(params, batch, cfg, train_keys)
     labels_BT = batch["labels"]
     # By default weights are 1 where there is a label, and divisor is their sum.
     weights_BT, divisor = _loss_weights(labels_BT, cfg)
@@ -906,10 +917,10 @@ def _recomputed_attention(cfg, seq_len):
 
 # ---- optional
 #
-# The rooms, in this order: helpers of several rooms, generation, rotary scaling, label smoothing,
-# document mask, rematerialization, memory flags, loss in tiles, log-probabilities of labels, MLP in
-# tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
-# PEFT, check of exports, this file alone.
+# The rooms, in this order: helpers of several rooms, generation, rotary scaling, dropout, label
+# smoothing, document mask, rematerialization, memory flags, loss in tiles, log-probabilities of
+# labels, MLP in tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts,
+# Hugging Face, PEFT, check of exports, this file alone.
 
 
 # ---- helpers of several rooms
@@ -1205,6 +1216,34 @@ def _stretch_rope(freq, cfg):
     n_periods = cfg.rope_original_len * freq / (2 * jnp.pi)
     keep = jnp.clip((n_periods - low) / (high - low), 0, 1)
     return keep * freq + (1 - keep) * freq / cfg.rope_factor
+
+
+# ---- dropout
+
+def _dropout_keys(train_keys, cfg):
+    """Random keys (of the embedding [B], of the attention and the MLP of each layer [L, 2, B])."""
+    def keys_at(index):
+        return jax.vmap(lambda key: jax.random.fold_in(key, index))(train_keys)
+
+    keys = jax.vmap(keys_at)(jnp.arange(1 + 2 * cfg.n_layers))
+    return keys[0], keys[1:].reshape(cfg.n_layers, 2, -1)
+
+
+def _dropout(x_BTD, keys_B, cfg):
+    """Set the fraction cfg.dropout of the elements to zero, and divide the rest by 1 - dropout.
+
+    The mask of a row depends on its key alone: the mesh and the microbatches do not change it.
+
+    Source: Srivastava et al. 2014, jmlr.org/papers/v15/srivastava14a.
+    """
+    def keep_row(key):
+        return jax.random.bernoulli(key, 1 - cfg.dropout, x_BTD.shape[1:])
+
+    with jax.named_scope("dropout"):
+        # Each device draws its part of the mask.
+        keep_BTD = _shard(jax.vmap(keep_row)(keys_B), BATCH_AXES, "sp")
+        scaled_BTD = x_BTD.astype(jnp.float32) / (1 - cfg.dropout)
+        return jnp.where(keep_BTD, scaled_BTD, 0).astype(x_BTD.dtype)
 
 
 # ---- label smoothing

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import socket
@@ -64,10 +65,15 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
     old_params = _trained(rows["params"], table)
     old_opt = rows["opt"]
 
+    # Random keys of the rows, for a loss that takes them.
+    options = {}
+    if takes_train_keys(loss_fn):
+        options["train_keys"] = make_train_keys(state["step"], batch, scalars["seed"])
+
     # Sum the loss and its gradient over the microbatches.
     with jax.named_scope("gradients"):
         sums, counts, grads = _sum_gradients(
-            rows["params"], batch, cfg, loss_fn, loss_scale, table)
+            rows["params"], batch, options, cfg, loss_fn, loss_scale, table)
     reserved = sorted(RESERVED_METRICS & sums.keys())
     if reserved:
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
@@ -133,11 +139,11 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
 
 # ---- gradients
 
-def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
+def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
     """Return the loss's sums and counts, and the gradient of its summed objective times loss_scale.
 
     All are sums over cfg.grad_accum_steps microbatches. The gradient is float32, of the trained
-    parameters.
+    parameters. options: {name: array with an entry for each row}, more arguments of the loss.
     """
     mesh = jax.sharding.get_abstract_mesh()
     specs = {}
@@ -150,8 +156,10 @@ def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
                 specs[name] = P()
 
     def microbatch_grads(microbatch):
+        batch, options = microbatch
+
         def objective(trained):
-            sums, counts = loss_fn(params | trained, microbatch, cfg)
+            sums, counts = loss_fn(params | trained, batch, cfg, **options)
             return sums["objective"] * loss_scale, (sums, counts)
 
         grad_fn = jax.value_and_grad(objective, has_aux=True)
@@ -160,7 +168,23 @@ def _sum_gradients(params, batch, cfg, loss_fn, loss_scale, table):
             grads = jax.lax.with_sharding_constraint(grads, specs)
         return sums, counts, _f32(grads)
 
-    return _sum_over_microbatches(microbatch_grads, batch, cfg.grad_accum_steps)
+    return _sum_over_microbatches(microbatch_grads, (batch, options), cfg.grad_accum_steps)
+
+
+def takes_train_keys(loss_fn):
+    """Return whether a loss has the argument train_keys.
+
+    Such a loss is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with the
+    result of make_train_keys, and without it in evaluation.
+    """
+    return "train_keys" in inspect.signature(loss_fn).parameters
+
+
+def make_train_keys(step, batch, seed):
+    """Return a random key for each row of a batch [B], a function of (seed, step, row)."""
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    n_rows = jax.tree.leaves(batch)[0].shape[0]
+    return jax.vmap(partial(jax.random.fold_in, step_key))(jnp.arange(n_rows))
 
 
 def _sum_over_microbatches(f, batch, A):
@@ -208,9 +232,9 @@ def lr_at(step, cfg, scalars=None):
 def run_scalars(cfg):
     """Return the numbers of cfg that are arguments of the compiled step: NumPy scalars by name.
 
-    They are the peak and the lengths of the schedule. Runs that differ only in them share one
-    compiled program. The reciprocals are float32, because XLA multiplies by the float32 reciprocal
-    where a program divides by a constant.
+    They are the peak and the lengths of the schedule, and the seed. Runs that differ only in them
+    share one compiled program. The reciprocals are float32, because XLA multiplies by the float32
+    reciprocal where a program divides by a constant.
     """
     n_warmup = cfg.warmup_steps
     if n_warmup < 1:  # a fraction of all steps
@@ -232,6 +256,7 @@ def run_scalars(cfg):
         "n_rest": np.float32(n_rest),
         "1/n_rest": one / np.float32(max(n_rest, 1)),
         "1/n_decay": one / np.float32(n_decay),
+        "seed": np.uint32(cfg.seed % 2**32),
     }
 
 

@@ -141,7 +141,8 @@ TEXT = {
     # (cfg) -> {name: {"shape", "spec", "init"}}, the parameter table. A row may also have
     # "trained", "lr_mult", "decay_mult", "optimizer", and "ids": see "sparse rows" in step.py.
     "table": model.param_table,
-    # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized
+    # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized.
+    # A loss with an argument train_keys=None gets a random key for each row, in training only
     "loss": model.loss_fn,
     # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
     "batch": model.batch_shapes,
@@ -914,7 +915,15 @@ def set_steps(cfg, train_data):
 def step_args(setup):
     """The arguments of steplib.lower_steps and steplib.compile_steps."""
     task = setup["task"]
-    override = partial(run_hooks, setup["hooks"])
+
+    def override(name, value):
+        value = run_hooks(setup["hooks"], name, value)
+        if name == "loss_fn" and setup["cfg"].dropout and not steplib.takes_train_keys(value):
+            raise ValueError(f"dropout {setup['cfg'].dropout}: the loss takes no train_keys, so it "
+                             "would drop nothing; set it to 0, or give the loss the argument "
+                             "train_keys=None and pass it on")
+        return value
+
     return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
             setup["batch"], override, evaluation_of(setup))
 

@@ -487,6 +487,8 @@ FIELDS = {
     "lora_targets": row(dict(lora_targets=("layers.w[qv]",)), lora_weights, [
         f"layers.w{x}" for x in ("_down", "_gate", "_up", "k", "o", "q", "v")],
         ["layers.wq", "layers.wv"], LORA),
+    "dropout": row(dict(dropout=0.5), lambda cfg: "threefry" in lowered(cfg, "train_step"),
+                   False, True),
     "width_mult": row(dict(width_mult=2.0), shape("layers.wq"), (1, 16, 16), (1, 32, 32)),
 
     "dtype": row(dict(dtype="bfloat16"), loss_has("xbf16>"), False, True),

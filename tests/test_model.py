@@ -114,15 +114,16 @@ def np_experts(y, w, cfg):
                  "router_z": np.log(np.exp(logits).sum(1)) ** 2}
 
 
-def np_logits(params, tokens, cfg, router_stats=None):
+def np_logits(params, tokens, cfg, router_stats=None, drop=lambda x, row, site: x):
     """Logits [B, T, V], one query and one head at a time. The router statistics of each row and
-    layer are appended to the list router_stats.
+    layer are appended to the list router_stats. drop: called with the embedding, site 0, and with
+    the outputs of attention and MLP of layer i, sites 2i + 1 and 2i + 2.
     """
     group, out = cfg.n_heads // cfg.n_kv_heads, []
     params = {k: v + cfg.lora_alpha / cfg.lora_rank * params[k + ".lora_a"] @ params[k + ".lora_b"]
               if k + ".lora_a" in params else v for k, v in params.items()}
-    for row in tokens:
-        x = params["embed"][row]
+    for b, row in enumerate(tokens):
+        x = drop(params["embed"][row], b, 0)
         for i in range(cfg.n_layers):
             w = {k[len("layers."):]: v[i] for k, v in params.items() if k.startswith("layers.")}
             y = np_norm(x, w["attn_norm"], cfg.norm_eps)
@@ -138,15 +139,15 @@ def np_logits(params, tokens, cfg, router_stats=None):
                 for n in range(cfg.n_heads):
                     e = np.exp(k[first:t + 1, n // group] @ q[t, n] / np.sqrt(cfg.head_dim))
                     a[t, n] = e / e.sum() @ v[first:t + 1, n // group]
-            x = x + a.reshape(len(row), -1) @ w["wo"]
+            x = x + drop(a.reshape(len(row), -1) @ w["wo"], b, 2 * i + 1)
             y = np_norm(x, w["mlp_norm"], cfg.norm_eps)
             if cfg.n_experts:
                 y, router = np_experts(y, w, cfg)
                 if router_stats is not None:
                     router_stats.append(router)
-                x = x + y
             else:
-                x = x + np_swiglu(y, w["w_gate"], w["w_up"], w["w_down"])
+                y = np_swiglu(y, w["w_gate"], w["w_up"], w["w_down"])
+            x = x + drop(y, b, 2 * i + 2)
         x = np_norm(x, params["final_norm"], cfg.norm_eps)
         out.append(x @ (params["embed"].T if cfg.tie_embeddings else params["unembed"]))
     return np.array(out)
@@ -203,6 +204,36 @@ def test_forward_equals_numpy(variant):
     params, batch = random_params(cfg), random_batch(cfg)
     got = jax.jit(lambda p: model.forward(p, batch, cfg)[0])(as_f32(params))
     np.testing.assert_allclose(got, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["gqa, qk_norm, tied", "experts, low rank"])
+def test_dropout_equals_numpy(variant):
+    """With keys the loss is that of a NumPy transformer that multiplies the embedding and the
+    output of each attention and MLP by 1 / (1 - dropout) or by 0, to 1e-5 relative. Each place,
+    layer and row has a mask of its own. Without keys nothing is dropped.
+
+    Break: model.py: y_BTD = _dropout(y_BTD, w["dropout_keys"][1], cfg) =>
+    y_BTD = _dropout(y_BTD, w["dropout_keys"][0], cfg)
+    """
+    cfg = dataclasses.replace(BASE, dropout=0.4, **VARIANTS[variant])
+    params, batch = random_params(cfg), random_batch(cfg)
+    keys = jax.random.split(jax.random.key(3), 3)
+
+    def drop(x, b, site):
+        kept = jax.random.bernoulli(jax.random.fold_in(keys[b], site), 0.6, x.shape)
+        return x / 0.6 * np.asarray(kept)
+
+    def np_loss(logits):
+        at = np.argwhere(batch["labels"] != -100)
+        return sum(np.log(np.exp(logits[b, t]).sum()) - logits[b, t, batch["labels"][b, t]]
+                   for b, t in at)
+
+    loss = jax.jit(lambda p, keys: model.loss_fn(p, batch, cfg, keys)[0]["loss"])
+    tokens = batch["tokens"]
+    want = np_loss(np_logits(params, tokens, cfg, drop=drop))
+    assert loss(as_f32(params), keys) == pytest.approx(want, rel=1e-5)
+    want = np_loss(np_logits(params, tokens, cfg))
+    assert loss(as_f32(params), None) == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("change", [

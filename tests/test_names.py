@@ -117,6 +117,7 @@ JUMPS = {
     },
     "model.py": {
         "rotary scaling": ["_stretch_rope"],
+        "dropout": ["_dropout", "_dropout_keys"],
         "label smoothing": ["_label_smoothing"],
         "document mask": ["_document_sums"],
         "rematerialization": ["REMAT"],

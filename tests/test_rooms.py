@@ -136,6 +136,18 @@ FEATURES = {
              "        freq = _stretch_rope(freq, cfg)\n", ""),
         ],
     },
+    "dropout": {
+        "rooms": {"model.py": ["dropout"]},
+        "edits": [
+            ("model.py", "    if train_keys is not None and cfg.dropout:\n"
+             '        embedding_keys, weights["dropout_keys"] = _dropout_keys(train_keys, cfg)\n'
+             "        x_BTD = _dropout(x_BTD, embedding_keys, cfg)\n", ""),
+            ("model.py", '        if "dropout_keys" in w:  # dropout, in training\n'
+             '            y_BTD = _dropout(y_BTD, w["dropout_keys"][0], cfg)\n', ""),
+            ("model.py", '        if "dropout_keys" in w:  # dropout, in training\n'
+             '            y_BTD = _dropout(y_BTD, w["dropout_keys"][1], cfg)\n', ""),
+        ],
+    },
     "label smoothing": {
         "rooms": {"model.py": ["label smoothing"]},
         "edits": [

@@ -480,6 +480,62 @@ def test_accumulation_equals_one_batch(one_device):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+def mask_loss(params, batch, cfg, train_keys=None):
+    """A loss with the sum "mask", the dropout mask of layer 0's MLP for each row of the batch, or
+    ones in evaluation.
+    """
+    ones_BTD = jnp.ones((len(batch["row"]), 8, 16))
+    if train_keys is not None:
+        layer_keys = model._dropout_keys(train_keys, cfg)[1]
+        ones_BTD = model._dropout(ones_BTD, layer_keys[0, 1], cfg)
+    sums = {"objective": params["b"].sum(),
+            "mask": jnp.zeros((16, 8, 16)).at[batch["row"]].set(ones_BTD)}
+    return sums, {"objective": jnp.float32(1), "mask": jnp.float32(1 / cfg.grad_accum_steps)}
+
+
+@pytest.mark.parametrize("change", [
+    dict(dp=8, fsdp=1), dict(fsdp=2, tp=2, sp=2), dict(dp=2, fsdp=1, sp=4, grad_accum_steps=4)])
+def test_dropout_masks_depend_on_seed_step_and_row_alone(change):
+    """Over each mesh, in 1 or 4 microbatches, the masks of two steps are those that one device
+    draws from (seed, step, row, place): 0 for about a fraction of dropout, else 1 / (1 - dropout).
+    In evaluation nothing is dropped.
+
+    Break: step.py: step_key = jax.random.fold_in(jax.random.key(seed), step) =>
+    step_key = jax.random.key(seed)
+    """
+    cfg = dataclasses.replace(SMALL, dropout=0.25, seed=5, **change)
+    batch = {"row": np.arange(16, dtype=np.int32)}
+    steps, state, placed = compiled(cfg, batch, loss_fn=mask_loss)
+    ones = jax.tree.map(np.asarray, steps["eval_step"](state["params"], placed)["mask"])
+    np.testing.assert_array_equal(ones[0] / ones[1], 1)
+    for at in range(2):
+        state, metrics = steps["train_step"](state, placed)
+        assert 0.22 < np.mean(metrics["mask"] == 0) < 0.28
+        for row in (0, 5, 15):
+            key = jax.random.key(5)
+            for number in (at, row, 2):
+                key = jax.random.fold_in(key, number)
+            kept = jax.random.bernoulli(key, 0.75, (8, 16))
+            np.testing.assert_array_equal(
+                metrics["mask"][row], np.where(kept, np.float32(1 / 0.75), 0))
+
+
+@pytest.mark.parametrize("change", [
+    dict(dp=2, sp=4, fsdp=1, mlp_tiles=2, grad_accum_steps=4, remat="full")])
+def test_dropout_gives_the_same_steps_everywhere(change):
+    """Two steps with dropout over a mesh, in microbatches, in tiles and with rematerialization have
+    the metrics of one device, to 1e-5 relative.
+
+    Break: model.py: lambda key: jax.random.fold_in(key, index) =>
+    lambda key: jax.random.fold_in(key, index + train_keys.size)
+    """
+    cfg = dataclasses.replace(SMALL, dropout=0.25)
+    _, _, wanted, _ = lm_run(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])
+    _, _, found, _ = lm_run(dataclasses.replace(cfg, **change))
+    for want, got in zip(wanted, found, strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_an_evaluation_takes_microbatches():
     """4 microbatches with 0 to 30 labels each give the sums and counts of the batch to 1e-6, in

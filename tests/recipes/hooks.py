@@ -5,6 +5,7 @@ step, a new metric.
 python train.py --hooks tests/recipes/hooks.py:early_stopping tests/recipes/hooks.py:weight_norm
 """
 from fnmatch import fnmatch
+from functools import wraps
 
 import jax.numpy as jnp
 import optax
@@ -78,8 +79,9 @@ def weight_norm(event, loss_fn):
     if event != "loss_fn":
         return
 
-    def loss_and_norm(params, batch, cfg):
-        sums, counts = loss_fn(params, batch, cfg)
+    @wraps(loss_fn)  # so that it also takes train_keys if loss_fn does
+    def loss_and_norm(params, batch, cfg, **options):
+        sums, counts = loss_fn(params, batch, cfg, **options)
         return sums | {"weight_norm": optax.tree.norm(params)}, counts | {"weight_norm": 1.0}
 
     return loss_and_norm
