@@ -312,6 +312,22 @@ def loop_ours(*track, n=20_000):
     return (spent[-1] - spent[0]) / (rows[-1]["step"] - rows[0]["step"]) * 1e6
 
 
+def sweep_ours(*changes):
+    """Return the seconds of a second run of 20 steps in one process, with these fields changed."""
+    import train
+    values = {"lr": 2e-3, "steps": 20}
+    for change in changes:
+        name, _, value = change.partition("=")
+        values[name] = type(values[name])(value)
+    with scratch() as folder, contextlib.redirect_stdout(sys.stderr):
+        shared = dict(data=(str(ROOT / "README.md"),), cache_dir=f"{folder}/cache", eval_every=0,
+                      sample_tokens=0)
+        train.main(train.config.Config(out_dir=f"{folder}/1", lr=1e-3, steps=20, **shared))
+        began = time.perf_counter()
+        train.main(train.config.Config(out_dir=f"{folder}/2", **values, **shared))
+        return time.perf_counter() - began
+
+
 def loop_tracked():
     return loop_ours("tensorboard", "wandb")
 
@@ -911,6 +927,7 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function}); this p
     "start cold": ("s", False, {"ours": "start_ours_cold", "torch": "start_torch",
                                 "torch.compile": "start_torch_compile"}),
     "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
+    "sweep": ("s", False, {"ours": "sweep_ours", "the same rate": "sweep_ours lr=1e-3"}),
     "loop": ("us a step", False, {"ours": "loop_ours", "tracked": "loop_tracked",
                                   "bare": "loop_bare"}),
     "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),

@@ -3418,6 +3418,36 @@ def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
             np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=2e-6)
 
 
+def test_a_run_with_dropout_resumes_bit_identical(tiny, tmp_path):
+    """A run with dropout, and with a hook that wraps the loss and passes its options on, stops at
+    step 2. Resumed it ends with the state of an uninterrupted run.
+
+    Break: step.py: np.uint32(cfg.seed % 2**32) => np.uint32(time.time_ns() % 2**32)
+    """
+    cfg = tiny(dropout=0.25, steps=4, eval_every=0,
+               hooks=(f"{ROOT}/tests/recipes/hooks.py:weight_norm",))
+    train.main(cfg)
+    half = dataclasses.replace(cfg, out_dir=str(tmp_path / "half"))
+    train.main(dataclasses.replace(half, stop=("2",)))
+    train.main(half)
+    assert losses(half.out_dir) == losses(cfg.out_dir)
+    assert same(arrays(half.out_dir), arrays(cfg.out_dir))
+    assert "weight_norm" in rows(cfg.out_dir, "log")[0]
+
+
+def test_dropout_needs_a_loss_that_knows_whether_it_trains(tiny):
+    """A hook's loss without train_keys is refused with dropout, before anything is compiled.
+
+    Break: train.py: if name == "loss_fn" and setup["cfg"].dropout => if False and setup["cfg"].seed
+    """
+    def hook(event, value):
+        if event == "loss_fn":
+            return lambda params, batch, cfg: value(params, batch, cfg)
+
+    with pytest.raises(ValueError, match="dropout 0.25: the loss takes no train_keys, so it would"):
+        train.main(tiny(dropout=0.25, steps=1), hooks=[hook])
+
+
 def several(n, cfg, *flags):
     """Start all n processes of a run; return [(process, log path), ...]."""
     with socket.socket() as s:
