@@ -2387,6 +2387,7 @@ DEFAULTS = {
     "lora_rank": 0,
     "lora_alpha": 16.0,
     "lora_targets": ("layers.w*",),
+    "dropout": 0.0,
     "document_mask": False,
     "packing": "stream",
     # Numerics
