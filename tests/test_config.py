@@ -787,7 +787,7 @@ CHECKSUMS = {
     "run": 1637994694,
     "data": 1124904215,
     "length and batch": 363732991,
-    "model": 3013660533,
+    "model": 719099786,
     "numerics": 3363611907,
     "optimizer": 3817727502,
     "mesh": 2023442239,
