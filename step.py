@@ -493,8 +493,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     return {
         "state": state,
         "scalars": scalar_shapes,
-        "train_step": partial(lower, step_fn, (state, batch, scalar_shapes),
-                              (shardings, replicated), donate=0),
+        "train_step": partial(
+            lower, step_fn, (state, batch, scalar_shapes), (shardings, replicated), donate=0),
         "eval_step": partial(
             lower, eval_fn, (state["params"], evaluation["batch"]), replicated),
         "init": partial(lower, state_fn, (key,), shardings),

@@ -658,7 +658,7 @@ def test_fewer_kv_heads_than_sp_give_the_same_numbers(sizes):
 def test_state_keeps_its_sharding(two_by_two):
     """After a step every array of the state has its old sharding, which is that of compile_steps.
 
-    Break: step.py: (state, batch), (shardings, replicated), => (state, batch), None,
+    Break: step.py: (shardings, replicated), donate=0), => None, donate=0),
     """
     before, after = two_by_two["placed"], two_by_two["after"]
     said = jax.tree.map(lambda x: x.sharding, two_by_two["steps"]["state"])
