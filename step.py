@@ -1778,6 +1778,7 @@ def enable_compilation_cache(folder):
 
 # The fields of cfg that this file reads, with the defaults of config.py. There dtype is "auto".
 DEFAULTS = {
+    "seed": 0,
     "steps": 600,
     "batch_size": 16,
     "grad_accum_steps": 1,
