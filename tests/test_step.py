@@ -103,7 +103,8 @@ def lm_run(cfg, devices=None, n_steps=2):
     metrics = []
     for _ in range(n_steps):
         state, m = steps["train_step"](state, batch)
-        metrics.append({k: float(v) for k, v in m.items() if k not in ("watch", "counts")})
+        arrays = ("watch", "counts", "finite_grads")
+        metrics.append({k: float(v) for k, v in m.items() if k not in arrays})
     return steps, state, metrics, batch
 
 
