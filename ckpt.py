@@ -750,6 +750,15 @@ def delete_all(root, log=print):
         _delete_step(root, step, log)
 
 
+def keep_only(root, step, log=print):
+    """Delete every checkpoint of root but one. Process 0 does it for all."""
+    if jax.process_index():
+        return
+    for other in steps(root):
+        if other != step:
+            _delete_step(root, other, log)
+
+
 def _delete_step(root, step, log):
     # Without meta.json the rest is no checkpoint; with it the rest must be complete.
     _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step))
@@ -808,20 +817,23 @@ def root_of(out_dir):
 
 
 def roots(root):
-    """Return the root of a run's checkpoints and the root of its parameters-only checkpoints."""
-    return root, join_path(root, "weights")
+    """Return the root of a run's checkpoints, and the roots of those of its parameters alone: at
+    intervals, and the best one.
+    """
+    return root, join_path(root, "weights"), join_path(root, "best")
 
 
-def newest_run_meta(root, needed_for=""):
+def newest_run_meta(root, needed_for="", others=""):
     """Return (step, meta) of the newest checkpoint, as `newest_meta` does.
 
-    needed_for: the purpose that needs a checkpoint; "" if the run can do without. Raises ValueError
-    when a needed checkpoint is missing, or when the checkpoint was not saved by a run.
+    needed_for: the purpose that needs a checkpoint; "" if the run can do without. others: text that
+    names other runs, for the error. Raises ValueError when a needed checkpoint is missing, or when
+    the checkpoint was not saved by a run.
     """
     saved, meta = newest_meta(root)
     if needed_for and not meta:
         raise ValueError(f"{needed_for}: {root} holds no checkpoint; name the --out_dir of a run "
-                         "that has saved one")
+                         f"that has saved one{others}")
     if meta and "config" not in meta:
         raise ValueError(f"{root}: checkpoint {saved} was not saved by a run; to start from its "
                          "parameters, use --init_from")
@@ -854,6 +866,35 @@ def find_start(out_dir, root, resume, given=False):
     return saved, meta
 
 
+def find_checkpoint(root, which, field="checkpoint"):
+    """Return (root, step, meta) of one checkpoint of a run: "best" or a step, as text. Those of the
+    parameters alone count too.
+
+    field: the field that names it, for the error. Raises ValueError when it is missing, with
+    the steps of those that exist.
+    """
+    full, weights, best = roots(root)
+
+    def find():
+        if which == "best":
+            return best, latest(best)
+        for each in (full, weights, best):
+            if int(which) in steps(each):
+                return each, int(which)
+        return None, None
+
+    found_root, step = broadcast_from_main(find)
+    if step is None:
+        there = broadcast_from_main(lambda: [steps(each) for each in (full, weights, best)])
+        kinds = ("", " (parameters alone)", " (best)")
+        texts = [", ".join(map(str, saved)) + kind
+                 for saved, kind in zip(there, kinds, strict=True) if saved]
+        raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: "
+                         f"{', '.join(texts) or 'none'}")
+    meta = broadcast_from_main(partial(read_meta, found_root, step))
+    return found_root, step, meta
+
+
 # What a file system without locks answers.
 FIRST_BYTES = 2**16  # of config.json and the first rows of metrics.jsonl
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -883,9 +924,12 @@ def lock_folders(out_dir, root, log=print):
     with contextlib.ExitStack() as locks:
         for folder, field in folders.items():
             try:
+                is_new = not os.path.exists(folder)
                 os.makedirs(folder, exist_ok=True)
                 lock_path = os.path.join(folder, ".lock")
                 lock_file = locks.enter_context(open(lock_path, "a+", encoding="utf-8"))
+                if is_new:
+                    locks.callback(_remove_unused, folder)
                 # The system releases the lock when the process ends, in whatever way.
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _is_local(root):
@@ -921,6 +965,14 @@ def _check_room(folder, name):
                          "folder") from None
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _remove_unused(folder):
+    """Delete the folder of a run that has ended before it wrote anything."""
+    with contextlib.suppress(OSError):
+        if os.listdir(folder) == [".lock"]:
+            os.unlink(os.path.join(folder, ".lock"))
+            os.rmdir(folder)
 
 
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
@@ -994,14 +1046,18 @@ def load_parameters(sources, like):
     return loaded
 
 
-def restore_run(out_dir, root, like, excluded, first, log=print):
-    """Return (step, tree) of the newest intact checkpoint of the run in out_dir, in the shapes and
-    shardings of `like`. Parameters in `excluded`, and their moments, come from the tree `first`.
+def restore_run(out_dir, root, like, excluded, first, log=print, step=None):
+    """Return (step, tree) of a checkpoint of the run in out_dir, in the shapes and shardings of
+    `like`: that of `step`, or the newest intact one. Parameters in `excluded`, and their moments,
+    come from the tree `first`.
     """
     wanted, treedef = flatten(like)
     saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
     try:
-        step, restored = restore_newest(root, saved, log)
+        if step is None:
+            step, restored = restore_newest(root, saved, log)
+        else:
+            restored = restore(root, step, saved)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
     arrays = flatten(first)[0] | restored
@@ -1403,13 +1459,15 @@ def _open_source(source, open_weights, find_mismatches, log=print):
     if weights:
         return source | weights
 
-    root, meta = _find_checkpoint(path)
+    root, meta = _find_checkpoint(path, source["checkpoint"])
     names = {}
     for name, layout in meta["arrays"].items():
         if name.startswith("params/"):
             names[name.removeprefix("params/")] = layout["shape"]
 
     def read(like):
+        if source["checkpoint"]:
+            return restore(root, meta["step"], {"params": like}, meta)["params"]
         _, tree = restore_newest(root, {"params": like}, log)
         return tree["params"]
 
@@ -1418,29 +1476,40 @@ def _open_source(source, open_weights, find_mismatches, log=print):
     return source | {"names": names, "read": read, "summary": summary, "mismatches": mismatches}
 
 
-def _find_checkpoint(path):
-    """Return (root, meta) of the newest checkpoint of a run's out_dir or of a folder of
-    checkpoints.
+def _find_checkpoint(path, which=""):
+    """Return (root, meta) of a checkpoint of a run's out_dir or of a folder of checkpoints. which:
+    "best" or a step, as text; "" for the newest.
     """
     _check_is_no_file(path)
     for root in broadcast_from_main(lambda: (root_of(path), path)):
+        if which and _has_checkpoint(root):
+            found_root, _, meta = find_checkpoint(root, which, f"init_from {path}, checkpoint")
+            return found_root, meta
         _, meta = newest_meta(root)
-        if meta:
+        if meta and not which:
             return root, meta
     raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                      "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
                      "hf://ORG/NAME")
 
 
+def _has_checkpoint(root):
+    """Return whether a run has any checkpoint, also of the parameters alone."""
+    return broadcast_from_main(lambda: any(steps(each) for each in roots(root)))
+
+
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
 
 
 def parse_source(text):
-    """Return {"path", "load", "exclude", "rename", "strict", "dynamic"} of a text such as
-    'DIR load=embed,layers.* exclude=*norm rename=old.:new. strict=no dynamic=yes'.
+    """Return the parts of a text such as 'DIR@best load=embed,layers.* exclude=*norm
+    rename=old.:new. strict=no dynamic=yes', by the names "path", "checkpoint", "load", "exclude",
+    "rename", "strict" and "dynamic".
 
-    load and exclude: patterns of the model's names. rename: prefixes, saved:local. dynamic: loaded
-    again during the run. Raises ValueError for a malformed text and an unknown option.
+    checkpoint: "best" or a step, as text; "" for DIR. load and exclude: patterns of the model's
+    names. rename: prefixes, saved:local. dynamic: loaded again during the run.
+
+    Raises ValueError for a malformed text and an unknown option.
     """
     path, *options = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
     values = dict(SOURCE_OPTIONS)
@@ -1450,8 +1519,13 @@ def parse_source(text):
     load = _split(values["load"])
     exclude = _split(values["exclude"])
     renames = _split(values["rename"])
+    checkpoint = ""
+    names_one = re.fullmatch("(.+)@(best|[0-9]+)", path)
+    if names_one and "://" not in path and not os.path.exists(path):
+        path, checkpoint = names_one.groups()
     rules = [
-        path != "" and not re.match(r"\w+=", path),  # the path comes first
+        # The path comes first.
+        path != "" and (not re.match(r"\w+=", path) or os.path.isdir(path)),
         values.keys() == SOURCE_OPTIONS.keys(),  # no unknown option
         values["strict"] in ("yes", "no"),
         values["dynamic"] in ("yes", "no"),
@@ -1464,6 +1538,7 @@ def parse_source(text):
                          "dynamic=yes|no', each option only if needed")
     return {
         "path": path,
+        "checkpoint": checkpoint,
         "load": load,
         "exclude": exclude,
         "rename": dict(rename.split(":", 1) for rename in renames),
@@ -1546,7 +1621,10 @@ def log_sources(sources, missing, names, log=print):
     for source in sources:
         taken = list(source["take"].values())
         initialized.difference_update(taken)
-        _log_origin(taken, names, source["path"], log)
+        origin = source["path"]
+        if source["checkpoint"]:
+            origin += f"@{source['checkpoint']}"
+        _log_origin(taken, names, origin, log)
     fresh = [name for name in names if name in initialized]
     _log_origin(fresh, names, "a fresh initialization", log)
 
@@ -1558,16 +1636,17 @@ def _log_origin(some, names, origin, log):
         log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
 
 
-def load_saved(out_dir, root, meta, sources, texts, like, log=print):
-    """Return (step, parameters) of the newest checkpoint of the run in out_dir; those that it
-    excludes come from the sources. Without a checkpoint: step 0, and all parameters from the
-    sources.
+def load_saved(out_dir, root, meta, sources, texts, like, log=print, step=None):
+    """Return (step, parameters) of a checkpoint of the run in out_dir: that of `step`, or the
+    newest intact one. Parameters that it excludes come from the sources. Without a checkpoint:
+    step 0, and all parameters from the sources.
 
     meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
     """
     loaded = load_parameters(sources, like)
     if meta:
-        step, tree = restore_run(out_dir, root, {"params": like}, loaded, {"params": loaded}, log)
+        step, tree = restore_run(
+            out_dir, root, {"params": like}, loaded, {"params": loaded}, log, step)
         return step, tree["params"]
     errors = [f"no source has {name}" for name in like if name not in loaded]
     _raise_if_errors(errors, f"init_from {' '.join(texts)}")
@@ -1589,15 +1668,16 @@ MAX_ERRORS = 100  # of an array that verify looks for
 
 
 def verify(root, log=print):
-    """Read every chunk of every checkpoint in root, and in root/weights, where a run keeps those of
-    its parameters alone; return the errors, at most MAX_ERRORS of each array. `log` gets a line for
-    each checkpoint. Memory is bounded, whatever the folder claims.
+    """Read every chunk of every checkpoint in root, and in the folders of `roots` where a run keeps
+    those of its parameters alone; return the errors, at most MAX_ERRORS of each array. `log` gets a
+    line for each checkpoint. Memory is bounded, whatever the folder claims.
     """
     found = []
-    for folder in (root, join_path(root, "weights")):
+    for folder in roots(root):
         found += [(folder, step) for step in steps(folder)]
     if not found:
-        return [f"{root} holds no checkpoint; name the folder of checkpoints, such as out/ckpt"]
+        return [f"{root} holds no checkpoint; name the folder of checkpoints, such as "
+                "out/default/ckpt"]
     errors = []
     for folder, step in found:
         errors += _verify_step(folder, step, log)
@@ -2004,7 +2084,8 @@ def write_export(folder, run, tensors, stem, add_files):
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "verify":
-        sys.exit("usage: python ckpt.py verify DIR, a folder of checkpoints, such as out/ckpt")
+        sys.exit("usage: python ckpt.py verify DIR\nDIR: a folder of checkpoints, such as "
+                 "out/default/ckpt")
     try:
         errors = verify(sys.argv[2])
     except ValueError as e:

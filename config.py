@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import sys
+import zlib
 from decimal import Decimal
 from functools import partial
 from math import gcd, isfinite, prod
@@ -50,20 +51,29 @@ class Config:
     # export: write the newest checkpoint as Hugging Face weights
     mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"
     config: str = ""  # JSON file or preset name; its values are the defaults of all other flags
-    out_dir: str = "out"  # folder of this run: config, metrics, checkpoints, plot
+    # folder of this run: config, metrics, checkpoints, plot. empty: named after the fields that
+    # define the run and differ from their defaults, as out/default or out/lr=0.0003,seed=1; modes
+    # eval, sample and export take the newest run in out when no such field is set
+    out_dir: str = ""
     # folder of checkpoints, also s3://bucket/path or gs://bucket/path; empty: out_dir/ckpt
     ckpt_dir: str = ""
     seed: Seed = 0  # random seed for initialization, data order and sampling
-    # auto: resume if out_dir has a run; must: fail if it has none; never: fail if it has one;
-    # overwrite: delete that run first
+    # auto: resume if out_dir has a run, whose config.json has the defaults of all other flags;
+    # must: fail if it has none; never: fail if it has one; overwrite: delete that run first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
-    # sources of initial parameters: folders of runs, or of Hugging Face weights, or models on the
-    # Hub, as hf://ORG/NAME or hf://ORG/NAME@REVISION; the last one wins. Options follow within one
-    # pair of quotes, as in 'DIR load=w* strict=no'. load=: patterns of parameters to take;
-    # exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to replace; strict=no:
-    # skip names that do not fit; dynamic=yes: load again every reload_every
+    # sources of initial parameters: folders of runs (DIR, or DIR@best or DIR@400 for that
+    # checkpoint), or of Hugging Face weights, or models on the Hub, as hf://ORG/NAME or
+    # hf://ORG/NAME@REVISION; the last one wins. Options follow within one pair of quotes, as in
+    # 'DIR load=w* strict=no'. load=: patterns of parameters to take; exclude=: patterns of
+    # parameters to skip; rename=SAVED:LOCAL: prefix to replace; strict=no: skip names that do not
+    # fit; dynamic=yes: load again every reload_every
     init_from: tuple[str, ...] = ()
+    # DIR@STEP: begin with the full state that the run in DIR had at this step, in a folder of its
+    # own; its config.json has the defaults of all other flags
+    branch_from: str = ""
+    # checkpoint that modes eval, sample and export read: latest, best (see keep_best), or a step
+    checkpoint: str = "latest"
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
     # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
@@ -254,6 +264,11 @@ class Config:
     # interval between checkpoints, as 250, 1epoch or 250,10m; a checkpoint made because of a time
     # is deleted when the next one exists; 0: only at the end
     save_every: Interval = 250
+    # save when the run ends. no: not after the last step or a condition of stop
+    save_end: Literal["yes", "no"] = "yes"
+    # metric of evaluations, as val_loss or val_acc: whenever it is better than ever, the parameters
+    # are kept in ckpt/best. val_loss<: less is better; val_acc>: more is. empty: none
+    keep_best: str = ""
     max_to_keep: NonNegInt = 2  # newest checkpoints to keep; 0: all
     keep_period: NonNegInt = 0  # checkpoints at multiples of this step are never deleted; 0: none
     save_exclude: tuple[str, ...] = ()  # glob patterns of parameters that checkpoints exclude
@@ -296,9 +311,9 @@ def parse(argv, kind=Config):
     """Parse a command line into a config. Raises ValueError for unknown flags. Malformed values
     exit with code 2.
 
-    kind: a dataclass that extends Config; its fields become flags too. Modes eval, sample and
-    export take the config.json of out_dir as the defaults of all other flags. `--help GROUP` prints
-    the flags of one group.
+    kind: a dataclass that extends Config; its fields become flags too. A flag that is not typed has
+    the value of the file or preset --config, then that of the run in out_dir, then its default.
+    `--help GROUP` prints the flags of one group.
     """
     import tyro
 
@@ -310,22 +325,50 @@ def parse(argv, kind=Config):
                               "--help GROUP prints one of these groups of flags: "
                               f"{', '.join(help_groups(kind))}.")
 
-    # tyro has to know the defaults before it parses, but the flags say which file or preset has
-    # them. So parse twice: the first pass finds that file, and unknown flags; the second has its
-    # values as defaults, and prints --help.
-    flags, unknown = cli(default=kind(), add_help=False, return_unknown_args=True)
+    # tyro has to know the defaults before it parses, but the flags say where the defaults come
+    # from. So parse three times. The first two passes find that out, without --help: first which
+    # file or preset is named, and unknown flags, then which run.
+    typed = _typed_fields(argv, kind)
+    guess = partial(cli, add_help=False, return_unknown_args=True)
+    flags, unknown = guess(default=kind())
     check_unknown(unknown, kind)
     flags = resolve_paths(flags)
-    defaults_file = flags.config
-    saved = Path(flags.out_dir, "config.json")
-    if not defaults_file and flags.mode in ("eval", "sample", "export") and saved.is_file():
-        defaults_file = str(saved)
     defaults = kind()
-    if defaults_file:
-        defaults = load(defaults_file, kind)
+    # Optional: branches of a run.
+    if flags.branch_from:
+        defaults = branch_defaults(flags.branch_from, kind)
+    if flags.config:
+        defaults = dataclasses.replace(defaults, **config_values(flags.config, kind))
+    flags, _ = guess(default=defaults)
+    flags = resolve_paths(flags)
+    out_dir = choose_out_dir(flags, typed)
+    if not {"-h", "--help"} & set(argv):  # which shows the defaults of Config
+        defaults = run_defaults(out_dir, flags, defaults)
 
     with headings_in_help(kind, group):  # one above each group of fields
-        return resolve_paths(cli(default=defaults))
+        cfg = resolve_paths(cli(default=defaults))
+    changes = {"out_dir": out_dir}
+    # Folders that belong to the run whose config.json gave the defaults.
+    if defaults.out_dir and os.path.realpath(out_dir) != os.path.realpath(defaults.out_dir):
+        for name in {"ckpt_dir", "export"} - typed:
+            changes[name] = ""
+    # Changes that the run has not saved yet stay allowed, as long as nobody types another value.
+    allowed = list(cfg.allow_change) if "allow_change" in typed else []
+    for name in defaults.allow_change:
+        if getattr(cfg, name) == getattr(defaults, name):
+            allowed.append(name)
+    changes["allow_change"] = tuple(allowed)
+    return dataclasses.replace(cfg, **changes)
+
+
+def _typed_fields(argv, kind):
+    """The fields whose flags are on a command line."""
+    names = set()
+    for arg in argv:
+        flag = re.match(r"--(no[-_])?([\w-]+)", arg)
+        if flag:
+            names.add(flag[2].replace("-", "_"))
+    return names & get_type_hints(kind).keys()
 
 
 # ---- validation
@@ -359,9 +402,9 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 
 # ---- supporting
-# Sections: parts of the command line, paths, config files, numbers, intervals, stop conditions,
-# types and bounds, mesh sizes, rules between fields, fields without an effect, errors, the
-# transformer, groups of --help, differences between configs.
+# Sections: parts of the command line, names of runs, paths, config files, numbers, intervals, stop
+# conditions, types and bounds, mesh sizes, rules between fields, fields without an effect, errors,
+# the transformer, groups of --help, differences between configs.
 
 # ---- parts of the command line
 
@@ -428,11 +471,206 @@ def _expand_home(arg):
     return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), arg)
 
 
+# ---- names of runs
+
+RUNS_DIR = "out"  # folder of the runs that are named after their fields
+NAME_BYTES = 100  # longest derived name
+
+# Modes that read a run.
+READ_MODES = ("eval", "sample", "export")
+
+
+def choose_out_dir(cfg, typed):
+    """The folder of a run on a command line: cfg.out_dir, or derive_out_dir(cfg).
+
+    typed: fields whose flags are on the command line. Modes that read a run take the newest one in
+    RUNS_DIR when no field that defines a run is typed.
+    """
+    if cfg.out_dir and "out_dir" in typed:
+        return cfg.out_dir
+    # A file that is no run's config.json may name the folder, and so may a recipe.
+    config_of_run = os.path.join(cfg.out_dir, "config.json")
+    is_from_run = os.path.realpath(cfg.config) == os.path.realpath(config_of_run)
+    is_another = bool(defining_changes(cfg)) or "branch_from" in typed
+    if cfg.out_dir and not (is_from_run and is_another):
+        return cfg.out_dir
+    is_defined = "config" in typed or any(map(_defines_run, typed))
+    if cfg.mode in READ_MODES and not is_defined:
+        newest = newest_run(RUNS_DIR)
+        if newest:
+            return newest
+    return derive_out_dir(cfg)
+
+
+def derive_out_dir(cfg):
+    """The folder of a run, named after the fields that define it and differ from their defaults."""
+    return f"{RUNS_DIR}/{run_name(base_name(cfg), defining_changes(cfg))}"
+
+
+def defining_changes(cfg):
+    """{field: value} of the fields that define a run and differ from their defaults, or from those
+    in the file or preset cfg.config.
+    """
+    default = default_of(cfg)
+    changes = {}
+    for name, value in vars(cfg).items():
+        if _defines_run(name) and value != getattr(default, name):
+            changes[name] = value
+    changes.pop("branch_from", None)  # base_name has it
+    if "seed" in changes:  # at the end of a name, so that runs with other seeds stand together
+        changes["seed"] = changes.pop("seed")
+    return changes
+
+
+def _defines_run(name):
+    """Whether a field is part of the name of a run. width_mult is resumable since its effect is in
+    the fields that it multiplies.
+    """
+    return name not in RESUMABLE_FIELDS or name == "width_mult"
+
+
+def default_of(cfg):
+    """The config with the defaults of all fields, or those of cfg.config."""
+    if cfg.config:
+        return load(cfg.config, type(cfg))
+    return type(cfg)()
+
+
+def base_name(cfg):
+    """The beginning of a derived name: the recipe that extends Config, and the preset or file
+    cfg.config.
+    """
+    words = []
+    kind = type(cfg)
+    if kind is not Config:
+        words.append(kind.__name__.removesuffix("Config").lower())
+    # Optional: branches of a run, whose config.json is then cfg.config, unless another is typed.
+    if cfg.branch_from:
+        words.append(_last_name(cfg.branch_from))
+    if cfg.config in PRESETS:
+        words.append(cfg.config)
+    elif Path(cfg.config).name == "config.json":
+        name = Path(cfg.config).absolute().parent.name
+        if name != "default" and not cfg.branch_from:
+            words.append(name)
+    elif cfg.config:
+        words.append(Path(cfg.config).stem)
+    return ",".join(words)
+
+
+def run_name(base, changes):
+    """A folder name such as lr=0.0003,seed=1 of {field: value}, or "default" for no change.
+
+    base: the beginning of the name. A name that is cut, or has lost characters that do not suit a
+    folder, ends in a checksum of the whole text.
+    """
+    words = [base] if base else []
+    for field, value in changes.items():
+        words.append(_name_of_value(field, value))
+    whole = ",".join(words) or "default"
+    name = re.sub(r"[^A-Za-z0-9_.,=+@%-]", "_", whole)[:NAME_BYTES]
+    if name != whole:
+        name = f"{name[: NAME_BYTES - 9]}-{zlib.crc32(whole.encode(errors='replace')):08x}"
+    return name
+
+
+def _name_of_value(field, value):
+    """The part of a derived name that one field gives: lr=0.0003, document_mask, data=a.txt+b.txt.
+    """
+    if value is True:
+        return field
+    if value is False:
+        return f"no_{field}"
+    items = value if isinstance(value, tuple) else (value,)
+    texts = []
+    for item in items:
+        text = str(item)
+        if isinstance(item, float) and float(f"{item:g}") == item:
+            text = f"{item:g}"
+        # Of each path its last name, whatever options follow it.
+        if field in PATH_FIELDS or "/" in text:
+            text = " ".join(_last_name(word) for word in text.split())
+        texts.append(text)
+    return f"{field}={'+'.join(texts)}"
+
+
+def _last_name(path):
+    """The last name of a path, or of hf://ORG/NAME, tiktoken:NAME and file.py:NAME."""
+    return re.split("[/:]", path.rstrip("/"))[-1]
+
+
+def parse_branch(text):
+    """(folder of a run, step) of DIR@STEP. Raises ValueError when the text is malformed."""
+    folder, _, step = text.rpartition("@")
+    if not folder or not step.isdecimal():
+        raise ValueError(f"branch_from {text!r}: must be DIR@STEP, as in out/default@400")
+    return folder, int(step)
+
+
+def newest_run(folder):
+    """The run in a folder of runs that was written to last, or ""."""
+    runs = runs_in(folder)
+    if not runs:
+        return ""
+    return max(runs, key=_last_written)
+
+
+def runs_in(folder):
+    """The folders of the runs in a folder of runs, sorted."""
+    return sorted(str(path.parent) for path in Path(folder).glob("*/config.json"))
+
+
+def _last_written(out_dir):
+    """Time at which a run was last written to: its log, or its config."""
+    log = Path(out_dir, "metrics.jsonl")
+    if log.exists():
+        return log.stat().st_mtime
+    return Path(out_dir, "config.json").stat().st_mtime
+
+
+def nearest_runs(out_dir):
+    """A sentence that lists the runs beside a missing one, the nearest names first; "" for none."""
+    path = Path(out_dir)
+    names = [Path(run).name for run in runs_in(path.parent)]
+    if path.name in names:
+        names.remove(path.name)
+    if not names:
+        return ""
+    nearest = difflib.get_close_matches(path.name, names, n=5, cutoff=0.0)
+    return f"; runs in {path.parent}: {', '.join(nearest)}"
+
+
+def run_defaults(out_dir, flags, defaults):
+    """The defaults of all flags: those of the run in out_dir, replaced by what flags.config sets.
+
+    defaults: without a run in out_dir, or for a mode that does not use it.
+    """
+    path = Path(out_dir, "config.json")
+    uses_run = flags.mode in ("train", *READ_MODES) and flags.resume in ("auto", "must")
+    if not uses_run or not path.is_file():
+        return defaults
+    kind = type(flags)
+    saved = load(str(path), kind)
+    if not flags.config or os.path.realpath(flags.config) == os.path.realpath(path):
+        return saved
+    return dataclasses.replace(saved, **config_values(flags.config, kind) | {"config": str(path)})
+
+
+def config_values(name, kind):
+    """{field: value} that a preset or a JSON file sets, with its name as "config"."""
+    cfg = load(name, kind)
+    fields = PRESETS.get(name)
+    if fields is None:
+        fields = json.loads(Path(name).read_bytes())
+    return {field: getattr(cfg, field) for field in ("config", *fields)}
+
+
 # ---- paths
 
 # Fields with paths that may begin with ~, and those of folders that a run makes.
-PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "export", "hooks", "cache_dir",
-               "data", "mix", "val_data", "tokenizer", "token_cache", "prompts", "samples_file")
+PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "branch_from", "export", "hooks",
+               "cache_dir", "data", "mix", "val_data", "tokenizer", "token_cache", "prompts",
+               "samples_file")
 FOLDER_FIELDS = ("out_dir", "ckpt_dir", "export", "cache_dir", "token_cache")
 
 def resolve_paths(cfg):
@@ -553,8 +791,8 @@ def _utf8_errors(cfg):
 # ---- config files
 
 # Fields of one launch, not of the run; config.json stores their defaults.
-LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "coordinator", "n_processes",
-                 "process_id", "log_all_processes")
+LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "checkpoint", "stop", "coordinator",
+                 "n_processes", "process_id", "log_all_processes")
 
 
 def repeatable(cfg):
@@ -595,6 +833,17 @@ def changed_flags(cfg):
             text = str(value).removesuffix(".0")
             flags.append(f"--{name} {shlex.quote(text)}")
     return flags
+
+
+# Fields that config.json has as they were given, not as resolved for one launch: the same command
+# finds them unchanged, and another machine may resolve attention in another way.
+GIVEN_FIELDS = ("attention", "width_mult", "d_model", "d_ff", "n_heads", "n_kv_heads", "head_dim",
+                "vocab_size")
+
+
+def as_given(cfg, given):
+    """A resolved config with GIVEN_FIELDS as they were given."""
+    return dataclasses.replace(cfg, **{name: getattr(given, name) for name in GIVEN_FIELDS})
 
 
 def to_json(cfg):
@@ -779,6 +1028,29 @@ def _stop_order(condition):
     return len(names), condition["exit_code"]
 
 
+# Words in the names of metrics of which less, or more, is better.
+LESS_IS_BETTER = ("loss", "ppl", "bits", "error", "nll")
+MORE_IS_BETTER = ("acc", "auc", "reward", "f1")
+
+
+def parse_best(text):
+    """The metric that cfg.keep_best names: {"name", "is_better": (new, old) -> bool}.
+
+    Raises ValueError when it is no metric of evaluations, or neither the text nor the name says
+    whether less or more is better.
+    """
+    name = text.rstrip("<>")
+    sign = text[len(name):]
+    if not sign and any(word in name for word in LESS_IS_BETTER):
+        sign = "<"
+    elif not sign and any(word in name for word in MORE_IS_BETTER):
+        sign = ">"
+    tests = {"<": operator.lt, ">": operator.gt}
+    if not name.startswith("val_") or sign not in tests:
+        raise ValueError(f"keep_best {text!r}: not a metric of evaluations with < or >")
+    return {"name": name, "is_better": tests[sign]}
+
+
 # ---- types and bounds
 
 def _type_errors(values, hints):
@@ -898,6 +1170,10 @@ def _is_bad_stop(cfg):
     return not all(name.startswith("val_") for name in names)
 
 
+def _is_bad_checkpoint(cfg):
+    return not re.fullmatch("latest|best|[0-9]+", cfg.checkpoint)
+
+
 def _are_name_numbers(texts):
     return all(re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", text) for text in texts)
 
@@ -935,6 +1211,20 @@ RULES = (
      "broken": _is_bad_stop,
      "rule": "must be 500 (steps in all), +100 (more steps), 2h30m, val_loss<3 or loss>9; a "
              "metric of training needs log_every above 0"},
+    {"field": "checkpoint",
+     "broken": _is_bad_checkpoint,
+     "rule": "must be latest, best, or a step, as in 400"},
+    {"field": "checkpoint",
+     "broken": lambda c: c.mode not in READ_MODES and c.checkpoint != "latest",
+     "rule": "has an effect only in modes eval, sample and export; to begin a run with that "
+             "checkpoint, use --branch_from or --init_from"},
+    {"field": "keep_best",
+     "broken": lambda c: c.keep_best and not parses(parse_best, c.keep_best),
+     "rule": "must be a metric of evaluations, as val_loss, with < or > after a name that does not "
+             "say whether less or more is better, as in 'val_margin>'"},
+    {"field": "branch_from",
+     "broken": lambda c: c.branch_from and not parses(parse_branch, c.branch_from),
+     "rule": "must be DIR@STEP, as in out/default@400"},
     {"field": "mix",
      "broken": lambda c: not _are_name_numbers(c.mix),
      "rule": "must be NAME=NUMBER, as in web.bin=0.3"},
@@ -966,7 +1256,7 @@ RULES = (
      "broken": lambda c: c.order != "windows" and _has_interval_in_windows(c),
      "rule": "must be windows for an interval in windows, as in save_every or eval_every"},
     {"field": "out_dir",
-     "broken": lambda c: not c.out_dir or "://" in c.out_dir,
+     "broken": lambda c: "://" in c.out_dir,
      "rule": "must be a folder on this machine; for a bucket set --ckpt_dir"},
     {"field": "export",
      "broken": lambda c: c.mode == "export" and not c.export,
@@ -994,9 +1284,7 @@ RULES = (
 
 def _unused_errors(cfg):
     """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect."""
-    default = type(cfg)()
-    if cfg.config:
-        default = load(cfg.config, type(cfg))
+    default = default_of(cfg)
     errors = []
     for row in UNUSED_WHEN:
         field = row["field"]
@@ -1263,14 +1551,14 @@ STATE_FIELDS = (
 )
 # A run may resume with any of these changed. Every other field must be named in allow_change.
 RESUMABLE_FIELDS = (
-    "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change",
+    "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "checkpoint",
     "export", "export_dtype", "export_lora", "export_check", "cache_dir",
     "token_cache", "wait_s", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",
     "coordinator", "n_processes", "process_id", "peer_timeout_s",
     "track", "log_every", "eval_every", "eval_batches", "eval_batch_size",
-    "save_every", "max_to_keep", "keep_period", "save_exclude",
+    "save_every", "save_end", "keep_best", "max_to_keep", "keep_period", "save_exclude",
     "weights_every", "export_every", "sample_every", "watch", "profile", "log_all_processes",
     "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
     "top_k", "top_p",
@@ -1290,11 +1578,11 @@ ARCH_FIELDS = (
 )
 
 
-def check_resumable(old, new, old_mesh=(), mesh=()):
+def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
     """Raise ValueError with each difference that keeps a run from resuming.
 
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
-    old_mesh, mesh: {axis: size} of the run and of this process.
+    old_mesh, mesh: {axis: size} of the run and of this process. default_lr: {optimizer: rate}.
     """
     defaults = json.loads(to_json(type(new)()))
     before = defaults | old
@@ -1312,13 +1600,39 @@ def check_resumable(old, new, old_mesh=(), mesh=()):
     for name in after:
         if before[name] == after[name] or name in resumable:
             continue
-        difference = f"{name} was {before[name]!r}, is {after[name]!r}"
+        was = _describe_value(name, before, default_lr)
+        difference = f"{name} was {was}, is {_describe_value(name, after, default_lr)}"
         if name in STATE_FIELDS:
             errors.append(f"{difference} (another shape: use another --out_dir)")
         elif name not in new.allow_change:
             errors.append(f"{difference} (on purpose: --allow_change {name})")
-    raise_if_errors(errors, f"{new.out_dir} holds a run with another config (to resume that run: "
-                            f"--config {new.out_dir}/config.json)")
+    raise_if_errors(errors, f"{new.out_dir} holds a run with another config (to resume that run, "
+                            f"type only: --out_dir {new.out_dir})")
+
+
+def _describe_value(name, fields, default_lr):
+    """The value of a field for a message: what -1 stands for, where that is known."""
+    value = fields[name]
+    if name == "lr" and value == -1 and fields["optimizer"] in dict(default_lr):
+        return f"{dict(default_lr)[fields['optimizer']]:g}, the default of {fields['optimizer']}"
+    if name == "eod_id" and value == -1:
+        return "unknown"
+    return repr(value)
+
+
+def branch_errors(old, new):
+    """Errors: the fields in which a branch cannot differ from the run that it leaves.
+
+    old: the run's config as a dict; a field that it lacks had its default. new: a config.
+    """
+    before = json.loads(to_json(type(new)())) | old
+    after = json.loads(to_json(new))
+    errors = []
+    for name in STATE_FIELDS:
+        if before[name] != after[name]:
+            errors.append(f"{name} was {before[name]!r}, is {after[name]!r}: the state has another "
+                          "shape; leave it, or use --init_from")
+    return errors
 
 
 def architecture_mismatch(saved, current):
@@ -1382,7 +1696,7 @@ def changes_since(saved, current):
 
 
 # ---- optional
-# Rooms: other names, profiles, evaluation batches of another size, presets.
+# Rooms: other names, profiles, evaluation batches of another size, branches of a run, presets.
 
 # ---- other names
 
@@ -1552,6 +1866,19 @@ def evaluation_config(cfg):
     return dataclasses.replace(
         cfg, batch_size=size, grad_accum_steps=1,
         loss_divisor=cfg.loss_divisor * size / cfg.batch_size)  # that of a sequence is unchanged
+
+
+# ---- branches of a run
+
+def branch_defaults(text, kind):
+    """The config of the run that a branch leaves; the defaults of all fields where it has none."""
+    if not parses(parse_branch, text):  # validate reports it
+        return kind()
+    folder, _ = parse_branch(text)
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        return kind()
+    return load(str(path), kind)
 
 
 # ---- presets

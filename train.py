@@ -41,6 +41,7 @@ import textwrap
 import threading
 import time
 import traceback
+import types
 from functools import partial
 from pathlib import Path
 
@@ -211,6 +212,8 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     """
     launched = time.perf_counter()
     cfg = config.resolve_paths(cfg)
+    if not cfg.out_dir:  # the command line has chosen one
+        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
     steplib.check_platform()
@@ -230,9 +233,12 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     if cfg.mode in ("eval", "sample", "export"):
         return run_saved(cfg, task, hooks, state, params)
 
+    print0(f"run {cfg.out_dir}")
     # `signals` gets the name of the first signal. Until in_loop is set, a signal raises
     # KeyboardInterrupt; afterwards it only asks the loop to stop. A second one ends the process.
-    with catch_signals() as (signals, in_loop):
+    progress = init_progress(launched)
+    request_save = partial(progress["requests"].add, "save")
+    with catch_signals(request_save) as (signals, in_loop):
         print_changed_flags(cfg)
         setup = setup_run(cfg, task, hooks=hooks)
         cfg = setup["cfg"]
@@ -240,7 +246,6 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
             observers = make_observers(cfg)
             heartbeat = start_heartbeats(cfg, observers)
-            progress = init_progress(launched)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
                     started = start_run(
@@ -265,9 +270,9 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
 
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     """Resolve and check everything that needs neither data nor a compilation. The result is fixed:
-    {"cfg" (resolved, except steps from epochs), "task" (with its defaults), "hooks", "mesh",
-    "table" (of parameters), "batch" (shapes with shardings), "is_synchronous" (whether a step is
-    done when its call returns)}.
+    {"cfg" (resolved, except steps from epochs), "given" (cfg before that), "task" (with its
+    defaults), "hooks", "mesh", "table" (of parameters), "batch" (shapes with shardings),
+    "is_synchronous" (whether a step is done when its call returns)}.
 
     devices: default jax.devices(). Raises ValueError with all errors that it finds.
     """
@@ -278,6 +283,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     # Check the config, and resolve its defaults. First the sizes of a Hugging Face model, if
     # --init_from names one.
     cfg = task["hf"]["update_config"](cfg)
+    given = cfg
     choices = {
         "optimizer": steplib.OPTIMIZERS,
         "optimizers": steplib.OPTIMIZERS,
@@ -305,6 +311,7 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
 
     return {
         "cfg": cfg,
+        "given": given,
         "task": task,
         "hooks": hooks,
         "mesh": mesh,
@@ -336,19 +343,18 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # Find the newest checkpoint to resume from, if --resume allows it.
     is_given = state is not None or params is not None
     saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
-    # Optional: windows.
-    if "restore" in train_data:
-        train_data["restore"](saved_meta.get("data", {}).get("windows", []))
 
-    # Check the stop conditions, and where the initial state comes from, before the compilation.
-    stops = config.parse_stops(cfg)
-    for stop in stops:
-        if stop["name"].startswith("val_") and not val_data:
-            raise ValueError(f"stop {stop['name']}: the run has no validation data; set --val_data "
-                             "or --val_frac")
+    # Check the metrics that fields name, and where the initial state comes from, before the
+    # compilation.
+    metric_names = named_metrics(cfg)
+    check_validation_data(metric_names, val_data)
     start = choose_start(setup, train_data, state, params, saved_meta)
+    start_meta = start["meta"]  # of the checkpoint that the run begins with, or {}
     if saved_meta and is_finished(cfg, saved_step):
         return None
+    # Optional: windows.
+    if "restore" in train_data:
+        train_data["restore"](start_meta.get("data", {}).get("windows", []))
 
     # Print what will run.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
@@ -367,40 +373,39 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         programs = steplib.compile_steps(*step_args(setup))
         steplib.check_fits(programs["memory"], setup["mesh"])
         compile_s = time.perf_counter() - compile_began
-    known_metrics = check_stop_metrics(setup, stops, programs["metrics"], train_data, val_data)
+    known_metrics = check_metric_names(
+        setup, metric_names, programs["metrics"], train_data, val_data)
 
     # Make the initial state, from the first of these that exists:
     # 1. the state that the caller gave
     # 2. the parameters that the caller gave, with new optimizer moments
     # 3. the newest checkpoint of this run
-    # 4. parameters from --init_from
-    # 5. random parameters
+    # 4. the checkpoint of another run, from --branch_from
+    # 5. parameters from --init_from
+    # 6. random parameters
     state = load_start(setup, start, programs, state, params)
-    if saved_meta and int(state["step"]) != saved_meta["step"]:
+    if start_meta and int(state["step"]) != start_meta["step"]:
         # The newest checkpoint is corrupted, and an older one was restored.
-        saved_meta = ckpt.read_meta(root, int(state["step"]))
+        start_meta = ckpt.read_meta(start["root"], int(state["step"]))
     state = run_hooks(hooks, "load", state)
     first_step = int(state["step"])
 
     # Delete the run to overwrite only now that nothing else can go wrong.
-    config_json = config.to_json(config.repeatable(cfg))
+    config_json = config.to_json(dataclasses.replace(
+        config.as_given(config.repeatable(cfg), setup["given"]),
+        allow_change=pending_changes(setup, train_data, start)))
     ckpt.begin_out_dir(
         cfg.out_dir, root, config_json, overwrite=cfg.resume == "overwrite", log=print0)
 
     # Continue the timers, the metrics and the events of earlier launches.
-    restore_progress(progress, cfg.out_dir, first_step, saved_meta)
+    restore_progress(progress, cfg.out_dir, first_step, start_meta, start["is_branch"])
+    # Optional: best checkpoint.
+    progress["kept_best"] = best_so_far(cfg)
 
-    # Log what runs, and on what.
-    run_meta = describe_run(setup, programs, saved_meta, start["sources"])
-    changes = config.changes_since(saved_meta, run_meta)
-    if changes:
-        print0(f"since the checkpoint: {'; '.join(changes)}. The run continues, but agrees "
-               "with an unchanged one only up to rounding")
-    if saved_meta:
-        has_other_data = saved_meta["data"]["fingerprint"] != train_data["fingerprint"]
-        for sentence in config.data_changes(
-                saved_meta["config"], cfg, first_step, has_other_data):
-            print0(f"since the checkpoint: {sentence}")
+    # Log what runs, and on what, and what has changed since the checkpoint.
+    run_meta = describe_run(setup, programs, start)
+    for sentence in changes_since(start_meta, run_meta, cfg, first_step, train_data):
+        print0(f"since the checkpoint: {sentence}")
     log_event = make_log_event(
         hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
@@ -411,17 +416,18 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         "train_data": train_data,
         "val_data": val_data,
         "intervals": event_intervals(cfg),
-        "stops": stops,
+        "stops": config.parse_stops(cfg),
         "known_metrics": known_metrics,  # names that rows may have, as far as they are known
         "unsaved": unsaved,  # parameters that no checkpoint has
         "programs": programs,
         "first_step": first_step,
+        "is_branch": start["is_branch"],
         "meta": run_meta,  # part of every checkpoint
         "log_event": log_event,
         "heartbeat": heartbeat,
         "check_lock": check_lock,
     }
-    resume_hooks(run, progress, saved_meta, logged)  # optional: state of hooks
+    resume_hooks(run, progress, start_meta, logged)  # optional: state of hooks
     return run, state
 
 
@@ -430,39 +436,47 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
 
 def choose_start(setup, train_data, state, params, meta):
     """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
-    sources of parameters, "missing": parameters that the checkpoint of `meta` lacks (all, if it is
-    {}), "load_from": sources to load them from, "meta"}. Prints the sources.
+    sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
+    "load_from": sources to load them from, "meta": of the checkpoint, or {}, "root": its folder,
+    "step": its step, None for the newest intact one, "is_branch": whether it is of another run}.
+    Prints the sources. meta: of the newest checkpoint of this run, or {}.
 
     Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
     ValueError when the data, the sources or another field differ and --allow_change does not name
     them.
     """
     cfg = setup["cfg"]
-    start = {"sources": [], "missing": set(), "load_from": [], "meta": meta}
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    start = {"sources": [], "missing": set(), "load_from": [], "meta": meta, "root": root,
+             "step": None, "is_branch": False}
     if state is not None:
         return start | {"origin": "the given state"}
     if params is not None:
         return start | {"origin": "the given parameters"}
 
-    if meta:
-        mesh_shape = dict(setup["mesh"].shape)
-        config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), mesh_shape)
+    # Optional: branches of a run.
+    if cfg.branch_from and not meta:
+        start |= find_branch(cfg)
+        meta = start["meta"]
+    elif meta:
+        check_resumable(setup, meta)
     missing, load_from = find_parameters(setup, meta)
     sources = [source.get("summary", source["path"]) for source in load_from]
-    if meta:
+    if meta and not start["is_branch"]:
         check_same_data(cfg, train_data, meta, sources if missing else None)
 
     origin = "a fresh initialization"
-    if meta:
+    if start["is_branch"]:
+        origin = f"the checkpoint {cfg.branch_from}"
+    elif meta:
         origin = "its own checkpoint"
     elif sources:
         origin = ", ".join(sources)
-    return {
+    return start | {
         "origin": origin,
         "sources": sources or meta.get("sources", []),
         "missing": missing,
         "load_from": load_from,
-        "meta": meta,
     }
 
 
@@ -486,9 +500,9 @@ def load_start(setup, start, programs, state, params):
             initial = programs["init"](key)
     if not start["meta"]:
         return initial
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    # The newest checkpoint that can be read, with the parameters of `initial` that it lacks.
-    _, restored = ckpt.restore_run(cfg.out_dir, root, like, start["missing"], initial, print0)
+    # The checkpoint, with the parameters of `initial` that it lacks.
+    _, restored = ckpt.restore_run(
+        cfg.out_dir, start["root"], like, start["missing"], initial, print0, start["step"])
     return restored
 
 
@@ -548,6 +562,9 @@ def train(run, state, progress, signals):
         if "eval" in due and run["val_data"] and not save_only(signals):
             with save_if_out_of_memory(run, state, step, progress):
                 run_validation(run, state, step, progress, signals, stopped_while_waiting)
+                # Optional: best checkpoint.
+                if cfg.keep_best:
+                    keep_if_best(run, state, step, progress)
 
         # Print samples, for a person to judge the progress.
         if "sample" in due and run["task"]["sample"] and not save_only(signals):
@@ -602,7 +619,8 @@ def train(run, state, progress, signals):
     # Log the last metrics. They may change the reason and the exit code.
     log_step(run, state, progress)
     batches.close()
-    if progress["saved_step"] != step and due.get("save") != "end":
+    is_skipped = due.get("save") == "end"  # by a hook
+    if progress["saved_step"] != step and saves_at_end(run, progress) and not is_skipped:
         save_state(run, state, step, progress, "stop")
     stop = stop_reason(run, step, progress["polled"], progress["last_metrics"]) or stop
     return end_run(run, state, step, progress, stop)
@@ -629,6 +647,9 @@ def due_events(run, step, progress):
             due[event] = "request"
         elif elapsed_s >= interval.get("second", math.inf):
             due[event] = "second"
+    # Optional: branches of a run. A branch saves its first state, which the other run may delete.
+    if run["is_branch"] and step == run["first_step"]:
+        due["save"] = "branch"
     return due
 
 
@@ -698,8 +719,8 @@ def save_state(run, state, step, progress, why, kind="save"):
     """Start to write a checkpoint, once the previous one of its kind is committed. Its meta.json
     has the config, the machine and the position in the data. A hook may skip it.
 
-    why: of due_events, "stop" or "error". kind: "save", or "weights" for the parameters alone. The
-    next checkpoint replaces one that is due by time.
+    why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
+    "best" for the parameters alone. The next checkpoint replaces one that is due by time.
     """
     cfg, timers = run["cfg"], progress["timers"]
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
@@ -727,11 +748,11 @@ def save_state(run, state, step, progress, why, kind="save"):
             run["programs"]["compile_digest"]()
         began = time.perf_counter()
         digest = steplib.digest(run["programs"]["digest"](state))
-        if kind == "weights":
+        if kind != "save":
             digest = {"params": digest["params"]}
             state = {"params": state["params"]}
             root = ckpt.join_path(root, kind)
-            max_to_keep = 0
+            max_to_keep = 1 if kind == "best" else 0
             keep_period = 0
             temporary = False
 
@@ -753,6 +774,9 @@ def save_state(run, state, step, progress, why, kind="save"):
             "requests": {"now": progress["polled"]["events"],
                          "next": sorted(progress["requests"])},
         }
+        # Optional: best checkpoint.
+        if kind == "best":
+            meta["best"] = describe_best(cfg, progress)
         future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, temporary, print0)
         progress["pending_saves"][kind] = {"step": step, "future": future}
         if kind == "save":
@@ -959,6 +983,8 @@ def init_progress(launched):
         # Result of the newest poll_requests
         "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
                    "hook_stops": [], "events": []},
+        # Value of the metric keep_best in the best checkpoint, or None
+        "kept_best": None,
         # Reasons of hooks to stop, which log_event appends
         "hook_stops": [],
         # Step of the newest save, or None
@@ -972,10 +998,10 @@ def init_progress(launched):
     }
 
 
-def restore_progress(progress, out_dir, step, meta):
+def restore_progress(progress, out_dir, step, meta, is_branch):
     """Continue the timers, the metrics, the events and the best validation loss of earlier
-    launches. meta: of the checkpoint
-    that the run resumes from, or {}.
+    launches. meta: of the checkpoint that the run begins with, or {}. is_branch: whether it is of
+    another run.
     """
     def read_earlier():
         rows = ckpt.read_log(out_dir)
@@ -997,10 +1023,14 @@ def restore_progress(progress, out_dir, step, meta):
             progress["last_done"][event] = (step, 0.0)
     if meta:
         progress["last_done"]["save"] = (step, 0.0)
-        progress["saved_step"] = step
         requests = meta.get("requests", {"now": [], "next": []})
         progress["polled"]["events"] = requests["now"]
         progress["requests"] |= {*requests["next"]}
+    if is_branch:  # the other run has done what is due at this step; but see due_events
+        progress["last_done"] = dict.fromkeys([*config.EVENTS, "epoch", "window"], (step, 0.0))
+        del progress["last_done"]["save"]
+    elif meta:
+        progress["saved_step"] = step
     progress["window"] = new_window(meta.get("since_log", {}))
 
 
@@ -1141,7 +1171,7 @@ def best_validation(best, row):
 def end_run(run, state, step, progress, stop):
     """Log "stop", and "end" with the newest metrics. Return the summary. stop: of stop_reason."""
     cfg, timers = run["cfg"], progress["timers"]
-    for kind in ("weights", "save"):
+    for kind in ("weights", "best", "save"):
         if kind in progress["pending_saves"]:
             with timed(timers, "save"):
                 wait_for_save(run, progress, kind)
@@ -1371,7 +1401,16 @@ def is_due_at_end(run, event):
         return bool(run["cfg"].export)
     if event == "weights":
         return bool(run["intervals"]["weights"])
-    return event in ("save", "eval", "sample")
+    if event == "save":
+        return run["cfg"].save_end == "yes"
+    return event in ("eval", "sample")
+
+
+def saves_at_end(run, progress):
+    """Whether to save when the loop ends. Without save_end, only a request to stop saves."""
+    requests = progress["polled"]
+    is_requested = requests["signal"] or requests["stop_file"] or requests["hook_stops"]
+    return run["cfg"].save_end == "yes" or bool(is_requested)
 
 
 def completed(run, unit, step):
@@ -1401,6 +1440,9 @@ def wait_for_save(run, progress, kind):
         return
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
+        # Optional: best checkpoint.
+        if kind == "best":
+            delete_other_best(run["cfg"], save["step"])
 
 
 @contextlib.contextmanager
@@ -1486,6 +1528,77 @@ def all_done(steps):
 
 
 # ---- the initial state
+
+
+def check_resumable(setup, meta, allowed=None):
+    """Raise ValueError when the run whose checkpoint has this meta cannot resume with this config.
+
+    allowed: fields that may differ; None: those in cfg.allow_change.
+    """
+    cfg = setup["cfg"]
+    if allowed is not None:
+        cfg = dataclasses.replace(cfg, allow_change=allowed)
+    config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(setup["mesh"].shape),
+                           steplib.DEFAULT_LR)
+
+
+def pending_changes(setup, train_data, start):
+    """The fields in cfg.allow_change, if the run differs from its newest checkpoint by them. Until
+    a checkpoint has the new values, config.json keeps them allowed.
+    """
+    cfg, meta = setup["cfg"], start["meta"]
+    if not meta or start["is_branch"] or not cfg.allow_change:
+        return ()
+    try:
+        check_resumable(setup, meta, allowed=())
+        unchanged = dataclasses.replace(cfg, allow_change=())
+        check_same_data(unchanged, train_data, meta, start["sources"] or None)
+    except ValueError:
+        return cfg.allow_change
+    return ()
+
+
+def changes_since(meta, run_meta, cfg, step, train_data):
+    """Sentences on what has changed since the checkpoint of `meta` ({}: no checkpoint).
+
+    run_meta: of describe_run. step: of the checkpoint.
+    """
+    if not meta:
+        return []
+    sentences = []
+    changes = config.changes_since(meta, run_meta)
+    if changes:
+        sentences.append(f"{'; '.join(changes)}. The run continues, but agrees with an unchanged "
+                         "one only up to rounding")
+    has_other_data = meta["data"]["fingerprint"] != train_data["fingerprint"]
+    sentences += config.data_changes(meta["config"], cfg, step, has_other_data)
+    sentences += rate_change(meta["config"], cfg, step)
+    return sentences
+
+
+# Fields that the learning rate depends on.
+SCHEDULE_FIELDS = ("steps", "epochs", "lr", "optimizer", "schedule", "warmup_steps", "min_lr_frac",
+                   "decay_frac", "poly_power")
+
+
+def rate_change(saved, cfg, step):
+    """A sentence on how another schedule changes the learning rate at `step`, in a list; [] if it
+    changes by less than a tenth. saved: the config of the checkpoint, as a dict.
+    """
+    defaults = dataclasses.asdict(type(cfg)())
+    before = types.SimpleNamespace(**defaults | saved)
+    planned = float(steplib.lr_at(step, before))
+    current = float(steplib.lr_at(step, cfg))
+    if abs(current - planned) <= 0.1 * max(current, planned):
+        return []
+    last = float(steplib.lr_at(max(step - 1, 0), before))
+    changes = []
+    for name in SCHEDULE_FIELDS:
+        old, new = getattr(before, name), getattr(cfg, name)
+        if old != new:
+            changes.append(f"{name} was {old}, is {new}")
+    return [f"{', '.join(changes)}: the learning rate of the next step is {current:.3g}, that of "
+            f"the last one was {last:.3g}"]
 
 
 def check_same_data(cfg, train_data, meta, sources):
@@ -1783,6 +1896,8 @@ def poll_requests(run, step, progress, signals):
 
     hook_stops = progress["hook_stops"]
     requests = progress["requests"] if step is not None else set()
+    if step is not None:
+        add_save_file(run, requests)
     found = {
         "elapsed_s": time.perf_counter() - progress["timers"]["launched"],
         "stop_file": os.path.exists(f"{run['cfg'].out_dir}/stop"),
@@ -1814,6 +1929,16 @@ def poll_requests(run, step, progress, signals):
     }
 
 
+def add_save_file(run, requests):
+    """Add a save to the requested events if the file out_dir/save exists, and delete it. Process 0
+    does it for all.
+    """
+    path = Path(run["cfg"].out_dir, "save")
+    if is_main() and path.exists():
+        path.unlink(missing_ok=True)
+        requests.add("save")
+
+
 def stop_while_waiting(run, step, progress, signals):
     """stop_reason during a wait for data. Several processes cannot agree then: they wait on."""
     run["heartbeat"](doing="waiting for data", step=step)
@@ -1827,10 +1952,10 @@ def stop_while_waiting(run, step, progress, signals):
 
 
 @contextlib.contextmanager
-def catch_signals():
+def catch_signals(on_save=lambda: None):
     """Yield a list that gets the name of the first SIGINT, SIGTERM or SIGHUP (unless nohup ignores
     that), and an Event to set once there is something to save. Before it is set, a signal raises
-    KeyboardInterrupt. A second signal ends the process.
+    KeyboardInterrupt. A second signal ends the process. SIGUSR1 calls on_save instead.
 
     A thread reads the signals, since Python runs no handler while the main thread is inside a step.
     Two within a second count as one: `timeout` sends two.
@@ -1842,7 +1967,7 @@ def catch_signals():
         numbers.add(signal.SIGHUP)
 
     def handle(number, frame):
-        if not in_loop.is_set():
+        if number != signal.SIGUSR1 and not in_loop.is_set():
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     def on_signal(number):
@@ -1870,6 +1995,8 @@ def catch_signals():
             if not received:
                 break
             number = received[0]
+            if number == signal.SIGUSR1:
+                on_save()
             if number not in numbers:
                 continue
             if not caught:
@@ -1888,7 +2015,7 @@ def catch_signals():
             threading.Thread(target=watch, args=[reader], daemon=True).start()
             old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             undo.callback(signal.set_wakeup_fd, old)
-            for number in numbers:
+            for number in (*numbers, signal.SIGUSR1):
                 undo.callback(signal.signal, number, signal.signal(number, handle))
         yield caught, in_loop
 
@@ -2294,10 +2421,8 @@ def mark_labels(pieces, in_terminal):
     return "".join(marked)
 
 
-def describe_run(setup, programs, meta, sources):
-    """What runs, and on what, for the start event and every checkpoint. meta: of the checkpoint
-    that the run resumes from, or {}. sources: names of the sources of its parameters.
-    """
+def describe_run(setup, programs, start):
+    """What runs, and on what, for the start event and every checkpoint. start: of choose_start."""
     cfg, task = setup["cfg"], setup["task"]
     unit = task["unit"]
     device = jax.devices()[0]
@@ -2307,6 +2432,9 @@ def describe_run(setup, programs, meta, sources):
     machine = steplib.describe_machine(device)
     machine["device"] = device.device_kind
     machine["xla_flags"] = os.environ.get("XLA_FLAGS", "")
+    run_id = os.urandom(4).hex()
+    if start["meta"] and not start["is_branch"]:
+        run_id = start["meta"].get("run_id", run_id)
     row = {
         "devices": f"{jax.device_count()} x {device.device_kind}",
         "processes": jax.process_count(),
@@ -2316,8 +2444,8 @@ def describe_run(setup, programs, meta, sources):
         "memory_bytes_per_device": programs["memory"],
         "config": dataclasses.asdict(cfg),
         "mesh": dict(setup["mesh"].shape),
-        "sources": sources,
-        "run_id": meta.get("run_id", os.urandom(4).hex()),
+        "sources": start["sources"],
+        "run_id": run_id,
         "machine": machine,
         "versions": versions,
     }
@@ -2331,10 +2459,11 @@ def describe_run(setup, programs, meta, sources):
 # ---- optional
 #
 # The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, checks
-# of stop conditions, steps that are not finite, validation data that comes later, exports during a
-# run, dynamic sources of parameters, excluded parameters, Hugging Face weights, modes without a
-# loop, memory estimates, hooks from files, state of hooks, compilation cache, several processes,
-# profiler, plot, trackers. Then the observers that run, and the command line.
+# of the names of metrics, best checkpoint, branches of a run, steps that are not finite, validation
+# data that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
+# Hugging Face weights, modes without a loop, memory estimates, hooks from files, state of hooks,
+# compilation cache, several processes, profiler, plot, trackers. Then the observers that run, and
+# the command line.
 
 
 # ---- custom tasks
@@ -2586,18 +2715,39 @@ def id_errors(batch, table):
     return errors
 
 
-# ---- checks of stop conditions
+# ---- checks of the names of metrics
 
 
-def check_stop_metrics(setup, stops, shapes, train_data, val_data):
-    """Raise ValueError for a condition of --stop on a metric that no row of this run will have.
-    Return the names that rows will have, as far as they are known.
+def named_metrics(cfg):
+    """{field: names of metrics} that cfg.stop and cfg.keep_best have."""
+    names = {"stop": {stop["name"] for stop in config.parse_stops(cfg)} - {*config.STOP_MESSAGES}}
+    if cfg.keep_best:
+        names["keep_best"] = {config.parse_best(cfg.keep_best)["name"]}
+    return names
 
-    shapes: shapes of the metrics of train_step. Hooks may add metrics to rows: with hooks,
-    stop_reason finds an unknown name at the first row.
+
+def check_validation_data(metric_names, val_data):
+    """Raise ValueError for a metric of evaluations where the run has no validation data.
+
+    metric_names: of named_metrics.
     """
-    conditions = {stop["name"] for stop in stops} - {*config.STOP_MESSAGES}
-    if setup["hooks"] or not conditions:
+    errors = []
+    for field, names in metric_names.items():
+        for name in sorted(names):
+            if name.startswith("val_") and not val_data:
+                errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
+                              "--val_frac")
+    config.raise_if_errors(errors)
+
+
+def check_metric_names(setup, metric_names, shapes, train_data, val_data):
+    """Raise ValueError for a metric that a field names and no row of this run will have. Return the
+    names that rows will have, as far as they are known.
+
+    metric_names: of named_metrics. shapes: shapes of the metrics of train_step. Hooks may add
+    metrics to rows: with hooks, an unknown name is found at the first row.
+    """
+    if setup["hooks"] or not any(metric_names.values()):
         return set()
 
     # Rows of the same form, with made-up numbers.
@@ -2627,11 +2777,85 @@ def check_stop_metrics(setup, stops, shapes, train_data, val_data):
         known |= {f"{prefix}{name}{suffix}" for name in [*scalars(given), *added]}
 
     errors = []
-    for name in sorted(conditions - known):
-        nearest = config.did_you_mean(name, sorted(known))
-        errors.append(f"no row of this run has the metric {name!r} ({nearest})")
-    config.raise_if_errors(errors, f"stop {' '.join(setup['cfg'].stop)}")
+    for field, names in metric_names.items():
+        for name in sorted(names - known):
+            errors.append(f"{field}: no row of this run has the metric {name!r} "
+                          f"({config.did_you_mean(name, sorted(known))})")
+    config.raise_if_errors(errors)
     return known
+
+
+# ---- best checkpoint
+
+
+def best_so_far(cfg):
+    """The value of the metric cfg.keep_best in the best checkpoint, or None."""
+    if not cfg.keep_best:
+        return None
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    _, meta = ckpt.newest_meta(ckpt.join_path(root, "best"))
+    best = meta.get("best", {})
+    if best.get("metric") != config.parse_best(cfg.keep_best)["name"]:
+        return None
+    return best["value"]
+
+
+def describe_best(cfg, progress):
+    """The entry "best" in the meta of the best checkpoint, which best_so_far reads."""
+    return {"metric": config.parse_best(cfg.keep_best)["name"], "value": progress["kept_best"]}
+
+
+def delete_other_best(cfg, step):
+    """Delete the best checkpoints but that of `step`. A run that resumed may repeat later steps."""
+    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    ckpt.keep_only(ckpt.join_path(root, "best"), step, print0)
+
+
+def keep_if_best(run, state, step, progress):
+    """Save the parameters as the best checkpoint, if the newest evaluation has a better value of
+    the metric cfg.keep_best than all before it.
+    """
+    metric = config.parse_best(run["cfg"].keep_best)
+    metrics = progress["last_metrics"]
+    if metrics.get("val_step") != step:  # stopped, or the data is missing
+        return
+    if metric["name"] not in metrics:  # hooks may add metrics: then it is not known before
+        nearest = config.did_you_mean(metric["name"], sorted(metrics))
+        error = f"keep_best: this evaluation has no metric {metric['name']!r} ({nearest})"
+        run["log_event"]("nonfatal_error", {"step": step, "error": error})
+        return
+    value = metrics[metric["name"]]
+    best = progress["kept_best"]
+    is_better = best is None or metric["is_better"](value, best)
+    if is_better and math.isfinite(value):
+        progress["kept_best"] = value
+        save_state(run, state, step, progress, "best", kind="best")
+
+
+# ---- branches of a run
+
+
+def find_branch(cfg):
+    """The checkpoint of another run that cfg.branch_from names, as choose_start returns it. Raises
+    ValueError when it is missing or has another shape.
+    """
+    folder, step = config.parse_branch(cfg.branch_from)
+    if os.path.realpath(folder) == os.path.realpath(cfg.out_dir):
+        raise ValueError(f"branch_from {cfg.branch_from!r}: is in the --out_dir of this run; "
+                         "choose another")
+    if step >= cfg.steps:
+        raise ValueError(f"branch_from {cfg.branch_from!r}: is at or after the last step, steps "
+                         f"{cfg.steps}; set more --steps")
+    root = ckpt.root_of(folder)
+    ckpt.newest_run_meta(
+        root, f"branch_from {cfg.branch_from!r}", config.nearest_runs(folder))
+    found_root, _, meta = ckpt.find_checkpoint(root, str(step), f"branch_from {folder}, step")
+    if found_root != root:
+        raise ValueError(f"branch_from {cfg.branch_from!r}: {found_root} has only the parameters; "
+                         "use --init_from")
+    config.raise_if_errors(
+        config.branch_errors(meta["config"], cfg), f"branch_from {cfg.branch_from}")
+    return {"root": root, "step": step, "meta": meta, "is_branch": True}
 
 
 # ---- steps that are not finite
@@ -3021,9 +3245,9 @@ def load_run(cfg, task=TEXT, hooks=()):
 
 def find_saved(cfg, task, hooks, state=None, params=None):
     """Find the parameters that a mode without a loop uses: {"setup", "root" (of the checkpoints),
-    "meta" (of the checkpoint, or {}), "step", "given" (parameters, or None)}. They are, in this
-    order, of the given state, the given ones, those of the newest checkpoint of cfg.out_dir, or
-    those of cfg.init_from.
+    "meta" (of the checkpoint, or {}), "step" (None: of the newest intact one), "given" (parameters,
+    or None)}. They are, in this order, of the given state, the given ones, those of the checkpoint
+    of cfg.out_dir that cfg.checkpoint names, or those of cfg.init_from.
     """
     step = 0
     if state is not None:
@@ -3032,9 +3256,14 @@ def find_saved(cfg, task, hooks, state=None, params=None):
         step = int(state["step"])
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     meta = {}
-    if params is None:
+    if params is None and cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
-        _, meta = ckpt.newest_run_meta(root, needed_for)
+        _, meta = ckpt.newest_run_meta(root, needed_for, config.nearest_runs(cfg.out_dir))
+        step = None
+    elif params is None:
+        root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
+    if meta:
+        print0(f"run {cfg.out_dir}, checkpoint of step {meta['step']}")
 
     setup = setup_run(cfg, task, hooks=hooks)
     cfg = setup["cfg"]
@@ -3054,7 +3283,7 @@ def load_found(found, like):
     cfg = setup["cfg"]
     _, sources = find_parameters(setup, meta)
     return ckpt.load_saved(
-        cfg.out_dir, found["root"], meta, sources, cfg.init_from, like, print0)
+        cfg.out_dir, found["root"], meta, sources, cfg.init_from, like, print0, found["step"])
 
 
 def tokenize_data(cfg, task):

@@ -32,6 +32,12 @@ class Fork(Config):
     teacher: str = ""  # a folder
 
 
+@pytest.fixture(autouse=True)
+def folder_without_runs(tmp_path, monkeypatch):
+    """A command line takes its defaults from a run in out."""
+    monkeypatch.chdir(tmp_path)
+
+
 def other(value, kind):
     """A value of the same type that differs from the default and is awkward to write as text."""
     if typing.get_origin(kind) is typing.Literal:
@@ -170,7 +176,8 @@ def test_a_fork_may_have_a_field_of_another_name():
         bias: bool = False  # biases of all matrices
         keep: config.PosInt = 1  # rows to keep
 
-    assert config.parse(["--bias", "--keep", "3"], Named) == Named(bias=True, keep=3)
+    flags = ["--bias", "--keep", "3", "--out_dir", "x"]
+    assert config.parse(flags, Named) == Named(bias=True, keep=3, out_dir="x")
     assert config.from_json('{"bias": true, "keep": 3}', kind=Named) == Named(bias=True, keep=3)
 
 
@@ -262,8 +269,9 @@ def test_flags():
     argv = ("--steps 2Ki --warmup_steps=50% --seed 2^5 --no-qk_norm --data a b "
             "--on_nonfinite skip --fsdp -1")
     assert config.parse(argv.split()) == Config(
-        steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), on_nonfinite="skip")
-    assert config.parse([]) == Config()
+        steps=2048, warmup_steps=0.5, seed=32, qk_norm=False, data=("a", "b"), on_nonfinite="skip",
+        out_dir="out/data=a+b,no_qk_norm,warmup_steps=0.5,on_nonfinite=skip,seed=32")
+    assert config.parse([]) == Config(out_dir="out/default")
 
 
 @pytest.mark.house
@@ -323,9 +331,10 @@ def test_help_of_one_group(capsys):
 def test_config_flag_preset(argv):
     """--config sets the defaults of all flags, wherever it stands. The other flags override them.
 
-    Break: config.py: defaults_file = flags.config => defaults_file = argv[1]
+    Break: config.py: **config_values(flags.config, kind)) => **config_values(argv[1], kind))
     """
-    wanted = config.PRESETS["gpt2-124m"] | dict(steps=7, config="gpt2-124m")
+    wanted = config.PRESETS["gpt2-124m"] | dict(
+        steps=7, config="gpt2-124m", out_dir="out/gpt2-124m")
     assert config.parse(argv.split()) == Config(**wanted)
 
 
@@ -357,10 +366,11 @@ def test_config_flag_file(tmp_path):
     path = tmp_path / "run.json"
     for cfg in (Config(lr=0.25, steps=9, data=("x",)), Config(steps=9)):
         path.write_text(config.to_json(cfg))
-        wanted = dataclasses.replace(cfg, lr=0.5, config=str(path))
+        wanted = dataclasses.replace(cfg, lr=0.5, config=str(path), out_dir="out/run,lr=0.5")
         assert config.parse(["--config", str(path), "--lr", "0.5"]) == wanted
     path.write_text('{"steps": 9}')
-    assert config.parse([f"--config={path}"]) == Config(steps=9, config=str(path))
+    wanted = Config(steps=9, config=str(path), out_dir="out/run")
+    assert config.parse([f"--config={path}"]) == wanted
 
 
 def test_a_home_after_an_equals_sign(tmp_path, monkeypatch):
@@ -507,7 +517,11 @@ REJECTED = [
     (dict(remat="ful"), "remat 'ful': must be one of none, full"),
     (dict(steps=0), "steps 0: must be at least 1"),
     (dict(steps=2**31), "steps 2147483648: must be at least 1, and below 2^31"),
-    (dict(out_dir=""), "out_dir '': must be a folder on this machine"),
+    (dict(checkpoint="newest"), "checkpoint 'newest': must be latest, best, or a step, as in 400"),
+    (dict(checkpoint="best"), "checkpoint 'best': has an effect only in modes eval, sample and "),
+    (dict(keep_best="loss"), "keep_best 'loss': must be a metric of evaluations, as val_loss"),
+    (dict(keep_best="val_margin"), "keep_best 'val_margin': must be a metric of evaluations"),
+    (dict(branch_from="out/default"), "branch_from 'out/default': must be DIR@STEP, as in out/de"),
     (dict(profile="22:20"), "profile '22:20': must be first:last"),
     (dict(lr=-2.0), "lr -2.0: must be at least 0, or -1 for the default"),
     (dict(b1=1.0), "b1 1.0: must be in [0, 1)"),
@@ -606,7 +620,7 @@ def test_a_field_without_an_effect_is_rejected():
     """Each is named, with the field that makes it unused. A value that comes from a preset or a
     config file is accepted.
 
-    Break: config.py: default = load(cfg.config, type(cfg)) => pass
+    Break: config.py: return load(cfg.config, type(cfg)) => pass
     """
     for change, words in (
             (dict(router_z=0.1, lora_alpha=8.0),
@@ -784,14 +798,14 @@ def test_presets_are_as_published(name, theta, eps, vocab, tied, qk_norm, length
 
 # Checksums of the defaults by group of --help, and of the presets.
 CHECKSUMS = {
-    "run": 1637994694,
+    "run": 1430839889,
     "data": 1124904215,
     "length and batch": 363732991,
     "model": 719099786,
     "numerics": 3363611907,
     "optimizer": 3817727502,
     "mesh": 2023442239,
-    "intervals": 23260834,
+    "intervals": 203607764,
     "sampling": 1773841068,
     "debug": 3161206102,
     "gpt2-124m": 63623101,
@@ -925,6 +939,7 @@ def test_a_resume_may_change_the_resumable_fields_and_no_others():
         export_check cache_dir token_cache wait_s stop steps epochs grad_accum_steps width_mult
         attention remat logit_tiles mlp_tiles deterministic offload_optimizer
         dp fsdp ep tp sp slices coordinator n_processes process_id peer_timeout_s
+        checkpoint keep_best save_end
         track log_every eval_every eval_batches eval_batch_size
         save_every max_to_keep keep_period save_exclude
         weights_every export_every sample_every watch profile log_all_processes
@@ -989,7 +1004,8 @@ def test_a_fork_extends_config():
         sizes: tuple[int, ...] = (1, 2)
 
     cfg = config.parse(["--d_hidden", "1Ki", "--lr", "1", "--sizes", "3", "4"], Fork)
-    assert cfg == Fork(d_hidden=1024, lr=1.0, sizes=(3, 4)) and cfg.steps == 7
+    name = "out/fork,lr=1,d_hidden=1024,sizes=3+4"
+    assert cfg == Fork(d_hidden=1024, lr=1.0, sizes=(3, 4), out_dir=name) and cfg.steps == 7
     assert config.from_json(config.to_json(cfg), kind=Fork) == cfg
     assert config.load("debug", Fork).d_hidden == 3
     with pytest.raises(ValueError, match="d_hidden 0: must be at least 1"):
@@ -999,10 +1015,11 @@ def test_a_fork_extends_config():
         config.validate(Fork(sizes=(1.5,)), 1)
 
 
-def test_eval_and_sample_take_the_config_of_the_run_as_defaults(tmp_path):
-    """A flag overrides it, also if its value is the default of Config.
+def test_flags_that_are_not_typed_come_from_the_run_in_out_dir(tmp_path, capsys):
+    """In all modes that have a run. A flag overrides it, also if its value is the default of
+    Config. A run that is deleted first, and the help, have the defaults of Config.
 
-    Break: config.py: in ("eval", "sample", "export") and => in ("eval",) and
+    Break: config.py: uses_run = flags.mode in ("train", *READ_MODES) => uses_run = flags.mode in ()
     """
     (tmp_path / "config.json").write_text(config.to_json(Config(temperature=0.3, n_layers=2)))
     flags = ["--mode", "sample", "--out_dir", str(tmp_path)]
@@ -1010,7 +1027,13 @@ def test_eval_and_sample_take_the_config_of_the_run_as_defaults(tmp_path):
     assert (cfg.mode, cfg.temperature, cfg.n_layers) == ("sample", 0.3, 2)
     assert config.parse(["--mode", "sample", f"--out-dir={tmp_path}"]) == cfg
     assert config.parse([*flags, "--temperature", "0.8"]).temperature == 0.8
-    assert config.parse(["--out_dir", str(tmp_path)]).n_layers == Config.n_layers
+    train = ["--out_dir", str(tmp_path)]
+    assert config.parse([*train, "--steps", "9"]).n_layers == 2
+    assert config.parse([*train, "--resume", "overwrite"]).n_layers == Config.n_layers
+    assert config.parse([*train, "--mode", "plan"]).n_layers == Config.n_layers
+    with pytest.raises(SystemExit):
+        config.parse([*train, "--help"])
+    assert f"(default: {Config.n_layers})" in re.split("--n_layers", capsys.readouterr().out)[1]
 
 
 def test_a_task_without_heads_has_no_rules_of_heads():

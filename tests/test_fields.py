@@ -411,6 +411,10 @@ FIELDS = {
     "init_from": row(dict(init_from=("first dynamic=yes",)),
                      lambda cfg: last("start", "origin")(cfg)[:13],
                      "a fresh initi", "first at step", RUN),
+    "branch_from": row(dict(branch_from="first@9"), outcome("branch_from was '', is 'first@9'"),
+                       "already finished", "branch_from was '', is 'first@9'", FINISHED),
+    "checkpoint": row(dict(checkpoint="2"), lambda cfg: train.main(cfg)["step"], 4, 2,
+                      RUN | dict(mode="eval", out_dir="first")),
     "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
                   and bool(cfg.export), False, True, RUN),
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
@@ -559,6 +563,11 @@ FIELDS = {
     "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),
     "eval_batch_size": row(dict(eval_batch_size=24), loss_has("tensor<24x16xi32>"), False, True),
     "save_every": row(dict(save_every=3), saves("save"), [2, 4], [3, 6, 8], RUN),
+    "save_end": row(dict(save_end="no"), lambda cfg: train.is_due_at_end({"cfg": cfg}, "save"),
+                    True, False),
+    "keep_best": row(dict(keep_best="val_loss"),
+                     lambda cfg: len(ckpt.steps(ckpt.roots(
+                         ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))[2])), 0, 1, RUN),
     "max_to_keep": row(dict(max_to_keep=1), checkpoints, [2, 4], [6, 8], RUN),
     "keep_period": row(dict(keep_period=6), checkpoints, [2, 4], [6, 8], RUN),
     "save_exclude": row(dict(save_exclude=("embed",)), saved_embed, True, False, RUN),

@@ -113,6 +113,7 @@ JUMPS = {
     "config.py": {
         "other names": ["name_here"],
         "profiles": ["profile_span"],
+        "branches of a run": ["branch_defaults"],
         "presets": ["PRESETS"],
     },
     "model.py": {
@@ -163,7 +164,11 @@ JUMPS = {
         "prompts of samples": ["given_prompts", "sample_from_text"],
         "rows from Python": ["write_rows"],
         "sparse rows": ["id_errors"],
-        "checks of stop conditions": ["check_stop_metrics"],
+        "checks of the names of metrics": [
+            "check_metric_names", "check_validation_data", "named_metrics"],
+        "best checkpoint": [
+            "best_so_far", "delete_other_best", "describe_best", "keep_if_best"],
+        "branches of a run": ["find_branch"],
         "steps that are not finite": ["explain_nonfinite"],
         "validation data that comes later": ["val_data_at"],
         "exports during a run": ["export"],

@@ -66,11 +66,35 @@ FEATURES = {
              "            state = reload_params(run, state, step, timers)\n", ""),
         ],
     },
-    "checks of stop conditions": {
-        "rooms": {"train.py": ["checks of stop conditions"]},
+    "checks of the names of metrics": {
+        "rooms": {"train.py": ["checks of the names of metrics"]},
         "edits": [
-            ("train.py", 'check_stop_metrics(setup, stops, programs["metrics"], train_data, '
-             "val_data)", "set()"),
+            ("train.py", "    metric_names = named_metrics(cfg)\n"
+             "    check_validation_data(metric_names, val_data)\n", ""),
+            ("train.py", 'check_metric_names(\n        setup, metric_names, programs["metrics"], '
+             "train_data, val_data)", "set()"),
+        ],
+    },
+    "best checkpoint": {
+        "rooms": {"train.py": ["best checkpoint"]},
+        "edits": [
+            ("train.py", '    progress["best"] = best_so_far(cfg)\n', ""),
+            ("train.py", "                if cfg.keep_best:\n"
+             "                    keep_if_best(run, state, step, progress)\n", ""),
+            ("train.py", '        if kind == "best":\n'
+             '            meta["best"] = describe_best(cfg, progress)\n', ""),
+            ("train.py", '        if kind == "best":\n'
+             '            delete_other_best(run["cfg"], save["step"])\n', ""),
+        ],
+    },
+    "branches of a run": {
+        "rooms": {"train.py": ["branches of a run"], "config.py": ["branches of a run"]},
+        "edits": [
+            ("config.py", "    if flags.branch_from:\n"
+             "        defaults = branch_defaults(flags.branch_from, kind)\n", ""),
+            ("train.py", "    if cfg.branch_from and not meta:\n"
+             "        start |= find_branch(cfg)\n"
+             '        meta = start["meta"]\n    elif meta:\n', "    if meta:\n"),
         ],
     },
     "steps that are not finite": {

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many runs: their names, which flags a resumed run has, any checkpoint and the best one, branches,
+saves on request.
+"""
+import dataclasses
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+import config
+import train
+from config import Config
+from test_train import arrays, losses, rows, same
+
+
+def named(flags, kind=Config):
+    """The folder that a command line without --out_dir gives a run."""
+    return config.parse(flags.split(), kind).out_dir
+
+
+# ---- names of runs
+
+@pytest.mark.parametrize("flags, name", [
+    ("", "default"),
+    ("--steps 9 --dp 2 --eval_every 5 --log_every 1 --seed 0", "default"),
+    ("--lr 3e-4", "lr=0.0003"),
+    ("--config gpt2-124m --seed 1 --lr 3e-4", "gpt2-124m,lr=0.0003,seed=1"),
+    ("--data /a/x.txt ../y.txt --tokenizer models/Qwen3-0.6B", "data=x.txt+y.txt,"
+     "tokenizer=Qwen3-0.6B"),
+    ("--mix /a/web.bin=0.7 b/code.bin=0.3 --no_qk_norm", "mix=web.bin=0.7+code.bin=0.3,no_qk_norm"),
+    ("--init_from hf://Qwen/Qwen3-0.6B --hooks a/my_hooks.py:in_bits --document_mask --eod_id 5",
+     "init_from=Qwen3-0.6B,hooks=in_bits,eod_id=5,document_mask"),
+    ("--branch_from out/wsd@400 --lr 1e-5", "wsd@400,lr=1e-05"),
+])
+def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, monkeypatch):
+    """Fields that may change on a resume are not part of the name, paths enter by their last name.
+    The name in Python is the same.
+
+    Break: config.py: if _defines_run(name) and value => if value
+    """
+    monkeypatch.chdir(tmp_path)
+    assert named(flags) == f"out/{name}"
+    cfg = config.parse(flags.split())
+    assert config.derive_out_dir(dataclasses.replace(cfg, out_dir="")) == f"out/{name}"
+
+
+def test_a_derived_name_is_a_legal_folder_name(tmp_path):
+    """Characters that do not suit a folder are replaced, a long name is cut. A checksum of the
+    whole text keeps different runs apart.
+
+    Break: config.py: if name != whole: => if False:
+    """
+    long = run_names(data=tuple(f"file_{i}.txt" for i in range(50)))
+    longer = run_names(data=tuple(f"file_{i}.txt" for i in range(51)))
+    odd, other = run_names(data=("a b\0?.txt",)), run_names(data=("a b\n*.txt",))
+    assert len({long, longer, odd, other}) == 4
+    assert long.startswith("data=file_0.txt+file_1.txt") and len(long) == config.NAME_BYTES
+    for name in (long, longer, odd, other):
+        assert re.fullmatch(r"[\w.,=+@%-]+-[0-9a-f]{8}", name, re.ASCII), name
+        (tmp_path / name).mkdir()
+
+
+def run_names(**changes):
+    return config.derive_out_dir(Config(**changes)).removeprefix("out/")
+
+
+def save_config(out_dir, written_at=0, **fields):
+    """Write the config.json of a run, and an empty log of this time."""
+    folder = Path(out_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config.to_json(Config(out_dir=out_dir, **fields)))
+    (folder / "metrics.jsonl").write_text("")
+    os.utime(folder / "metrics.jsonl", (written_at, written_at))
+
+
+def test_which_run_a_command_line_names(tmp_path, monkeypatch):
+    """Another field than in a run's config.json is another run. A file that is no run's config.json
+    may name the folder. Modes that read a run take the newest one, if no defining flag is typed.
+
+    Break: config.py: newest = newest_run(RUNS_DIR) => newest = None
+    """
+    monkeypatch.chdir(tmp_path)
+    assert named("--mode sample") == "out/default"
+    save_config("out/lr=0.1", 20, lr=0.1)
+    save_config("out/default", 10)
+    run = "--config out/lr=0.1/config.json"
+    assert named(f"{run} --steps 7") == "out/lr=0.1"
+    assert named(f"{run} --seed 2") == "out/lr=0.1,seed=2"
+    assert named("--mode sample --prompt x") == named("--mode eval") == "out/lr=0.1"
+    assert named("--mode sample --seed 0") == named("") == "out/default"
+    assert named("--mode sample --out_dir out/x") == "out/x"
+    Path("own.json").write_text('{"lr": 0.5}')
+    Path("fixed.json").write_text('{"lr": 0.5, "out_dir": "here"}')
+    assert named("--config own.json") == "out/own"
+    assert named("--config own.json --seed 2") == "out/own,seed=2"
+    assert named("--config fixed.json --seed 2") == "here"
+
+
+def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
+    """A run with the config of another one does not take over its --ckpt_dir and --export.
+
+    Break: config.py: for name in {"ckpt_dir", "export"} - typed: => for name in ():
+    """
+    monkeypatch.chdir(tmp_path)
+    save_config("out/a", ckpt_dir="far", export="hf", lr=0.5)
+    same_run = config.parse("--out_dir out/a".split())
+    assert (same_run.ckpt_dir, same_run.export, same_run.lr) == ("far", "hf", 0.5)
+    for flags in ("--config out/a/config.json --seed 1", "--branch_from out/a@4 --seed 1"):
+        other = config.parse([*flags.split(), "--export", "own"])
+        assert (other.ckpt_dir, other.export, other.lr) == ("", "own", 0.5)
+
+
+def test_a_preset_that_is_typed_again_replaces_the_flags_of_the_run(tmp_path, monkeypatch):
+    """The values of --config count as typed, all others come from the run.
+
+    Break: config.py: return dataclasses.replace(saved, **config_values => return (lambda _: saved)(
+    config_values
+    """
+    monkeypatch.chdir(tmp_path)
+    save_config("out/debug", **config.PRESETS["debug"] | {"lr": 0.5, "eval_every": 7})
+    cfg = config.parse("--config debug --out_dir out/debug".split())
+    assert (cfg.lr, cfg.eval_every) == (-1.0, 7)
+
+
+def test_a_missing_run_lists_the_nearest(tmp_path, monkeypatch, capsys):
+    """The error names the runs that exist, and the failed launch leaves no folder.
+
+    Break: config.py: runs in {path.parent}: {', '.join(nearest)} => runs in {path.parent}
+    """
+    monkeypatch.chdir(tmp_path)
+    save_config("out/lr=0.1")
+    save_config("out/seed=1")
+    assert train.cli(["--mode", "eval", "--lr", "0.2"]) == 2
+    assert train.cli(["--branch_from", "out/lr=0.3@4", "--sample_tokens", "0"]) == 2
+    errors = capsys.readouterr().err
+    assert "mode eval: out/lr=0.2/ckpt holds no checkpoint; name the --out_dir" in errors
+    assert errors.count("; runs in out: lr=0.1, seed=1") == 2
+    assert sorted(os.listdir("out")) == ["lr=0.1", "seed=1"]
+
+
+# ---- going on with a run
+
+def test_an_allowed_change_stays_allowed_until_it_is_saved(tiny, capsys):
+    """A run that ends before its first save, after --allow_change, resumes by its folder alone.
+    The field may not have a third value. A message shows what the default of lr stands for.
+
+    Break: train.py: return cfg.allow_change => return ()
+    """
+    train.main(tiny(steps=2, lr=-1.0, save_every=0, eval_every=0))
+    out = ["--out_dir", tiny().out_dir]
+    assert train.cli([*out, "--lr", "0.5"]) == 2
+    assert "lr was 0.002, the default of adamw, is 0.5 (on purpose: --allow_change lr)" in (
+        capsys.readouterr().err)
+
+    def crash(event, value):
+        if event == "state":
+            raise RuntimeError("before the first save")
+
+    with pytest.raises(RuntimeError):
+        cfg = config.parse([*out, "--lr", "0.5", "--allow_change", "lr", "--steps", "4"])
+        train.main(cfg, hooks=[crash])
+    assert train.cli(out) == 0
+    assert rows(tiny().out_dir, "end")[-1]["step"] == 4
+    assert rows(tiny().out_dir, "start")[-1]["config"]["lr"] == 0.5
+    assert train.cli([*out, "--lr", "0.25", "--steps", "5"]) == 2
+    capsys.readouterr()
+    assert train.cli([*out, "--lr", "0.25", "--allow_change", "lr"]) == 0
+    assert "is finished, at step 4" in capsys.readouterr().out
+
+
+def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
+    """This holds for --width_mult, whose effect is part of the config, and for --stop, which is of
+    one launch. The first line names the folder, and a longer run says what its rate will be.
+
+    Break: config.py: GIVEN_FIELDS = ("attention", "width_mult", => GIVEN_FIELDS = ("attention",
+    """
+    monkeypatch.chdir(tmp_path)
+    base = dataclasses.asdict(tiny(schedule="linear", eval_every=0, steps=6)) | {"out_dir": ""}
+    Path("tiny.json").write_text(config.to_json(Config(**base)))
+    command = ["--config", "tiny.json", "--width_mult", "2", "--stop", "3"]
+    for _ in range(2):
+        assert train.cli(command) == 0
+    assert capsys.readouterr().out.startswith("run out/tiny,width_mult=2\n")
+    folder = "out/tiny,width_mult=2"
+    assert config.load(f"{folder}/config.json").stop == ()
+    assert train.cli(["--out_dir", folder]) == 0
+    assert rows(folder, "end")[-1]["step"] == 6
+    assert train.cli(["--out_dir", folder, "--steps", "12"]) == 0
+    assert ("since the checkpoint: steps was 6, is 12: the learning rate of the next step is "
+            "0.0012, that of the last one was 0.0005") in capsys.readouterr().out
+
+
+# ---- any checkpoint, and the best one
+
+def made_up(values):
+    """A hook that gives the evaluations of steps 1, 2, ... these values of val_acc."""
+    def hook(event, row):
+        if event == "eval":
+            return row | {"val_acc": values[row["step"] - 1]}
+
+    return hook
+
+
+def test_the_best_checkpoint(tiny, capsys):
+    """At each record of the metric the parameters are kept, one checkpoint at a time, also where no
+    save is due. A resumed run knows the record. Evaluation reads the best checkpoint, a later run
+    begins with it, and the command that reads all checkpoints reads it too.
+
+    Break: train.py: is_better = best is None or metric["is_better"](value, best) =>
+    is_better = True
+    """
+    kept = dict(keep_best="val_acc", eval_every=1, save_every=0, max_to_keep=0)
+    root = Path(tiny().out_dir, "ckpt")
+    train.main(tiny(**kept, steps=3), hooks=[made_up([0.1, 0.3, 0.2])])
+    assert (ckpt.steps(root / "best"), ckpt.steps(root)) == ([2], [3])
+    train.main(tiny(**kept, steps=5), hooks=[made_up([0.1, 0.3, 0.2, 0.25, 0.3])])
+    assert ckpt.steps(root / "best") == [2]
+    train.main(tiny(**kept, steps=6), hooks=[made_up([0, 0, 0, 0, 0.3, 0.4])])
+    assert ckpt.steps(root / "best") == [6]
+    logged = {row["step"]: row["val_loss"] for row in rows(tiny().out_dir, "eval")}
+    for name, step in (("best", 6), ("3", 3), ("latest", 6)):
+        summary = train.main(tiny(mode="eval", checkpoint=name))
+        assert (summary["step"], summary["val_loss"]) == (step, logged[step])
+    assert ckpt.verify(root, log=lambda _: None) == []
+    with pytest.raises(ValueError, match=r"checkpoint 4: .* has no such checkpoint; it has: 3, 5, 6"
+                                         r", 6 \(best\)"):
+        train.main(tiny(mode="eval", checkpoint="4"))
+    best = ckpt.restore(root / "best", 6, {"params": {"embed": np.zeros((256, 32), np.float32)}})
+    other = tiny(steps=1, lr=0.0, weight_decay=0.0, out_dir=tiny().out_dir + "2",
+                 init_from=(f"{tiny().out_dir}@best",))
+    train.main(other)
+    np.testing.assert_array_equal(arrays(other.out_dir)["params/embed"], best["params"]["embed"])
+    assert f"13 of 13 parameters from {tiny().out_dir}@best" in capsys.readouterr().out
+
+
+def test_a_record_after_a_resume_from_an_earlier_step_replaces_the_later_one(tiny):
+    """A run that was killed after a record resumes before it. With other values another evaluation
+    is the best, and only its checkpoint stays.
+
+    Break: train.py: ckpt.keep_only(ckpt.join_path(root, "best"), step, print0) => pass
+    """
+    def crash(event, row):
+        if event == "eval" and row["step"] == 6:
+            raise RuntimeError("killed")
+
+    kept = tiny(keep_best="val_acc", eval_every=1, save_every=2, steps=6, max_to_keep=0)
+    with pytest.raises(RuntimeError):
+        train.main(kept, hooks=[made_up([0.1] * 4 + [0.3, 0]), crash])
+    root = Path(kept.out_dir, "ckpt")
+    assert (ckpt.steps(root / "best"), ckpt.steps(root)[-1]) == ([5], 6)
+    for step in ckpt.steps(root):
+        if step > 2:
+            ckpt._delete_step(str(root), step, print)
+    train.main(kept, hooks=[made_up([0, 0, 0.5, 0.4, 0.4, 0.4])])
+    assert ckpt.steps(root / "best") == [3]
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(keep_best="val_losses"), r"keep_best: no row of this run has the metric 'val_losses' "
+                                   r"\(nearest: val_loss\)"),
+    (dict(keep_best="val_loss", val_frac=0.0), "keep_best val_loss: the run has no validation "),
+    (dict(stop=("val_los<1",)), "stop: no row of this run has the metric 'val_los'"),
+])
+def test_metrics_that_fields_name_are_checked_before_training(tiny, change, words):
+    """An unknown metric in --keep_best or --stop is an error before the first step.
+
+    Break: train.py: errors.append(f"{field}: no row of => known.add(f"{field}: no row of
+    """
+    with pytest.raises(ValueError, match=words):
+        train.main(tiny(**change))
+    assert not Path(tiny().out_dir, "metrics.jsonl").exists()
+
+
+# ---- branches
+
+def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
+    """With an equal config a branch is bit-identical to the run from that step on: losses, rates,
+    evaluations, digests and arrays. It has a folder and a first checkpoint of its own, and resumes
+    there though the other run is gone. With another rate and batch size it is another run.
+
+    Break: train.py: "root": root, "step": step, "meta": meta, "is_branch": True =>
+    "root": root, "step": None, "meta": meta, "is_branch": True
+    """
+    run = tiny(max_to_keep=0, log_every=3, steps=9)
+    train.main(run)
+    branch = dataclasses.replace(
+        run, out_dir=run.out_dir + "_branch", branch_from=f"{run.out_dir}@4")
+    train.main(branch, hooks=[stop_by_hook(6)])
+    assert ckpt.steps(Path(branch.out_dir, "ckpt")) == [4, 7]
+    assert rows(branch.out_dir, "start")[0]["origin"] == f"the checkpoint {run.out_dir}@4"
+    ckpt._delete_step(f"{run.out_dir}/ckpt", 4, print)
+    train.main(branch)
+    whole, part = losses(run.out_dir), losses(branch.out_dir)
+    assert part[0] == [row for row in whole[0] if row[0] > 4] and len(part[0]) == 2
+    assert part[1] == [row for row in whole[1] if row[0] > 4] and part[2] == whole[2]
+    assert same(arrays(branch.out_dir), arrays(run.out_dir))
+    ids = [rows(cfg.out_dir, "start")[0]["run_id"] for cfg in (run, branch)]
+    assert ids[0] != ids[1]
+
+    other = dataclasses.replace(run, out_dir=run.out_dir + "_other", lr=1e-3, batch_size=16,
+                                branch_from=f"{run.out_dir}@8")
+    capsys.readouterr()
+    train.main(other)
+    printed = capsys.readouterr().out
+    assert "batch_size was 8, is 16: the next batch begins at example 128 instead of 64" in printed
+    assert "lr was 0.002, is 0.001: the learning rate of the next step is 0.001, that" in printed
+
+
+def stop_by_hook(step):
+    def hook(event, row):
+        if event == "log" and row["step"] == step:
+            return row | {"stop": "for the test"}
+    return hook
+
+
+def test_a_branch_that_cannot_be(tiny):
+    """A step that is gone lists those that exist. Another shape, only parameters, its own folder
+    and a step that is not before the last one are errors.
+
+    Break: train.py: config.branch_errors(meta["config"], cfg), => [],
+    """
+    run = tiny(steps=4, weights_every=3, eval_every=0)
+    train.main(run)
+    out = run.out_dir
+    for change, words in (
+            (dict(branch_from=f"{out}@2"), r"step 2: .* has no such checkpoint; it has: 4, 3, 4 "
+                                           r"\(parameters alone\)"),
+            (dict(branch_from=f"{out}@3"), "has only the parameters; use --init_from"),
+            (dict(branch_from=f"{out}@4", d_model=64), "d_model was 32, is 64: the state has "),
+            (dict(branch_from=f"{out}@4", steps=4), "is at or after the last step, steps 4"),
+            (dict(branch_from=f"{out}_gone@4"), "holds no checkpoint; name the --out_dir of a run"),
+            (dict(branch_from=f"{out}_new@4"), "is in the --out_dir of this run")):
+        with pytest.raises(ValueError, match=words):
+            train.main(tiny(**dict(steps=8, out_dir=f"{out}_new") | change))
+
+
+# ---- saves on request
+
+def test_saves_on_request_and_none_at_the_end(tiny, capsys):
+    """The file out_dir/save and SIGUSR1 each save once, at the next step, and training continues.
+    With --save_end no the last step is not saved, but a stop that is requested is.
+
+    Break: train.py: if number == signal.SIGUSR1: => if False:
+    """
+    cfg = tiny(save_every=0, eval_every=0, save_end="no", max_to_keep=0)
+    root = Path(cfg.out_dir, "ckpt")
+
+    def request(event, value):
+        if event == "dispatch" and value["step"] == 2:
+            Path(cfg.out_dir, "save").touch()
+        if event == "dispatch" and value["step"] == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.2)  # another thread reads the signal
+
+    summary = train.main(cfg, hooks=[request])
+    assert summary["step"] == 8 and summary["checkpoint"] is None
+    saved = ckpt.steps(root)
+    assert len(saved) == 2 and 2 <= saved[0] <= 3 and 4 <= saved[1] <= 5
+    assert not Path(cfg.out_dir, "save").exists()
+    assert re.search(r"done: all 8 steps are done; \d+ s, not saved\n", capsys.readouterr().out)
+    stopped = train.main(cfg, hooks=[stop_by_hook(6)])
+    assert stopped["step"] == 7 and ckpt.steps(root)[-1] == 7
