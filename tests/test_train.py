@@ -226,7 +226,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
     def spend(event, value):
         now[0] += seconds.get(event, 0)
 
-    cfg = tiny(steps=600, epochs=2.1, log_every=4, remat="full")
+    cfg = tiny(steps=config.Config.steps, epochs=2.1, log_every=4, remat="full")
     text = Path(cfg.data[0])
     text.write_text(text.read_text()[:530])  # 477 tokens to train on, in 30 rows
     train.main(cfg, hooks=[spend])
@@ -508,7 +508,8 @@ def test_epochs_set_the_steps(tiny):
 
     Break: train.py: steps = cfg.epochs * train_data["n"] / => steps = train_data["n"] /
     """
-    summary = train.main(tiny(epochs=1.5, steps=600, eval_every=0, save_every=0, batch_size=64))
+    cfg = tiny(epochs=1.5, steps=config.Config.steps, eval_every=0, save_every=0, batch_size=64)
+    summary = train.main(cfg)
     n = round(0.9 * (len(Path(tiny().data[0]).read_bytes()) + 2))  # tokens to train on
     assert summary["step"] == int(np.ceil(1.5 * -(-(n - 1) // 16) / 64))
     assert rows(tiny().out_dir, "log")[-1]["epoch"] >= 1.5
@@ -1653,7 +1654,7 @@ def test_a_finished_epochs_run_trains_further_with_more_epochs(tiny, capsys):
 
     Break: train.py: if cfg.epochs else f"--steps {2 * step}" => if False else f"--steps {2 * step}"
     """
-    cfg = tiny(batch_size=64, eval_every=0, steps=600, epochs=0.5)
+    cfg = tiny(batch_size=64, eval_every=0, steps=config.Config.steps, epochs=0.5)
     n = train.main(cfg)["step"]
     train.main(cfg)
     assert "To train further: --epochs 1." in capsys.readouterr().out
@@ -2242,7 +2243,7 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    cfg = tiny(steps=600, epochs=1e-6, out_dir=tiny().out_dir + "/of/it")
+    cfg = tiny(steps=config.Config.steps, epochs=1e-6, out_dir=tiny().out_dir + "/of/it")
     assert train.main(cfg)["step"] == 1
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
@@ -4350,7 +4351,7 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     monkeypatch.setattr(steplib, "memory_limit", lambda mesh: needed - 1)
     with pytest.raises(ValueError, match="a step needs .* GiB on each device, which has .*; "
                                          r"to change: --grad_accum_steps 2 \(0.0.* GiB\), "):
-        train.main(dataclasses.replace(cfg, epochs=1.0, steps=600))
+        train.main(dataclasses.replace(cfg, epochs=1.0, steps=config.Config.steps))
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [] and not rows_or_none(cfg.out_dir)
     cost = train.main(dataclasses.replace(cfg, mode="plan"))
     assert cost["exit_code"] == 1 and not cost["fits"]
@@ -4708,7 +4709,7 @@ def test_each_epoch_is_an_event_and_its_row_may_stop_the_run(tiny):
 
     Break: train.py: int(completed(run, event, step)) => step
     """
-    cfg = tiny(epochs=5.0, steps=600, save_every=0, eval_every=0)
+    cfg = tiny(epochs=5.0, steps=config.Config.steps, save_every=0, eval_every=0)
     text = Path(cfg.data[0])
     text.write_text(text.read_text()[:1130])  # 1,017 tokens to train on, in 64 rows
 
