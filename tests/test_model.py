@@ -203,7 +203,9 @@ def test_forward_equals_numpy(variant):
     cfg = dataclasses.replace(BASE, **VARIANTS[variant])
     params, batch = random_params(cfg), random_batch(cfg)
     got = jax.jit(lambda p: model.forward(p, batch, cfg)[0])(as_f32(params))
-    np.testing.assert_allclose(got, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        got, np_logits(params, batch["tokens"], cfg), rtol=0, atol=1e-4,
+        err_msg="if you changed the model, change np_logits in tests/test_model.py with it")
 
 
 @pytest.mark.parametrize("variant", ["gqa, qk_norm, tied", "experts, low rank"])
