@@ -2194,10 +2194,9 @@ def console(cfg):
         elif event == "export":
             print0(f"{format_step(row)}  exported to {cfg.export}")
         elif event == "nonfinite":
-            indent = " " * 13
-            lines = [textwrap.fill(text, 79, initial_indent=indent, subsequent_indent=indent)
-                     for text in row["sentences"]]
-            print0("\n".join([f"{format_step(row)}  {lines[0].strip()}", *lines[1:]]))
+            first, *others = row["sentences"]
+            for text in (f"{format_step(row)}  {first}", *(f"  {text}" for text in others)):
+                print0(textwrap.fill(text, 79, subsequent_indent="    ", break_on_hyphens=False))
         if "repeated" in row:
             print0(f"{format_step(row)}  {row['repeated']} failed again, for the same reason")
         elif event in ("sample", "nonfatal_error") and "error" in row:
