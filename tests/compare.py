@@ -102,7 +102,9 @@ def parse_by(text):
                          "'val_loss<'")
     name, sign = found.groups()
     if not sign:
-        sign = ">" if re.search("acc|auc|reward|f1", name) else "<"
+        less_is_better = any(word in name for word in config.LESS_IS_BETTER)
+        more_is_better = any(word in name for word in config.MORE_IS_BETTER)
+        sign = ">" if more_is_better and not less_is_better else "<"
     return name, sign
 
 
