@@ -1343,6 +1343,7 @@ def check_disjoint(groups):
             raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
 
 
+N_SEARCHED = 10_000  # documents of a shard in which one with a label is searched
 N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
 
 
@@ -2681,7 +2682,6 @@ CHAT_READERS = (
 # ---- examples
 
 N_SHOWN = 2  # examples to show
-N_SEARCHED = 10_000  # documents in which one with a label is searched
 SHOWN_TOKENS = 100  # at most, on each side of the first label
 
 

@@ -212,16 +212,16 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     """
     launched = time.perf_counter()
     cfg = config.resolve_paths(cfg)
-    if not cfg.out_dir:  # the command line has chosen one
-        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
     steplib.check_platform()
-    cfg = resolve_hub_names(cfg)
-    hooks = (*hooks, *load_hooks(cfg.hooks))
-    # Optional: rows from Python.
+    # Optional: rows from Python. Their name is a part of the run's.
     if data is not None:
         cfg = write_rows(cfg, data)
+    if not cfg.out_dir:  # the command line has chosen one
+        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
+    cfg = resolve_hub_names(cfg)
+    hooks = (*hooks, *load_hooks(cfg.hooks))
 
     # Modes without a training loop.
     if cfg.mode in ("plan", "data") and (state is not None or params is not None):
@@ -2577,9 +2577,9 @@ def write_samples(path, texts, prompts):
 
 
 def write_rows(cfg, given):
-    """cfg whose data are rows that a program gave, written to out_dir/rows as .jsonl. A file is
-    named after its content, so that a resumed run finds the same one, and the command line can
-    resume it. given: see `main`.
+    """cfg whose data are the given rows, written as .jsonl to out_dir/rows, or to out/rows.
+    A file is named after its content, so that a resumed run finds the same one, and the command
+    line can resume it. given: see `main`.
 
     Raises ValueError when cfg names files too, or a row is not an object of JSON values.
     """
@@ -2591,7 +2591,7 @@ def write_rows(cfg, given):
     if taken:
         raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
                          "config; leave that empty")
-    folder = Path(cfg.out_dir or "out", "rows")
+    folder = Path(cfg.out_dir or config.RUNS_DIR, "rows")
     paths = {}
     for part, rows in parts.items():
         # Process 0 writes, and the others wait for the name.

@@ -936,23 +936,20 @@ def test_a_pickle_that_is_no_table_of_characters(case, tmp_path, monkeypatch):
     assert not (tmp_path / "pwned").exists()
 
 
-def test_a_run_on_characters(tiny, tmp_path):
-    """A run on token files of characters prints samples and exports its weights.
+def test_samples_of_characters(tmp_path):
+    """A sample without a prompt begins on a new line, and one with a prompt has no id before it.
+    An export has no tokenizer.
 
     Break: data.py: if path.suffix == ".pkl": => if False:
     """
-    pytest.importorskip("safetensors")
     name = make_meta(tmp_path / "meta.pkl")
-    ids = [STOI[c] for c in CHARACTERS] * 50
-    np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
-    cfg = tiny(data=(str(tmp_path / "train.bin"),), tokenizer=name, vocab_size=0, steps=2,
-               sample_every=2, sample_tokens=4, eval_every=0, export=str(tmp_path / "hf"))
-    train.main(cfg)
-    rows = [json.loads(line) for line in (Path(cfg.out_dir) / "metrics.jsonl").open()]
-    row, = [row for row in rows if row["event"] == "sample"]
-    assert "error" not in row and len(str(row["texts"])) > 4
-    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == len(STOI)
-    assert not (tmp_path / "hf/tokenizer.json").exists()
+    tokenizer = data.make_tokenizer(name)
+    for prompt, text in (("", "\n"), ("to be", "to be")):
+        found, = data.sample_prompts(config.Config(tokenizer=name, prompt=prompt), tokenizer)
+        assert (found["ids"], found["stops"]) == ([STOI[c] for c in text], [])
+    (tmp_path / "hf").mkdir()
+    assert not data.copy_tokenizer(name, tmp_path / "hf")
+    assert not [*(tmp_path / "hf").iterdir()]
 
 
 @pytest.mark.parametrize("single, bos", [
@@ -1560,9 +1557,6 @@ def test_steps_without_a_label(tiny, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "{+yes<|im_end|>+}" in printed.partition("compiling")[0]
     assert f"{n_empty} steps without a label" in printed
-    # The examples are shown once, at the first launch.
-    train.main(dataclasses.replace(cfg, steps=9))
-    assert "{+" not in capsys.readouterr().out
 
 
 class ByIndex:
@@ -1598,6 +1592,18 @@ def test_rows_from_python(tiny, tmp_path):
     again = train.main(cfg, data={"train": ByIndex(rows)})
     assert again["reason"] == "already finished"
     assert [*(tmp_path / "out/rows").iterdir()] == [file] and file.stat().st_mtime_ns == time_ns
+
+
+def test_rows_from_python_name_a_run(tmp_path, monkeypatch):
+    """Without an out_dir, the name of a run has that of the file of its rows, which is in out/rows.
+
+    Break: train.py: folder = Path(cfg.out_dir or config.RUNS_DIR, "rows") => folder = Path("rows")
+    """
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="out/data=train-") as e:
+        train.main(config.Config(mode="eval", cache_dir=""), data=[{"text": "low"}])
+    file, = (tmp_path / "out/rows").iterdir()
+    assert f"out/data={file.name}" in str(e.value)
 
 
 # {case: (config fields, what a program gives, a part of the error)}
