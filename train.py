@@ -409,7 +409,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     log_event = make_log_event(
         hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
-    logged = rows_after_save(cfg.out_dir, first_step, hooks)  # optional: state of hooks
+    logged = rows_after_save(start["run"], first_step, hooks)  # optional: state of hooks
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
 
     run = setup | {
@@ -438,8 +438,9 @@ def choose_start(setup, train_data, state, params, meta):
     """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
     sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
     "load_from": sources to load them from, "meta": of the checkpoint, or {}, "root": its folder,
-    "step": its step, None for the newest intact one, "is_branch": whether it is of another run}.
-    Prints the sources. meta: of the newest checkpoint of this run, or {}.
+    "step": its step, None for the newest intact one, "run": the out_dir that it is of, "is_branch":
+    whether that is another run}. Prints the sources. meta: of the newest checkpoint of this run, or
+    {}.
 
     Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
     ValueError when the data, the sources or another field differ and --allow_change does not name
@@ -448,7 +449,7 @@ def choose_start(setup, train_data, state, params, meta):
     cfg = setup["cfg"]
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     start = {"sources": [], "missing": set(), "load_from": [], "meta": meta, "root": root,
-             "step": None, "is_branch": False}
+             "step": None, "run": cfg.out_dir, "is_branch": False}
     if state is not None:
         return start | {"origin": "the given state"}
     if params is not None:
@@ -717,7 +718,8 @@ def log_step(run, state, progress):
 
 def save_state(run, state, step, progress, why, kind="save"):
     """Start to write a checkpoint, once the previous one of its kind is committed. Its meta.json
-    has the config, the machine and the position in the data. A hook may skip it.
+    has the config, the machine and the position in the data. A hook may skip it: return whether
+    it is written.
 
     why: of due_events, "stop", "error", or "best" for an evaluation. kind: "save", or "weights" or
     "best" for the parameters alone. The next checkpoint replaces one that is due by time.
@@ -734,7 +736,7 @@ def save_state(run, state, step, progress, why, kind="save"):
                "path": ckpt.join_path(folder, f"{step:09d}"), "hooks": {}}
     planned = run_before_hooks(run, "save", planned, progress)
     if planned["skip"]:
-        return
+        return False
 
     with timed(timers, "save"):
         # Wait for the previous save of this kind.
@@ -784,6 +786,7 @@ def save_state(run, state, step, progress, why, kind="save"):
         blocked_s = time.perf_counter() - began
         run["log_event"]("save", {"step": step, "kind": kind, "digest": digest,
                                   "waited_s": waited_s, "blocked_s": blocked_s})
+    return True
 
 
 def stop_reason(run, step, requests, metrics):
@@ -2828,7 +2831,8 @@ def keep_if_best(run, state, step, progress):
     is_better = best is None or metric["is_better"](value, best)
     if is_better and math.isfinite(value):
         progress["kept_best"] = value
-        save_state(run, state, step, progress, "best", kind="best")
+        if not save_state(run, state, step, progress, "best", kind="best"):  # a hook skipped it
+            progress["kept_best"] = best
 
 
 # ---- branches of a run
@@ -2854,7 +2858,7 @@ def find_branch(cfg):
                          "use --init_from")
     config.raise_if_errors(
         config.branch_errors(meta["config"], cfg), f"branch_from {cfg.branch_from}")
-    return {"root": root, "step": step, "meta": meta, "is_branch": True}
+    return {"root": root, "step": step, "meta": meta, "run": folder, "is_branch": True}
 
 
 # ---- steps that are not finite

@@ -49,9 +49,9 @@ FEATURES = {
     "state of hooks": {
         "rooms": {"train.py": ["state of hooks"]},
         "edits": [
-            ("train.py", "    logged = rows_after_save(cfg.out_dir, first_step, hooks)"
+            ("train.py", "    logged = rows_after_save(start[\"run\"], first_step, hooks)"
              "  # optional: state of hooks\n", ""),
-            ("train.py", "    resume_hooks(run, progress, saved_meta, logged)"
+            ("train.py", "    resume_hooks(run, progress, start_meta, logged)"
              "  # optional: state of hooks\n", ""),
         ],
     },
@@ -78,7 +78,7 @@ FEATURES = {
     "best checkpoint": {
         "rooms": {"train.py": ["best checkpoint"]},
         "edits": [
-            ("train.py", '    progress["best"] = best_so_far(cfg)\n', ""),
+            ("train.py", '    progress["kept_best"] = best_so_far(cfg)\n', ""),
             ("train.py", "                if cfg.keep_best:\n"
              "                    keep_if_best(run, state, step, progress)\n", ""),
             ("train.py", '        if kind == "best":\n'

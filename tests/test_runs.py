@@ -16,7 +16,7 @@ import ckpt
 import config
 import train
 from config import Config
-from test_train import arrays, losses, rows, same
+from test_train import arrays, counting, losses, rows, same
 
 
 def named(flags, kind=Config):
@@ -281,21 +281,24 @@ def test_metrics_that_fields_name_are_checked_before_training(tiny, change, word
 
 def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
     """With an equal config a branch is bit-identical to the run from that step on: losses, rates,
-    evaluations, digests and arrays. It has a folder and a first checkpoint of its own, and resumes
-    there though the other run is gone. With another rate and batch size it is another run.
+    evaluations, digests, arrays and the state of hooks. It has a folder and a first checkpoint of
+    its own, and resumes there though the other run is gone. With another rate and batch size it is another run.
 
-    Break: train.py: "root": root, "step": step, "meta": meta, "is_branch": True =>
-    "root": root, "step": None, "meta": meta, "is_branch": True
+    Break: train.py: "root": root, "step": step, "meta": meta, "run": folder, =>
+    "root": root, "step": None, "meta": meta, "run": folder,
     """
     run = tiny(max_to_keep=0, log_every=3, steps=9)
-    train.main(run)
+    counts, counts_of_branch = {}, {}
+    train.main(run, hooks=[counting(counts)])
     branch = dataclasses.replace(
         run, out_dir=run.out_dir + "_branch", branch_from=f"{run.out_dir}@4")
-    train.main(branch, hooks=[stop_by_hook(6)])
+    train.main(branch, hooks=[stop_by_hook(6), counting({})])
     assert ckpt.steps(Path(branch.out_dir, "ckpt")) == [4, 7]
     assert rows(branch.out_dir, "start")[0]["origin"] == f"the checkpoint {run.out_dir}@4"
     ckpt._delete_step(f"{run.out_dir}/ckpt", 4, print)
-    train.main(branch)
+    train.main(branch, hooks=[counting(counts_of_branch)])
+    for event in ("before_epoch", "data", "state", "step", "log", "before_eval", "eval"):
+        assert counts[event] == counts_of_branch[event], event
     whole, part = losses(run.out_dir), losses(branch.out_dir)
     assert part[0] == [row for row in whole[0] if row[0] > 4] and len(part[0]) == 2
     assert part[1] == [row for row in whole[1] if row[0] > 4] and part[2] == whole[2]
