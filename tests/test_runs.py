@@ -282,7 +282,8 @@ def test_metrics_that_fields_name_are_checked_before_training(tiny, change, word
 def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
     """With an equal config a branch is bit-identical to the run from that step on: losses, rates,
     evaluations, digests, arrays and the state of hooks. It has a folder and a first checkpoint of
-    its own, and resumes there though the other run is gone. With another rate and batch size it is another run.
+    its own, and resumes there though the other run is gone. With another rate and batch size it is
+    another run.
 
     Break: train.py: "root": root, "step": step, "meta": meta, "run": folder, =>
     "root": root, "step": None, "meta": meta, "run": folder,
