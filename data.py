@@ -2741,6 +2741,7 @@ def _show_labels(ids, ignored, tokenizer):
 # ---- prompts of samples
 
 PREVIEW_TOKENS = 32  # tokens of the data that a sample without a prompt continues, at most
+N_PREVIEWED = 10_000  # documents in which preview_prompt searches one with a label
 
 
 def sample_prompts(cfg, tokenizer, source=None):
@@ -2883,7 +2884,7 @@ def preview_prompt(dataset):
     for shard in dataset["shards"]:
         if "ignored" not in shard:
             continue
-        documents = shard["documents"][:N_SEARCHED] - shard["token_offset"]
+        documents = shard["documents"][:N_PREVIEWED] - shard["token_offset"]
         for first, last in documents.tolist():
             if first < 0:  # a split has cut it
                 continue
