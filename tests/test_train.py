@@ -192,8 +192,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
     assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == evals[-1]["val_loss"]
     assert not {"finite", "stop", "eval_s", "eval_tokens_per_s"} & set(summary)
-    assert output.startswith(f"run {out}\n")
-    lines = output.splitlines()[1:]
+    assert output.startswith(f"run {out}\nconfig: --")
+    lines = output[output.index("0.02M"):].splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1] == f"{start['config']['dtype']}, attention xla, 128 tokens per step"
     assert lines[2] == "train data: 19,244 tokens, 1,203 sequences, 1 documents"
