@@ -4,6 +4,7 @@
 A command runs as it stands, in a shell, in a copy of the project's folder with small files under
 the names that the documents use. Flags that make the run small are appended to it.
 """
+import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
@@ -11,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -178,12 +180,24 @@ def make_small(command):
     command = make_config_small(command)
     command = command.replace("--profile 20:22", "--profile 1:2")
     command = command.replace("--plan_sweep 4", "--plan_sweep 2")
+    command = command.replace("--save_every 100", "--save_every 1").replace("@400", "@2")
     command = re.sub(r"XLA_FLAGS=(\S+)", r'XLA_FLAGS="\1 $XLA_FLAGS"', command)
-    scripts = re.findall(r"(\w+\.py) ", command + " ")
-    flags = FLAGS.get(scripts[-1], "") if scripts and " -c " not in command else ""
-    if "--mode export" in command or "ckpt.py" in command:
-        flags = ""
-    return f"{command} {flags}".strip()
+    parts = []
+    for part in command.split(" && "):
+        scripts = re.findall(r"(\w+\.py) ", part + " ")
+        flags = FLAGS.get(scripts[-1], "") if scripts and " -c " not in part else ""
+        if "--mode export" in part or "ckpt.py" in part:
+            flags = ""
+        if scripts == ["train.py"] and "--out_dir" not in part and "--help" not in part:
+            flags += f" --out_dir '{folder_of(part)}'"  # the flags that are appended are no name
+        parts.append(f"{part} {flags}".strip())
+    return " && ".join(parts)
+
+
+def folder_of(command):
+    """The folder of a run that a command without --out_dir has."""
+    _, _, flags = command.partition("train.py")
+    return config.parse(shlex.split(flags)).out_dir
 
 
 def make_config_small(text):
@@ -201,7 +215,9 @@ def outputs_of(command):
 def run_documented(folder, command):
     """Run a command, and before it those of the documents that write the folders that it reads."""
     write_folders(folder, command)
-    run_shell(folder, make_small(command))
+    with contextlib.chdir(folder):  # the name of a run depends on the runs that exist
+        small = make_small(command)
+    run_shell(folder, small)
 
 
 def write_folders(folder, text):
@@ -288,7 +304,7 @@ def write_data(folder):
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory):
-    """A copy of the project with small data files and a small run in `out`. All workers of a
+    """A copy of the project with small data files and the small run `out/default`. All workers of a
     session share it.
     """
     base = tmp_path_factory.getbasetemp()
@@ -309,7 +325,8 @@ def filled(tmp_path_factory):
             for document in DOCUMENTS:
                 for name, text in python_files(document).items():
                     (new / name).write_text(text)
-            run_shell(new, f"python train.py {SMALL} --steps 2 --save_every 1")
+            run_shell(new, f"python train.py {SMALL} --steps 2 --save_every 1 "
+                           "--out_dir out/default")
             new.rename(folder)
     return folder
 
@@ -342,7 +359,7 @@ def test_python_of_the_guide_runs(name, project, monkeypatch, capsys):
     """Each block of Python in the guide runs as it stands, and prints something. A file of hooks
     prints nothing: its command runs it.
 
-    Break: tests/GUIDE.md: ckpt.latest("out/ckpt") => ckpt.newest("out/ckpt")
+    Break: tests/GUIDE.md: ckpt.latest("out/default/ckpt") => ckpt.newest("out/default/ckpt")
     """
     text = python_files("tests/GUIDE.md")[name]
     write_folders(project, text)

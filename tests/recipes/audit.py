@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a part of a run again from one of its checkpoints, and compare digests and losses.
 
-python tests/recipes/audit.py out --first 500 --last 600
+python tests/recipes/audit.py out/default --first 500 --last 600
 
-The first step must have a checkpoint (`ls out/ckpt`), and the last one must be the step of a later
-save. Exit codes: 0 if both are identical; 1 if they differ, with the first step that does; 2 if the
-steps cannot be compared. The audit trains in a temporary folder and does not change the run. On
-another machine, mesh or version of JAX, numbers are rounded differently, and the audit finds that.
-For a run of another task call audit(out_dir, first, last, task, config class).
+The first step must have a checkpoint (`ls out/default/ckpt`), and the last one must be the step of
+a later save. Exit codes: 0 if both are identical; 1 if they differ, with the first step that does;
+2 if the steps cannot be compared. The audit trains in a temporary folder and does not change the
+run. On another machine, mesh or version of JAX, numbers are rounded differently, and the audit
+finds that. For a run of another task call audit(out_dir, first, last, task, config class).
 """
 import argparse
 import contextlib

@@ -33,7 +33,6 @@ class ClicksConfig(config.Config):
     d_hidden: config.PosInt = 64  # width of the hidden layer
     n_dense: config.PosInt = 4  # number of dense features
     group: str = "user"  # table by whose ids the grouped AUC groups examples
-    out_dir: str = "out/clicks"  # folder of this run
     order: str = "windows"  # windows: day after day
     val_frac: config.FractionBelow1 = 0.0  # fraction of data for validation; 0: the next day
     eval_every: config.Interval = 0  # interval between evaluations, besides one after each day

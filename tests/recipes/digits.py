@@ -21,7 +21,6 @@ from train import config, data
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(config.Config):
     d_hidden: config.PosInt = 128  # width of the hidden layer
-    out_dir: str = "out/digits"  # folder of this run
     steps: config.PosInt = 400  # optimizer steps in total
     batch_size: config.PosInt = 64  # images per step
     lr: config.LearningRate = 2e-3  # peak learning rate

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knowledge distillation: a small model learns from the probabilities of a trained one.
 
-python tests/recipes/distill.py --teacher out --n_layers 2 --d_model 64
+python tests/recipes/distill.py --teacher out/default --n_layers 2 --d_model 64
 
 Source: Hinton et al. 2015, arXiv:1503.02531, section 2. The teacher's weights are parameters that
 are not trained, loaded at each launch and excluded from checkpoints. The logits of both models are
@@ -30,11 +30,10 @@ UNUSED = ("label_smoothing", "z_loss", "loss_norm", "logit_tiles", "n_experts")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(config.Config):
-    teacher: str = "out"  # out_dir of the run to learn from
+    teacher: str = "out/default"  # out_dir of the run to learn from
     distill_weight: config.Fraction = 0.9  # weight of the teacher; the labels have the rest
     distill_temperature: config.PosFloat = 1.0  # temperature of both models' probabilities
     teacher_shape: str = ""  # JSON of the teacher's fields; it is read from its checkpoint
-    out_dir: str = "out/student"  # folder of this run
 
 
 # ---- the config

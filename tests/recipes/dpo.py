@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct Preference Optimization (Rafailov et al. 2023, arXiv:2305.18290) of a run's weights.
 
-python tests/recipes/dpo.py --data pairs.jsonl --init_from out --beta 0.1 --out_dir out/dpo
+python tests/recipes/dpo.py --data pairs.jsonl --init_from out/default --beta 0.1
 
 A row {"prompt", "chosen", "rejected"} has three texts, which are tokenized like a prompt and its
 completion, or three lists of messages, which are rendered by the chat template. "prompt" may be
@@ -28,7 +28,6 @@ from train import ckpt, config, data, model, steplib
 @dataclass(frozen=True, kw_only=True)
 class DpoConfig(config.Config):
     beta: config.PosFloat = 0.1  # weight of log-ratios; higher stays closer to the reference
-    out_dir: str = "out/dpo"  # folder of this run
     batch_size: config.PosInt = 16  # pairs per step, over all devices
     optimizer: str = "adamw"  # adamw, adafactor, lion, muon, rmsprop, sgd
     lr: config.LearningRate = 1e-4  # peak learning rate; 1e-6 for billions of parameters
