@@ -1487,7 +1487,7 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
     short = table + "step 4\nstopped: SIGTERM; 62 s"
     assert printed_by(observe, ("end", alone)) == short + ", saved in out/ckpt\n"
     unsaved = alone | {"checkpoint": None}
-    assert printed_by(observe, ("end", unsaved)) == short + "\n"
+    assert printed_by(observe, ("end", unsaved)) == short + ", not saved\n"
 
 
 def test_print0_flushes_and_prints_on_process_0_only(tiny, monkeypatch):
