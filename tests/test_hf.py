@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of Hugging Face weights, read and written: comparisons with transformers and PEFT."""
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import data
 import model
 import train
 from conftest import ROOT
+from test_data import chat_folder
 
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, vocab_size=40, max_position_embeddings=64, rms_norm_eps=1e-3,
@@ -1044,3 +1046,60 @@ def test_a_file_in_init_from_is_refused_with_its_folder(mode, tiny, tmp_path):
             with pytest.raises(ValueError, match=words):
                 task = {name: x for name, x in train.TEXT.items() if name != "hf"}
                 train.main(tiny(mode=mode, init_from=(path,)), task=task)
+
+
+# ---- weights without a run
+
+@pytest.mark.slow
+def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
+        tmp_path, cache_dir, monkeypatch, capsys):
+    """A folder of transformers in init_from, without a run: its validation loss is that of PyTorch
+    to 1e-5, and --chat and chat.py print the answer that transformers generates.
+
+    Break: train.py: needed_for = "" if cfg.init_from else f"mode {cfg.mode}" =>
+    needed_for = f"mode {cfg.mode}"
+    """
+    torch, _ = torch_and_transformers()
+    sys.path.insert(0, str(ROOT / "tests/recipes"))
+    import chat
+    folder = tmp_path / "hf"
+    tokenizer = chat_folder(folder, "chatml")
+    monkeypatch.setitem(SIZES, "vocab_size", len(tokenizer))
+    hf_model = make_hf_model("qwen3", folder)
+    (tmp_path / "val.txt").write_text("low lower lowest " * 40)
+    cfg = config.Config(
+        init_from=(str(folder),), out_dir=str(tmp_path / "none"), cache_dir=cache_dir,
+        val_data=(str(tmp_path / "val.txt"),), seq_len=16, batch_size=8, eval_batches=0,
+        dtype="float32", sample_tokens=12, temperature=0.0, seed=1)
+
+    summary = train.main(dataclasses.replace(cfg, mode="eval"))
+    resolved = train.setup_run(cfg)["cfg"]
+    val_data = data.open_text(("val",), resolved)["val"]
+    losses = []
+    for i in range(-(-val_data["n"] // 8)):
+        batch = val_data["batch"](i, np.arange(8))
+        with torch.no_grad():
+            logits = hf_model(torch.from_numpy(batch["tokens"]).long()).logits
+        labels = torch.from_numpy(batch["labels"]).long()
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+        losses += loss[labels.flatten() != -100].tolist()
+    assert summary["val_n_labels"] == len(losses) > 100
+    assert summary["val_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+    question = [{"role": "user", "content": "low?"}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+    new = hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12,
+                            do_sample=False)[0, ids.shape[1]:].tolist()
+    assert len({*new}) > 3 and tokenizer.eos_token_id not in new
+    answer = tokenizer.decode(new)
+    sampled = train.main(dataclasses.replace(cfg, mode="sample", chat="low?"))
+    assert sampled["texts"] == [prompt + answer]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("low?\n"))
+    capsys.readouterr()
+    assert chat.chat(dataclasses.replace(cfg, mode="sample"))["exit_code"] == 0
+    shown = capsys.readouterr().out
+    assert f"> {train.printable(answer)} ... (--sample_tokens 12)\n> " in shown
+    assert not (tmp_path / "none").exists()
