@@ -3235,10 +3235,16 @@ def run_saved(cfg, task, hooks, state=None, params=None):
 
 
 def load_run(cfg, task=TEXT, hooks=()):
-    """(setup, step, params) of the newest checkpoint of cfg.out_dir, or of cfg.init_from if out_dir
-    has no run. For programs that use a model, such as tests/recipes/chat.py.
+    """(setup, step, params) of the checkpoint of cfg.out_dir that cfg.checkpoint names, or of
+    cfg.init_from if out_dir has no run. For programs that use a model, such as
+    tests/recipes/chat.py.
     """
-    cfg = resolve_hub_names(config.resolve_paths(cfg))
+    cfg = config.resolve_paths(cfg)
+    if not cfg.out_dir:
+        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
+    steplib.check_platform()
+    cfg = resolve_hub_names(cfg)
+    hooks = (*hooks, *load_hooks(cfg.hooks))
     found = find_saved(cfg, task, hooks)
     setup = found["setup"]
     like = steplib.lower_steps(*step_args(setup))["state"]
