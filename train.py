@@ -211,17 +211,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     "validation" or "test".
     """
     launched = time.perf_counter()
-    cfg = config.resolve_paths(cfg)
-    # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
-    connect_processes(cfg)
-    steplib.check_platform()
-    # Optional: rows from Python. Their name is a part of the run's.
-    if data is not None:
-        cfg = write_rows(cfg, data)
-    if not cfg.out_dir:  # the command line has chosen one
-        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
-    cfg = resolve_hub_names(cfg)
-    hooks = (*hooks, *load_hooks(cfg.hooks))
+    cfg, hooks = prepare(cfg, hooks, data)
 
     # Modes without a training loop.
     if cfg.mode in ("plan", "data") and (state is not None or params is not None):
@@ -266,6 +256,24 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
                 if jax.process_count() == 1:
                     for save in progress["pending_saves"].values():
                         save["future"].exception()
+
+
+def prepare(cfg, hooks, rows=None):
+    """(cfg with its paths and names resolved, hooks with those of cfg.hooks), once the processes
+    are connected. rows: the `data` of main.
+    """
+    cfg = config.resolve_paths(cfg)
+    # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
+    connect_processes(cfg)
+    steplib.check_platform()
+    # Optional: rows from Python. Their name is a part of the run's.
+    if rows is not None:
+        cfg = write_rows(cfg, rows)
+    if not cfg.out_dir:  # the command line has chosen one
+        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
+    cfg = resolve_hub_names(cfg)
+    hooks = (*hooks, *load_hooks(cfg.hooks))
+    return cfg, hooks
 
 
 def setup_run(cfg, task=TEXT, devices=None, hooks=()):
@@ -3239,12 +3247,7 @@ def load_run(cfg, task=TEXT, hooks=()):
     cfg.init_from if out_dir has no run. For programs that use a model, such as
     tests/recipes/chat.py.
     """
-    cfg = config.resolve_paths(cfg)
-    if not cfg.out_dir:
-        cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
-    steplib.check_platform()
-    cfg = resolve_hub_names(cfg)
-    hooks = (*hooks, *load_hooks(cfg.hooks))
+    cfg, hooks = prepare(cfg, hooks)
     found = find_saved(cfg, task, hooks)
     setup = found["setup"]
     like = steplib.lower_steps(*step_args(setup))["state"]

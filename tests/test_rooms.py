@@ -315,8 +315,6 @@ FEATURES = {
             ("data.py", "    name = hub_path(name)  # optional: tokenizers on the Hub\n", ""),
             ("data.py", "    name = hub_path(name)  # optional: names on the Hub\n", ""),
             ("train.py", "    cfg = resolve_hub_names(cfg)\n", ""),
-            ("train.py", "resolve_hub_names(config.resolve_paths(cfg))",
-             "config.resolve_paths(cfg)"),
             ("train.py", 'Path(data.hub_path(path), "tokenizer.json")',
              'Path(path, "tokenizer.json")'),
             ("train.py", "ckpt.read_hf_config(data.hub_path(path))", "ckpt.read_hf_config(path)"),
