@@ -1814,6 +1814,8 @@ ELSEWHERE = {
     "save_strategy": "--save_every, as 250 or 1epoch",
     "always_save_checkpoint": "--save_every",
     "save_total_limit": "--max_to_keep",
+    "load_best_model_at_end": "--keep_best",
+    "metric_for_best_model": "--keep_best",
     "report_to": "--track",
     "wandb_log": "--track wandb",
     "wandb_project": "the environment variable WANDB_PROJECT",
