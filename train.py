@@ -953,14 +953,21 @@ def step_args(setup):
 
     def override(name, value):
         value = run_hooks(setup["hooks"], name, value)
-        if name == "loss_fn" and setup["cfg"].dropout and not steplib.takes_train_keys(value):
-            raise ValueError(f"dropout {setup['cfg'].dropout}: the loss takes no train_keys, so it "
-                             "would drop nothing; set it to 0, or give the loss the argument "
-                             "train_keys=None and pass it on")
+        if name == "loss_fn":
+            check_dropout(setup["cfg"], value)
         return value
 
     return (setup["cfg"], setup["mesh"], setup["table"], task["loss"], task["init"],
             setup["batch"], override, evaluation_of(setup))
+
+
+def check_dropout(cfg, loss_fn):
+    """Raise ValueError if a training loss would ignore cfg.dropout."""
+    is_training = cfg.mode in ("train", "plan")
+    if is_training and cfg.dropout and not steplib.takes_train_keys(loss_fn):
+        raise ValueError(f"dropout {cfg.dropout}: the loss takes no train_keys, so it would drop "
+                         "nothing; set it to 0, or give the loss the argument train_keys=None and "
+                         "pass it on")
 
 
 def data_position(run, step):

@@ -3444,7 +3444,7 @@ def test_a_run_with_dropout_resumes_bit_identical(tiny, tmp_path):
 def test_dropout_needs_a_loss_that_knows_whether_it_trains(tiny):
     """A hook's loss without train_keys is refused with dropout, before anything is compiled.
 
-    Break: train.py: if name == "loss_fn" and setup["cfg"].dropout => if False and setup["cfg"].seed
+    Break: train.py: if is_training and cfg.dropout and not => if not is_training and
     """
     def hook(event, value):
         if event == "loss_fn":
