@@ -2447,7 +2447,7 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
     assert run.wait() == 0
     lines = [line for line in re.split(r"[\r\n]+", seen.decode()) if line.strip()]
     lines = [re.sub(r"\x1b\[\w*", "", line) for line in lines]
-    plain = [line for line in lines if str(tmp_path) not in line]
+    plain = [line for line in lines if str(tmp_path) not in line and "of beer" not in line]
     assert max(map(len, plain)) <= 80, max(plain, key=len)
     text = "\n".join(lines)
     assert text.index("parameters on 8 x cpu") < text.index("compiling the training step, for 20")
