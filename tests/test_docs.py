@@ -359,7 +359,7 @@ def test_python_of_the_guide_runs(name, project, monkeypatch, capsys):
     """Each block of Python in the guide runs as it stands, and prints something. A file of hooks
     prints nothing: its command runs it.
 
-    Break: tests/GUIDE.md: ckpt.latest("out/default/ckpt") => ckpt.newest("out/default/ckpt")
+    Break: tests/GUIDE.md: params = train.load_run(saved) => params = train.load_run("out/default")
     """
     text = python_files("tests/GUIDE.md")[name]
     write_folders(project, text)
