@@ -489,10 +489,8 @@ def choose_out_dir(cfg, typed):
     if cfg.out_dir and "out_dir" in typed:
         return cfg.out_dir
     # A file that is no run's config.json may name the folder, and so may a recipe.
-    config_of_run = os.path.join(cfg.out_dir, "config.json")
-    is_from_run = os.path.realpath(cfg.config) == os.path.realpath(config_of_run)
     is_another = bool(defining_changes(cfg)) or "branch_from" in typed
-    if cfg.out_dir and not (is_from_run and is_another):
+    if cfg.out_dir and not (has_config_of_run(cfg) and is_another):
         return cfg.out_dir
     is_defined = "config" in typed or any(map(_defines_run, typed))
     if cfg.mode in READ_MODES and not is_defined:
@@ -500,6 +498,11 @@ def choose_out_dir(cfg, typed):
         if newest:
             return newest
     return derive_out_dir(cfg)
+
+
+def has_config_of_run(cfg):
+    """Whether cfg.config is the config.json of the run in cfg.out_dir."""
+    return os.path.realpath(cfg.config) == os.path.realpath(Path(cfg.out_dir, "config.json"))
 
 
 def derive_out_dir(cfg):
@@ -821,6 +824,8 @@ def changed_flags(cfg):
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
         if name in HIDDEN_FLAGS or value == getattr(defaults, name):
+            continue
+        if name == "config" and has_config_of_run(cfg):
             continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")

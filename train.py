@@ -2908,7 +2908,8 @@ def explain_nonfinite(run, state, metrics, finite_grads, last_metrics):
     # Whether this state can train.
     if params:
         sentences.append(f"parameters that are not finite: {join_names(params, [*largest])}. Their "
-                         "checkpoint cannot train: begin with an earlier one, or other weights")
+                         "checkpoint cannot train: begin with an earlier one, by --branch_from "
+                         "DIR@STEP")
     else:
         name = max(largest, key=largest.get)
         verdict = "they can train" if largest[name] < LARGEST_USUAL else "too large to train"
