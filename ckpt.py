@@ -817,10 +817,10 @@ def root_of(out_dir):
 
 
 def roots(root):
-    """Return the root of a run's checkpoints, and the roots of those of its parameters alone: at
-    intervals, and the best one.
+    """Return {kind: root} of the checkpoints of a run: "save" of the whole state, "weights" and
+    "best" of the parameters alone.
     """
-    return root, join_path(root, "weights"), join_path(root, "best")
+    return {"save": root, "weights": join_path(root, "weights"), "best": join_path(root, "best")}
 
 
 def newest_run_meta(root, needed_for="", others=""):
@@ -873,31 +873,29 @@ def find_checkpoint(root, which, field="checkpoint"):
     field: the field that names it, for the error. Raises ValueError when it is missing, with
     the steps of those that exist.
     """
-    full, weights, best = roots(root)
-
     def find():
-        if which == "best":
-            return best, latest(best)
-        for each in (full, weights, best):
-            if int(which) in steps(each):
-                return each, int(which)
-        return None, None
+        saved = {kind: steps(each) for kind, each in roots(root).items()}
+        if which == "best" and saved["best"]:
+            return "best", saved["best"][-1], saved
+        for kind in saved:
+            if which != "best" and int(which) in saved[kind]:
+                return kind, int(which), saved
+        return None, None, saved
 
-    found_root, step = broadcast_from_main(find)
-    if step is None:
-        there = broadcast_from_main(lambda: [steps(each) for each in (full, weights, best)])
-        kinds = ("", " (parameters alone)", " (best)")
-        texts = [", ".join(map(str, saved)) + kind
-                 for saved, kind in zip(there, kinds, strict=True) if saved]
-        raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: "
-                         f"{', '.join(texts) or 'none'}")
+    kind, step, saved = broadcast_from_main(find)
+    if kind is None:
+        texts = []
+        for kind, suffix in (("save", ""), ("weights", " (parameters alone)"), ("best", " (best)")):
+            texts += [f"{each}{suffix}" for each in saved[kind]]
+        existing = ", ".join(texts) if texts else "none"
+        raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: {existing}")
+    found_root = roots(root)[kind]
     meta = broadcast_from_main(partial(read_meta, found_root, step))
     return found_root, step, meta
 
 
-# What a file system without locks answers.
-FIRST_BYTES = 2**16  # of config.json and the first rows of metrics.jsonl
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+FIRST_BYTES = 2**16  # size of config.json and the first rows of metrics.jsonl
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 @contextlib.contextmanager
@@ -946,7 +944,7 @@ def lock_folders(out_dir, root, log=print):
             about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
                      f"{os.path.realpath(out_dir)}")
             check = locks.enter_context(lock_bucket(root, owner, about, log))
-        for each in roots(root):
+        for each in roots(root).values():
             clean(each, log)
         for folder, field in folders.items():
             _check_room(folder, field)
@@ -980,7 +978,7 @@ def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
     if jax.process_index():
         return
     if overwrite:
-        for each in roots(root):
+        for each in roots(root).values():
             delete_all(each, log)
         for name in RUN_FILES:
             Path(out_dir, name).unlink(missing_ok=True)
@@ -1459,7 +1457,7 @@ def _open_source(source, open_weights, find_mismatches, log=print):
     if weights:
         return source | weights
 
-    root, meta = _find_checkpoint(path, source["checkpoint"])
+    root, meta = _find_source_checkpoint(path, source["checkpoint"])
     names = {}
     for name, layout in meta["arrays"].items():
         if name.startswith("params/"):
@@ -1476,7 +1474,7 @@ def _open_source(source, open_weights, find_mismatches, log=print):
     return source | {"names": names, "read": read, "summary": summary, "mismatches": mismatches}
 
 
-def _find_checkpoint(path, which=""):
+def _find_source_checkpoint(path, which=""):
     """Return (root, meta) of a checkpoint of a run's out_dir or of a folder of checkpoints. which:
     "best" or a step, as text; "" for the newest.
     """
@@ -1495,7 +1493,7 @@ def _find_checkpoint(path, which=""):
 
 def _has_checkpoint(root):
     """Return whether a run has any checkpoint, also of the parameters alone."""
-    return broadcast_from_main(lambda: any(steps(each) for each in roots(root)))
+    return broadcast_from_main(lambda: any(steps(each) for each in roots(root).values()))
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
@@ -1520,12 +1518,12 @@ def parse_source(text):
     exclude = _split(values["exclude"])
     renames = _split(values["rename"])
     checkpoint = ""
-    names_one = re.fullmatch("(.+)@(best|[0-9]+)", path)
-    if names_one and "://" not in path and not os.path.exists(path):
-        path, checkpoint = names_one.groups()
+    at_checkpoint = re.fullmatch("(.+)@(best|[0-9]+)", path)
+    if at_checkpoint and "://" not in path and not os.path.exists(path):
+        path, checkpoint = at_checkpoint.groups()
+    is_path = path != "" and (not re.match(r"\w+=", path) or os.path.isdir(path))
     rules = [
-        # The path comes first.
-        path != "" and (not re.match(r"\w+=", path) or os.path.isdir(path)),
+        is_path,  # the path comes first
         values.keys() == SOURCE_OPTIONS.keys(),  # no unknown option
         values["strict"] in ("yes", "no"),
         values["dynamic"] in ("yes", "no"),
@@ -1533,9 +1531,9 @@ def parse_source(text):
         all(":" in rename for rename in renames),
     ]
     if not all(rules):
-        raise ValueError(f"init_from {text!r}: must be DIR, or within one pair of quotes 'DIR "
-                         "load=PATTERNS exclude=PATTERNS rename=SAVED:LOCAL strict=yes|no "
-                         "dynamic=yes|no', each option only if needed")
+        raise ValueError(f"init_from {text!r}: must be DIR, DIR@best or DIR@STEP, or within one "
+                         "pair of quotes 'DIR load=PATTERNS exclude=PATTERNS rename=SAVED:LOCAL "
+                         "strict=yes|no dynamic=yes|no', each option only if needed")
     return {
         "path": path,
         "checkpoint": checkpoint,
@@ -1673,7 +1671,7 @@ def verify(root, log=print):
     line for each checkpoint. Memory is bounded, whatever the folder claims.
     """
     found = []
-    for folder in roots(root):
+    for folder in roots(root).values():
         found += [(folder, step) for step in steps(folder)]
     if not found:
         return [f"{root} holds no checkpoint; name the folder of checkpoints, such as "

@@ -342,23 +342,13 @@ def parse(argv, kind=Config):
     flags, _ = guess(default=defaults)
     flags = resolve_paths(flags)
     out_dir = choose_out_dir(flags, typed)
-    if not {"-h", "--help"} & set(argv):  # which shows the defaults of Config
+    asks_for_help = any(arg in HELP_FLAGS for arg in argv)
+    if not asks_for_help:  # help shows no values of a run
         defaults = run_defaults(out_dir, flags, defaults)
 
     with headings_in_help(kind, group):  # one above each group of fields
         cfg = resolve_paths(cli(default=defaults))
-    changes = {"out_dir": out_dir}
-    # Folders that belong to the run whose config.json gave the defaults.
-    if defaults.out_dir and os.path.realpath(out_dir) != os.path.realpath(defaults.out_dir):
-        for name in {"ckpt_dir", "export"} - typed:
-            changes[name] = ""
-    # Changes that the run has not saved yet stay allowed, as long as nobody types another value.
-    allowed = list(cfg.allow_change) if "allow_change" in typed else []
-    for name in defaults.allow_change:
-        if getattr(cfg, name) == getattr(defaults, name):
-            allowed.append(name)
-    changes["allow_change"] = tuple(allowed)
-    return dataclasses.replace(cfg, **changes)
+    return separate_from_run(cfg, defaults, out_dir, typed)
 
 
 def _typed_fields(argv, kind):
@@ -443,9 +433,11 @@ def check_unknown(unknown, kind):
     assignments = [word for word in unknown if re.match(r"\w+=", word)]  # lr=3, without --
     named = [f"{word} ({suggest_flag(word, kind)})" for word in flags + assignments]
     if named:
-        raise ValueError(f"unknown flag{'s' * (len(named) > 1)}: {', '.join(named)}")
-    raise ValueError(f"{' '.join(unknown)}: is no flag and no value of one. Flags are written "
-                     "--steps 100, switches --qk_norm or --no_qk_norm, a config file --config FILE")
+        plural = "s" if len(named) > 1 else ""
+        raise ValueError(f"unknown flag{plural}: {', '.join(named)}")
+    raise ValueError(f"{' '.join(unknown)}: is neither a flag nor the value of one. Write a flag "
+                     "as --steps 100, a switch as --qk_norm or --no_qk_norm, a config file as "
+                     "--config FILE")
 
 
 def suggest_flag(word, kind):
@@ -456,8 +448,9 @@ def suggest_flag(word, kind):
     negated = name.removeprefix("no_")
     # Optional: names of earlier versions and of other trainers.
     for other in (name, negated):
-        if name_here(other, known):
-            return name_here(other, known)
+        hint = hint_for_name(other, known)
+        if hint:
+            return hint
     if name in known:  # with one dash, or without any
         return f"write --{name} {value}".rstrip()
     close = difflib.get_close_matches(name, [*known], n=1, cutoff=0.55)
@@ -488,9 +481,9 @@ def choose_out_dir(cfg, typed):
     """
     if cfg.out_dir and "out_dir" in typed:
         return cfg.out_dir
-    # A file that is no run's config.json may name the folder, and so may a recipe.
-    is_another = bool(defining_changes(cfg)) or "branch_from" in typed
-    if cfg.out_dir and not (has_config_of_run(cfg) and is_another):
+    # A file of --config or a recipe may set the folder. A variant of a run gets one of its own.
+    is_variant = bool(defining_changes(cfg)) or "branch_from" in typed
+    if cfg.out_dir and not (has_config_of_run(cfg) and is_variant):
         return cfg.out_dir
     is_defined = "config" in typed or any(map(_defines_run, typed))
     if cfg.mode in READ_MODES and not is_defined:
@@ -587,14 +580,19 @@ def _name_of_value(field, value):
     items = value if isinstance(value, tuple) else (value,)
     texts = []
     for item in items:
-        text = str(item)
-        if isinstance(item, float) and float(f"{item:g}") == item:
-            text = f"{item:g}"
+        text = _format_value(item)
         # Of each path its last name, whatever options follow it.
         if field in PATH_FIELDS or "/" in text:
             text = " ".join(_last_name(word) for word in text.split())
         texts.append(text)
     return f"{field}={'+'.join(texts)}"
+
+
+def _format_value(value):
+    """A value as people type it: 3 for 3.0, and all digits of a number where they matter."""
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
 def _last_name(path):
@@ -608,6 +606,22 @@ def parse_branch(text):
     if not folder or not step.isdecimal():
         raise ValueError(f"branch_from {text!r}: must be DIR@STEP, as in out/default@400")
     return folder, int(step)
+
+
+def separate_from_run(cfg, defaults, out_dir, typed):
+    """cfg in out_dir, without the folders of another run that gave the defaults, and with the
+    changes that this run has not saved yet still allowed, unless another value is typed.
+    """
+    changes = {"out_dir": out_dir}
+    if defaults.out_dir and os.path.realpath(out_dir) != os.path.realpath(defaults.out_dir):
+        for name in {"ckpt_dir", "export"} - typed:
+            changes[name] = ""
+    allowed = list(cfg.allow_change) if "allow_change" in typed else []
+    for name in defaults.allow_change:
+        if getattr(cfg, name) == getattr(defaults, name):
+            allowed.append(name)
+    changes["allow_change"] = tuple(allowed)
+    return dataclasses.replace(cfg, **changes)
 
 
 def newest_run(folder):
@@ -632,7 +646,9 @@ def _last_written(out_dir):
 
 
 def nearest_runs(out_dir):
-    """A sentence that lists the runs beside a missing one, the nearest names first; "" for none."""
+    """A clause for an error, which lists the runs beside a missing one, the nearest names first; ""
+    for none.
+    """
     path = Path(out_dir)
     names = [Path(run).name for run in runs_in(path.parent)]
     if path.name in names:
@@ -830,13 +846,12 @@ def changed_flags(cfg):
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
         elif isinstance(value, tuple):
-            words = [shlex.quote(str(item)) for item in value[:MOST_ITEMS]]
+            words = [shlex.quote(item) for item in value[:MOST_ITEMS]]
             if len(value) > MOST_ITEMS:
                 words.append(f"... ({len(value) - MOST_ITEMS} more)")
             flags.append(" ".join([f"--{name}", *words]))
         else:
-            text = str(value).removesuffix(".0")
-            flags.append(f"--{name} {shlex.quote(text)}")
+            flags.append(f"--{name} {shlex.quote(_format_value(value))}")
     return flags
 
 
@@ -872,9 +887,10 @@ def from_json(text, where="JSON", kind=Config):
     errors = []
     # Optional: names of earlier versions and of other trainers.
     for name in values:
-        if name_here(name, types):
-            errors.append(f"{name!r}: {name_here(name, types).replace('--', '')}")
-    others = {name: value for name, value in values.items() if not name_here(name, types)}
+        hint = hint_for_name(name, types)
+        if hint:
+            errors.append(f"{name!r}: {hint.replace('--', '')}")
+    others = {name: value for name, value in values.items() if not hint_for_name(name, types)}
     errors += key_errors("", others, types)
     errors += _type_errors(others, types)
     raise_if_errors(errors, where)
@@ -1466,10 +1482,10 @@ def split_help_group(argv, kind):
 
     A group is selected by the beginning of its name. Raises ValueError for an unknown group.
     """
-    asked = [arg for arg in argv if arg in HELP_FLAGS]
-    if not asked:
+    help_args = [arg for arg in argv if arg in HELP_FLAGS]
+    if not help_args:
         return argv, ""
-    begin = argv.index(asked[0]) + 1
+    begin = argv.index(help_args[0]) + 1
     end = begin
     while end < len(argv) and not argv[end].startswith("-"):
         end += 1
@@ -1479,7 +1495,7 @@ def split_help_group(argv, kind):
     groups = help_groups(kind)
     selected = [group for group in groups if group.lower().startswith(words.lower())]
     if not selected:
-        raise ValueError(f"--help {words}: no group of flags; there are {', '.join(groups)}")
+        raise ValueError(f"--help {words}: unknown group; the groups are {', '.join(groups)}")
     return argv[:begin] + argv[end:], selected[0]
 
 
@@ -1589,8 +1605,7 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process. default_lr: {optimizer: rate}.
     """
-    defaults = json.loads(to_json(type(new)()))
-    before = defaults | old
+    before = _saved_fields(old, new)
     before.update(mesh)  # stands if the run's mesh was not saved
     before.update(old_mesh)
     after = json.loads(to_json(new))
@@ -1625,12 +1640,17 @@ def _describe_value(name, fields, default_lr):
     return repr(value)
 
 
+def _saved_fields(old, new):
+    """{field: value} of a saved config, as JSON has it; a field that it lacks had its default."""
+    return json.loads(to_json(type(new)())) | old
+
+
 def branch_errors(old, new):
     """Errors: the fields in which a branch cannot differ from the run that it leaves.
 
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     """
-    before = json.loads(to_json(type(new)())) | old
+    before = _saved_fields(old, new)
     after = json.loads(to_json(new))
     errors = []
     for name in STATE_FIELDS:
@@ -1663,7 +1683,7 @@ def data_changes(saved, new, step, has_other_data):
     saved: the config of the checkpoint, as a dict; a field that it lacks had its default.
     has_other_data: whether the tokens differ from those of the checkpoint.
     """
-    before = json.loads(to_json(type(new)())) | saved
+    before = _saved_fields(saved, new)
     after = json.loads(to_json(new))
     sentences = []
     old_size, new_size = before["batch_size"], after["batch_size"]
@@ -1724,7 +1744,7 @@ RENAMED = {
 
 
 # Names in nanoGPT and Hugging Face, and what to write instead.
-ELSEWHERE = {
+OTHER_TRAINERS = {
     # Run
     "output_dir": "--out_dir",
     "run_name": "--out_dir",
@@ -1832,8 +1852,8 @@ ELSEWHERE = {
 }
 
 
-def name_here(name, fields):
-    """What to write for an earlier name of a field, or for its name elsewhere; "" for other names.
+def hint_for_name(name, fields):
+    """How to write an earlier name of a field, or its name in another trainer; "" for other names.
 
     fields: the names of all fields. A fork may have a field of that name.
     """
@@ -1841,9 +1861,9 @@ def name_here(name, fields):
         return ""
     if name in RENAMED:
         return f"now --{RENAMED[name]}"
-    text = ELSEWHERE.get(name, "")
+    text = OTHER_TRAINERS.get(name, "")
     if text.startswith("--"):
-        return f"here {text}"
+        return f"use {text}"
     return text
 
 

@@ -80,22 +80,23 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 # The five files beside this one have common names. Where `import config` means another file, since
-# that was imported before or its folder comes first on sys.path, ours is imported under the name
-# sixfile_config. In other files `import config` still means that file; ours is train.config.
-own_folder = os.path.dirname(os.path.abspath(__file__))
-if own_folder not in sys.path:  # under `python -I`
-    sys.path.append(own_folder)
+# that was imported before or its folder comes first on sys.path, this project's file is imported
+# under the name sixfile_config. Elsewhere `import config` still gives the other file, and
+# train.config is this project's.
+project_folder = os.path.dirname(os.path.abspath(__file__))
+if project_folder not in sys.path:  # under `python -I`
+    sys.path.append(project_folder)
 other_modules = {}  # {name: the other module of that name, None if it is not imported yet}
 for module_name in ("ckpt", "config", "data", "model", "step"):
-    own_path = os.path.join(own_folder, f"{module_name}.py")
+    project_path = os.path.join(project_folder, f"{module_name}.py")
     found_path = importlib.util.find_spec(module_name).origin or ""
-    if os.path.realpath(found_path) != os.path.realpath(own_path):
+    if os.path.realpath(found_path) != os.path.realpath(project_path):
         other_modules[module_name] = sys.modules.get(module_name)
-        spec = importlib.util.spec_from_file_location(f"sixfile_{module_name}", own_path)
-        own_module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = own_module
-        sys.modules[module_name] = own_module  # for the statements below
-        spec.loader.exec_module(own_module)
+        spec = importlib.util.spec_from_file_location(f"sixfile_{module_name}", project_path)
+        project_module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = project_module
+        sys.modules[module_name] = project_module  # for the statements below
+        spec.loader.exec_module(project_module)
 
 import ckpt
 import config
@@ -266,10 +267,10 @@ def prepare(cfg, hooks, rows=None):
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
     steplib.check_platform()
-    # Optional: rows from Python. Their name is a part of the run's.
+    # Optional: rows from Python. The run is named after their file.
     if rows is not None:
         cfg = write_rows(cfg, rows)
-    if not cfg.out_dir:  # the command line has chosen one
+    if not cfg.out_dir:  # from Python: the command line has chosen one
         cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
     cfg = resolve_hub_names(cfg)
     hooks = (*hooks, *load_hooks(cfg.hooks))
@@ -359,6 +360,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     start = choose_start(setup, train_data, state, params, saved_meta)
     start_meta = start["meta"]  # of the checkpoint that the run begins with, or {}
     if saved_meta and is_finished(cfg, saved_step):
+        print_how_to_continue(cfg, saved_step)
         return None
     # Optional: windows.
     if "restore" in train_data:
@@ -591,8 +593,7 @@ def train(run, state, progress, signals):
         # Stop before the next batch is consumed, and note what the next step shall do. Several
         # processes exchange their requests only at multiples of log_every; in between, the previous
         # answer holds.
-        progress["polled"] = poll_requests(run, step, progress, signals)
-        stop = stop_reason(run, step, progress["polled"], progress["last_metrics"])
+        stop = poll_stop(run, step, progress, signals)
         if stop:
             break
 
@@ -600,11 +601,10 @@ def train(run, state, progress, signals):
         try:
             batch, waited_s = next(batches, (None, 0.0))
         except (ValueError, OSError):
-            save_before_data_error(run, state, step, progress)
+            save_before_error(run, state, step, progress)
             raise
         if batch is None:  # a stop was requested during the wait
-            progress["polled"] = poll_requests(run, step, progress, signals)
-            stop = stop_reason(run, step, progress["polled"], progress["last_metrics"])
+            stop = poll_stop(run, step, progress, signals)
             break
         run_begin_hooks(run, step, progress)
         batch = run_hooks(run["hooks"], "data", batch)
@@ -628,8 +628,9 @@ def train(run, state, progress, signals):
     # Log the last metrics. They may change the reason and the exit code.
     log_step(run, state, progress)
     batches.close()
-    is_skipped = due.get("save") == "end"  # by a hook
-    if progress["saved_step"] != step and saves_at_end(run, progress) and not is_skipped:
+    is_saved = progress["saved_step"] == step
+    was_skipped = due.get("save") == "end"  # if it was due and is not saved, a hook has skipped it
+    if saves_at_end(run, progress) and not is_saved and not was_skipped:
         save_state(run, state, step, progress, "stop")
     stop = stop_reason(run, step, progress["polled"], progress["last_metrics"]) or stop
     return end_run(run, state, step, progress, stop)
@@ -733,38 +734,38 @@ def save_state(run, state, step, progress, why, kind="save"):
     "best" for the parameters alone. The next checkpoint replaces one that is due by time.
     """
     cfg, timers = run["cfg"], progress["timers"]
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    max_to_keep, keep_period = cfg.max_to_keep, cfg.keep_period
-    temporary = why == "second"
+    root = ckpt.roots(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))[kind]
     run["check_lock"]()  # raises if another run has taken over the bucket
 
+    # How many to keep. There is one best checkpoint, and those of the parameters alone all stay.
+    max_to_keep, keep_period = cfg.max_to_keep, cfg.keep_period
+    if kind != "save":
+        max_to_keep = 1 if kind == "best" else 0
+        keep_period = 0
+    temporary = kind == "save" and why == "second"
+
     # Hooks may skip it, and add their own state to its meta.json.
-    folder = root if kind == "save" else ckpt.join_path(root, kind)
     planned = {"step": step, "kind": kind, "why": why,
-               "path": ckpt.join_path(folder, f"{step:09d}"), "hooks": {}}
+               "path": ckpt.join_path(root, f"{step:09d}"), "hooks": {}}
     planned = run_before_hooks(run, "save", planned, progress)
     if planned["skip"]:
         return False
 
     with timed(timers, "save"):
         # Wait for the previous save of this kind.
-        began = time.perf_counter()
+        wait_began = time.perf_counter()
         if kind in progress["pending_saves"]:
             wait_for_save(run, progress, kind)
-        waited_s = time.perf_counter() - began
+        waited_s = time.perf_counter() - wait_began
 
         # Compute a digest of the state, so that two runs can be compared by a line of text.
         with timed(timers, "compile"):
             run["programs"]["compile_digest"]()
-        began = time.perf_counter()
+        save_began = time.perf_counter()
         digest = steplib.digest(run["programs"]["digest"](state))
-        if kind != "save":
+        if kind != "save":  # the parameters alone
             digest = {"params": digest["params"]}
             state = {"params": state["params"]}
-            root = ckpt.join_path(root, kind)
-            max_to_keep = 1 if kind == "best" else 0
-            keep_period = 0
-            temporary = False
 
         # The arrays, without the parameters that save_exclude names and their moments.
         arrays, _ = ckpt.flatten(state)
@@ -781,8 +782,8 @@ def save_state(run, state, step, progress, why, kind="save"):
             "digest": digest,
             "since_log": sums_to_json(progress["window"]["sums"]),
             "hooks": planned["hooks"],
-            "requests": {"now": progress["polled"]["events"],
-                         "next": sorted(progress["requests"])},
+            "requests": {"due": progress["polled"]["events"],
+                         "pending": sorted(progress["requests"])},
         }
         # Optional: best checkpoint.
         if kind == "best":
@@ -791,7 +792,7 @@ def save_state(run, state, step, progress, why, kind="save"):
         progress["pending_saves"][kind] = {"step": step, "future": future}
         if kind == "save":
             progress["saved_step"] = step
-        blocked_s = time.perf_counter() - began
+        blocked_s = time.perf_counter() - save_began
         run["log_event"]("save", {"step": step, "kind": kind, "digest": digest,
                                   "waited_s": waited_s, "blocked_s": blocked_s})
     return True
@@ -874,7 +875,9 @@ def make_batch_at(setup, source, pinned=False):
         expected[name] = ((len(rows), *x.shape[1:]), x.dtype)
 
     def batch_at(index):
-        batch = source["batch"](0 if pinned else index, rows)
+        if pinned:
+            index = 0
+        batch = source["batch"](index, rows)
         if batch is None:
             return None
         found = {}
@@ -894,8 +897,9 @@ def run_hooks(hooks, event, value, check=None):
     Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
     "load" (the first state). In the loop they are "data" and "val_data" (each batch), "state"
     (after each update) and the rows of log_event: "start", "dispatch", "step", "log", "epoch",
-    "window", "out_of_data", "save", "eval", "sample", "export", "reload", "nonfinite",
-    "nonfatal_error", "stop", "end".
+    "window", "out_of_data", "save", "eval", "sample", "export", "reload", "skip", "nonfinite",
+    "nonfatal_error", "stop", "end". Only hooks get the rows "resume", "before_save", "before_eval",
+    "before_epoch" and "before_window".
 
     check: a function of (event, value, result) that raises TypeError for a wrong result.
     """
@@ -984,7 +988,9 @@ def data_position(run, step):
 
 
 def init_progress(launched):
-    """What changes during a run; the loop owns it. launched: time.perf_counter() at launch."""
+    """Make the record of everything that changes during a run; the loop owns it. launched:
+    time.perf_counter() at launch.
+    """
     return {
         # {event: (step, seconds since the launch)} when each event last happened
         "last_done": {},
@@ -1041,9 +1047,9 @@ def restore_progress(progress, out_dir, step, meta, is_branch):
             progress["last_done"][event] = (step, 0.0)
     if meta:
         progress["last_done"]["save"] = (step, 0.0)
-        requests = meta.get("requests", {"now": [], "next": []})
-        progress["polled"]["events"] = requests["now"]
-        progress["requests"] |= {*requests["next"]}
+        requests = meta.get("requests", {"due": [], "pending": []})
+        progress["polled"]["events"] = requests["due"]
+        progress["requests"] |= {*requests["pending"]}
     if is_branch:  # the other run has done what is due at this step; but see due_events
         progress["last_done"] = dict.fromkeys([*config.EVENTS, "epoch", "window"], (step, 0.0))
         del progress["last_done"]["save"]
@@ -1054,7 +1060,7 @@ def restore_progress(progress, out_dir, step, meta, is_branch):
 
 def is_finished(cfg, step):
     """Whether nothing is left to do at `step`: it is past cfg.steps, or has reached it and logged
-    its end. If so, print how to train further.
+    its end.
     """
     def read_end():
         rows = ckpt.read_log(cfg.out_dir)
@@ -1062,13 +1068,15 @@ def is_finished(cfg, step):
 
     last = ckpt.broadcast_from_main(read_end)
     has_ended = last["event"] == "end" and last["reason"] == all_done(step)
-    if step < cfg.steps or (step == cfg.steps and not has_ended):
-        return False
+    return step > cfg.steps or (step == cfg.steps and has_ended)
+
+
+def print_how_to_continue(cfg, step):
+    """Print what can be done with a run that is finished, at `step`."""
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
     print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
            "again: --resume overwrite, or another --out_dir. To export it: --mode export --export "
            "FOLDER.")
-    return True
 
 
 # ---- evaluation and end
@@ -1124,8 +1132,8 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     """
     began = time.perf_counter()
     source_size = setup["cfg"].batch_size
-    setup = setup | evaluation_of(setup)
-    cfg, task = setup["cfg"], setup["task"]
+    eval_setup = setup | evaluation_of(setup)
+    cfg, task = eval_setup["cfg"], setup["task"]
     parts = val_data.get("parts", {"": val_data})
     n_batches = eval_batches(cfg, val_data)
 
@@ -1136,7 +1144,7 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
         for name, part in parts.items():
             # Optional: evaluation batches of another size.
             source = data.regroup(part, source_size, cfg.batch_size)
-            prefetched = data.prefetch(make_batch_at(setup, source), 0, n_batches[name])
+            prefetched = data.prefetch(make_batch_at(eval_setup, source), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", count_batch(batch))
                        for batch, _ in prefetched)
             part_sums[name] = steplib.evaluate(eval_step, params, batches, stopped)
@@ -1144,8 +1152,8 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
                 return {}
             n_examples += min(n_batches[name] * cfg.batch_size, part["n"])
 
-    # The means over all parts, and of each.
-    sums = jax.tree.map(lambda *each: sum(each), *part_sums.values())
+    # The means over all parts, of the added sums, and of each part.
+    sums = jax.tree.map(lambda *values: sum(values), *part_sums.values())
     part_means = {name: metric_means(each) for name, each in part_sums.items()}
     if "parts" in val_data:
         val_data = val_data | {"part_means": part_means}
@@ -1385,7 +1393,7 @@ def impossible_events(setup, val_data):
     """{event: why} of the events that this run cannot have, even if a hook requests them."""
     impossible = {}
     if not val_data:
-        impossible["eval"] = "there is no validation data: set --val_data or --val_frac"
+        impossible["eval"] = "the run has no validation data; set --val_data or --val_frac"
     if not setup["cfg"].export:
         impossible["export"] = "--export names no folder"
     if not setup["task"]["sample"]:
@@ -1442,12 +1450,6 @@ def completed(run, unit, step):
     return step * run["cfg"].batch_size / train_data["n"] + 1e-9
 
 
-def was_done(progress, event, step):
-    """Whether an event happened at this step."""
-    last_step, _ = progress["last_done"].get(event, (None, 0.0))
-    return last_step == step
-
-
 # ---- actions of the loop
 
 
@@ -1461,6 +1463,9 @@ def wait_for_save(run, progress, kind):
         # Optional: best checkpoint.
         if kind == "best":
             delete_other_best(run["cfg"], save["step"])
+    # A best checkpoint that could not be written is no record.
+    if kind == "best" and kind in progress["save_errors"]:
+        progress["kept_best"] = best_so_far(run["cfg"])
 
 
 @contextlib.contextmanager
@@ -1485,24 +1490,22 @@ def without_digits(text):
 
 @contextlib.contextmanager
 def save_if_out_of_memory(run, state, step, progress):
-    """Save the state, unless it is saved, before an error for lack of memory ends the run. Of
-    several processes only this one may have met it, and the others would not join in the save.
-    """
+    """Save the state before an error for lack of memory ends the run."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
-        if progress["saved_step"] != step and jax.process_count() == 1:
-            save_state(run, state, step, progress, "error")
-            wait_for_save(run, progress, "save")
+        save_before_error(run, state, step, progress)
         raise
 
 
-def save_before_data_error(run, state, step, progress):
-    """Save the steps that are done before an error of the data ends the run. Of several processes
-    only this one may have met it, and the others would not join in the save.
+def save_before_error(run, state, step, progress):
+    """Save the steps that are done, unless they are saved, before an error ends the run. Of several
+    processes only this one may have met it, and the others would not join in the save.
     """
-    if jax.process_count() == 1:
-        log_step(run, state, progress)
+    if jax.process_count() > 1:
+        return
+    log_step(run, state, progress)
+    if progress["saved_step"] != step:
         save_state(run, state, step, progress, "error")
         wait_for_save(run, progress, "save")
 
@@ -1897,6 +1900,12 @@ def save_only(signals):
     return jax.process_count() == 1 and bool(signals)
 
 
+def poll_stop(run, step, progress, signals):
+    """Poll all requests into progress["polled"]. Return the reason to stop, as stop_reason does."""
+    progress["polled"] = poll_requests(run, step, progress, signals)
+    return stop_reason(run, step, progress["polled"], progress["last_metrics"])
+
+
 def poll_requests(run, step, progress, signals):
     """Requests to stop, and events that the next step shall have: {"step", "elapsed_s": seconds
     since the launch, "signal": name or None, "stop_file": whether out_dir/stop exists,
@@ -2124,10 +2133,10 @@ def jsonl(cfg):
     return observe
 
 
-TRACKER_S = 60  # how long the end of a run waits for an observer in a thread
+TRACKER_TIMEOUT_S = 60  # how long the end of a run waits for an observer in a thread
 
 
-QUEUE_ROWS = 10_000  # rows that it may be behind
+QUEUE_ROWS = 10_000  # most rows that wait for a tracker; more are dropped
 
 
 def run_in_thread(name, make, cfg):
@@ -2155,9 +2164,9 @@ def run_in_thread(name, make, cfg):
         with contextlib.suppress(queue.Full):
             rows.put_nowait((event, row))
         if event in ("end", "error"):
-            thread.join(TRACKER_S)
+            thread.join(TRACKER_TIMEOUT_S)
             if thread.is_alive():
-                print0(f"{name}: not done after {TRACKER_S} s; its last rows may be lost")
+                print0(f"{name}: not done after {TRACKER_TIMEOUT_S} s; its last rows may be lost")
 
     return observe
 
@@ -2213,8 +2222,10 @@ def console(cfg):
             print0(f"{format_step(row)}  exported to {cfg.export}")
         elif event == "nonfinite":
             first, *others = row["sentences"]
-            for text in (f"{format_step(row)}  {first}", *(f"  {text}" for text in others)):
-                print0(textwrap.fill(text, 79, subsequent_indent="    ", break_on_hyphens=False))
+            lines = [f"{format_step(row)}  {first}"]
+            lines += [f"  {sentence}" for sentence in others]
+            for line in lines:
+                print0(textwrap.fill(line, 79, subsequent_indent="    ", break_on_hyphens=False))
         if "repeated" in row:
             print0(f"{format_step(row)}  {row['repeated']} failed again, for the same reason")
         elif event in ("sample", "nonfatal_error") and "error" in row:
@@ -2368,9 +2379,15 @@ def print_summary(cfg, row):
         saved = f", saved in {ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)}"
     print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
     if row["checkpoint"] and not row["exit_code"] and not is_done:
-        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
-        print0(f"the same command{flag} continues from here{limit}")
+        print0(f"{same_command(cfg)} continues from here{limit}")
+
+
+def same_command(cfg):
+    """The command that resumes the run, in words."""
+    if cfg.resume in ("auto", "must"):
+        return "the same command"
+    return "the same command with --resume auto"
 
 
 # ---- what a run reports
@@ -2378,8 +2395,11 @@ def print_summary(cfg, row):
 
 def print_changed_flags(cfg):
     """Print the fields that differ from the defaults, in lines of 80 columns if possible."""
+    flags = config.changed_flags(cfg)
+    if not flags:
+        flags = ["the defaults"]
     lines = ["config:"]
-    for flag in config.changed_flags(cfg) or ["the defaults"]:
+    for flag in flags:
         if len(lines[-1]) + 1 + len(flag) > 80:
             lines.append(" ")
         lines[-1] += f" {flag}"
@@ -2478,9 +2498,9 @@ def describe_run(setup, programs, start):
 # The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, checks
 # of the names of metrics, best checkpoint, branches of a run, steps that are not finite, validation
 # data that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
-# Hugging Face weights, modes without a loop, memory estimates, hooks from files, state of hooks,
-# compilation cache, several processes, profiler, plot, trackers. Then the observers that run, and
-# the command line.
+# Hugging Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files,
+# state of hooks, compilation cache, several processes, profiler, plot, trackers. Then the observers
+# that run, and the command line.
 
 
 # ---- custom tasks
@@ -2862,7 +2882,7 @@ def find_branch(cfg):
         raise ValueError(f"branch_from {cfg.branch_from!r}: is in the --out_dir of this run; "
                          "choose another")
     if step >= cfg.steps:
-        raise ValueError(f"branch_from {cfg.branch_from!r}: is at or after the last step, steps "
+        raise ValueError(f"branch_from {cfg.branch_from!r}: must be before the last step, "
                          f"{cfg.steps}; set more --steps")
     root = ckpt.root_of(folder)
     ckpt.newest_run_meta(
@@ -2912,7 +2932,7 @@ def explain_nonfinite(run, state, metrics, finite_grads, last_metrics):
                          "DIR@STEP")
     else:
         name = max(largest, key=largest.get)
-        verdict = "they can train" if largest[name] < LARGEST_USUAL else "too large to train"
+        verdict = "they can train" if largest[name] < DIVERGED_ABOVE else "too large to train"
         sentences.append(f"the saved parameters are finite: up to {largest[name]:.3g} ({name}), "
                          f"{verdict}")
     sentences += nonfinite_advice(run["cfg"], metrics["step"], metrics["lr"], bool(params))
@@ -2921,7 +2941,7 @@ def explain_nonfinite(run, state, metrics, finite_grads, last_metrics):
         "sentences": sentences})
 
 
-LARGEST_USUAL = 1e4  # parameters beyond this have diverged
+DIVERGED_ABOVE = 1e4  # parameters beyond this have diverged
 
 
 def join_names(some, names):
@@ -2950,8 +2970,9 @@ def nonfinite_advice(cfg, step, lr, is_lost):
         compared = f"{ratio:.3g} times {compared}, {default:g}"
     sentences = [f"lr {peak:g} is {compared}; it was {lr:.3g} at this step"]
 
-    attempts = []
-    attempts.append(f"--lr {default:g}" if ratio > 1 else f"a lower rate (--lr {peak / 3:.2g})")
+    attempts = [f"a lower rate (--lr {peak / 3:.2g})"]
+    if ratio > 1:
+        attempts = [f"--lr {default:g}"]
     if not cfg.clip_norm:
         attempts.append("--clip_norm 1")
     if step <= 0.2 * cfg.steps and cfg.schedule != "constant":
@@ -3633,8 +3654,9 @@ def connect_processes(cfg):
             errors.append(f"{name} is {value!r} in process {jax.process_index()}, {main[name]!r} "
                           "in 0")
     any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any()
-    if any_errors:
-        config.raise_if_errors(errors or ["another process was given other flags than process 0"])
+    if any_errors and not errors:
+        errors = ["another process was given other flags than process 0"]
+    config.raise_if_errors(errors)
 
 
 def start_heartbeats(cfg, observers):
@@ -3651,8 +3673,7 @@ def start_heartbeats(cfg, observers):
             effect = f"the run resumes from step {step}"
             if step is None:
                 effect = "the run starts again, since it has no checkpoint yet"
-        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
-        print(f"to continue, launch all processes again by the same command{flag}: {effect}",
+        print(f"to continue, launch all processes again by {same_command(cfg)}: {effect}",
               file=sys.stderr)
 
     def on_death(reason):

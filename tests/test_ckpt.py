@@ -726,7 +726,7 @@ def test_verify_reads_the_parameters_saved_alone(tmp_path):
     """A run keeps them in weights, below its checkpoints: the command reads them too, logs each,
     and names a corrupted one. A folder with nothing else is verified as well.
 
-    Break: ckpt.py: for folder in roots(root): => for folder in (root,):
+    Break: ckpt.py: for folder in roots(root).values(): => for folder in (root,):
     """
     save(tmp_path, 4)
     save(tmp_path / "weights", 2, 4)

@@ -145,21 +145,21 @@ def test_load_unknown_preset():
 @pytest.mark.parametrize("argv, message", [
     ("--stepz 3", "unknown flag: --stepz (nearest: --steps)"),
     ("--learning_rate 1e-3 --block-size=128 --lr 5 --max_iters 100",
-     "unknown flags: --learning_rate (here --lr), --block-size=128 (here --seq_len), --max_iters "
-     "(here --steps)"),
+     "unknown flags: --learning_rate (use --lr), --block-size=128 (use --seq_len), --max_iters "
+     "(use --steps)"),
     ("--zzzz --no_keep --min_lr=1e-5 --compile=False",
-     "unknown flags: --zzzz (see --help), --no_keep (now --max_to_keep), --min_lr=1e-5 (here "
+     "unknown flags: --zzzz (see --help), --no_keep (now --max_to_keep), --min_lr=1e-5 (use "
      "--min_lr_frac, a fraction of lr, as 0.1), --compile=False (not needed: steps are always "
      "compiled)"),
     ("lr=3 -steps 4", "unknown flags: -steps (write --steps), lr=3 (write --lr 3)"),
-    ("--qk_norm False", "False: is no flag and no value of one. Flags are written --steps 100"),
-    ("config/train.py --lr -5", "config/train.py: is no flag and no value of one."),
+    ("--qk_norm False", "False: is neither a flag nor the value of one. Write a flag as --"),
+    ("config/train.py --lr -5", "config/train.py: is neither a flag nor the value of one."),
 ])
 def test_unknown_flags(argv, message):
     """One sentence names all unknown flags, each with the flag that may be meant: also by its name
     in nanoGPT or Hugging Face, without dashes, or with hyphens.
 
-    Break: config.py: return f"here {text}" => return ""
+    Break: config.py: return f"use {text}" => return ""
     """
     with pytest.raises(ValueError) as e:
         config.parse(argv.split())
@@ -189,15 +189,15 @@ def test_names_elsewhere():
     Break: config.py: "n_embd": "--d_model", => "n_embd": "--d_modell",
     """
     fields = {field.name for field in dataclasses.fields(Config)}
-    assert len(config.ELSEWHERE) > 50 and not fields & config.ELSEWHERE.keys()
-    named = [re.match(r"--(\w+)", text) for text in config.ELSEWHERE.values()]
+    assert len(config.OTHER_TRAINERS) > 50 and not fields & config.OTHER_TRAINERS.keys()
+    named = [re.match(r"--(\w+)", text) for text in config.OTHER_TRAINERS.values()]
     missing = {match[1] for match in named if match} - fields
-    assert not missing, f"edit ELSEWHERE in config.py: no field {missing}"
+    assert not missing, f"edit OTHER_TRAINERS in config.py: no field {missing}"
     with pytest.raises(ValueError) as e:
         config.from_json('{"n_embd": 3, "min_lr": 0.1, "lr": 1}', "nano.json")
     assert str(e.value).splitlines() == [
-        "nano.json: ", "  'n_embd': here d_model",
-        "  'min_lr': here min_lr_frac, a fraction of lr, as 0.1"]
+        "nano.json: ", "  'n_embd': use d_model",
+        "  'min_lr': use min_lr_frac, a fraction of lr, as 0.1"]
 
 
 @pytest.mark.parametrize("argv, words", [
@@ -320,7 +320,7 @@ def test_help_of_one_group(capsys):
         "  --steps N            optimizer steps in total, and the horizon of the schedule"]
     assert "default: 100)" in help_of("--config debug --help length and batch")
     assert re.findall("--(\\w+)", help_of("-h fork --data a")) == ["teacher"]
-    with pytest.raises(ValueError, match="--help lr: no group of flags; there are run, data, leng"):
+    with pytest.raises(ValueError, match="--help lr: unknown group; the groups are run, data, le"):
         config.parse(["--help", "lr"])
 
 

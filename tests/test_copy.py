@@ -191,8 +191,8 @@ def test_a_script_beside_files_of_our_names(other_project):
     """The script gets its own config.py and so on, imported before train or after it, and train has
     ours. A config can be pickled.
 
-    Break: train.py: spec_from_file_location(f"sixfile_{module_name}", own_path) =>
-    spec_from_file_location(f"{module_name}", own_path)
+    Break: train.py: spec_from_file_location(f"sixfile_{module_name}", project_path) =>
+    spec_from_file_location(f"{module_name}", project_path)
     """
     (other_project / "own.py").write_text(f"ROOT = {str(ROOT)!r}\n" + OWN_SCRIPT)
     run = run_there(other_project, "own.py")
@@ -202,7 +202,7 @@ def test_a_script_beside_files_of_our_names(other_project):
 def test_a_recipe_copied_beside_files_of_our_names(other_project):
     """dpo.py prints its help, which is read from the source of config.py and of the recipe.
 
-    Break: train.py: sys.modules[module_name] = own_module => pass
+    Break: train.py: sys.modules[module_name] = project_module => pass
     """
     run = run_there(other_project, "dpo.py", "--help")
     assert run.returncode == 0, run.stderr[-2000:]
@@ -240,7 +240,7 @@ def test_isolated(tmp_path):
     """`python -I train.py` works, although the folder of the script is not on sys.path. A hook file
     that imports train gets the running module, not a second one.
 
-    Break: train.py: if own_folder not in sys.path: => if False:
+    Break: train.py: if project_folder not in sys.path: => if False:
     """
     (tmp_path / "my_hooks.py").write_text(
         "import sys, train, config\nprint(train is sys.modules['__main__'], config.__file__)\n"

@@ -567,7 +567,7 @@ FIELDS = {
                     True, False),
     "keep_best": row(dict(keep_best="val_loss"),
                      lambda cfg: len(ckpt.steps(ckpt.roots(
-                         ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))[2])), 0, 1, RUN),
+                         ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))["best"])), 0, 1, RUN),
     "max_to_keep": row(dict(max_to_keep=1), checkpoints, [2, 4], [6, 8], RUN),
     "keep_period": row(dict(keep_period=6), checkpoints, [2, 4], [6, 8], RUN),
     "save_exclude": row(dict(save_exclude=("embed",)), saved_embed, True, False, RUN),

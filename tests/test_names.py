@@ -111,7 +111,7 @@ FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
 # optional feature: a reader may take it by its name, and whoever deletes the room deletes the call.
 JUMPS = {
     "config.py": {
-        "other names": ["name_here"],
+        "other names": ["hint_for_name"],
         "profiles": ["profile_span"],
         "branches of a run": ["branch_defaults"],
         "presets": ["PRESETS"],

@@ -333,11 +333,11 @@ def test_a_branch_that_cannot_be(tiny):
     train.main(run)
     out = run.out_dir
     for change, words in (
-            (dict(branch_from=f"{out}@2"), r"step 2: .* has no such checkpoint; it has: 4, 3, 4 "
-                                           r"\(parameters alone\)"),
+            (dict(branch_from=f"{out}@2"), r"step 2: .* has no such checkpoint; it has: 4, 3 "
+                                           r"\(parameters alone\), 4 \(parameters alone\)"),
             (dict(branch_from=f"{out}@3"), "has only the parameters; use --init_from"),
             (dict(branch_from=f"{out}@4", d_model=64), "d_model was 32, is 64: the state has "),
-            (dict(branch_from=f"{out}@4", steps=4), "is at or after the last step, steps 4"),
+            (dict(branch_from=f"{out}@4", steps=4), "must be before the last step, 4; set more"),
             (dict(branch_from=f"{out}_gone@4"), "holds no checkpoint; name the --out_dir of a run"),
             (dict(branch_from=f"{out}_new@4"), "is in the --out_dir of this run")):
         with pytest.raises(ValueError, match=words):

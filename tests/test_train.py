@@ -2267,7 +2267,7 @@ def test_weights_saved_by_time_are_kept(tiny):
     """Weights that are saved by time are kept. Of full checkpoints saved by time only the newest
     is kept.
 
-    Break: train.py: temporary = False => pass
+    Break: train.py: temporary = kind == "save" and why => temporary = why
     """
     train.main(tiny(steps=3, eval_every=0, weights_every="0.001s", save_every="0.001s"))
     folder = Path(tiny().out_dir, "ckpt")
@@ -2990,7 +2990,7 @@ def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
     """A save is due by time after each step. The run keeps only the two checkpoints that are due
     by steps.
 
-    Break: train.py: temporary = why == "second" => temporary = False
+    Break: train.py: and why == "second" => and why == "third"
     """
     cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
     ask = train.poll_requests
@@ -4499,7 +4499,7 @@ def test_an_evaluation_that_does_not_fit_loses_no_step(tiny, monkeypatch):
     """An evaluation that does not fit is refused before it runs. The run saves its state first,
     although no save was due.
 
-    Break: train.py: if progress["saved_step"] != step and jax.process_count() == 1: => if False:
+    Break: train.py: if progress["saved_step"] != step: => if False:
     """
     def shrink(event, value):
         if event == "start":
@@ -4943,7 +4943,7 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
     """One tracker cannot be created, one fails at its second row, and one hangs while its queue
     fills. The run ends as without them and prints the reason for each.
 
-    Break: train.py: thread.join(TRACKER_S) => thread.join()
+    Break: train.py: thread.join(TRACKER_TIMEOUT_S) => thread.join()
     """
     freed = threading.Event()
 
@@ -4961,7 +4961,7 @@ def test_a_tracker_that_raises_or_hangs_stops_nothing(tiny, monkeypatch, capsys)
 
     monkeypatch.setattr(train, "TRACKERS", {f.__name__: f for f in (unmade, failing, hanging)})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(train, "TRACKER_S", 0.2)
+    monkeypatch.setattr(train, "TRACKER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(train, "QUEUE_ROWS", 3)
     plain, tracked = tiny(), tiny(track=tuple(train.TRACKERS), out_dir=tiny().out_dir + "2")
     expected = train.main(plain)["loss"]
