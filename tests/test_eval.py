@@ -147,8 +147,8 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
     ones. --eval_batches counts batches of that size in each set. The screen has a line for all and
     for each, and ends with JSON.
 
-    Break: train.py: sums = jax.tree.map(lambda *each: sum(each), *part_sums.values()) =>
-    sums = jax.tree.map(lambda *each: max(each), *part_sums.values())
+    Break: train.py: sums = jax.tree.map(lambda *values: sum(values), *part_sums.values()) =>
+    sums = jax.tree.map(lambda *values: max(values), *part_sums.values())
     """
     texts = {"code": "def f(x): return x + 1\n" * 30, "prose": "some words, and more. " * 11}
     entries = []

@@ -520,7 +520,7 @@ def test_overfit_batch_learns_one_batch(tiny):
     """--overfit_batch trains on batch 0 in every step. The loss falls further than it can on all
     of the data.
 
-    Break: train.py: 0 if pinned else index => index
+    Break: train.py: if pinned: => if False:
     """
     train.main(tiny(overfit_batch=True, steps=60, lr=1e-2, eval_every=0, save_every=0, batch_size=8,
                     vocab_size=128, data=(str(ROOT / "train.py"),)))
@@ -531,7 +531,7 @@ def test_a_pinned_batch_function_returns_batch_0_for_every_index(tiny):
     """A pinned batch function returns batch 0 for every index. Otherwise the function returns the
     batch of the index.
 
-    Break: train.py: 0 if pinned else index => 0
+    Break: train.py: if pinned: => if True:
     """
     run = train.setup_run(tiny())
     shapes = run["batch"]
@@ -3472,7 +3472,8 @@ def test_two_processes_train_like_one(tiny, tmp_path):
     exported weights of one process with two devices, up to float32 rounding. With
     --log_all_processes, process 1 prints its log rows and writes its profile.
 
-    Break: train.py: 0 if pinned else index, rows) => 0 if pinned else index, rows - rows.min())
+    Break: train.py: batch = source["batch"](index, rows) =>
+    batch = source["batch"](index, rows - rows.min())
     """
     cfg = tiny(dp=1, fsdp=2, steps=8, schedule="constant", sample_tokens=6, sample_every=4,
                temperature=0.0, out_dir=str(tmp_path / "two"), dtype="float32", profile="3:3",
@@ -5148,7 +5149,8 @@ def test_processes_with_different_flags_do_not_train(tiny):
     """Process 1 prints which flag differs and process 0 that another process has other flags. Both
     exit with 2 and write nothing.
 
-    Break: train.py: if any_errors: => if False:
+    Break: train.py: any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any() =>
+    any_errors, errors = False, []
     """
     cfg = tiny(dp=1, fsdp=2)
     with socket.create_server(("127.0.0.1", 0)) as server:
