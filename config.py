@@ -1054,6 +1054,15 @@ LESS_IS_BETTER = ("loss", "ppl", "bits", "error", "nll")
 MORE_IS_BETTER = ("acc", "auc", "reward", "f1")
 
 
+def better_sign(name):
+    """The sign by which values of a metric are better: "<", ">", or "" if its name does not say."""
+    if any(word in name for word in LESS_IS_BETTER):
+        return "<"
+    if any(word in name for word in MORE_IS_BETTER):
+        return ">"
+    return ""
+
+
 def parse_best(text):
     """The metric that cfg.keep_best names: {"name", "is_better": (new, old) -> bool}.
 
@@ -1061,11 +1070,7 @@ def parse_best(text):
     whether less or more is better.
     """
     name = text.rstrip("<>")
-    sign = text[len(name):]
-    if not sign and any(word in name for word in LESS_IS_BETTER):
-        sign = "<"
-    elif not sign and any(word in name for word in MORE_IS_BETTER):
-        sign = ">"
+    sign = text[len(name):] or better_sign(name)
     tests = {"<": operator.lt, ">": operator.gt}
     if not name.startswith("val_") or sign not in tests:
         raise ValueError(f"keep_best {text!r}: not a metric of evaluations with < or >")

@@ -18,7 +18,6 @@ import importlib
 import inspect
 import io
 import json
-import operator
 import os
 import pickle
 import pickletools
@@ -234,6 +233,14 @@ def eval_examples_at(index, batch_size, n, rows=None):
     return np.array(examples, np.int64), draws < n
 
 
+def n_eval_batches(n, batch_size, limit):
+    """Compute how many batches an evaluation of n examples reads. limit: 0 for all of them."""
+    n_batches = ceil(n / batch_size)
+    if limit:
+        n_batches = min(n_batches, limit)
+    return n_batches
+
+
 # ---- to the devices
 
 def local_rows(sharding, shape):
@@ -311,7 +318,7 @@ def open_text(parts, cfg):
         "batch": (step, rows) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
-        "examples": documents to print, as show_examples returns them,
+        "examples": () -> documents to print, as show_examples returns them,
         "bytes_per_token": number, or None if it is unknown,
         "prompt": () -> ids with which a sample begins}.
     The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
@@ -370,7 +377,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "batch": lambda step, rows: build_batch(dataset, step, cfg.batch_size, rows=rows),
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),
-        "examples": show_examples(dataset, tokenizer),  # optional: examples
+        "examples": lambda: show_examples(dataset, tokenizer),  # optional: examples
         "bytes_per_token": bytes_per_token(dataset, tokenizer),
         "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
     }
@@ -1068,9 +1075,11 @@ def _read_tokenizer(name, eos_token, file_states):
     def encode(text):
         return encode_batch([text])[0]
 
+    def is_known(i):
+        return i < library["vocab_size"]  # a model may have more ids
+
     def decode(ids):
         pieces = []
-        is_known = partial(operator.gt, library["vocab_size"])  # a model may have more ids
         for known, some_ids in groupby(np.asarray(ids).tolist(), key=is_known):
             decode_some = library["decode"] if known else _decode_numbers
             pieces.append(decode_some(list(some_ids)))
@@ -1145,17 +1154,28 @@ def make_cfg_tokenizer(cfg):
     ids as numbers: shown as bytes, they would look like a text that they are not.
     """
     tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
-    patterns = [*cfg.data, *cfg.val_data, *(name.rpartition("=")[0] for name in cfg.mix)]
-    are_token_files = patterns and all(name.lower().endswith(TOKEN_FILES) for name in patterns)
-    if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and are_token_files:
+    if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and has_only_token_files(cfg):
+        patterns = _data_patterns(cfg)
         eos = cfg.eod_id if cfg.eod_id >= 0 else None
         tokenizer |= {"encode": partial(_refuse_text, patterns), "decode": _decode_numbers,
                       "eos": eos, "stops": {eos} - {None}}
     return tokenizer
 
 
+def has_only_token_files(cfg):
+    """Return whether all data of a config is files of token ids."""
+    patterns = _data_patterns(cfg)
+    return bool(patterns) and all(name.lower().endswith(TOKEN_FILES) for name in patterns)
+
+
+def _data_patterns(cfg):
+    """Return the files and globs that a config names as training and validation data."""
+    mixed = [name.rpartition("=")[0] for name in cfg.mix]
+    return [*cfg.data, *cfg.val_data, *mixed]
+
+
 def _refuse_text(patterns, text):
-    """Encode no text but an empty one, since the vocabulary is unknown."""
+    """Raise ValueError for any text but an empty one, since the vocabulary is unknown."""
     if text:
         raise ValueError(f"tokenizer 'bytes': the ids in {' '.join(patterns)} are not bytes, so "
                          f"that {text[:40]!r} has no ids; set --tokenizer to the one that made "
@@ -1238,6 +1258,20 @@ def bytes_per_token(dataset, tokenizer):
         n_bytes += tokenizer["n_bytes"](ids[~is_special]) + int(is_special.sum())
         n_tokens += len(ids)
     return n_bytes / n_tokens
+
+
+N_SEARCHED = 10_000  # documents of a shard in which one with a label is searched
+
+
+def _first_documents(shard):
+    """Return [first token, the one after the last] of the first documents that begin in a shard.
+
+    In the second part of a split, the documents before the cut do not.
+    """
+    starts = shard["documents"][:, 0]  # sorted
+    first = int(np.searchsorted(starts, shard["token_offset"]))
+    documents = shard["documents"][first : first + N_SEARCHED]
+    return (documents - shard["token_offset"]).tolist()
 
 
 def text_metrics(means, source):
@@ -1343,7 +1377,6 @@ def check_disjoint(groups):
             raise ValueError(f"{path}: is in both {' and '.join(names)}; take it out of one")
 
 
-N_SEARCHED = 10_000  # documents of a shard in which one with a label is searched
 N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
 
 
@@ -1427,8 +1460,8 @@ def require(module, user):
 
 # ---- optional
 # Named validation sets, mixtures, windows, document mask, packing, token files, prompts and chats,
-# examples, file formats, tokenizers, names on the Hub, evaluation batches of another size, custom
-# tasks. A room can be deleted together with the few lines that call it.
+# examples, prompts of samples, file formats, tokenizers, names on the Hub, evaluation batches of
+# another size, custom tasks. A room can be deleted together with the few lines that call it.
 
 # ---- named validation sets
 
@@ -1606,7 +1639,7 @@ def _open_windows(cfg, open_files, tokenizer):
     first_name = next(filter(size_of, _unseen_files(cfg, ())))
     first = open_file(first_name)
     source["summary"] += f"\n{first_name}: {describe(first)}"
-    source["examples"] = show_examples(first, tokenizer)  # optional: examples
+    source["examples"] = lambda: show_examples(first, tokenizer)  # optional: examples
     return source
 
 
@@ -2623,9 +2656,7 @@ def _check_labels(shard, prefix=""):
 def _check_eval_labels(dataset, cfg):
     """Raise ValueError if the sequences that an evaluation reads have no label."""
     batch_size = cfg.eval_batch_size or cfg.batch_size
-    n_batches = ceil(dataset["n"] / batch_size)
-    if cfg.eval_batches:
-        n_batches = min(n_batches, cfg.eval_batches)
+    n_batches = n_eval_batches(dataset["n"], batch_size, cfg.eval_batches)
     for index in range(n_batches):
         if np.any(eval_batch_at(dataset, index, batch_size)["labels"] != IGNORE):
             return
@@ -2711,10 +2742,7 @@ def _spans_to_show(shard, seq_len):
         return [(start, start + seq_len + 1) for start in starts]
     if "spans" in shard:  # packed, and cut
         return shard["spans"][:N_SEARCHED].tolist()
-    # In the second part of a split, the first document may have lost its beginning.
-    documents = shard["documents"][:, 0] >= shard["token_offset"]
-    first = int(np.argmax(documents))
-    return (shard["documents"][first : first + N_SEARCHED] - shard["token_offset"]).tolist()
+    return _first_documents(shard)
 
 
 def _show_labels(ids, ignored, tokenizer):
@@ -2741,7 +2769,6 @@ def _show_labels(ids, ignored, tokenizer):
 # ---- prompts of samples
 
 PREVIEW_TOKENS = 32  # tokens of the data that a sample without a prompt continues, at most
-N_PREVIEWED = 10_000  # documents in which preview_prompt searches one with a label
 
 
 def sample_prompts(cfg, tokenizer, source=None):
@@ -2884,10 +2911,7 @@ def preview_prompt(dataset):
     for shard in dataset["shards"]:
         if "ignored" not in shard:
             continue
-        documents = shard["documents"][:N_PREVIEWED] - shard["token_offset"]
-        for first, last in documents.tolist():
-            if first < 0:  # a split has cut it
-                continue
+        for first, last in _first_documents(shard):
             ignored = shard["ignored"][first:last]
             n_before = int(np.argmin(ignored)) if len(ignored) else 0
             if 0 < n_before <= T:
@@ -3279,8 +3303,8 @@ def _read_characters(name):
         instructions = {opcode.name for opcode, _, _ in pickletools.genops(content)}
     unsafe = sorted(instructions - PLAIN_PICKLE)
     if unsafe:
-        raise ValueError(f"tokenizer {name!r}: is not read, since {', '.join(unsafe)} in a pickle "
-                         f"may run code; {rule}")
+        raise ValueError(f"tokenizer {name!r}: refused: its pickle has the instructions "
+                         f"{', '.join(unsafe)}, which may run code; {rule}")
     with as_value_error(f"tokenizer {name!r}: not a pickle; {rule}", Exception):
         meta = pickle.loads(content)
     id_of = meta.get("stoi") if isinstance(meta, dict) else None

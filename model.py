@@ -5,11 +5,10 @@ Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the f
 loss, generation and Hugging Face's names. Rejects attention kernels that the device lacks.
 Invariant: each parameter is declared once, in `param_table`.
 """
+import dataclasses
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import takewhile
 from math import ceil, gcd, lcm, log, prod
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -978,13 +977,8 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=Non
     rest of a row is ignored.
 
     One prefill, then one token at a time with a KV cache. cfg: the model's fields, and temperature
-    (0: greedy), top_k (0: all), top_p. One that is not hashable, as from make_cfg, is compiled at
-    each call. compiler_options: options of XLA.
+    (0: greedy), top_k (0: all), top_p; hashable. compiler_options: options of XLA.
     """
-    if isinstance(cfg, SimpleNamespace):
-        function = partial(_generate, cfg=cfg, n_new=n_new)
-        compiled = jax.jit(function, compiler_options=compiler_options)
-        return compiled(params, tokens_BT, lengths_B, key=key)
     compiled = _jitted(compiler_options)
     return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
 
@@ -1168,12 +1162,20 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
                        cfg.sample_tokens, compiler_options)
         rows = multihost_utils.process_allgather(new, tiled=True).tolist()
         for prompt, row in zip(some, rows):
-            kept = takewhile(lambda token: token not in prompt["stops"], row)  # noqa: B023
+            kept = _before_stop(row, prompt["stops"])
             # Decode the prompt too: some tokenizers drop the space at the start of a text.
             n_before = len(decode(prompt["ids"]))
             whole = decode([*prompt["ids"], *kept])
             samples.append({"prompt": prompt["text"], "text": whole[n_before:]})
     return samples
+
+
+def _before_stop(tokens, stops):
+    """The tokens before the first of the stops."""
+    for n, token in enumerate(tokens):
+        if token in stops:
+            return tokens[:n]
+    return tokens
 
 
 def lower_sampling(params, prompts, cfg, compiler_options=None):
@@ -2121,6 +2123,11 @@ def _peft_name(hf_name, factor):
     return "base_model.model." + hf_name.replace("weight", f"lora_{factor.upper()}.weight")
 
 
+def exports_adapter(cfg):
+    """Whether an export writes the LoRA factors as a separate adapter."""
+    return bool(cfg.lora_rank) and cfg.export_lora == "adapter"
+
+
 def peft_config(cfg, base=None):
     """The adapter_config.json of cfg's LoRA factors as a dict. base: name or folder of the model
     that they tune.
@@ -2202,7 +2209,8 @@ def check_export(cfg, adapter=False):
     def local(params):
         """Our logits, and the parameters that an export writes."""
         logits_1TV, _ = forward(params, {"tokens": tokens_T[None]}, cfg)
-        return logits_1TV[0], params if adapter else merge_lora(params, cfg)
+        exported = params if adapter else merge_lora(params, cfg)
+        return logits_1TV[0], exported
 
     def compare(params):
         """(largest difference of the logits, largest logit)"""
@@ -2225,10 +2233,9 @@ def check_export(cfg, adapter=False):
         if rest <= EXPORT_TOLERANCE * largest_rest:
             part = label
     raise ValueError(
-        f"export: {part} computes something else here than in {hf['architectures'][0]} of "
-        f"transformers: in a small model of this form the logits, up to {largest:.2g}, differ by "
-        f"{difference:.2g}. Undo the change in model.py, or set --no_export_check to write the "
-        "weights for code of your own")
+        f"export: {part} differs from {hf['architectures'][0]} of transformers: in a small model "
+        f"of this form the logits, up to {largest:.2g}, differ by {difference:.2g}. Undo the "
+        "change in model.py, or set --no_export_check to write the weights for code of your own")
 
 
 def _hf_tensors(params, cfg, adapter=False):
@@ -2360,7 +2367,8 @@ def _hf_mlp(x_TD, layer, linear, hf):
 
 # ---- this file alone
 
-# The fields of cfg that this file reads, with the defaults of config.py. There dtype is "auto".
+# The fields of cfg that this file reads, with the defaults of config.py. In config.py
+# dtype is "auto".
 DEFAULTS = {
     # Sizes. Those that are 0 are derived from the others.
     "d_model": 128,
@@ -2411,13 +2419,15 @@ DEFAULTS = {
     "optimizers": (),
     "init_from": (),
     # Sampling
-    "prompt": "",
     "n_samples": 1,
     "sample_tokens": 200,
     "temperature": 0.8,
     "top_k": 0,
     "top_p": 1.0,
 }
+
+# Frozen, so that it is hashable and one compiled program serves equal cfgs.
+Cfg = dataclasses.make_dataclass("Cfg", DEFAULTS, frozen=True)
 
 
 def make_cfg(**fields):
@@ -2428,14 +2438,14 @@ def make_cfg(**fields):
     unknown = sorted(fields.keys() - DEFAULTS.keys())
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: unknown; the fields are {', '.join(DEFAULTS)}")
-    cfg = SimpleNamespace(**DEFAULTS | fields)
-    if cfg.vocab_size == 0:
+    values = DEFAULTS | fields
+    if values["vocab_size"] == 0:
         raise ValueError("vocab_size 0: must be given, as the number of token ids")
     # As config.derive_text.
-    if cfg.n_kv_heads == 0:
-        cfg.n_kv_heads = cfg.n_heads
-    if cfg.head_dim == 0:
-        cfg.head_dim = cfg.d_model // cfg.n_heads
-    if cfg.d_ff == 0:
-        cfg.d_ff = ceil(8 * cfg.d_model / 3 / 32) * 32
-    return cfg
+    if values["n_kv_heads"] == 0:
+        values["n_kv_heads"] = values["n_heads"]
+    if values["head_dim"] == 0:
+        values["head_dim"] = values["d_model"] // values["n_heads"]
+    if values["d_ff"] == 0:
+        values["d_ff"] = ceil(8 * values["d_model"] / 3 / 32) * 32
+    return Cfg(**values)

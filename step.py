@@ -8,6 +8,7 @@ or what make_cfg returns for a few of them.
 Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
 """
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import importlib.metadata
@@ -22,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
 from math import inf, prod
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
 
     Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
     "n_labels", the count of the loss; "finite"; "finite_grads", the same for the gradient of each
-    trained parameter, in the order of their names; "skipped", the number of steps so far that were
-    not finite; "counts", {name: count} of each mean; and "watch", the result of weight_stats.
+    parameter in trained_names; "skipped", the number of steps so far that were not finite;
+    "counts", {name: count} of each mean; and "watch", the result of weight_stats.
 
     A loss or gradient that is not finite leaves parameters and moments as they were. The step still
     counts, since its batch is spent.
@@ -53,6 +53,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
     loss_scale: factor of the summed objective during backpropagation, for fp16_train_step. scalars:
     of run_scalars; they may be traced.
     """
+    # The dict of pass_scalars is empty where a hook traces the step outside of that function.
     if not scalars:
         scalars = run_scalars(cfg)
     # Optional: sparse rows, for tasks whose tables have "ids": take only the rows that this batch
@@ -83,8 +84,9 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
     metrics = {name: sums[name] / divisors[name] for name in sums}
     grads = jax.tree.map(lambda g: g / (loss_scale * divisors["objective"]), grads)
     grad_norm = optax.tree.norm(grads)
-    # Which gradients are finite, to name the others. XLA takes these norms from grad_norm's sum.
-    norms = jnp.stack([optax.tree.norm(grads[name]) for name in sorted(grads)])
+    # Whether the gradient of each parameter is finite, for the error message. XLA computes these
+    # norms as parts of grad_norm.
+    norms = jnp.stack([optax.tree.norm(grads[name]) for name in trained_names(table)])
 
     # Weight statistics of --watch. The row of step k + 1 has the weights of step k and the gradient
     # of batch k.
@@ -156,10 +158,10 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
                 specs[name] = P()
 
     def microbatch_grads(microbatch):
-        batch, options = microbatch
+        rows, row_options = microbatch
 
         def objective(trained):
-            sums, counts = loss_fn(params | trained, batch, cfg, **options)
+            sums, counts = loss_fn(params | trained, rows, cfg, **row_options)
             return sums["objective"] * loss_scale, (sums, counts)
 
         grad_fn = jax.value_and_grad(objective, has_aux=True)
@@ -445,7 +447,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     "scalars": those of run_scalars as shapes, the third argument of the program "train_step";
     "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
     digest is a checksum of the state, logged to compare runs; a restore does not check it);
-    "from_params": a jitted function (key, params=) -> state, which donates params.
+    "from_params": a jitted function (key, params=) -> state, which donates params;
+    "eval_batch": the batch of eval_step, as shapes with shardings.
     `compile_steps`, under supporting, compiles them; the loop calls its result.
     """
     evaluation = evaluation or {"cfg": cfg, "batch": batch}
@@ -500,6 +503,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         "init": partial(lower, state_fn, (key,), shardings),
         "digest": partial(lower, digest_fn, (state,), replicated),
         "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
+        "eval_batch": evaluation["batch"],
     }
 
 
@@ -654,6 +658,11 @@ def _trained(params, table):
     return {name: x for name, x in params.items() if table[name].get("trained", True)}
 
 
+def trained_names(table):
+    """Return the names of the parameters that are trained, sorted."""
+    return sorted(_trained(table, table))
+
+
 def _f32(tree):
     return optax.tree.cast(tree, jnp.float32)
 
@@ -738,7 +747,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "metrics": the shapes of its metrics.
     """
     steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override, evaluation)
-    eval_batch = evaluation["batch"] if evaluation else batch
+    eval_batch = steps["eval_batch"]
     state = steps["state"]
 
     # Compile train_step and init side by side. init runs once, so it is compiled quickly.
@@ -992,8 +1001,8 @@ def largest_values(params, mesh):
     def largest(params):
         return {name: jnp.abs(x).max() for name, x in params.items()}
 
-    largest = jax.jit(largest, out_shardings=NamedSharding(mesh, P()))
-    return {name: float(x) for name, x in largest(params).items()}
+    compiled = jax.jit(largest, out_shardings=NamedSharding(mesh, P()))
+    return {name: float(x) for name, x in compiled(params).items()}
 
 
 # ---- digest of the state
@@ -1322,8 +1331,8 @@ PROGRAM_NAMES = {"update": "a step", "export": "an export"}
 def count_memory(state, programs, batch, added=None, options=None):
     """Compile programs, and count the bytes that a device holds while each of them runs.
 
-    state, batch: shapes with shardings, the batch that of an evaluation. programs: {program:
-    lowered}. "update" and "evaluation" are programs of lower_steps, all others are the task's.
+    state, batch: shapes with shardings; batch: that of an evaluation. programs: {program: lowered}.
+    "update" and "evaluation" are programs of lower_steps, all others are the task's.
     Without "update" nothing is trained, so a device holds only the parameters of the state. added:
     {program: bytes} that the task's programs take beside the state, if they were counted before.
     options: of the compiler.
@@ -1599,7 +1608,7 @@ def init_distributed(coordinator, n_processes, process_id):
         jax.distributed.initialize()
     else:
         jax.distributed.initialize(coordinator, n_processes, process_id)
-    check_platform()
+    check_platform()  # before the first broadcast, which touches a device
 
 
 # ---- heartbeats
@@ -1728,8 +1737,8 @@ def profiler(first, last, folder, log=print):
     """Return observe(event, row), which traces the steps `first` to `last` into the folder.
 
     It writes time as an XPlane (`jax.profiler.ProfileData`, Perfetto, XProf) and memory as pprof.
-    After a failure it writes memory once more, without a trace only for lack of memory. first:
-    counted from 1; 0 for no trace.
+    After an error it writes memory_at_failure.prof: always if a trace is requested, otherwise only
+    for lack of memory. first: counted from 1; 0 for no trace.
     """
     traced = 0  # the newest step in the trace that runs
 
@@ -1776,7 +1785,8 @@ def enable_compilation_cache(folder):
 
 # ---- this file alone
 
-# The fields of cfg that this file reads, with the defaults of config.py. There dtype is "auto".
+# The fields of cfg that this file reads, with the defaults of config.py. In config.py
+# dtype is "auto".
 DEFAULTS = {
     "seed": 0,
     "steps": 600,
@@ -1812,6 +1822,9 @@ DEFAULTS = {
     "watch": (),
 }
 
+# Frozen, so that it is hashable.
+Cfg = dataclasses.make_dataclass("Cfg", DEFAULTS, frozen=True)
+
 
 def make_cfg(**fields):
     """A cfg of some of the fields in DEFAULTS, and the defaults of the rest.
@@ -1821,4 +1834,4 @@ def make_cfg(**fields):
     unknown = sorted(fields.keys() - DEFAULTS.keys())
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: unknown; the fields are {', '.join(DEFAULTS)}")
-    return SimpleNamespace(**DEFAULTS | fields)
+    return Cfg(**DEFAULTS | fields)

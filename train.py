@@ -1113,9 +1113,7 @@ def eval_batches(cfg, val_data):
     """{part: number of batches} of an evaluation; data without parts have one, ""."""
     n_batches = {}
     for name, part in val_data.get("parts", {"": val_data}).items():
-        n_batches[name] = -(-part["n"] // cfg.batch_size)
-        if cfg.eval_batches:
-            n_batches[name] = min(n_batches[name], cfg.eval_batches)
+        n_batches[name] = data.n_eval_batches(part["n"], cfg.batch_size, cfg.eval_batches)
     return n_batches
 
 
@@ -2435,11 +2433,12 @@ def print_data_summary(opened, log, with_examples):
         if source and "summary" in source:
             summary = source["summary"].replace("\n", "\n  ")
             log(f"{part} data: {summary}")
-    if not with_examples or not opened["train"]:
+    source = opened["train"]
+    if not with_examples or not source or "examples" not in source:
         return
     in_terminal = sys.stdout.isatty()
     marks = "all but labels dimmed" if in_terminal else "labels within {+ +}"
-    for i, pieces in enumerate(opened["train"].get("examples", ()), 1):
+    for i, pieces in enumerate(source["examples"](), 1):
         log(f"example {i}, {marks}:\n{mark_labels(pieces, in_terminal)}")
 
 
@@ -2905,7 +2904,7 @@ def explain_nonfinite(run, state, metrics, finite_grads, last_metrics):
     metrics: of the step. finite_grads: as in steplib.train_step, None where a hook's step has none.
     Sets last_metrics["params_finite"].
     """
-    names = sorted(name for name, row in run["table"].items() if row.get("trained", True))
+    names = steplib.trained_names(run["table"])
     grads = []
     if finite_grads is not None:
         grads = [name for name, finite in zip(names, finite_grads, strict=True) if not finite]
@@ -3085,9 +3084,8 @@ def tokenizer_from_hf(path, cfg, vocab_size):
     """
     if Path(data.hub_path(path), "tokenizer.json").is_file():
         return path
-    patterns = [*cfg.data, *cfg.val_data, *(name.rpartition("=")[0] for name in cfg.mix)]
-    has_text = not patterns or not all(name.endswith(data.TOKEN_FILES) for name in patterns)
-    if has_text and vocab_size != 256:  # 256: a model of bytes
+    # 256: a model of bytes.
+    if not data.has_only_token_files(cfg) and vocab_size != 256:
         data.make_tokenizer(path)  # raises the error that says how to make a tokenizer.json
     return cfg.tokenizer
 
@@ -3123,7 +3121,7 @@ def export_hf(params, cfg):
     Raises ValueError when no Hugging Face family has this architecture, or the folder has other
     files.
     """
-    as_adapter = bool(cfg.lora_rank) and cfg.export_lora == "adapter"
+    as_adapter = model.exports_adapter(cfg)
     written_by = {"out_dir": os.path.abspath(cfg.out_dir)}
     ckpt.check_export(cfg.export, written_by)
 
@@ -3431,7 +3429,7 @@ def largest_tensor(params, cfg):
     """The most that an export adds on a device: the weights with LoRA's updates merged in, and the
     largest tensor, gathered.
     """
-    as_adapter = bool(cfg.lora_rank) and cfg.export_lora == "adapter"
+    as_adapter = model.exports_adapter(cfg)
     merged = params if as_adapter else model.merge_lora(params, cfg)
     changed = {name: x for name, x in merged.items() if x is not params[name]}
 

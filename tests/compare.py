@@ -30,7 +30,7 @@ MEAN_ROWS = 10  # newest log rows over which a training metric is averaged
 # Fields that say nothing about a result: those of one launch, and names of folders. The table has a
 # column for the steps.
 HIDDEN_FIELDS = {*config.LAUNCH_FIELDS, *config.FOLDER_FIELDS, "steps"}
-EVENTS = ("start", "log", "eval", "end", "error")  # that are read of metrics.jsonl
+EVENTS = ("start", "log", "eval", "end", "error")  # events to read from metrics.jsonl
 
 
 def main(argv):
@@ -88,9 +88,10 @@ def compare(folders, by="val_loss", csv_path="", png_path=None):
     for run in runs:
         if run["summary"]["reason"]:
             print(f"{run['name']}: {run['summary']['reason']}")
-    if png_path != "":
-        print(f"curves: {png_path or 'compare.png'}" if can_draw else
-              "no curves are drawn: matplotlib is not installed: pip install matplotlib")
+    if png_path != "" and can_draw:
+        print(f"curves: {png_path or 'compare.png'}")
+    elif png_path != "":
+        print("no curves are drawn: matplotlib is not installed: pip install matplotlib")
     return [run["summary"] | {"run": run["path"]} for run in runs]
 
 
@@ -102,9 +103,7 @@ def parse_by(text):
                          "'val_loss<'")
     name, sign = found.groups()
     if not sign:
-        less_is_better = any(word in name for word in config.LESS_IS_BETTER)
-        more_is_better = any(word in name for word in config.MORE_IS_BETTER)
-        sign = ">" if more_is_better and not less_is_better else "<"
+        sign = config.better_sign(name) or "<"
     return name, sign
 
 
@@ -204,7 +203,7 @@ def without_derived(fields):
     for name in ("n_kv_heads", "head_dim", "d_ff"):
         try:
             derived = config.derive_text(config.Config(**values | {name: 0}))
-        except (TypeError, ZeroDivisionError):  # not by this version of the project
+        except (TypeError, ZeroDivisionError):  # fields of another version
             continue
         if getattr(derived, name) == fields.get(name):
             result[name] = 0
@@ -349,7 +348,11 @@ def state_of(run):
 
 
 def is_locked(path):
-    """Whether a process holds the lock of a run's folder; None if that cannot be known."""
+    """Whether a process holds the lock of a run's folder; None if that cannot be known.
+
+    The test takes the lock for an instant, since /proc/locks lacks the locks of other containers. A
+    killed run that resumes in that instant would be refused; state_of tests no other run.
+    """
     try:
         with open(Path(path, ".lock"), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -296,7 +296,7 @@ def refuses_another_mlp(cfg):
     """Whether an export is refused when the MLP differs from that of the exported family."""
     with pytest.MonkeyPatch.context() as changes:
         changes.setattr(model, "_mlp", lambda x, w, cfg: 0 * x)
-        return rejected("the MLP computes something else here")(cfg)
+        return rejected("the MLP differs from ")(cfg)
 
 
 def outcome(words=""):

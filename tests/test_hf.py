@@ -233,7 +233,7 @@ def test_an_export_of_a_changed_model_is_refused(function, part, tiny, monkeypat
     monkeypatch.setattr(model, function, changed[function])
     with pytest.raises(ValueError) as error:
         train.setup_run(export_config(tiny))
-    message = f"export: {part} computes something else here than in Qwen3ForCausalLM of transfor"
+    message = f"export: {part} differs from Qwen3ForCausalLM of transformers: in a small model"
     assert str(error.value).startswith(message), error.value
     assert train.setup_run(export_config(tiny, export_check=False))["cfg"].export
     assert not train.setup_run(export_config(tiny, export="", export_dtype="float32"))["cfg"].export

@@ -1575,16 +1575,18 @@ def test_defaults_are_those_of_the_config():
 
 
 def test_make_cfg():
-    """A few fields make a cfg with which the model computes what it does with a derived Config. An
-    unknown field and a missing vocab_size are refused.
+    """A few fields make a cfg with which the model computes what it does with a derived Config. It
+    can be a key of a compiled program. An unknown field and a missing vocab_size are refused.
 
-    Break: model.py: cfg.head_dim = cfg.d_model // cfg.n_heads => cfg.head_dim = cfg.d_model
+    Break: model.py: values["head_dim"] = values["d_model"] // values["n_heads"] =>
+    values["head_dim"] = values["d_model"]
     """
     for fields in (dict(vocab_size=7), dict(vocab_size=7, d_model=64, n_heads=2, d_ff=5),
                    dict(vocab_size=7, d_model=72, n_kv_heads=2, head_dim=6)):
         derived = config.derive_text(config.Config(dtype="float32", **fields))
         made = vars(model.make_cfg(**fields))
         assert made == {name: getattr(derived, name) for name in made}
+    assert len({model.make_cfg(vocab_size=7), model.make_cfg(vocab_size=7)}) == 1
     with pytest.raises(ValueError, match="n_embd: unknown; the fields are d_model, n_layers"):
         model.make_cfg(vocab_size=7, n_embd=3)
     with pytest.raises(ValueError, match="vocab_size 0: must be given"):

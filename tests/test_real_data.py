@@ -911,8 +911,8 @@ def test_the_characters_of_nanogpt(protocol, tmp_path):
 
 # {case: (content of the file, a part of the error)}
 WRONG_META = {
-    "code": (b"cos\nsystem\n(Vtouch pwned\ntR.", "GLOBAL, REDUCE in a pickle may run code"),
-    "numpy": (pickle.dumps({"stoi": {"a": np.int64(0)}}), "in a pickle may run code"),
+    "code": (b"cos\nsystem\n(Vtouch pwned\ntR.", "GLOBAL, REDUCE, which may run code"),
+    "numpy": (pickle.dumps({"stoi": {"a": np.int64(0)}}), "which may run code"),
     "no pickle": (b"{'stoi': 1}", "not a pickle"),
     "no table": (pickle.dumps(["a"]), "has no table 'stoi'"),
     "words": (pickle.dumps({"stoi": {"ab": 0}}), "'stoi' has 'ab': 0; must be a pickle"),
@@ -1156,6 +1156,34 @@ def test_a_preview_begins_as_the_data_does(tmp_path):
     assert len(prompt["ids"]) == (len(document) + 1) // 2
 
 
+def test_a_preview_and_examples_after_a_cut(monkeypatch):
+    """They begin in the first document after the cut, however many are before it, and not in a
+    document that the cut has left without its beginning.
+
+    Break: data.py: first = int(np.searchsorted(starts, shard["token_offset"])) => first = 0
+    """
+    monkeypatch.setattr(data, "N_SEARCHED", 3)
+    # Documents of five ids, of which the last two are labels. The cut is within a document.
+    starts = np.arange(0, 500, 5)
+    shard = {"name": "a", "token_offset": 0, "tokens": np.arange(500),
+             "documents": np.stack([starts, starts + 5], axis=1),
+             "ignored": np.uint8([1, 1, 1, 0, 0] * 100)}
+    tokenizer = {"decode": lambda ids: "".join(f"{i} " for i in ids)}
+    _, second = data._cut_tokens(shard, cut=402, seq_len=8)
+    dataset = data.make_dataset([second], {"seq_len": 8})
+    assert data.preview_prompt(dataset).tolist() == [405, 406, 407]
+    example, _ = data.show_examples(dataset, tokenizer)
+    assert example == [("405 406 407 ", False), ("408 409 ", True)]
+
+    # No document begins after this cut: the first evaluation row, and no example.
+    shard["documents"] = np.array([[0, 500]])
+    _, second = data._cut_tokens(shard, cut=402, seq_len=8)
+    dataset = data.make_dataset([second], {"seq_len": 8})
+    row = data.eval_batch_at(dataset, 0, 1)["tokens"][0].tolist()
+    assert data.preview_prompt(dataset).tolist() == row[:4]
+    assert data.show_examples(dataset, tokenizer) == []
+
+
 def test_special_tokens_in_a_text(tmp_path):
     """A special token that is written out in a text becomes its id in each kind of tokenizer.
 
@@ -1201,7 +1229,7 @@ def test_weights_without_a_tokenizer_json(name, tmp_path):
     """Weights whose folder has no tokenizer.json are not tuned on bytes: the error says how to make
     one. Token files need no tokenizer, and a model of 256 tokens reads bytes.
 
-    Break: train.py: if has_text and vocab_size != 256: => if False:
+    Break: train.py: if not data.has_only_token_files(cfg) and vocab_size != 256: => if False:
     """
     folder = tmp_path / "weights"
     folder.mkdir()
@@ -1492,7 +1520,7 @@ def test_windows_without_a_label(tmp_path, capsys):
     assert capsys.readouterr().out == wanted
     assert source["summary"].startswith("1 windows, from ")
     assert "% of the tokens are labels" in source["summary"]
-    shown_example, = (train.mark_labels(example, False) for example in source["examples"])
+    shown_example, = (train.mark_labels(example, False) for example in source["examples"]())
     assert shown_example.endswith("assistant\n{+yes<|im_end|>+}\n")
 
 
@@ -1508,7 +1536,7 @@ def test_examples_of_texts(packing, tmp_path):
         json.dumps({"text": text}) + "\n" for text in ("a b", "", "long" * 99, "c")))
     cfg = config.Config(data=(str(tmp_path / "a.jsonl"),), val_frac=0.0, packing=packing,
                         seq_len=50, token_cache=str(tmp_path / "cache"))
-    first, second = data.open_text(("train",), cfg)["train"]["examples"]
+    first, second = data.open_text(("train",), cfg)["train"]["examples"]()
     assert train.mark_labels(first, in_terminal=False) == "\\x00{+a b\\x00+}"
     assert train.mark_labels(first, in_terminal=True) == "\033[2m\\x00\033[0ma b\\x00"
     end = "" if packing == "none" else "..."
@@ -1517,7 +1545,7 @@ def test_examples_of_texts(packing, tmp_path):
 
     np.save(tmp_path / "a.npy", np.arange(97, 120, dtype=np.uint8))
     cfg = config.Config(data=(str(tmp_path / "a.npy"),), val_frac=0.0, seq_len=4)
-    examples = data.open_text(("train",), cfg)["train"]["examples"]
+    examples = data.open_text(("train",), cfg)["train"]["examples"]()
     assert [train.mark_labels(example, False) for example in examples] == ["a{+bcde+}", "e{+fghi+}"]
 
 

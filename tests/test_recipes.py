@@ -115,11 +115,11 @@ def test_a_jump_of_the_loss_requests_an_evaluation():
 
     Break: tests/recipes/hooks.py: last[:] = [row["loss"]] => pass
     """
-    first, resumed = hooks.look_at_jumps(1.5), hooks.look_at_jumps(1.5)
+    first, resumed = hooks.evaluate_on_jump(1.5), hooks.evaluate_on_jump(1.5)
     first("start", {"step": 0})
     found = [first("log", {"loss": loss}) for loss in (3.0, 2.0)]
     saved = first("before_save", {"step": 2, "hooks": {"other": 1}})
-    assert saved == {"step": 2, "hooks": {"other": 1, "look_at_jumps": [2.0]}}
+    assert saved == {"step": 2, "hooks": {"other": 1, "evaluate_on_jump": [2.0]}}
     resumed("resume", saved)
     found += [resumed("log", {"loss": loss}) for loss in (4.0, 4.0)]
     assert found == [None, None, {"loss": 4.0, "request": ["eval", "save"]}, None]

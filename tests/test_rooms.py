@@ -301,9 +301,9 @@ FEATURES = {
     "examples": {
         "rooms": {"data.py": ["examples"]},
         "edits": [
-            ("data.py", '        "examples": show_examples(dataset, tokenizer),  '
+            ("data.py", '        "examples": lambda: show_examples(dataset, tokenizer),  '
              "# optional: examples\n", ""),
-            ("data.py", '    source["examples"] = show_examples(first, tokenizer)  '
+            ("data.py", '    source["examples"] = lambda: show_examples(first, tokenizer)  '
              "# optional: examples\n", ""),
         ],
     },

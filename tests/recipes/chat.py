@@ -49,6 +49,7 @@ def converse(speaker):
         print(f"The tokenizer {cfg.tokenizer} has no chat template: the model continues each line "
               "as it stands, and forgets it.")
     print(HELP)
+    max_len = max_trained_len(cfg)
     messages = []
     n_answers = 0
     is_warned = False
@@ -65,12 +66,12 @@ def converse(speaker):
         command = line.strip()
         if command == "/quit":
             return
-        if command == "/reset":
+        elif command == "/reset":
             messages = []
             print("a new conversation")
-        if command in ("", "/help"):
+            continue
+        elif command in ("", "/help"):
             print(HELP)
-        if command in ("", "/help", "/reset"):
             continue
 
         # Make the prompt.
@@ -84,16 +85,16 @@ def converse(speaker):
                 messages.pop()
                 continue
         ids = data.prompt_ids(text, tokenizer)
-        n_known = trained_len(cfg)
-        if len(ids) > n_known and not is_warned:
+        if len(ids) > max_len and not is_warned:
             print(f"(the conversation has {len(ids)} tokens; the model was trained on texts of up "
-                  f"to {n_known})")
+                  f"to {max_len})")
             is_warned = True
 
         # Print the answer.
         key = jax.random.fold_in(jax.random.key(cfg.seed), n_answers)
         answer = print_answer(speaker, ids, key)
-        messages.append({"role": "assistant", "content": answer})
+        if has_template:
+            messages.append({"role": "assistant", "content": answer})
         n_answers += 1
 
 
@@ -128,7 +129,7 @@ def print_answer(speaker, ids, key):
     return text
 
 
-def trained_len(cfg):
+def max_trained_len(cfg):
     """The number of tokens of the longest text that the model was trained on."""
     for text in cfg.init_from:
         hf = train.read_hf_config(ckpt.parse_source(text)["path"])

@@ -13,7 +13,8 @@ import optax
 
 def stop_early(patience):
     """Return a hook that ends a run whose validation loss has not improved in `patience`
-    evaluations. Checkpoints have the losses so far, so a resumed run counts on.
+    evaluations. Checkpoints have the losses so far, so a resumed run continues to
+    count.
     """
     losses = []
 
@@ -33,7 +34,7 @@ def stop_early(patience):
     return hook
 
 
-def look_at_jumps(factor):
+def evaluate_on_jump(factor):
     """Return a hook that requests an evaluation and a checkpoint when the loss of a log row is
     `factor` times that of the row before.
     """
@@ -43,9 +44,9 @@ def look_at_jumps(factor):
         if event == "start":
             last.clear()
         if event == "resume":
-            last.extend(row["hooks"].get("look_at_jumps", []))
+            last.extend(row["hooks"].get("evaluate_on_jump", []))
         if event == "before_save":
-            return row | {"hooks": row["hooks"] | {"look_at_jumps": last}}
+            return row | {"hooks": row["hooks"] | {"evaluate_on_jump": last}}
         if event == "log":
             has_jumped = bool(last) and row["loss"] > factor * last[0]
             last[:] = [row["loss"]]
@@ -88,5 +89,5 @@ def weight_norm(event, loss_fn):
 
 
 early_stopping = stop_early(patience=3)
-eval_on_jump = look_at_jumps(factor=1.5)
+eval_on_jump = evaluate_on_jump(factor=1.5)
 freeze_embed = freeze_after(step=100, pattern="embed")
