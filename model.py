@@ -2424,6 +2424,8 @@ DEFAULTS = {
     "temperature": 0.8,
     "top_k": 0,
     "top_p": 1.0,
+    # Exports
+    "export_lora": "merged",
 }
 
 # Frozen, so that it is hashable and one compiled program serves equal cfgs.

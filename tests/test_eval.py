@@ -304,7 +304,7 @@ def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, cap
         assert "best validation loss 1.5000, of step 2" in capsys.readouterr().out.splitlines()
     for step, expected in ((1, {}), (2, best), (8, best)):
         progress = train.init_progress(0.0)
-        train.restore_progress(progress, cfg.out_dir, step, {})
+        train.restore_progress(progress, cfg.out_dir, step, {}, is_branch=False)
         assert progress["best_validation"] == expected
     assert train.best_validation(best, {"step": 9, "val_loss": 1.25}) == {
         "best_val_loss": 1.25, "best_val_step": 9}
