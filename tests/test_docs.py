@@ -27,6 +27,7 @@ import plan
 import step
 import train
 from conftest import ROOT
+from test_train import FORKS
 
 sys.path.insert(0, str(ROOT / "tests/recipes"))
 import clicks
@@ -230,15 +231,51 @@ def write_folders(folder, text):
                 run_documented(folder, writers[0])
 
 
+# A call of train.py alone, in which only words in single quotes have characters that a shell reads.
+PLAIN_CALL = re.compile(r"python train\.py((?: +(?:'[^']*'|[\w./:,=+%@-]+)+)*)")
+
+
 def run_shell(folder, command):
     """Run a command as a user's shell does, with caches beside the folder; its output."""
-    env = dict(os.environ, HOME=str(folder.parent / "home"), PYTHONDONTWRITEBYTECODE="1")
+    calls = [PLAIN_CALL.fullmatch(part) for part in command.split(" && ")]
+    if all(calls):  # in forks of a process that has imported train: this saves seconds each
+        return "".join(run_forked(folder, shlex.split(call[1])) for call in calls)
+    env = dict(os.environ, **environment(folder))
     env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env["PATH"]
-    env["XLA_FLAGS"] = re.sub(r"--xla_force_host\S+", "", env["XLA_FLAGS"])
     run = subprocess.run(["bash", "-c", command], cwd=folder, env=env, text=True, timeout=300,
                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert run.returncode == 0, f"{command}\nexit code {run.returncode}\n{run.stdout[-3000:]}"
     return run.stdout
+
+
+def environment(folder):
+    """Variables of a command: caches beside the folder, and the devices of this machine."""
+    return {
+        "HOME": str(folder.parent / "home"), "PYTHONDONTWRITEBYTECODE": "1",
+        "XLA_FLAGS": re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])}
+
+
+def run_forked(folder, argv):
+    """Run the command line of train.py in a fork; its output."""
+    log = folder.parent / f"{folder.name}.log"
+    process = FORKS.Process(target=_call, args=(folder, argv, environment(folder), log))
+    process.start()
+    process.join(300)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    output = log.read_text(errors="replace")
+    assert process.exitcode == 0, f"{argv}\nexit code {process.exitcode}\n{output[-3000:]}"
+    return output
+
+
+def _call(folder, argv, env, log):
+    os.chdir(folder)
+    os.environ.update(env)
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.exit(train.cli(argv))
 
 
 def write_tokenizer(folder):
