@@ -469,8 +469,11 @@ def _expand_home(arg):
 RUNS_DIR = "out"  # folder of the runs that are named after their fields
 NAME_BYTES = 100  # longest derived name
 
-# Modes that read a run.
+# Modes that read a run, and fields that define a run when it trains, and can be others in these
+# modes, as the files of an evaluation.
 READ_MODES = ("eval", "sample", "export")
+EVALUATION_FIELDS = ("val_data", "val_frac", "columns", "data_dtype", "eod_id", "packing",
+                     "document_mask", "truncation", "padding_side", "dtype", "hooks")
 
 
 def choose_out_dir(cfg, typed):
@@ -485,12 +488,15 @@ def choose_out_dir(cfg, typed):
     is_variant = bool(defining_changes(cfg)) or "branch_from" in typed
     if cfg.out_dir and not (has_config_of_run(cfg) and is_variant):
         return cfg.out_dir
-    is_defined = "config" in typed or any(map(_defines_run, typed))
+    derived = derive_out_dir(cfg)
+    is_defined = "config" in typed or any(map(_defines_run, typed - {*EVALUATION_FIELDS}))
+    if typed & {*EVALUATION_FIELDS} and is_run(derived):
+        is_defined = True
     if cfg.mode in READ_MODES and not is_defined:
         newest = newest_run(RUNS_DIR)
         if newest:
             return newest
-    return derive_out_dir(cfg)
+    return derived
 
 
 def has_config_of_run(cfg):
@@ -597,7 +603,8 @@ def _format_value(value):
 
 def _last_name(path):
     """The last name of a path, or of hf://ORG/NAME, tiktoken:NAME and file.py:NAME."""
-    return re.split("[/:]", path.rstrip("/"))[-1]
+    path = re.sub("/+(?=@|$)", "", path)  # DIR/@400 is DIR@400
+    return re.split("[/:]", path)[-1]
 
 
 def parse_branch(text):
@@ -634,15 +641,17 @@ def newest_run(folder):
 
 def runs_in(folder):
     """The folders of the runs in a folder of runs, sorted."""
-    return sorted(str(path.parent) for path in Path(folder).glob("*/config.json"))
+    return sorted(str(path) for path in Path(folder).glob("*") if is_run(path))
+
+
+def is_run(out_dir):
+    """Whether a folder holds a run. An export has a config.json too, and no log."""
+    return all(Path(out_dir, name).exists() for name in ("config.json", "metrics.jsonl"))
 
 
 def _last_written(out_dir):
-    """Time at which a run was last written to: its log, or its config."""
-    log = Path(out_dir, "metrics.jsonl")
-    if log.exists():
-        return log.stat().st_mtime
-    return Path(out_dir, "config.json").stat().st_mtime
+    """Time at which a run last wrote to its log."""
+    return Path(out_dir, "metrics.jsonl").stat().st_mtime
 
 
 def nearest_runs(out_dir):
@@ -656,7 +665,8 @@ def nearest_runs(out_dir):
     if not names:
         return ""
     nearest = difflib.get_close_matches(path.name, names, n=5, cutoff=0.0)
-    return f"; runs in {path.parent}: {', '.join(nearest)}"
+    more = f" and {len(names) - len(nearest)} more" if len(names) > len(nearest) else ""
+    return f"; runs in {path.parent}: {'; '.join(nearest)}{more}"
 
 
 def run_defaults(out_dir, flags, defaults):
@@ -832,16 +842,21 @@ MOST_ITEMS = 4  # items of a list that changed_flags shows
 
 
 def changed_flags(cfg):
-    """The fields that differ from the defaults, or from those of a preset, as texts "--name value".
+    """The fields that differ from the defaults, or from those that cfg.config names, as texts
+    "--name value". The config.json of the run itself, or of the run that a branch leaves, is not
+    shown.
     """
-    kind = type(cfg)
-    defaults = kind(**PRESETS.get(cfg.config, {}))
+    is_shown = not (has_config_of_run(cfg) or cfg.branch_from)
+    defaults = default_of(cfg)
+    if has_config_of_run(cfg):
+        defaults = type(cfg)()
     flags = []
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
-        if name in HIDDEN_FLAGS or value == getattr(defaults, name):
+        is_default = value == getattr(defaults, name) and name != "config"
+        if name in HIDDEN_FLAGS or is_default or (name == "config" and not value):
             continue
-        if name == "config" and has_config_of_run(cfg):
+        if name == "config" and not is_shown:
             continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
@@ -856,9 +871,9 @@ def changed_flags(cfg):
 
 
 # Fields that config.json has as they were given, not as resolved for one launch: the same command
-# finds them unchanged, and another machine may resolve attention in another way.
-GIVEN_FIELDS = ("attention", "width_mult", "d_model", "d_ff", "n_heads", "n_kv_heads", "head_dim",
-                "vocab_size")
+# finds them unchanged, and another machine may resolve attention and dtype in another way.
+GIVEN_FIELDS = ("attention", "dtype", "width_mult", "d_model", "d_ff", "n_heads", "n_kv_heads",
+                "head_dim", "vocab_size")
 
 
 def as_given(cfg, given):
@@ -906,8 +921,10 @@ def load(name, kind=Config):
     if name in PRESETS:
         return kind(config=name, **PRESETS[name])
     if not Path(name).is_file():
-        raise ValueError(f"config {name!r}: neither a file nor a preset "
-                         f"({did_you_mean(name, PRESETS)})")
+        hint = did_you_mean(name, PRESETS)
+        if Path(name, "config.json").is_file():
+            hint = f"nearest: {name.rstrip('/')}/config.json"
+        raise ValueError(f"config {name!r}: neither a file nor a preset ({hint})")
     cfg = from_json(Path(name).read_bytes(), name, kind)
     if cfg.config:
         raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
@@ -998,7 +1015,7 @@ def parse_intervals(value):
 # What a condition of cfg.stop can count besides a metric, and the reason to log: {0} is the value,
 # {1} the bound. Conditions are tested in this order, then those on metrics.
 STOP_MESSAGES = {
-    "new_steps": "{1:g} steps since the start are done",
+    "new_steps": "the limit of new steps, {1:g}, is reached",
     "step": "step {1:g} is reached",
     "file": "{1}/stop exists",
     "second": "the time of {1:g} s is over",
@@ -1407,10 +1424,14 @@ def value_errors(given, rules):
 
 
 def did_you_mean(name, known):
-    """'nearest: x', the known name most like `name`, or all known names if none is similar."""
+    """'nearest: x', the known name most like `name`, or all known names if none is similar and they
+    are not too many to read.
+    """
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.55)
     if close:
         return f"nearest: {close[0]}"
+    if len(known) > 40:
+        return "no name is similar"
     return f"legal: {', '.join(known)}"
 
 
@@ -1903,9 +1924,9 @@ def evaluation_config(cfg):
 # ---- branches of a run
 
 def branch_defaults(text, kind):
-    """The config of the run that a branch leaves; the defaults of all fields where it has none."""
-    if not parses(parse_branch, text):  # validate reports it
-        return kind()
+    """The config of the run that a branch leaves; the defaults of all fields where it has none.
+    Raises ValueError when the text is malformed.
+    """
     folder, _ = parse_branch(text)
     path = Path(folder, "config.json")
     if not path.is_file():

@@ -202,7 +202,8 @@ TEXT = {
 
 def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
     """Do what cfg.mode says. Return a summary with at least "step", "reason" and "exit_code"; after
-    training also "state", "mesh" and "checkpoint", the path of the newest one.
+    training also "state", "mesh", "checkpoint", the path of the newest one, and the newest metrics,
+    as "val_loss". A run that is already finished gives its metrics, and no state.
 
     hooks: functions hook(event, value); a result that is not None replaces the value. For the
     events see tests/GUIDE.md. task: what to train, see `TEXT`. state, params: train, evaluate,
@@ -242,8 +243,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
                     started = start_run(
                         setup, progress, observers, heartbeat, check_lock, state, params)
                     if started is None:
-                        step, _ = ckpt.newest_meta(root)
-                        return {"step": step, "exit_code": 0, "reason": "already finished"}
+                        return summary_of_finished(cfg, root)
                     run, state = started
                     in_loop.set()
                     return train(run, state, progress, signals)
@@ -793,7 +793,7 @@ def save_state(run, state, step, progress, why, kind="save"):
         if kind == "save":
             progress["saved_step"] = step
         blocked_s = time.perf_counter() - save_began
-        run["log_event"]("save", {"step": step, "kind": kind, "digest": digest,
+        run["log_event"]("save", {"step": step, "kind": kind, "why": why, "digest": digest,
                                   "waited_s": waited_s, "blocked_s": blocked_s})
     return True
 
@@ -1071,8 +1071,27 @@ def is_finished(cfg, step):
     return step > cfg.steps or (step == cfg.steps and has_ended)
 
 
+def summary_of_finished(cfg, root):
+    """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
+    def read_end():
+        ends = [row for row in ckpt.read_log(cfg.out_dir) if row["event"] == "end"]
+        return ends[-1] if ends else {}
+
+    step, _ = ckpt.newest_meta(root)
+    summary = ckpt.broadcast_from_main(read_end)
+    summary.pop("event", None)
+    checkpoint = ckpt.join_path(root, f"{step:09d}")
+    return summary | {"step": step, "exit_code": 0, "reason": "already finished",
+                      "checkpoint": checkpoint}
+
+
 def print_how_to_continue(cfg, step):
     """Print what can be done with a run that is finished, at `step`."""
+    if step > cfg.steps:
+        print0(f"{cfg.out_dir} is at step {step}, beyond --steps {cfg.steps}: nothing is left to "
+               f"do. To train further: more --steps than {step}. To train from an earlier step: "
+               "--branch_from DIR@STEP")
+        return
     further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
     print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
            "again: --resume overwrite, or another --out_dir. To export it: --mode export --export "
@@ -2208,6 +2227,8 @@ def console(cfg):
                 last_line.update(step=row["step"], time_s=time.perf_counter())
         elif event == "eval":
             print_eval_row(row, unit)
+        elif event == "save" and row["why"] == "request":
+            print0(f"{format_step(row)}  saved, as requested")
         elif event == "sample":
             print_samples(row["texts"], row.get("prompts", ()))
         elif event == "reload":
@@ -3302,7 +3323,8 @@ def find_saved(cfg, task, hooks, state=None, params=None):
     elif params is None:
         root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:
-        print0(f"run {cfg.out_dir}, checkpoint of step {meta['step']}")
+        which = " (best)" if cfg.checkpoint == "best" else ""
+        print0(f"run {cfg.out_dir}, checkpoint of step {meta['step']}{which}")
 
     setup = setup_run(cfg, task, hooks=hooks)
     cfg = setup["cfg"]

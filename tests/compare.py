@@ -79,7 +79,7 @@ def compare(folders, by="val_loss", csv_path="", png_path=None):
         draw(png_path or "compare.png", runs, by, sign, train_name)
 
     # Print the table, and what it cannot show.
-    width = shutil.get_terminal_size((120, 24)).columns
+    width = shutil.get_terminal_size((10_000, 24)).columns  # without a terminal nothing is cut
     order = "highest" if sign == ">" else "lowest"
     print(f"by {by}, the {order} first; training {train_name}: mean over the last {MEAN_ROWS} log "
           "rows, by labels")
@@ -219,8 +219,8 @@ def check_metric(by, runs):
                 names.update(name for name, x in row.items() if is_number(x))
     has_evaluation = any(name.startswith("val_") for name in names)
     if by not in names and (has_evaluation or not by.startswith("val_")) and names:
-        nearest = config.did_you_mean(by, sorted(names))
-        raise ValueError(f"--by {by}: no run has logged this metric ({nearest})")
+        raise ValueError(f"--by {by}: no run has logged this metric; there are "
+                         f"{', '.join(sorted(names))}")
 
 
 def training_metric(by, runs):
@@ -422,7 +422,7 @@ def table_columns(runs, names, by):
         add(name, rank_of_field(name, names, runs), cells, is_text, can_be_cut=True)
     add("step", 1, [format_progress(each) for each in summaries])
     add("best", 0, format_points(summaries, "best"))
-    add("last", 3, format_points(summaries, "last"))
+    add("last", 6, format_points(summaries, "last"))
     for name in named_metrics(summaries):
         cells = [format_metric(each["named"].get(name)) for each in summaries]
         add(name, 10, cells, can_be_cut=True)
@@ -432,14 +432,14 @@ def table_columns(runs, names, by):
         add(f"{units[0]}s/s", 5, [format_speed(each, "") for each in summaries])
     else:
         add("speed", 5, [format_speed(each, f" {each['unit']}s/s") for each in summaries])
-    add("time", 6, [format_seconds(each["wall_s"]) for each in summaries])
-    add("params", 7, [format_count(each["n_params"]) for each in summaries])
+    add("time", 7, [format_seconds(each["wall_s"]) for each in summaries])
+    add("params", 8, [format_count(each["n_params"]) for each in summaries])
     add("state", 1, [each["state"] for each in summaries], is_text=True)
     return columns
 
 
 def rank_of_field(name, names, runs):
-    """2 for the two fields with the most different values, 8 for the others, 9 for those that do
+    """2 for the two fields with the most different values, 3 for the others, 9 for those that do
     not define a run.
     """
     def n_values(each):
@@ -449,7 +449,7 @@ def rank_of_field(name, names, runs):
         return 9
     defining = [each for each in names if each not in config.RESUMABLE_FIELDS]
     most_varied = sorted(defining, key=n_values, reverse=True)[:2]
-    return 2 if name in most_varied else 8
+    return 2 if name in most_varied else 3
 
 
 def named_metrics(summaries):

@@ -37,6 +37,7 @@ def named(flags, kind=Config):
     ("--init_from hf://Qwen/Qwen3-0.6B --hooks a/my_hooks.py:in_bits --document_mask --eod_id 5",
      "init_from=Qwen3-0.6B,hooks=in_bits,eod_id=5,document_mask"),
     ("--branch_from out/wsd@400 --lr 1e-5", "wsd@400,lr=1e-05"),
+    ("--branch_from out/wsd/@400 --init_from out/a/@best", "wsd@400,init_from=a@best"),
 ])
 def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, monkeypatch):
     """Fields that may change on a resume are not part of the name, paths enter by their last name.
@@ -93,6 +94,11 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch):
     assert named(f"{run} --steps 7") == "out/lr=0.1"
     assert named(f"{run} --seed 2") == "out/lr=0.1,seed=2"
     assert named("--mode sample --prompt x") == named("--mode eval") == "out/lr=0.1"
+    assert named("--mode eval --val_data x.txt") == "out/lr=0.1"
+    save_config("out/val_data=x.txt", 5)
+    assert named("--mode eval --val_data x.txt") == "out/val_data=x.txt"
+    Path("out/export").mkdir()
+    Path("out/export/config.json").write_text("{}")
     assert named("--mode sample --seed 0") == named("") == "out/default"
     assert named("--mode sample --out_dir out/x") == "out/x"
     Path("own.json").write_text('{"lr": 0.5}')
@@ -131,7 +137,7 @@ def test_a_preset_that_is_typed_again_replaces_the_flags_of_the_run(tmp_path, mo
 def test_a_missing_run_lists_the_nearest(tmp_path, monkeypatch, capsys):
     """The error names the runs that exist, and the failed launch leaves no folder.
 
-    Break: config.py: runs in {path.parent}: {', '.join(nearest)} => runs in {path.parent}
+    Break: config.py: runs in {path.parent}: {'; '.join(nearest)}{more} => runs in {path.parent}
     """
     monkeypatch.chdir(tmp_path)
     save_config("out/lr=0.1")
@@ -140,7 +146,7 @@ def test_a_missing_run_lists_the_nearest(tmp_path, monkeypatch, capsys):
     assert train.cli(["--branch_from", "out/lr=0.3@4", "--sample_tokens", "0"]) == 2
     errors = capsys.readouterr().err
     assert "mode eval: out/lr=0.2/ckpt holds no checkpoint; name the --out_dir" in errors
-    assert errors.count("; runs in out: lr=0.1, seed=1") == 2
+    assert errors.count("; runs in out: lr=0.1; seed=1") == 2
     assert sorted(os.listdir("out")) == ["lr=0.1", "seed=1"]
 
 

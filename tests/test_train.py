@@ -4563,7 +4563,7 @@ def test_patterns_select_the_parameter_groups():
     ("", {"step": 20}, "all 20 steps are done", 0),
     ("9", {"step": 9}, "step 9 is reached", 0),
     ("9", {"step": 8}, None, None),
-    ("+3", {"step": 7}, "3 steps since the start are done", 0),
+    ("+3", {"step": 7}, "the limit of new steps, 3, is reached", 0),
     ("+3", {"step": 6}, None, None),
     ("1h30m", {"elapsed_s": 5400.0}, "the time of 5400 s is over", 0),
     ("1h30m", {"elapsed_s": 5399.0}, None, None),
@@ -4580,7 +4580,7 @@ def test_patterns_select_the_parameter_groups():
                             "saved", 1),
     # If several apply, the first in this order wins.
     ("9 +5 1s", {"step": 9, "elapsed_s": 1.0, "stop_file": True},
-     "5 steps since the start are done", 0),
+     "the limit of new steps, 5, is reached", 0),
     ("9 1s", {"step": 9, "elapsed_s": 1.0, "stop_file": True}, "step 9 is reached", 0),
     ("1s loss<9", {"elapsed_s": 1.0, "stop_file": True, "loss": 1.0}, "runs{x}/stop exists", 0),
     ("loss<9 loss>0.5 1s", {"elapsed_s": 1.0, "loss": 1.0}, "the time of 1 s is over", 0),

@@ -110,7 +110,7 @@ def print_answer(speaker, ids, key):
     new = []
     text = ""
     n_shown = 0
-    end = f" ... (--sample_tokens {cfg.sample_tokens})"
+    end = f" ... (cut after --sample_tokens {cfg.sample_tokens})"
     tokens = model.stream(speaker["params"], ids, cfg, key, cfg.sample_tokens, speaker["session"],
                           speaker["options"])
     try:
