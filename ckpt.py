@@ -750,13 +750,11 @@ def delete_all(root, log=print):
         _delete_step(root, step, log)
 
 
-def keep_only(root, step, log=print):
-    """Delete every checkpoint of root but one. Process 0 does it for all."""
-    if jax.process_index():
-        return
-    for other in steps(root):
-        if other != step:
-            _delete_step(root, other, log)
+def delete_after(root, step, log=print):
+    """Delete the checkpoints of later steps than `step`."""
+    for later in steps(root):
+        if later > step:
+            _delete_step(root, later, log)
 
 
 def _delete_step(root, step, log):
@@ -840,11 +838,12 @@ def newest_run_meta(root, needed_for="", others=""):
     return saved, meta
 
 
-def find_start(out_dir, root, resume, given=False):
+def find_start(out_dir, root, resume, given=False, others=""):
     """Return (step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
 
     resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
-    parameters. Raises ValueError when a checkpoint is required and missing, or must not exist.
+    parameters. others: as in newest_run_meta. Raises ValueError when a checkpoint is required and
+    missing, or must not exist.
     """
     if resume == "overwrite":
         return None, {}
@@ -858,7 +857,7 @@ def find_start(out_dir, root, resume, given=False):
                          "set --ckpt_dir to that, or choose another --out_dir")
 
     needed_for = "resume must" if resume == "must" else ""
-    saved, meta = newest_run_meta(root, needed_for)
+    saved, meta = newest_run_meta(root, needed_for, others)
     if meta and (given or resume == "never"):
         raise ValueError(f"resume {resume}: {out_dir} holds a run at step {saved}, which this "
                          "launch would not resume; choose another --out_dir, or delete the run "
@@ -873,6 +872,9 @@ def find_checkpoint(root, which, field="checkpoint"):
     field: the field that names it, for the error. Raises ValueError when it is missing, with
     the steps of those that exist.
     """
+    if which != "best" and not which.isdecimal():
+        raise ValueError(f"{field} {which!r}: must be latest, best, or a step, as in 400")
+
     def find():
         saved = {kind: steps(each) for kind, each in roots(root).items()}
         if which == "best" and saved["best"]:

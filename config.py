@@ -484,11 +484,13 @@ def choose_out_dir(cfg, typed):
     """
     if cfg.out_dir and "out_dir" in typed:
         return cfg.out_dir
+    derived = derive_out_dir(cfg)
+    if "branch_from" in typed:
+        return derived
     # A file of --config or a recipe may set the folder. A variant of a run gets one of its own.
-    is_variant = bool(defining_changes(cfg)) or "branch_from" in typed
+    is_variant = bool(defining_changes(cfg))
     if cfg.out_dir and not (has_config_of_run(cfg) and is_variant):
         return cfg.out_dir
-    derived = derive_out_dir(cfg)
     is_defined = "config" in typed or any(map(_defines_run, typed - {*EVALUATION_FIELDS}))
     if typed & {*EVALUATION_FIELDS} and is_run(derived):
         is_defined = True
@@ -532,10 +534,17 @@ def _defines_run(name):
 
 
 def default_of(cfg):
-    """The config with the defaults of all fields, or those of cfg.config."""
-    if cfg.config:
-        return load(cfg.config, type(cfg))
-    return type(cfg)()
+    """The config with the defaults of all fields, or those of cfg.config and of the run that a
+    branch leaves.
+    """
+    kind = type(cfg)
+    default = kind()
+    if not cfg.config:
+        return default
+    # Optional: branches of a run.
+    if parses(parse_branch, cfg.branch_from):
+        default = branch_defaults(cfg.branch_from, kind)
+    return dataclasses.replace(default, **config_values(cfg.config, kind))
 
 
 def base_name(cfg):
@@ -552,7 +561,7 @@ def base_name(cfg):
     if cfg.config in PRESETS:
         words.append(cfg.config)
     elif Path(cfg.config).name == "config.json":
-        name = Path(cfg.config).absolute().parent.name
+        name = Path(cfg.config).resolve().parent.name
         if name != "default" and not cfg.branch_from:
             words.append(name)
     elif cfg.config:
@@ -625,7 +634,7 @@ def separate_from_run(cfg, defaults, out_dir, typed):
             changes[name] = ""
     allowed = list(cfg.allow_change) if "allow_change" in typed else []
     for name in defaults.allow_change:
-        if getattr(cfg, name) == getattr(defaults, name):
+        if getattr(cfg, name, None) == getattr(defaults, name, None):
             allowed.append(name)
     changes["allow_change"] = tuple(allowed)
     return dataclasses.replace(cfg, **changes)
@@ -679,7 +688,10 @@ def run_defaults(out_dir, flags, defaults):
     if not uses_run or not path.is_file():
         return defaults
     kind = type(flags)
-    saved = load(str(path), kind)
+    run_config = load(str(path), kind)
+    # Without fields of one launch, which only an edited file has.
+    saved = dataclasses.replace(
+        repeatable(run_config), config=str(path), allow_change=run_config.allow_change)
     if not flags.config or os.path.realpath(flags.config) == os.path.realpath(path):
         return saved
     return dataclasses.replace(saved, **config_values(flags.config, kind) | {"config": str(path)})
@@ -872,8 +884,8 @@ def changed_flags(cfg):
 
 # Fields that config.json has as they were given, not as resolved for one launch: the same command
 # finds them unchanged, and another machine may resolve attention and dtype in another way.
-GIVEN_FIELDS = ("attention", "dtype", "width_mult", "d_model", "d_ff", "n_heads", "n_kv_heads",
-                "head_dim", "vocab_size")
+GIVEN_FIELDS = ("attention", "dtype", "freeze", "width_mult", "d_model", "d_ff", "n_heads",
+                "n_kv_heads", "head_dim", "vocab_size")
 
 
 def as_given(cfg, given):
@@ -929,6 +941,11 @@ def load(name, kind=Config):
     if cfg.config:
         raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
                                                     "delete this field")], name)
+    # The run whose config.json this is may have been moved, or started from another folder.
+    folder = os.path.dirname(name) or "."
+    is_here = os.path.realpath(cfg.out_dir) == os.path.realpath(folder)
+    if os.path.basename(name) == "config.json" and is_run(folder) and not is_here:
+        cfg = dataclasses.replace(cfg, out_dir=folder)
     return dataclasses.replace(cfg, config=name)
 
 
@@ -1073,9 +1090,10 @@ MORE_IS_BETTER = ("acc", "auc", "reward", "f1")
 
 def better_sign(name):
     """The sign by which values of a metric are better: "<", ">", or "" if its name does not say."""
-    if any(word in name for word in LESS_IS_BETTER):
+    metric = name.partition("/")[0]  # without the name of a validation set
+    if any(word in metric for word in LESS_IS_BETTER):
         return "<"
-    if any(word in name for word in MORE_IS_BETTER):
+    if any(word in metric for word in MORE_IS_BETTER):
         return ">"
     return ""
 
@@ -1650,6 +1668,8 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
         difference = f"{name} was {was}, is {_describe_value(name, after, default_lr)}"
         if name in STATE_FIELDS:
             errors.append(f"{difference} (another shape: use another --out_dir)")
+        elif name == "branch_from":
+            errors.append(f"{difference} (a branch is a run of its own: use another --out_dir)")
         elif name not in new.allow_change:
             errors.append(f"{difference} (on purpose: --allow_change {name})")
     raise_if_errors(errors, f"{new.out_dir} holds a run with another config (to resume that run, "

@@ -351,7 +351,8 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
 
     # Find the newest checkpoint to resume from, if --resume allows it.
     is_given = state is not None or params is not None
-    saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given)
+    others = config.nearest_runs(cfg.out_dir)
+    saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
 
     # Check the metrics that fields name, and where the initial state comes from, before the
     # compilation.
@@ -410,7 +411,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # Continue the timers, the metrics and the events of earlier launches.
     restore_progress(progress, cfg.out_dir, first_step, start_meta, start["is_branch"])
     # Optional: best checkpoint.
-    progress["kept_best"] = best_so_far(cfg)
+    progress["kept_best"] = best_so_far(cfg, first_step)
 
     # Log what runs, and on what, and what has changed since the checkpoint.
     run_meta = describe_run(setup, programs, start)
@@ -539,6 +540,10 @@ def train(run, state, progress, signals):
         wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
+    # Optional: best checkpoint.
+    if cfg.keep_best and progress["resumed_eval"]:
+        keep_if_best(run, state, first_step, progress, progress["resumed_eval"])
+
     # "Step k" is the state after k updates. One iteration at step k:
     #   1. log the metrics of step k, if something is due
     #   2. do what is due: reload, save, evaluate, sample, export
@@ -574,8 +579,8 @@ def train(run, state, progress, signals):
             with save_if_out_of_memory(run, state, step, progress):
                 run_validation(run, state, step, progress, signals, stopped_while_waiting)
                 # Optional: best checkpoint.
-                if cfg.keep_best:
-                    keep_if_best(run, state, step, progress)
+                if cfg.keep_best and progress["last_metrics"].get("val_step") == step:
+                    keep_if_best(run, state, step, progress, progress["last_metrics"])
 
         # Print samples, for a person to judge the progress.
         if "sample" in due and run["task"]["sample"] and not save_only(signals):
@@ -1007,6 +1012,8 @@ def init_progress(launched):
         # Result of the newest poll_requests
         "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
                    "hook_stops": [], "events": []},
+        # Metrics of the evaluation at the step from which the run resumes, or {}
+        "resumed_eval": {},
         # Value of the metric keep_best in the best checkpoint, or None
         "kept_best": None,
         # Reasons of hooks to stop, which log_event appends
@@ -1029,18 +1036,22 @@ def restore_progress(progress, out_dir, step, meta, is_branch):
     """
     def read_earlier():
         rows = ckpt.read_log(out_dir)
-        best = {}
+        best, resumed_eval = {}, {}
         for row in rows:
             if row["event"] == "eval" and row["step"] <= step:
                 best = best_validation(best, row)
+            if row["event"] == "eval" and row["step"] == step:
+                resumed_eval = numbers(row)
         return {
             "rows": [[row["step"], row["event"], row.get("time_s")] for row in rows],
             "best": best,
+            "resumed_eval": resumed_eval,
         }
 
     earlier = ckpt.broadcast_from_main(read_earlier)
     rows = earlier["rows"]
     progress["best_validation"] = earlier["best"]
+    progress["resumed_eval"] = earlier["resumed_eval"]
     restore_timers(progress["timers"], rows, step)
     for row_step, event, _ in rows:
         if row_step == step:
@@ -1266,8 +1277,9 @@ def make_log_event(hooks, observers, heartbeat, progress, impossible):
         heartbeat(doing=event, step=row["step"])
         row = run_row_hooks(hooks, event, row, progress)
         notify(observers, event, row)
-        for name in sorted(progress["requests"] & impossible.keys()):
-            progress["requests"].remove(name)
+        refused = sorted(progress["requests"] & impossible.keys())
+        progress["requests"].difference_update(refused)
+        for name in refused:
             if name not in logged:
                 logged.add(name)
                 error = f"a hook requests {name}, and {impossible[name]}"
@@ -1450,10 +1462,11 @@ def is_due_at_end(run, event):
 
 
 def saves_at_end(run, progress):
-    """Whether to save when the loop ends. Without save_end, only a request to stop saves."""
+    """Whether to save when the loop ends. Without save_end, only a request to stop or to save does.
+    """
     requests = progress["polled"]
-    is_requested = requests["signal"] or requests["stop_file"] or requests["hook_stops"]
-    return run["cfg"].save_end == "yes" or bool(is_requested)
+    is_stopped = requests["signal"] or requests["stop_file"] or requests["hook_stops"]
+    return run["cfg"].save_end == "yes" or bool(is_stopped) or "save" in requests["events"]
 
 
 def completed(run, unit, step):
@@ -1477,12 +1490,9 @@ def wait_for_save(run, progress, kind):
         return
     with log_errors(run, progress, save["step"], kind):
         ckpt.wait(save["future"])
-        # Optional: best checkpoint.
-        if kind == "best":
-            delete_other_best(run["cfg"], save["step"])
-    # A best checkpoint that could not be written is no record.
+    # Optional: best checkpoint. One that could not be written is no record.
     if kind == "best" and kind in progress["save_errors"]:
-        progress["kept_best"] = best_so_far(run["cfg"])
+        progress["kept_best"] = best_so_far(run["cfg"], save["step"])
 
 
 @contextlib.contextmanager
@@ -2100,8 +2110,14 @@ def is_main():
 
 
 def numbers(row):
-    """The entries of a row that are Python numbers."""
-    return {name: x for name, x in row.items() if isinstance(x, (int, float))}
+    """The entries of a row that are numbers, as Python numbers. Hooks may add those of NumPy."""
+    found = {}
+    for name, x in row.items():
+        if isinstance(x, (np.number, jax.Array)) and np.ndim(x) == 0:
+            x = x.item()
+        if isinstance(x, (int, float)):
+            found[name] = x
+    return found
 
 
 def scalars(values):
@@ -2845,12 +2861,16 @@ def check_metric_names(setup, metric_names, shapes, train_data, val_data):
 # ---- best checkpoint
 
 
-def best_so_far(cfg):
-    """The value of the metric cfg.keep_best in the best checkpoint, or None."""
+def best_so_far(cfg, step):
+    """The value of the metric cfg.keep_best in the best checkpoint, or None. A best checkpoint of a
+    step after `step` is deleted: the run has not made that step, or will repeat it.
+    """
     if not cfg.keep_best:
         return None
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    _, meta = ckpt.newest_meta(ckpt.join_path(root, "best"))
+    root = ckpt.roots(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))["best"]
+    if is_main():
+        ckpt.delete_after(root, step, print0)
+    _, meta = ckpt.newest_meta(root)
     best = meta.get("best", {})
     if best.get("metric") != config.parse_best(cfg.keep_best)["name"]:
         return None
@@ -2862,26 +2882,18 @@ def describe_best(cfg, progress):
     return {"metric": config.parse_best(cfg.keep_best)["name"], "value": progress["kept_best"]}
 
 
-def delete_other_best(cfg, step):
-    """Delete the best checkpoints but that of `step`. A run that resumed may repeat later steps."""
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    ckpt.keep_only(ckpt.join_path(root, "best"), step, print0)
-
-
-def keep_if_best(run, state, step, progress):
-    """Save the parameters as the best checkpoint, if the newest evaluation has a better value of
-    the metric cfg.keep_best than all before it.
+def keep_if_best(run, state, step, progress, metrics):
+    """Save the parameters as the best checkpoint, if an evaluation has a better value of the metric
+    cfg.keep_best than all before it. metrics: of this evaluation.
     """
     metric = config.parse_best(run["cfg"].keep_best)
-    metrics = progress["last_metrics"]
-    if metrics.get("val_step") != step:  # stopped, or the data is missing
-        return
-    if metric["name"] not in metrics:  # hooks may add metrics: then it is not known before
+    # Hooks may add metrics, which are not known before, and may differ between processes.
+    value = ckpt.broadcast_from_main(lambda: metrics.get(metric["name"]))
+    if value is None:
         nearest = config.did_you_mean(metric["name"], sorted(metrics))
         error = f"keep_best: this evaluation has no metric {metric['name']!r} ({nearest})"
         run["log_event"]("nonfatal_error", {"step": step, "error": error})
         return
-    value = metrics[metric["name"]]
     best = progress["kept_best"]
     is_better = best is None or metric["is_better"](value, best)
     if is_better and math.isfinite(value):

@@ -223,7 +223,7 @@ def test_the_table_fits_the_terminal(tmp_path, monkeypatch, capsys):
                   rows_falling_to(1 + i / 10, **{"val_loss/code": 1.0, "val_loss/prose": 2.0}),
                   lr=1e-3 * (i + 1), seed=i, data=(f"/data/{'long' * 20}/{i % 4}.txt",), steps=1000,
                   n_layers=i % 2 + 1, sample_every=i, schedule="cosine" if i else "constant")
-    for width, titles in ((120, "run seed lr step best last training state"),
+    for width, titles in ((120, "run seed lr step best training state"),
                           (60, "run step best state")):
         monkeypatch.setenv("COLUMNS", str(width))
         compare.compare([str(tmp_path / "*")], png_path="")
@@ -270,7 +270,7 @@ def test_sort_by_another_metric(tmp_path, capsys):
         rows = compare.compare([high, low], by, png_path="")
         assert [row["run"] for row in rows] == order, by
     assert rows[0]["best"] == pytest.approx(0.9)
-    for argv, message in (([low, "--by", "val_los"], "no run has logged this metric (nearest: "),
+    for argv, message in (([low, "--by", "val_los"], "no run has logged this metric; there are loss, "),
                           ([low, "--by", ">"], "must be the name of a metric"),
                           ([str(tmp_path)], "name folders with a config.json"),
                           ([low, "--png", "", "--csv", str(tmp_path / "no/x.csv")], "no/x.csv")):

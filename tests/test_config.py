@@ -132,7 +132,7 @@ def test_a_file_from_an_editor_on_windows(encoding, tmp_path):
 def test_load_unknown_preset():
     """A name that is neither a file nor a preset is rejected with the nearest preset.
 
-    Break: config.py: ({did_you_mean(name, PRESETS)}) => (sorry)
+    Break: config.py: hint = did_you_mean(name, PRESETS) => hint = "sorry"
     """
     with pytest.raises(ValueError, match="'gpt2-124'.*nearest: gpt2-124m"):
         config.load("gpt2-124")
@@ -620,7 +620,7 @@ def test_a_field_without_an_effect_is_rejected():
     """Each is named, with the field that makes it unused. A value that comes from a preset or a
     config file is accepted.
 
-    Break: config.py: return load(cfg.config, type(cfg)) => pass
+    Break: config.py: default, **config_values(cfg.config, kind)) => default)
     """
     for change, words in (
             (dict(router_z=0.1, lora_alpha=8.0),
@@ -981,7 +981,7 @@ def test_changed_flags_repeat_what_was_typed():
     """The printed flags, typed again, give the same config; a preset is named, not spelled out. A
     long list is cut.
 
-    Break: config.py: defaults = kind(**PRESETS.get(cfg.config, {})) => defaults = kind()
+    Break: config.py: defaults = default_of(cfg) => defaults = type(cfg)()
     """
     typed = ["--config debug", "--data 'a b.txt' '*.py'", "--val_frac 0.25", "--steps 300",
              "--no_qk_norm", "--lora_targets", "--lr 1e-05", "--warmup_steps 20",

@@ -78,13 +78,16 @@ FEATURES = {
     "best checkpoint": {
         "rooms": {"train.py": ["best checkpoint"]},
         "edits": [
-            ("train.py", '    progress["kept_best"] = best_so_far(cfg)\n', ""),
-            ("train.py", "                if cfg.keep_best:\n"
-             "                    keep_if_best(run, state, step, progress)\n", ""),
+            ("train.py", '    progress["kept_best"] = best_so_far(cfg, first_step)\n', ""),
+            ("train.py", '    if cfg.keep_best and progress["resumed_eval"]:\n        keep_if_best('
+             'run, state, first_step, progress, progress["resumed_eval"])\n', ""),
+            ("train.py", '                if cfg.keep_best and progress["last_metrics"].get('
+             '"val_step") == step:\n                    keep_if_best(run, state, step, progress, '
+             'progress["last_metrics"])\n', ""),
             ("train.py", '        if kind == "best":\n'
              '            meta["best"] = describe_best(cfg, progress)\n', ""),
-            ("train.py", '        if kind == "best":\n'
-             '            delete_other_best(run["cfg"], save["step"])\n', ""),
+            ("train.py", '    if kind == "best" and kind in progress["save_errors"]:\n'
+             '        progress["kept_best"] = best_so_far(run["cfg"], save["step"])\n', ""),
         ],
     },
     "branches of a run": {

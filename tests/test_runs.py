@@ -117,9 +117,16 @@ def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
     save_config("out/a", ckpt_dir="far", export="hf", lr=0.5)
     same_run = config.parse("--out_dir out/a".split())
     assert (same_run.ckpt_dir, same_run.export, same_run.lr) == ("far", "hf", 0.5)
-    for flags in ("--config out/a/config.json --seed 1", "--branch_from out/a@4 --seed 1"):
+    Path("b.json").write_text('{"seed": 1}')
+    for flags in ("--config out/a/config.json --seed 1", "--branch_from out/a@4 --seed 1",
+                  "--branch_from out/a@4 --config b.json"):
         other = config.parse([*flags.split(), "--export", "own"])
         assert (other.ckpt_dir, other.export, other.lr) == ("", "own", 0.5)
+        assert other.out_dir != "out/a"
+    os.rename("out/a", "moved")
+    moved = config.parse("--config moved/config.json --steps 7".split())
+    assert (moved.out_dir, moved.ckpt_dir) == ("moved", "far")
+    assert named("--branch_from moved@4 --seed 1") == "out/moved@4,seed=1"
 
 
 def test_a_preset_that_is_typed_again_replaces_the_flags_of_the_run(tmp_path, monkeypatch):
@@ -184,7 +191,7 @@ def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
     """This holds for --width_mult, whose effect is part of the config, and for --stop, which is of
     one launch. The first line names the folder, and a longer run says what its rate will be.
 
-    Break: config.py: GIVEN_FIELDS = ("attention", "width_mult", => GIVEN_FIELDS = ("attention",
+    Break: config.py: "freeze", "width_mult", "d_model", => "freeze", "d_model",
     """
     monkeypatch.chdir(tmp_path)
     base = dataclasses.asdict(tiny(schedule="linear", eval_every=0, steps=6)) | {"out_dir": ""}
@@ -249,7 +256,7 @@ def test_a_record_after_a_resume_from_an_earlier_step_replaces_the_later_one(tin
     """A run that was killed after a record resumes before it. With other values another evaluation
     is the best, and only its checkpoint stays.
 
-    Break: train.py: ckpt.keep_only(ckpt.join_path(root, "best"), step, print0) => pass
+    Break: train.py: ckpt.delete_after(root, step, print0) => pass
     """
     def crash(event, row):
         if event == "eval" and row["step"] == 6:
@@ -265,6 +272,27 @@ def test_a_record_after_a_resume_from_an_earlier_step_replaces_the_later_one(tin
             ckpt._delete_step(str(root), step, print)
     train.main(kept, hooks=[made_up([0, 0, 0.5, 0.4, 0.4, 0.4])])
     assert ckpt.steps(root / "best") == [3]
+
+
+def test_a_best_checkpoint_that_a_kill_prevented_is_made_on_the_resume(tiny):
+    """The run is killed after the row of an evaluation and before its best checkpoint is saved. The
+    name of a validation set says nothing about the metric.
+
+    Break: train.py: resumed_eval = numbers(row) => pass
+    """
+    def crash(event, row):
+        if event == "before_save" and row["kind"] == "best" and row["step"] == 4:
+            raise RuntimeError("killed")
+
+    kept = tiny(keep_best="val_acc", eval_every=1, save_every=2, steps=5)
+    values = [0.1, 0.1, 0.1, np.float32(0.3), 0.2]
+    with pytest.raises(RuntimeError):
+        train.main(kept, hooks=[made_up(values), crash])
+    root = Path(kept.out_dir, "ckpt")
+    assert (ckpt.steps(root / "best"), ckpt.steps(root)[-1]) == ([1], 4)
+    train.main(kept, hooks=[made_up(values)])
+    assert ckpt.steps(root / "best") == [4]
+    assert config.better_sign("val_acc/lossy") == ">"
 
 
 @pytest.mark.parametrize("change, words", [

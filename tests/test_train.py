@@ -665,7 +665,7 @@ def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
     """In --mode eval a given flag overrides the saved config, even if its value is the default of
     Config. Only eval_step is compiled.
 
-    Break: config.py: saved = load(str(path), kind) => return defaults
+    Break: config.py: run_config = load(str(path), kind) => return defaults
     """
     train.main(tiny(seed=3, eval_batches=1))
     flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
@@ -690,7 +690,7 @@ def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
     the parameters alone if only these are saved. A run with the same parameters on another mesh
     has the same digest.
 
-    Break: train.py: {"step": step, "kind": kind, "digest": digest, => {"step": step, "kind": kind,
+    Break: train.py: "why": why, "digest": digest, => "why": why,
     """
     cfg = tiny(save_every=4, weights_every=4)
     summary = train.main(cfg)
