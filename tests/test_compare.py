@@ -270,7 +270,7 @@ def test_sort_by_another_metric(tmp_path, capsys):
         rows = compare.compare([high, low], by, png_path="")
         assert [row["run"] for row in rows] == order, by
     assert rows[0]["best"] == pytest.approx(0.9)
-    for argv, message in (([low, "--by", "val_los"], "no run has logged this metric; there are loss, "),
+    for argv, message in (([low, "--by", "val_los"], "no run has logged this metric; there are"),
                           ([low, "--by", ">"], "must be the name of a metric"),
                           ([str(tmp_path)], "name folders with a config.json"),
                           ([low, "--png", "", "--csv", str(tmp_path / "no/x.csv")], "no/x.csv")):

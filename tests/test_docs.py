@@ -359,6 +359,7 @@ def filled(tmp_path_factory):
             write_data(new)
             vocab_size = write_tokenizer(new / "models/Qwen3-0.6B")
             write_weights(new / "models/Qwen3-0.6B", vocab_size)
+            shutil.copy(new / "models/Qwen3-0.6B/tokenizer.json", new)
             for document in DOCUMENTS:
                 for name, text in python_files(document).items():
                     (new / name).write_text(text)
