@@ -266,7 +266,8 @@ def prepare(cfg, hooks, rows=None):
     cfg = config.resolve_paths(cfg)
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
-    steplib.check_platform()
+    if cfg.mode != "data":  # which uses no device
+        steplib.check_platform()
     # Optional: rows from Python. The run is named after their file.
     if rows is not None:
         cfg = write_rows(cfg, rows)
@@ -2243,7 +2244,7 @@ def console(cfg):
                 last_line.update(step=row["step"], time_s=time.perf_counter())
         elif event == "eval":
             print_eval_row(row, unit)
-        elif event == "save" and row["why"] == "request":
+        elif event == "save" and row.get("why") == "request":
             print0(f"{format_step(row)}  saved, as requested")
         elif event == "sample":
             print_samples(row["texts"], row.get("prompts", ()))

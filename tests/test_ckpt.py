@@ -1597,6 +1597,7 @@ def test_an_unreachable_server_stops_no_heartbeat(monkeypatch):
 
 @pytest.mark.parametrize("text, source", [
     ("out", {"path": "out"}),
+    ("out@best", {"path": "out", "checkpoint": "best"}),
     ("s3://a/b?endpoint=http://c:1 strict=no", {"path": "s3://a/b?endpoint=http://c:1",
                                                "strict": False}),
     ("my runs/a load=embed,layers.* exclude=*norm dynamic=yes rename=old.:new.,x:y", {
@@ -1607,7 +1608,8 @@ def test_a_source_is_a_path_and_options(text, source):
 
     Break: ckpt.py: "strict": values["strict"] == "yes" => "strict": True
     """
-    default = {"load": ["*"], "exclude": [], "rename": {}, "strict": True, "dynamic": False}
+    default = {"checkpoint": "", "load": ["*"], "exclude": [], "rename": {}, "strict": True,
+               "dynamic": False}
     assert ckpt.parse_source(text) == default | source
 
 
@@ -1618,7 +1620,7 @@ def test_a_malformed_source_is_refused(text):
 
     Break: ckpt.py: values.keys() == SOURCE_OPTIONS.keys(), => True,
     """
-    with pytest.raises(ValueError, match=r"must be DIR, or within one pair of quotes 'DIR load="):
+    with pytest.raises(ValueError, match="must be DIR, DIR@best or DIR@STEP, or within one pair "):
         ckpt.parse_source(text)
 
 

@@ -1101,5 +1101,5 @@ def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
     capsys.readouterr()
     assert chat.chat(dataclasses.replace(cfg, mode="sample"))["exit_code"] == 0
     shown = capsys.readouterr().out
-    assert f"> {train.printable(answer)} ... (--sample_tokens 12)\n> " in shown
+    assert f"> {train.printable(answer)} ... (cut after --sample_tokens 12)\n> " in shown
     assert not (tmp_path / "none").exists()

@@ -217,7 +217,8 @@ def test_without_a_home_folder(tmp_path):
                               "--sample_tokens", "0"],
                              cwd=folder, env=env, capture_output=True, text=True)
         assert sorted(os.listdir(folder)) == ["a.txt", "out"], run.stdout + run.stderr
-        assert len(os.listdir(f"{folder}/out/data")) == 2  # the tokens and their lock
+        run_folder, = Path(folder, "out").iterdir()
+        assert len(os.listdir(run_folder / "data")) == 2  # the tokens and their lock
     codes = [line[-1] for line in run.stdout.splitlines() if line.startswith("exit code")]
     assert codes == ["2", "2", "0"], run.stdout + run.stderr
     assert "out_dir '~/x': this user has no home folder; write the whole path" in run.stderr

@@ -1552,7 +1552,7 @@ def test_on_nonfinite_skips_stops_or_raises(tiny, policy):
         assert row["sentences"][:2] == [
             "not finite: the loss and the gradients of all parameters",
             "parameters that are not finite: final_norm. Their checkpoint cannot train: begin with "
-            "an earlier one, or other weights"]
+            "an earlier one, by --branch_from DIR@STEP"]
         return
     summary = train.main(cfg, hooks=[poison])
     assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 2))
@@ -1634,11 +1634,16 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
     assert first["run_id"] == second["run_id"] == third["run_id"]
     capsys.readouterr()
     for steps in (8, 6):
-        assert train.main(make(steps=steps)) == {
-            "step": 8, "reason": "already finished", "exit_code": 0}
+        again = train.main(make(steps=steps))
+        assert (again["step"], again["reason"], again["exit_code"]) == (8, "already finished", 0)
+        for name in ("val_loss", "best_val_loss", "checkpoint"):
+            assert again[name] == summary[name]
         output = capsys.readouterr().out
-        assert "is finished, at step 8. To train further: --steps 16." in output
-        assert "To export it: --mode export --export FOLDER." in output
+        if steps == 8:
+            assert "is finished, at step 8. To train further: --steps 16." in output
+            assert "To export it: --mode export --export FOLDER." in output
+        else:
+            assert "is at step 8, beyond --steps 6: nothing is left to do." in output
     for change, given, words in (
             (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
             ({}, dict(state={}), "holds a run at step 8, which this launch"),
@@ -2451,7 +2456,7 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
     assert max(map(len, plain)) <= 80, max(plain, key=len)
     text = "\n".join(lines)
     assert text.index("parameters on 8 x cpu") < text.index("compiling the training step, for 20")
-    assert text.index("config:") < text.index(" --steps 20") < text.index("parameters on")
+    assert text.index("config:") < text.index("parameters on")
     steps = [int(step) for step in re.findall(r"^step +(\d+)  loss .* tokens/s", text, re.M)]
     assert steps == [4, 8, 12, 16, 20]  # a tenth of the steps is 2
     bars = [line for line in lines if re.match(r"\d+/20 \|", line)]
@@ -3029,6 +3034,7 @@ def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tm
     output = " ".join(capsys.readouterr().out.split())
     assert "from its own checkpoint, at step 4" in output
     assert "13 of 27 parameters from " in output and "will be trained" not in output
+    _, _, output = output.partition("parameters on")  # after the flags of the run
     assert ".lora_" not in output  # parameters of its own checkpoint are not listed
     (tmp_path / "newest").rename(newest)  # the base run gets a newer checkpoint
     with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
@@ -4481,7 +4487,8 @@ def test_a_plan_counts_every_program(tiny):
     token = 2 * 4 * 3 * 2 * 8  # keys and values of 3 samples, 2 heads of 8
     assert 101 * token < cost["peaks"]["sampling"] - state
     longer = counted(sample_tokens=200, n_samples=3)["peaks"]["sampling"]
-    assert 100 * token <= longer - cost["peaks"]["sampling"] < 3 * 100 * token
+    scores = 4 * 3 * 4 * data.PREVIEW_TOKENS  # of a key and the prompts, by 4 heads
+    assert 100 * token <= longer - cost["peaks"]["sampling"] < 3 * 100 * (token + scores)
     largest = 4 * 1024 * 32
     assert largest <= cost["peaks"]["export"] - state < 3 * largest
     assert "sampling" not in counted()["peaks"]
@@ -4887,11 +4894,12 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
     Break: train.py: name = os.environ.get("WANDB_NAME") or Path(cfg.out_dir).name =>
     name = Path(cfg.out_dir).name
     """
-    pytest.importorskip("wandb", reason="wandb is not installed")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     settings = dict(MODE="offline", SILENT="true", PROJECT="beers", ENTITY="pub", TAGS="dark,cold",
                     RUN_GROUP="walls", NAME="ninety-nine")
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # it reads the variables once per process, perhaps in an earlier test
     cfg = tiny()
     run_failing_tracker("wandb", train.log_to_wandb, cfg)
     file, = Path(cfg.out_dir, "wandb").glob("offline-run-*/run-0badcafe.wandb")
