@@ -542,8 +542,8 @@ def train(run, state, progress, signals):
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
     # Optional: best checkpoint.
-    if cfg.keep_best and progress["resumed_eval"]:
-        keep_if_best(run, state, first_step, progress, progress["resumed_eval"])
+    if cfg.keep_best:
+        resume_best(run, state, progress)
 
     # "Step k" is the state after k updates. One iteration at step k:
     #   1. log the metrics of step k, if something is due
@@ -1042,7 +1042,7 @@ def restore_progress(progress, out_dir, step, meta, is_branch):
             if row["event"] == "eval" and row["step"] <= step:
                 best = best_validation(best, row)
             if row["event"] == "eval" and row["step"] == step:
-                resumed_eval = numbers(row)
+                resumed_eval = numbers(row)  # without those that are NaN, and null in the log
         return {
             "rows": [[row["step"], row["event"], row.get("time_s")] for row in rows],
             "best": best,
@@ -2881,6 +2881,15 @@ def best_so_far(cfg, step):
 def describe_best(cfg, progress):
     """The entry "best" in the meta of the best checkpoint, which best_so_far reads."""
     return {"metric": config.parse_best(cfg.keep_best)["name"], "value": progress["kept_best"]}
+
+
+def resume_best(run, state, progress):
+    """Save the best checkpoint that a kill has prevented: of the step from which the run resumes,
+    whose evaluation is in the log.
+    """
+    metrics = progress["resumed_eval"]
+    if config.parse_best(run["cfg"].keep_best)["name"] in metrics:
+        keep_if_best(run, state, run["first_step"], progress, metrics)
 
 
 def keep_if_best(run, state, step, progress, metrics):

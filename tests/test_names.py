@@ -167,7 +167,7 @@ JUMPS = {
         "checks of the names of metrics": [
             "check_metric_names", "check_validation_data", "named_metrics"],
         "best checkpoint": [
-            "best_so_far", "describe_best", "keep_if_best"],
+            "best_so_far", "describe_best", "keep_if_best", "resume_best"],
         "branches of a run": ["find_branch"],
         "steps that are not finite": ["explain_nonfinite"],
         "validation data that comes later": ["val_data_at"],

@@ -79,8 +79,7 @@ FEATURES = {
         "rooms": {"train.py": ["best checkpoint"]},
         "edits": [
             ("train.py", '    progress["kept_best"] = best_so_far(cfg, first_step)\n', ""),
-            ("train.py", '    if cfg.keep_best and progress["resumed_eval"]:\n        keep_if_best('
-             'run, state, first_step, progress, progress["resumed_eval"])\n', ""),
+            ("train.py", "    if cfg.keep_best:\n        resume_best(run, state, progress)\n", ""),
             ("train.py", '                if cfg.keep_best and progress["last_metrics"].get('
              '"val_step") == step:\n                    keep_if_best(run, state, step, progress, '
              'progress["last_metrics"])\n', ""),
