@@ -930,8 +930,7 @@ def lock_folders(out_dir, root, log=print):
                 lock_file = locks.enter_context(open(lock_path, "a+", encoding="utf-8"))
                 if is_new:
                     locks.callback(_remove_unused, folder)
-                # The system releases the lock when the process ends, in whatever way.
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take_file_lock(lock_file)
                 if not _is_local(root):
                     owner = _lock_owner(lock_file, owner)
             except BlockingIOError:
@@ -965,6 +964,17 @@ def _check_room(folder, name):
                          "folder") from None
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _take_file_lock(lock_file):
+    """Lock a file, which the system unlocks when the process ends, in whatever way. Raises
+    BlockingIOError when another process has the lock; a tool may have it for an instant.
+    """
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_unused(folder):

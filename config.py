@@ -1524,7 +1524,8 @@ def derive_text(cfg):
 def split_help_group(argv, kind):
     """(argv without the words after --help, the name of the group that they select or "").
 
-    A group is selected by the beginning of its name. Raises ValueError for an unknown group.
+    A group is selected by the beginning of its name, or by one of its fields. Raises ValueError for
+    an unknown group.
     """
     help_args = [arg for arg in argv if arg in HELP_FLAGS]
     if not help_args:
@@ -1538,6 +1539,9 @@ def split_help_group(argv, kind):
         return argv, ""
     groups = help_groups(kind)
     selected = [group for group in groups if group.lower().startswith(words.lower())]
+    group_of_field = field_groups(kind).get(words)  # --help lr
+    if group_of_field and not selected:
+        selected = [group_of_field]
     if not selected:
         raise ValueError(f"--help {words}: unknown group; the groups are {', '.join(groups)}")
     return argv[:begin] + argv[end:], selected[0]

@@ -3565,7 +3565,9 @@ def load_hooks(texts):
     namespaces = {}
     hooks = []
     for text in texts:
-        path, _, name = text.rpartition(":")
+        path, colon, name = text.rpartition(":")
+        if not colon:  # without a function: the error lists those in the file
+            path, name = text, ""
         if path not in namespaces:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
             namespaces[path] = {}

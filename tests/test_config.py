@@ -320,8 +320,9 @@ def test_help_of_one_group(capsys):
         "  --steps N            optimizer steps in total, and the horizon of the schedule"]
     assert "default: 100)" in help_of("--config debug --help length and batch")
     assert re.findall("--(\\w+)", help_of("-h fork --data a")) == ["teacher"]
-    with pytest.raises(ValueError, match="--help lr: unknown group; the groups are run, data, le"):
-        config.parse(["--help", "lr"])
+    assert help_of("--help lr") == help_of("--help optimizer")
+    with pytest.raises(ValueError, match="--help lrs: unknown group; the groups are run, data, l"):
+        config.parse(["--help", "lrs"])
 
 
 @pytest.mark.parametrize("argv", [
