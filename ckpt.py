@@ -869,8 +869,8 @@ def find_checkpoint(root, which, field="checkpoint"):
     """Return (root, step, meta) of one checkpoint of a run: "best" or a step, as text. Those of the
     parameters alone count too.
 
-    field: the field that names it, for the error. Raises ValueError when it is missing, with
-    the steps of those that exist.
+    field: the field that names it, for the error. Raises ValueError when it is missing, and lists
+    the steps that exist.
     """
     if which != "best" and not which.isdecimal():
         raise ValueError(f"{field} {which!r}: must be latest, best, or a step, as in 400")

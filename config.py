@@ -311,9 +311,9 @@ def parse(argv, kind=Config):
     """Parse a command line into a config. Raises ValueError for unknown flags. Malformed values
     exit with code 2.
 
-    kind: a dataclass that extends Config; its fields become flags too. A flag that is not typed has
-    the value of the file or preset --config, then that of the run in out_dir, then its default.
-    `--help GROUP` prints the flags of one group.
+    kind: a dataclass that extends Config; its fields become flags too. A flag that is not typed
+    takes its value from the first of these that sets it: the file or preset --config, the run in
+    out_dir, the run that --branch_from leaves, Config. `--help GROUP` prints the flags of a group.
     """
     import tyro
 
@@ -469,9 +469,9 @@ def _expand_home(arg):
 RUNS_DIR = "out"  # folder of the runs that are named after their fields
 NAME_BYTES = 100  # longest derived name
 
-# Modes that read a run, and fields that define a run when it trains, and can be others in these
-# modes, as the files of an evaluation.
-READ_MODES = ("eval", "sample", "export")
+READ_MODES = ("eval", "sample", "export")  # modes that read a run
+# Fields that define a run when it trains. Modes that read a run may have others, such as the files
+# of an evaluation, so they do not say which run is meant.
 EVALUATION_FIELDS = ("val_data", "val_frac", "columns", "data_dtype", "eod_id", "packing",
                      "document_mask", "truncation", "padding_side", "dtype", "hooks")
 
@@ -491,8 +491,9 @@ def choose_out_dir(cfg, typed):
     is_variant = bool(defining_changes(cfg))
     if cfg.out_dir and not (has_config_of_run(cfg) and is_variant):
         return cfg.out_dir
+    # Modes that read a run: do the flags say which one?
     is_defined = "config" in typed or any(map(_defines_run, typed - {*EVALUATION_FIELDS}))
-    if typed & {*EVALUATION_FIELDS} and is_run(derived):
+    if typed & {*EVALUATION_FIELDS} and is_run(derived):  # a run was trained with these flags
         is_defined = True
     if cfg.mode in READ_MODES and not is_defined:
         newest = newest_run(RUNS_DIR)
@@ -548,8 +549,8 @@ def default_of(cfg):
 
 
 def base_name(cfg):
-    """The beginning of a derived name: the recipe that extends Config, and the preset or file
-    cfg.config.
+    """The beginning of a derived name: the recipe that extends Config, the checkpoint that a branch
+    leaves, and the preset, file or run that cfg.config names.
     """
     words = []
     kind = type(cfg)
@@ -679,9 +680,8 @@ def nearest_runs(out_dir):
 
 
 def run_defaults(out_dir, flags, defaults):
-    """The defaults of all flags: those of the run in out_dir, replaced by what flags.config sets.
-
-    defaults: without a run in out_dir, or for a mode that does not use it.
+    """The defaults of all flags: the values of the run in out_dir, replaced by those that
+    flags.config sets. Without a run in out_dir, or in a mode that reads none, it is `defaults`.
     """
     path = Path(out_dir, "config.json")
     uses_run = flags.mode in ("train", *READ_MODES) and flags.resume in ("auto", "must")

@@ -450,9 +450,10 @@ def choose_start(setup, train_data, state, params, meta):
     """Decide where the initial state comes from: {"origin": a text, "sources": texts that name the
     sources of parameters, "missing": parameters that the checkpoint lacks (all, without one),
     "load_from": sources to load them from, "meta": of the checkpoint, or {}, "root": its folder,
-    "step": its step, None for the newest intact one, "run": the out_dir that it is of, "is_branch":
-    whether that is another run}. Prints the sources. meta: of the newest checkpoint of this run, or
-    {}.
+    "step": its step, None for the newest intact one, "run": the out_dir of its run, "is_branch":
+    whether that is another run}. Prints the sources.
+
+    meta: of the newest checkpoint of this run, or {}.
 
     Another mesh is fine, and so is another value of a field in config.RESUMABLE_FIELDS. Raises
     ValueError when the data, the sources or another field differ and --allow_change does not name
