@@ -1094,12 +1094,13 @@ def utilization(flops, recomputed, units_per_s, n_devices, peak_tflops):
 # ---- peak figures of devices
 
 # {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; a kind that
-# begins like another stands before it. Source: the makers' data sheets; memory of TPUs, XLA.
+# begins like another stands before it. Source: the makers' data sheets; memory of TPUs, XLA. Memory
+# of GPUs: that of an idle one less 4.5 GiB, for CUDA's context and GPU_RESERVED_BYTES of train.py.
 PEAKS = {
-    "NVIDIA A100": (312, 80),
-    "NVIDIA H100": (989, 80),
-    "NVIDIA H200": (989, 141),
-    "NVIDIA B200": (2250, 178),
+    "NVIDIA A100": (312, 74.5),
+    "NVIDIA H100": (989, 74.5),
+    "NVIDIA H200": (989, 135),
+    "NVIDIA B200": (2250, 173.5),
     "TPU v4": (275, 30.75),
     "TPU v5 lite": (197, 15.75),
     "TPU v5": (459, 95),

@@ -74,6 +74,54 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     libc.mallopt(M_TOP_PAD, 2**28)
 
+# Memory of a GPU that JAX does not get: CUDA, cuDNN and NCCL need it.
+GPU_RESERVED_BYTES = 4 * 2**30
+
+
+def gpu_memory():
+    """[(total, free) bytes] of each visible NVIDIA GPU, from its driver; [] where that is unknown.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    n_gpus = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(n_gpus))
+    names = [str(i) for i in range(n_gpus.value)]
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    found = []
+    for name in names:  # a number or a UUID
+        gpu = ctypes.c_void_p()
+        if name.isdigit():
+            nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
+        else:
+            nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        if not gpu or nvml.nvmlDeviceGetMemoryInfo(gpu, memory) != 0:
+            return []
+        found.append((memory[0], memory[1]))
+    return found
+
+
+def raise_gpu_memory(gpus):
+    """Have JAX use all memory of the GPUs that is free now, except GPU_RESERVED_BYTES. Its own
+    limit, which stays where less is free or the user has set one, is 75% of the total.
+
+    gpus: [(total, free) bytes].
+    """
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if not gpus or any(name in os.environ for name in names):
+        return
+    fraction = min((free - GPU_RESERVED_BYTES) / total for total, free in gpus)
+    if fraction > 0.75:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.3f}"
+
+
+raise_gpu_memory(gpu_memory())
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -308,6 +356,10 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     if platform.endswith("cuda") and len(devices) > 1:
         # XLA may then run the collectives of a layer beside the computation of its neighbours.
         jax.config.update("jax_optimization_level", "O1")
+    has_precision = jax.config.jax_default_matmul_precision is not None
+    if platform.endswith("cuda") and cfg.dtype == "float32" and not has_precision:
+        # JAX's default is TF32, which rounds operands to 10 bits.
+        jax.config.update("jax_default_matmul_precision", "highest")
 
     # The parameters and how the mesh shards them.
     mesh = steplib.make_mesh(cfg, devices)

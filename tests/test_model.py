@@ -4,6 +4,7 @@
 import dataclasses
 import re
 import types
+from collections import namedtuple
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 from math import prod
@@ -758,7 +759,7 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
     mesh = jax.make_mesh((1, 2, 1, 2, 2), config.MESH,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
     n_bytes = 4 * 16 * 768 * 2**16
-    assert model._n_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES == 12
+    assert model._n_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES["other"] == 12
     assert model._n_tiles(16, 770, cfg) == 14
     with jax.set_mesh(mesh):
         assert model._n_tiles(16, 768, cfg) == 2
@@ -769,11 +770,47 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
 def test_tiles_of_logits_are_twice_as_large_in_float32():
     """Half as many as of any other dtype.
 
-    Break: model.py: max_bytes = 2 * LOGIT_BYTES => max_bytes = LOGIT_BYTES
+    Break: model.py: max_bytes *= 2 => max_bytes *= 1
     """
     cfg = dataclasses.replace(BASE, vocab_size=2**16)
     assert [model._n_tiles(16, 768, dataclasses.replace(cfg, dtype=dtype))
             for dtype in ("float32", "mixed", "bfloat16")] == [6, 12, 12]
+
+
+def planned_mesh(platform):
+    """A mesh of one device of this platform, which this machine lacks."""
+    device = namedtuple("Device", "platform")(platform)
+    return jax.sharding.AbstractMesh((1,) * 5, config.MESH, abstract_device=device,
+                                     axis_types=(jax.sharding.AxisType.Auto,) * 5)
+
+
+def test_tiles_of_logits_are_larger_on_gpus():
+    """GPT-2's preset has 64 tiles a microbatch on a CPU or TPU, and 8 on a GPU.
+
+    Break: model.py: LOGIT_BYTES = {"gpu": 2**31 => LOGIT_BYTES = {"gpu": 2**28
+    """
+    cfg = config.parse(["--config", "gpt2-124m", "--dtype", "bfloat16"])
+    for platform, n_tiles in (("gpu", 8), ("tpu", 64), ("cpu", 64)):
+        with jax.sharding.use_abstract_mesh(planned_mesh(platform)):
+            assert model._n_tiles(60, 1024, cfg) == n_tiles, platform
+    assert model._n_tiles(60, 1024, cfg) == 64
+
+
+def test_layers_are_unrolled_by_platform():
+    """Up to 64 layers on a GPU and up to 12 elsewhere are unrolled; more run in a loop.
+
+    Break: model.py: UNROLLED_LAYERS = {"gpu": 64 => UNROLLED_LAYERS = {"gpu": 12
+    """
+    def n_unrolled(platform, n_layers):
+        cfg = dataclasses.replace(BASE, n_layers=n_layers)
+        with jax.sharding.use_abstract_mesh(planned_mesh(platform)):
+            traced = jax.make_jaxpr(lambda x, w: model._scan_layers(
+                lambda x, w: (x + w, None), x, w, cfg))(jnp.ones(()), jnp.ones(n_layers))
+        return traced.eqns[0].params["unroll"]
+
+    assert [n_unrolled("gpu", n) for n in (12, 13, 64, 65)] == [12, 13, 64, 1]
+    for platform in ("cpu", "tpu"):
+        assert [n_unrolled(platform, n) for n in (12, 13)] == [12, 1]
 
 
 def test_the_gradient_of_logits_is_rounded_where_operands_are():
@@ -1310,7 +1347,7 @@ def test_tiles_keep_all_logits_from_existing():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(32) < temporaries(8) / 2 < temporaries(1) / 6
-    assert temporaries(0, T=1024) < 6 * model.LOGIT_BYTES < 4 * 8 * 1024 * 50304
+    assert temporaries(0, T=1024) < 6 * model.LOGIT_BYTES["other"] < 4 * 8 * 1024 * 50304
 
 
 @pytest.mark.slow

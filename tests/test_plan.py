@@ -467,7 +467,7 @@ def gpu_text(tiny, **changes):
     """The compiled update, as text, for GPUs."""
     cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU | changes)
     cost = train.estimate(train.setup_run(cfg, devices=plan.planned_devices(cfg)))
-    return cost["compiled"].as_text()
+    return cost["programs"]["update"].as_text()
 
 
 def overlaps(text):

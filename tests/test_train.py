@@ -1065,6 +1065,30 @@ def test_a_task_receives_its_platform(tiny, monkeypatch, platform, capability, e
     assert seen == 2 * [("mixed", expected)]
 
 
+@pytest.mark.parametrize("platform, dtype, user, expected", [
+    ("gpu", "float32", None, "highest"), ("gpu", "bfloat16", None, None),
+    ("gpu", "float32", "tensorfloat32", None), ("cpu", "float32", None, None)])
+def test_float32_is_not_tf32_on_gpus(tiny, monkeypatch, platform, dtype, user, expected):
+    """On an NVIDIA GPU a run in float32 multiplies in float32, unless the user has chosen another
+    precision. Elsewhere, and in other dtypes, JAX's default stays.
+
+    Break: train.py: jax.config.update("jax_default_matmul_precision", "highest") => pass
+    """
+    device = types.SimpleNamespace(platform=platform, compute_capability="9.0",
+                                   device_kind="abacus", addressable_memories=list)
+
+    def stop(cfg, devices):
+        raise StopIteration
+
+    changed = {}
+    monkeypatch.setattr(steplib, "make_mesh", stop)
+    monkeypatch.setattr(jax.config, "update", changed.__setitem__)
+    with jax.default_matmul_precision(user), pytest.raises(StopIteration):
+        task = train.TEXT | {"resolve": lambda platform, cfg: cfg}
+        train.setup_run(tiny(dtype=dtype, fsdp=1, dp=1), task, [device])
+    assert changed.get("jax_default_matmul_precision") == expected
+
+
 def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
     """jax.distributed.initialize receives the given address and numbers, or no arguments for
     --coordinator auto.
@@ -2390,8 +2414,13 @@ def test_the_lines_before_the_import_of_jax(monkeypatch):
     Break: train.py: if sys.version_info < (3, 11): => if False:
     """
     head, mallopt_calls = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(
-        mallopt=lambda *pair: mallopt_calls.append(pair)))
+
+    def library(name):
+        if name:  # NVIDIA's
+            raise OSError
+        return types.SimpleNamespace(mallopt=lambda *pair: mallopt_calls.append(pair))
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
     for version in ((3, 10, 9), (2, 12)):
         monkeypatch.setattr(sys, "version_info", version)
         with pytest.raises(SystemExit, match="Sixfile needs Python 3.11 or later, as JAX does"):
@@ -2402,6 +2431,61 @@ def test_the_lines_before_the_import_of_jax(monkeypatch):
         exec(head, {})
     mmap_max, trim_threshold, top_pad, mib = -4, -1, -2, 2**20
     assert mallopt_calls == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
+
+
+@pytest.mark.parametrize("gpus, user, expected", [
+    ([(80, 79)], "", "0.938"), ([(80, 79), (80, 74)], "", "0.875"),
+    # Another process or a display has so much that JAX's default is better; an old GPU; none.
+    ([(80, 79), (80, 63)], "", None), ([(8, 8)], "", None), ([], "", None),
+    ([(80, 79)], "XLA_CLIENT_MEM_FRACTION", "0.5"),
+    ([(80, 79)], "XLA_PYTHON_CLIENT_MEM_FRACTION", None)])
+def test_jax_gets_the_free_memory_of_the_gpus(monkeypatch, gpus, user, expected):
+    """All of it but 4 GiB, of the GPU with the least, as a fraction of the total, where that is
+    more than 75%. A fraction that the user has set stays.
+
+    Break: train.py: if fraction > 0.75: => if fraction > 0:
+    """
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # restored at the end, whatever the function sets
+        monkeypatch.delenv(name)
+    if user:
+        monkeypatch.setenv(user, "0.5")
+    train.raise_gpu_memory([(total * 2**30, free * 2**30) for total, free in gpus])
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == expected
+
+
+@pytest.mark.parametrize("visible, expected", [
+    ("", [(80, 79), (80, 50)]), ("1", [(80, 50)]), ("GPU-a,0", [(40, 39), (80, 79)]),
+    ("GPU-b", []), ("7", [])])
+def test_the_memory_of_the_visible_gpus(monkeypatch, visible, expected):
+    """Total and free bytes of the GPUs in CUDA_VISIBLE_DEVICES, by number or UUID, or of all; none
+    where one of them is unknown, or without a driver.
+
+    Break: train.py: if name.isdigit(): => if True:
+    """
+    gpus = {"0": (80, 79, 1), "1": (80, 50, 30), "GPU-a": (40, 39, 1)}
+    names = list(gpus)
+
+    def count(n_gpus):
+        n_gpus._obj.value = 2
+
+    def find(name, gpu):
+        if str(name) in gpus:
+            gpu._obj.value = 1 + names.index(str(name))
+
+    def read(gpu, memory):
+        memory[:] = gpus[names[gpu.value - 1]]
+        return 0
+
+    nvml = types.SimpleNamespace(
+        nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count, nvmlDeviceGetHandleByIndex_v2=find,
+        nvmlDeviceGetHandleByUUID=lambda name, gpu: find(name.decode(), gpu),
+        nvmlDeviceGetMemoryInfo=read)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert train.gpu_memory() == expected
+    nvml.nvmlInit_v2 = lambda: 9
+    assert train.gpu_memory() == []
 
 
 @pytest.mark.slow
