@@ -110,11 +110,13 @@ def step_ours(dtype, shape):
     return rate(update, rows[:, 1:].size)
 
 
-def torch_train_step(shape, dtype, compiled):
-    """Return (step(), tokens per step) of a PyTorch GPT with nanoGPT's choices."""
+def torch_train_step(sizes, dtype, compiled):
+    """Return (step(), tokens per step) of a PyTorch GPT with nanoGPT's choices. sizes: a dict with
+    the keys SIZES.
+    """
     import torch
     import torch.nn.functional as F
-    L, D, N, V, T, B = (SHAPES[shape][k] for k in SIZES)
+    L, D, N, V, T, B = (sizes[k] for k in SIZES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
 
@@ -162,11 +164,11 @@ def torch_train_step(shape, dtype, compiled):
 
 
 def step_torch(dtype, shape):
-    return rate(*torch_train_step(shape, dtype, compiled=False))
+    return rate(*torch_train_step(SHAPES[shape], dtype, compiled=False))
 
 
 def step_torch_compile(dtype, shape):
-    return rate(*torch_train_step(shape, dtype, compiled=True))
+    return rate(*torch_train_step(SHAPES[shape], dtype, compiled=True))
 
 
 def step_flax(dtype, shape):
