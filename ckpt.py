@@ -1113,8 +1113,8 @@ def _matching(names, patterns):
 
 
 # ---- optional
-# Rooms: several processes, buckets, locks of buckets, sources of weights, verify, safetensors,
-# exports.
+# Rooms: several processes, one folder for all processes, buckets, locks of buckets, sources of
+# weights, verify, safetensors, exports.
 
 # ---- several processes
 
@@ -1190,6 +1190,59 @@ def _agree_on_error(error, step):
     if any_error and not error:
         return f"another process could not read checkpoint {step}"
     return error
+
+
+# ---- one folder for all processes
+
+SHARE_TIMEOUT_S = 5  # how long process 0 looks for the files of the others
+NAME_BYTES = 1024  # of a process's name, which all processes exchange
+
+
+def find_outsiders(root):
+    """Return the names of the processes whose files process 0 does not find in root, as texts; the
+    same on every process. root: a folder or a bucket, as in `save`.
+
+    Each process writes a file, by the same means as a checkpoint. Process 0 looks for a file only
+    once it is written: a client of NFS may remember for half a minute that a file was missing.
+    """
+    if jax.process_count() == 1:
+        return []
+    local_rank = jax.process_index()
+    token = broadcast_from_main(lambda: os.urandom(4).hex())
+    keys = [f".{token}.{rank}" for rank in range(jax.process_count())]
+    path = os.path.abspath(root) if _is_local(root) else root
+    name = f"process {local_rank} on {socket.gethostname()} (in {path})"
+    store = None
+    try:
+        store = _open(root)
+        store.write(keys[local_rank], b"written").result()
+    except (ValueError, OSError) as e:
+        name += f", which cannot write: {_message(e)}"
+
+    # Exchange the names. This also waits until every process has written.
+    padded = np.frombuffer(name.encode()[:NAME_BYTES].ljust(NAME_BYTES), np.uint8)
+    gathered = multihost_utils.process_allgather(padded)
+    names = [row.tobytes().decode(errors="replace").rstrip() for row in gathered]
+    ranks = broadcast_from_main(partial(_take_files, store, keys))
+    if store and local_rank in ranks:
+        with contextlib.suppress(ValueError, OSError):
+            store.write(keys[local_rank], None).result()
+    return [names[rank] for rank in ranks]
+
+
+def _take_files(store, keys):
+    """Delete these files; return the indices of those that do not appear in SHARE_TIMEOUT_S."""
+    missing = list(range(len(keys)))
+    deadline = time.monotonic() + SHARE_TIMEOUT_S
+    while store:
+        for i in list(missing):
+            if _read(store, keys[i]):
+                store.write(keys[i], None).result()
+                missing.remove(i)
+        if not missing or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return missing
 
 
 # ---- buckets

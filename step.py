@@ -1655,6 +1655,7 @@ def start_heartbeat(folder, token, timeout_s, on_death):
         text = json.dumps(local).encode()[:HEARTBEAT_BYTES].ljust(HEARTBEAT_BYTES)
         with contextlib.suppress(OSError):
             os.pwrite(file, text, 0)  # in place, as that needs no space on a full disk
+            os.fsync(file)  # a client of NFS may otherwise keep it for half a minute
 
     def heartbeat(**changes):
         local.update({"n_calls": local["n_calls"] + 1} | changes)

@@ -284,6 +284,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         cfg = setup["cfg"]
         root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
+            check_shared_folders(cfg, root)  # optional: several processes
             observers = make_observers(cfg)
             heartbeat = start_heartbeats(cfg, observers)
             try:
@@ -1424,9 +1425,8 @@ def run_before_hooks(run, event, planned, progress):
     it, which is logged, or None. The hooks of process 0 decide.
     """
     row = run_row_hooks(run["hooks"], f"before_{event}", planned, progress)
-    reason = row.get("skip")
-    if run["hooks"] and jax.process_count() > 1:
-        reason = ckpt.broadcast_from_main(lambda: row.get("skip"))
+    # Process 0 may have hooks where others have none, such as one that forwards rows.
+    reason = ckpt.broadcast_from_main(lambda: row.get("skip"))
     if reason:
         kind = planned.get("kind", event)
         run["log_event"]("skip", {"step": row["step"], "skipped": kind, "reason": str(reason)})
@@ -3684,12 +3684,15 @@ def resume_hooks(run, progress, meta, logged):
     that came after it and are not repeated. meta: {} without a checkpoint. logged: of
     rows_after_save.
     """
-    if not meta or not run["hooks"]:
+    if not meta:
+        return
+    rows = ckpt.broadcast_from_main(lambda: logged)
+    if not run["hooks"]:  # those of process 0 may not be empty
         return
     step = meta["step"]
     saved = {"step": step, "hooks": meta.get("hooks", {})}
     run_row_hooks(run["hooks"], "resume", saved, progress)
-    for row in ckpt.broadcast_from_main(lambda: logged):
+    for row in rows:
         event = row["event"]
         if event in ("start", "stop"):  # the stop that they asked for has happened
             progress["hook_stops"].clear()
@@ -3754,6 +3757,35 @@ def connect_processes(cfg):
     if any_errors and not errors:
         errors = ["another process was given other flags than process 0"]
     config.raise_if_errors(errors)
+
+
+def check_shared_folders(cfg, root):
+    """Raise ValueError in every process if some do not see the folder of the checkpoints. root: of
+    ckpt.ckpt_root.
+    """
+    if jax.process_count() == 1:
+        return
+    field = "ckpt_dir" if cfg.ckpt_dir else "out_dir"
+    outsiders = ckpt.find_outsiders(root)
+    if outsiders:
+        raise ValueError(unshared_folder(cfg, field, outsiders))
+    if not cfg.ckpt_dir:
+        return
+
+    # The checkpoints are elsewhere. Then only windows and heartbeats need out_dir.
+    outsiders = ckpt.find_outsiders(cfg.out_dir)
+    if outsiders and cfg.order == "windows":
+        raise ValueError(unshared_folder(cfg, "out_dir", outsiders))
+    if outsiders and cfg.peer_timeout_s:
+        print0(f"{unshared_folder(cfg, 'out_dir', outsiders)}; without one there are no heartbeats "
+               "between these processes, and JAX ends the run some 100 s after one has died")
+
+
+def unshared_folder(cfg, field, outsiders):
+    """A sentence about a folder that some processes do not share."""
+    return (f"{field} {getattr(cfg, field)!r}: the processes do not share this folder: process 0 "
+            f"does not find the files of {', '.join(outsiders)}; give the whole path of a folder "
+            "on a disk that all of them share")
 
 
 def start_heartbeats(cfg, observers):

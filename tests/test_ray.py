@@ -18,7 +18,7 @@ import ckpt
 import config
 import train
 from conftest import ROOT
-from test_recipes import saved_arrays
+from test_recipes import NO_DATA, RESUMED, saved_arrays
 
 if not importlib.util.find_spec("ray"):
     pytest.skip("ray is not installed: pip install 'ray[tune]'", allow_module_level=True)
@@ -107,7 +107,7 @@ def test_two_workers_train_as_one_process_and_a_killed_one_changes_no_bit(
     assert restarts == 1 and Path("killed").exists()
     died = re.findall("\nworker [01] died: restart 1 of 3, from the last save\n", out)
     assert len(died) == 1
-    assert "from its own checkpoint, at step 4\n" in out
+    assert RESUMED in out
     assert "raylet" not in out + err and "Traceback" not in out + err
     assert losses("killed_run") == losses("two") and again["val_loss"] == summary["val_loss"]
     straight, resumed = saved_arrays("two"), saved_arrays("killed_run")
@@ -130,8 +130,8 @@ def test_deaths_beyond_max_restarts_and_user_errors_are_printed_in_one_sentence(
     flags = ["--n_workers", "1", "--out_dir", "none", "--data", "missing.txt"]
     code = train.cli(flags, kind=on_ray.RayConfig, main=on_ray.main)
     out, err = capfd.readouterr()
-    assert code == 2 and out == ""
-    assert err.startswith("error: data 'missing.txt': no such file") and err.count("\n") == 1
+    assert code == 2 and "restart" not in out
+    assert err.startswith(f"error: {NO_DATA}") and err.count("\n") == 1
 
 
 def test_a_signal_to_the_caller_stops_the_workers_saved(folder, address, cache_dir):

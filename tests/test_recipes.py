@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -23,6 +24,12 @@ sys.path.insert(0, str(ROOT / "tests/recipes"))
 import audit
 import digits
 import hooks
+import on_ray
+import tune
+
+# What tests/test_ray.py expects a run to print. It needs Ray; the test of a worker here does not.
+RESUMED = "from its own checkpoint, at step 4\n"
+NO_DATA = "data 'missing.txt': no such file"
 
 
 def saved_arrays(out):
@@ -155,6 +162,56 @@ def test_a_new_metric_is_in_every_row(tiny):
     rows = {row["event"]: row for row in ckpt.read_log(cfg.out_dir)}
     np.testing.assert_allclose(rows["log"]["weight_norm"], expected, rtol=1e-5)
     np.testing.assert_allclose(rows["eval"]["val_weight_norm"], expected, rtol=1e-5)
+
+
+def test_a_worker_for_ray_sends_rows_texts_and_errors(tiny, monkeypatch):
+    """Without Ray, a worker that is alone trains to step 4 and then, launched again, to step 8. The
+    caller gets its rows, its texts and its summary, and an error of the user as one sentence.
+
+    Break: tests/recipes/on_ray.py: isatty=lambda: False => newlines=None
+    """
+    def ended(code):
+        raise SystemExit(code)
+
+    def work(cfg):
+        """{kind: values} that the worker sends for its caller."""
+        box = queue.SimpleQueue()
+        try:
+            on_ray.work(cfg, 0, 1, "", os.getcwd(), box)
+        except SystemExit as e:
+            assert e.code == 1
+        sent = {}
+        while not box.empty():
+            kind, value = box.get()
+            sent.setdefault(kind, []).append(value)
+        return sent
+
+    monkeypatch.setattr(os, "_exit", ended)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        work(tiny(steps=4))
+        sent = work(tiny(steps=8))
+        failed = work(tiny(data=("missing.txt",), out_dir=tiny().out_dir + "2"))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert RESUMED in "".join(sent["text"])
+    assert [row["step"] for row in sent["log"]] == [5, 6, 7, 8]
+    assert [row["step"] for row in sent["eval"]] == [4, 8]
+    summary, = sent["summary"]
+    assert (summary["step"], summary["val_loss"]) == (8, sent["eval"][1]["val_loss"])
+    assert "state" not in summary and "summary" not in failed
+    assert failed["error"][0].startswith(NO_DATA) and len(failed["error"]) == 1
+
+
+def test_a_sweep_that_can_stop_no_trial_is_refused():
+    """Before any trial runs, with the bound. One step less is legal.
+
+    Break: tests/recipes/tune.py: cfg.grace_steps >= cfg.steps => cfg.grace_steps > cfg.steps
+    """
+    cfg = tune.SweepConfig(steps=100, grace_steps=100)
+    with pytest.raises(ValueError, match="grace_steps 100: must be below steps 100, or no trial"):
+        tune.make_trials(cfg)
+    assert len(tune.make_trials(dataclasses.replace(cfg, grace_steps=99))) == cfg.n_trials
 
 
 def stop_after(step):

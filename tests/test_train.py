@@ -2105,6 +2105,28 @@ def test_hooks_get_the_events_after_a_save_again(tmp_path):
         assert seen[0][1] == meta and repr(seen[3][1]) == "{'step': 4, 'val_x': nan}"
 
 
+def test_a_process_without_hooks_takes_part_in_the_broadcasts_of_one_with_hooks(monkeypatch):
+    """Process 0 may have a hook that the others lack, such as one that forwards rows. A broadcast
+    for one process alone would be mixed up with the next one.
+
+    Break: train.py: rows = ckpt.broadcast_from_main(lambda: logged) =>
+    rows = ckpt.broadcast_from_main(lambda: logged) if run["hooks"] else []
+    """
+    n_broadcasts = []
+
+    def broadcast(decide):
+        n_broadcasts[-1] += 1
+        return decide()
+
+    monkeypatch.setattr(ckpt, "broadcast_from_main", broadcast)
+    for hooks in ([lambda event, row: None], []):
+        n_broadcasts.append(0)
+        run, progress = {"hooks": hooks}, train.init_progress(0.0)
+        train.resume_hooks(run, progress, {"step": 4}, [{"event": "save", "step": 4}])
+        train.run_before_hooks(run, "save", {"step": 4, "hooks": {}}, progress)
+    assert n_broadcasts == [2, 2]
+
+
 @pytest.mark.parametrize("event, row, added, words", [
     ("log", {}, {"request": "evall"}, "request 'evall': no such event (nearest: eval)"),
     ("log", {}, {"request": True}, "request True: must be the name of an event"),

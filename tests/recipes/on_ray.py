@@ -73,7 +73,8 @@ def work(cfg, i, n, coordinator, folder, queue):
     stdout = sys.stdout
     if i == 0:
         hooks = [forward]
-        stdout = SimpleNamespace(write=lambda text: queue.put(("text", text)), flush=lambda: None)
+        stdout = SimpleNamespace(write=lambda text: queue.put(("text", text)), flush=lambda: None,
+                                 isatty=lambda: False)
     try:
         os.chdir(folder)
         with contextlib.redirect_stdout(stdout):

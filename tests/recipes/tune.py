@@ -80,9 +80,9 @@ def make_trials(cfg):
     errors = []
     if cfg.reduction < 2:
         errors.append(config.field_error(cfg, "reduction", "must be at least 2"))
-    if cfg.grace_steps > cfg.steps:
+    if cfg.grace_steps >= cfg.steps:
         errors.append(config.field_error(
-            cfg, "grace_steps", f"must be at most steps {cfg.steps}"))
+            cfg, "grace_steps", f"must be below steps {cfg.steps}, or no trial could be stopped"))
     if cfg.epochs:
         errors.append(config.field_error(cfg, "epochs", "must be 0: ASHA counts steps"))
     config.raise_if_errors(errors)
@@ -114,16 +114,23 @@ def run(cfg):
     logging.getLogger("ray").setLevel(logging.CRITICAL)
 
     def work(given):
+        def send(row):
+            tune.report({"step": row["step"], "val_loss": row["val_loss"]})
+
         def report(event, row):
-            if event == "eval":
-                tune.report({"step": row["step"], "val_loss": row["val_loss"]})
+            if event == "eval" and row["step"] < cfg.steps:
+                send(row)
 
         os.chdir(folder)
         trial_cfg = trials[given["trial"]]["cfg"]
         # The evaluations of an earlier launch of this sweep.
         for row in ckpt.read_log(trial_cfg.out_dir):
             report(row["event"], row)
-        train.main(trial_cfg, [report])
+        summary = train.main(trial_cfg, [report])
+        # The last evaluation, only now that the trial has saved: ASHA may stop a trial whenever it
+        # gets a loss, also after all steps.
+        if summary["step"] == cfg.steps:
+            send(summary)
 
     def print_row(_, row):
         """Print an evaluation. Ray Tune asks this function whether to stop the trial."""
