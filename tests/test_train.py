@@ -5185,7 +5185,7 @@ def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
     """With a relative out_dir in two current folders, both processes name the one whose files
     process 0 does not find, and exit with 2 before anything is compiled. No file is left.
 
-    Break: train.py: check_shared_folders(cfg, root)  # optional => pass  # optional
+    Break: train.py: raise ValueError(unshared_folder(cfg, field, outsiders)) => pass
     """
     cfg = tiny(dp=1, fsdp=2)
     hook = Path(cfg.out_dir + "_hook.py")
