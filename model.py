@@ -145,8 +145,9 @@ def _hidden_states(params, batch, cfg, train_keys=None):
 
     batch: "tokens" [B, T], and optionally "positions" [B, T] (default: from 0) and "segments"
     [B, T]: a token sees its own segment only. train_keys: as in loss_fn. Parameters are cast to
-    cfg.dtype once. Float32 throughout: norms, rotary positions, softmax, router, logits, loss, and
-    on each device the sums over positions that are the gradients of the embedding and of biases.
+    cfg.dtype once. Float32 throughout: norms, rotary positions, softmax, router, loss, logits
+    (see NARROW_LOGITS), and on each device the sums over positions that are the gradients of the
+    embedding and of biases.
     """
     params = _cast_params(params, cfg)
     attn_inputs = _attention_inputs(batch, cfg)
@@ -430,7 +431,7 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    logits_BTV = _logits(x_BTD, unembed_DV, cfg)
+    logits_BTV = _loss_logits(x_BTD, unembed_DV, cfg)
     with jax.named_scope("loss"):
         mask_BT = labels_BT != IGNORE
         max_BT, lse_BT = _max_and_logsumexp(logits_BTV)
@@ -816,6 +817,20 @@ def _loss_weights(labels_BT, cfg):
         # B is the size of a microbatch, batch_size that of the batch of a step.
         divisor = cfg.loss_divisor * B / cfg.batch_size
     return weights_BT, jnp.float32(divisor)
+
+
+# Whether logits of the loss are rounded to bfloat16, where that is the dtype, by JAX's name of the
+# platform. It halves the bytes that the loss moves. Softmax and sums are float32 in any case.
+NARROW_LOGITS = {"gpu": True, "other": False}
+
+
+def _loss_logits(x_BTD, unembed_DV, cfg):
+    """_logits for a loss, on a GPU rounded to bfloat16 if that is the dtype."""
+    if cfg.dtype != "bfloat16" or not _by_platform(NARROW_LOGITS):
+        return _logits(x_BTD, unembed_DV, cfg)
+    with jax.named_scope("head"):
+        logits_BTV = _matmul(x_BTD, unembed_DV, cfg)
+        return _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
 
 
 def _max_and_logsumexp(logits_BTV):
@@ -1431,7 +1446,7 @@ def label_log_probs(params, batch, cfg):
         def tile_log_probs(tile):
             x_BtD, labels_Bt = tile
             mask_Bt = labels_Bt != IGNORE
-            logits_BtV = _logits(x_BtD, unembed_DV.astype(x_BTD.dtype), cfg)
+            logits_BtV = _loss_logits(x_BtD, unembed_DV.astype(x_BTD.dtype), cfg)
             _, lse_Bt = _max_and_logsumexp(logits_BtV)
             true_Bt = _label_logits(logits_BtV, jnp.where(mask_Bt, labels_Bt, 0))
             return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
