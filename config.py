@@ -38,6 +38,9 @@ Interval = Annotated[int | str, (
     "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
+Slices = Annotated[int | str, (
+    lambda x: parses(parse_slices, x),
+    "at least 1, or a number for each axis that crosses slices, as in dp=2,fsdp=4")]
 
 
 # The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
@@ -240,8 +243,9 @@ class Config:
     ep: Axis = 1  # devices along ep, which splits experts, the batch and other weights
     tp: Axis = 1  # devices along tp, which splits heads, MLP width and vocabulary
     sp: Axis = 1  # devices along sp, which splits the sequence (Ulysses) and weights
-    # TPU slices or groups of hosts joined by a slow network; they split dp, or fsdp where dp is 1
-    slices: PosInt = 1
+    # TPU slices or groups of hosts joined by a slow network; they split dp, or fsdp where dp is 1.
+    # dp=2,fsdp=4: eight of them, which split these axes
+    slices: Slices = 1
     # address of process 0 as host:port; auto: found by Slurm, Open MPI or Kubernetes; empty: the
     # run has one process
     coordinator: str = ""
@@ -1181,17 +1185,45 @@ def mesh_sizes(cfg, n_devices):
     if prod(sizes.values()) != n_devices:
         mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
-    outer = "fsdp"  # the axis that crosses the slow network between slices
-    if sizes["dp"] > 1:
-        outer = "dp"
     n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    errors = divisor_errors("slices", cfg.slices, outer, sizes[outer])
+    errors = slice_errors(cfg, sizes)
     errors += multiple_errors(
         "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
     n_row_parts = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     errors += multiple_errors(
         "eval_batch_size", cfg.eval_batch_size, "dp x fsdp x ep", n_row_parts)
     return sizes, errors
+
+
+def parse_slices(value):
+    """{axis: number of slices along it} of cfg.slices; a number alone has the axis "". Raises
+    ValueError when malformed.
+    """
+    text = str(value).replace(" ", "")
+    found = {}
+    if "=" not in text:
+        found[""] = int(text)
+    else:
+        for part in text.split(","):
+            axis, _, number = part.partition("=")
+            if axis not in MESH or axis in found:
+                raise ValueError(f"slices {value!r}: {axis!r} is no axis, or comes twice")
+            found[axis] = int(number)
+    if min(found.values()) < 1:
+        raise ValueError(f"slices {value!r}: must be at least 1")
+    return found
+
+
+def slice_errors(cfg, sizes):
+    """Errors: the axes that the slices cannot split evenly. sizes: {axis: size} of the mesh."""
+    errors = []
+    for axis, n in parse_slices(cfg.slices).items():
+        if axis:
+            errors += divisor_errors(f"slices {axis}", n, axis, sizes[axis])
+        else:
+            axis = "fsdp" if sizes["dp"] == 1 else "dp"
+            errors += divisor_errors("slices", n, axis, sizes[axis])
+    return errors
 
 
 def multiple_errors(name, value, rule, divisor):

@@ -116,7 +116,7 @@ def planned_devices(cfg):
             if is_gpu:
                 n_hosts, per_host = map(int, shape.split("x"))
                 return gpus(name, n_hosts, per_host)
-            return slice_devices(cfg.plan_for, cfg.slices)
+            return slice_devices(cfg.plan_for, math.prod(config.parse_slices(cfg.slices).values()))
         except (RuntimeError, ValueError) as e:
             error = f"unknown ({str(e).splitlines()[0]}); legal are {legal}"
     config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
@@ -202,7 +202,7 @@ def measure(run):
     if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
                        "host_bytes": 0}
-    groups = run["cfg"].slices
+    groups = math.prod(steplib.slice_sizes(run["cfg"].slices, mesh.shape).values())
     name, _, shape = run["cfg"].plan_for.partition(":")
     if name in GPUS:  # the slow network is between hosts
         groups = int(shape.split("x")[0])
@@ -384,8 +384,9 @@ def traffic(text, mesh, slices=1):
     collectives = {}
     written = 0
     hosted = 0
+    slice_of = slice_numbers(mesh, slices)
     for op, result, line, times, fused in _operations(text):
-        found = _collective(op, result, line, mesh, slices)
+        found = _collective(op, result, line, mesh, slice_of)
         if found:
             kind, axes, n_bytes = found
             row = collectives.setdefault((kind, axes), [0, 0.0])
@@ -397,6 +398,18 @@ def traffic(text, mesh, slices=1):
         if not (fused or in_place or op in NO_WRITE or op.endswith(("-start", "-update"))):
             written += times * sum(jax.tree.leaves(result))
     return dict(sorted(collectives.items(), key=lambda row: -row[1][1])), written, hosted
+
+
+def slice_numbers(mesh, n_slices):
+    """The number of each device's slice, in the form of the mesh. Slices are groups of devices, of
+    equal sizes: those of a slice of TPUs, or those with consecutive ids.
+    """
+    def position(device):
+        return getattr(device, "slice_index", None) or 0, device.id
+
+    devices = sorted(mesh.devices.flat, key=position)
+    number = {device.id: i * n_slices // len(devices) for i, device in enumerate(devices)}
+    return np.vectorize(lambda device: number[device.id])(mesh.devices)
 
 
 def _operations(text):
@@ -434,19 +447,18 @@ def _result_bytes(text):
     return ast.literal_eval(sized.replace(")", ",)").replace("(,)", "()"))
 
 
-def _collective(op, result, line, mesh, slices):
+def _collective(op, result, line, mesh, slice_of):
     """(kind, axes, bytes that a device sends) of a collective; None for other operations."""
     sizes = list(mesh.shape.values())
     kind = op.removesuffix("-start")
-    outer = 0  # index of the axis that crosses slices: dp, or fsdp where dp is 1
-    if sizes[0] == 1:
-        outer = 1
-    # Between slices of TPUs a collective is a send through the host.
+    # Between slices of TPUs a collective is a send through the host. Its line does not say along
+    # which axes: these are all that cross slices.
     through_host = re.search(r'megascale_transfer_type="(\w+)"', line)
     if op == "send" and through_host:
         kind = through_host[1].lower().replace("_", "-")
-        n_bytes = SENT[kind](slices, jax.tree.leaves(result)[0])
-        return kind, list(mesh.shape)[outer] + CROSS_SLICE, n_bytes
+        crossing = [name for i, name in enumerate(mesh.shape) if np.diff(slice_of, axis=i).any()]
+        n_bytes = SENT[kind](len(set(slice_of.flat)), jax.tree.leaves(result)[0])
+        return kind, "+".join(crossing) + CROSS_SLICE, n_bytes
     if kind not in SENT:
         return None
     # A pair is (operands, results, contexts ...), but an all-reduce-start has only its results.
@@ -457,7 +469,7 @@ def _collective(op, result, line, mesh, slices):
     coordinates = np.unravel_index(group, sizes)  # for each axis, those of the group's devices
     axes = "+".join(axis for axis, at in zip(mesh.shape, coordinates) if len(set(at)) > 1)
     n_bytes = SENT[kind](len(group), sum(jax.tree.leaves(result)))
-    crossed = {i * slices // math.prod(sizes) for i in group}  # slices that the group spans
+    crossed = {int(slice_of.flat[i]) for i in group}  # slices that the group spans
     if len(crossed) > 1:
         axes += CROSS_SLICE
         n_bytes *= len(crossed) / len(group)  # the devices of a slice divide what leaves it

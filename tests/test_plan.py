@@ -4,6 +4,7 @@ here.
 """
 import dataclasses
 import importlib.util
+import math
 import re
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def seen(cfg, devices=None):
     mesh = step.make_mesh(cfg, devices)
     steps = step.lower_steps(cfg, mesh, model.param_table(cfg), model.loss_fn, model.init,
                              batch(cfg, mesh))
-    return plan.traffic(steps["train_step"]().compile().as_text(), mesh, cfg.slices)[0]
+    n_slices = math.prod(step.slice_sizes(cfg.slices, mesh.shape).values())
+    return plan.traffic(steps["train_step"]().compile().as_text(), mesh, n_slices)[0]
 
 
 def batch(cfg, mesh):
@@ -115,14 +117,16 @@ def test_every_operand_of_a_collective_is_counted(kind, one, both, sent, form):
 
 
 def test_a_send_through_the_host_is_a_collective_between_slices():
-    """What TPUs send between slices goes by the name of its collective, along the axis that is laid
-    over the slices, with the bytes of a ring of two.
+    """What TPUs send between slices goes by the name of its collective, along the axes that cross
+    slices, with the bytes of a ring of so many slices.
 
     Break: tests/plan.py: if op == "send" and through_host: => if op == "recv" and through_host:
     """
     how = 'is_host_transfer=true, frontend_attributes={megascale_transfer_type="ALL_REDUCE"}'
     found, *_ = of_text(f"({X}, u32[], token[])", "send", "%x, %token", how, slices=2)
     assert found == {("all-reduce", "fsdp" + plan.CROSS_SLICE): [1, 192]}
+    found, *_ = of_text(f"({X}, u32[], token[])", "send", "%x, %token", how, slices=8)
+    assert found == {("all-reduce", "fsdp+tp" + plan.CROSS_SLICE): [1, 336]}
 
 
 HOST = "f32[8,6]{1,0:S(5)}"  # host memory
@@ -269,18 +273,19 @@ def test_tiles_gather_their_weights_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(dp=4, fsdp=2), dict(dp=1, fsdp=4, tp=2)])
-def test_what_crosses_slices_is_told(sizes):
+@pytest.mark.parametrize("sizes, slices, crossing", [
+    (dict(dp=4, fsdp=2), 2, {"dp"}), (dict(dp=1, fsdp=4, tp=2), 2, {"fsdp"}),
+    (dict(dp=2, fsdp=2, tp=2), "dp=2,tp=2", {"dp", "tp"})])
+def test_what_crosses_slices_is_told(sizes, slices, crossing):
     """Of two groups of four devices: what goes along dp, or fsdp where dp is 1, crosses between
-    them, and nothing else does.
+    them, and nothing else does. Of four groups of two, along two axes: what goes along these.
 
-    Break: tests/plan.py: {i * slices // math.prod(sizes) for i in group} => {0 for i in group}
+    Break: tests/plan.py: {int(slice_of.flat[i]) for i in group} => {0 for i in group}
     """
-    cfg = dataclasses.replace(SMALL, slices=2, **sizes)
-    outer = "dp" if cfg.dp > 1 else "fsdp"
-    for _, axes in seen(cfg):
+    for _, axes in seen(dataclasses.replace(SMALL, slices=slices, **sizes)):
         crosses = axes.endswith(plan.CROSS_SLICE)
-        assert crosses == (outer in axes.removesuffix(plan.CROSS_SLICE).split("+")), axes
+        along = set(axes.removesuffix(plan.CROSS_SLICE).split("+"))
+        assert crosses == bool(along & crossing), axes
 
 
 @pytest.mark.slow
