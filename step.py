@@ -1674,11 +1674,12 @@ def start_heartbeat(folder, token, timeout_s, on_death):
     name = f"process {rank} (pid {os.getpid()} on {socket.gethostname()})"
     local = {"name": name, "token": token, "n_calls": 0, "n_writes": 0}
     peers = {}  # {rank: as in dead_peer_reason}
+    writing = threading.Lock()  # or a slow write would replace the newer one of another thread
 
     def write():
-        local["n_writes"] += 1
-        text = json.dumps(local).encode()[:HEARTBEAT_BYTES].ljust(HEARTBEAT_BYTES)
-        with contextlib.suppress(OSError):
+        with writing, contextlib.suppress(OSError):
+            local["n_writes"] += 1
+            text = json.dumps(local).encode()[:HEARTBEAT_BYTES].ljust(HEARTBEAT_BYTES)
             os.pwrite(file, text, 0)  # in place, as that needs no space on a full disk
             os.fsync(file)  # a client of NFS may otherwise keep it for half a minute
 

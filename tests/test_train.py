@@ -5180,6 +5180,33 @@ def test_a_heartbeat_does_not_stay_in_a_cache(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "0").read_text())["done"]
 
 
+def test_the_last_heartbeat_stays(tmp_path, monkeypatch):
+    """The thread that writes a heartbeat every second may be slow. It does not replace the last
+    heartbeat, which another thread writes meanwhile: the other processes would take this one for
+    dead.
+
+    Break: step.py: with writing, contextlib => with contextlib
+    """
+    write, began, ended = os.pwrite, threading.Event(), threading.Event()
+
+    def slow_write(file, text, offset):
+        is_last = b"done" in text
+        if not is_last:
+            began.set()
+            time.sleep(0.3)
+        write(file, text, offset)
+        if not is_last:
+            ended.set()
+
+    monkeypatch.setattr(os, "pwrite", slow_write)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    heartbeat = steplib.start_heartbeat(tmp_path, "token", 1800, print)
+    began.wait()
+    heartbeat(done=True)
+    ended.wait()
+    assert json.loads((tmp_path / "0").read_text())["done"]
+
+
 @pytest.mark.slow
 def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
     """With a relative out_dir in two current folders, both processes name the one whose files
