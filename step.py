@@ -1623,17 +1623,42 @@ def _as_flags(changes, peaks):
 
 # ---- processes
 
+CONNECTING_S = 30  # seconds between two messages of a process that is not connected yet
+
+
 def init_distributed(coordinator, n_processes, process_id):
     """Connect to the other processes of a run. Call it before anything touches a device.
 
     coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
     MPI or Kubernetes.
+
+    JAX ends this process with exit code 134 when it is not connected after 300 s, and does not name
+    a process. So this function prints what it waits for, every 30 s.
     """
-    print(f"connecting to the other processes ({coordinator}) ...", file=sys.stderr, flush=True)
-    if coordinator == "auto":
-        jax.distributed.initialize()
-    else:
-        jax.distributed.initialize(coordinator, n_processes, process_id)
+    name = f"a process on {socket.gethostname()}"
+    hint = "all processes must be launched, and reach the coordinator"
+    if coordinator != "auto":
+        name = f"process {process_id} of {n_processes} on {socket.gethostname()}"
+        hint = (f"each process_id from 0 to {n_processes - 1} must be launched exactly once, and "
+                f"all processes must reach {coordinator}")
+    connected = threading.Event()
+
+    def print_while_waiting():
+        waited_s = 0
+        while not connected.wait(CONNECTING_S):
+            waited_s += CONNECTING_S
+            print(f"{name} is not connected after {waited_s:g} s: {hint}; JAX ends it after 300 s",
+                  file=sys.stderr, flush=True)
+
+    print(f"{name}: connecting to the others ({coordinator}) ...", file=sys.stderr, flush=True)
+    threading.Thread(target=print_while_waiting, daemon=True).start()
+    try:
+        if coordinator == "auto":
+            jax.distributed.initialize()
+        else:
+            jax.distributed.initialize(coordinator, n_processes, process_id)
+    finally:
+        connected.set()
     check_platform()  # before the first broadcast, which touches a device
 
 
