@@ -761,8 +761,8 @@ MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
 
 KERNEL_NEEDS = {
     "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
-             "head_dim a multiple of 8 up to 128, and rows of one document or seq_len up to "
-             f"{MASK_LEN}",
+             "head_dim a multiple of 8 up to 128, rows of one document or seq_len up to "
+             f"{MASK_LEN}, and no deterministic",
     "pallas": "a TPU, and head_dim and seq_len multiples of 128",
 }
 
@@ -776,8 +776,10 @@ def choose_attention(cfg, platform):
     H, T = cfg.head_dim, cfg.seq_len
     one_document = cfg.packing == "stream" and not cfg.document_mask
     works = {
+        # In jax 0.11.2 the deterministic gradient of cuDNN's attention ends with an IndexError.
         "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
-                  and H % 8 == 0 and H <= 128 and (one_document or T <= MASK_LEN)),
+                  and not cfg.deterministic and H % 8 == 0 and H <= 128
+                  and (one_document or T <= MASK_LEN)),
         "pallas": platform == "tpu" and H % 128 == 0 and T % 128 == 0,
         "xla": True,
     }
@@ -2427,6 +2429,7 @@ DEFAULTS = {
     "dtype": "float32",
     "param_dtype": "float32",
     "attention": "auto",
+    "deterministic": False,
     "remat": "none",
     "logit_tiles": 0,
     "mlp_tiles": 1,

@@ -556,6 +556,7 @@ def test_pallas_attention_equals_the_default(window, packed, splash_len, monkeyp
     (dict(dtype="bfloat16", document_mask=True, seq_len=8192), "cuda", "cudnn"),
     (dict(dtype="bfloat16", document_mask=True, seq_len=8200), "cuda", "xla"),
     (dict(dtype="float16"), "old cuda", "xla"),
+    (dict(dtype="bfloat16", deterministic=True), "cuda", "xla"),
     (dict(dtype="float32"), "cuda", "xla"), (dict(dtype="float16", head_dim=256), "cuda", "xla"),
     (dict(dtype="bfloat16", attention="xla"), "cuda", "xla"),
     (dict(head_dim=128, document_mask=True), "tpu", "pallas"), (dict(head_dim=64), "tpu", "xla"),
@@ -565,15 +566,15 @@ def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
     """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it. A
     kernel that is named is chosen.
 
-    Break: model.py: return usable[0] => return usable[-1]
+    Break: model.py: and not cfg.deterministic and H % 8 => and H % 8
     """
     cfg = dataclasses.replace(BASE, **dict(head_dim=64) | change)
     assert model.choose_attention(cfg, platform) == chosen
 
 
 CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 or later, dtype "
-               "bfloat16 or float16, head_dim a multiple of 8 up to 128, and rows of one document "
-               "or seq_len up to 8192; choose xla or auto")
+               "bfloat16 or float16, head_dim a multiple of 8 up to 128, rows of one document "
+               "or seq_len up to 8192, and no deterministic; choose xla or auto")
 
 
 @pytest.mark.parametrize("change, platform, message", [
