@@ -188,10 +188,11 @@ class Config:
     # offload: as full, with the inputs of layers in host memory
     remat: Literal["none", "full", "dots", "named", "offload"] = "none"
     # sequence tiles in which logits and loss are computed, to save memory; 0: the fewest that keep
-    # the logits of a tile small, about 256 MiB per device
+    # the logits of a tile small, about 256 MiB per device, or 2 GiB on GPUs
     logit_tiles: NonNegInt = 0
     mlp_tiles: PosInt = 1  # sequence tiles in which the MLP is computed, to save memory
-    deterministic: bool = False  # bit-reproducible on NVIDIA GPUs too; may be slower
+    # bit-reproducible on NVIDIA GPUs too, where it rules out cudnn attention and may be slower
+    deterministic: bool = False
 
     # ---- optimizer
 

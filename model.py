@@ -762,7 +762,7 @@ MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
 KERNEL_NEEDS = {
     "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
              "head_dim a multiple of 8 up to 128, rows of one document or seq_len up to "
-             f"{MASK_LEN}, and no deterministic",
+             f"{MASK_LEN}, and deterministic off",
     "pallas": "a TPU, and head_dim and seq_len multiples of 128",
 }
 
@@ -776,7 +776,7 @@ def choose_attention(cfg, platform):
     H, T = cfg.head_dim, cfg.seq_len
     one_document = cfg.packing == "stream" and not cfg.document_mask
     works = {
-        # In jax 0.11.2 the deterministic gradient of cuDNN's attention ends with an IndexError.
+        # cuDNN's deterministic gradient raises an IndexError in XLA (jax 0.11.2, H100 and H200).
         "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
                   and not cfg.deterministic and H % 8 == 0 and H <= 128
                   and (one_document or T <= MASK_LEN)),

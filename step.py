@@ -884,7 +884,7 @@ def compiler_options(cfg, device):
     a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
 
     NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
-    in the gradients of the embedding, of experts and of cuDNN's attention.
+    in the gradients of the embedding and of experts.
     """
     if device.platform == "cpu":
         return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
@@ -1623,7 +1623,7 @@ def _as_flags(changes, peaks):
 
 # ---- processes
 
-CONNECTING_S = 30  # seconds between two messages of a process that is not connected yet
+CONNECTING_S = 30  # seconds between the messages of a process that is not connected yet
 
 
 def init_distributed(coordinator, n_processes, process_id):
@@ -1632,11 +1632,11 @@ def init_distributed(coordinator, n_processes, process_id):
     coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
     MPI or Kubernetes.
 
-    JAX ends this process with exit code 134 when it is not connected after 300 s, and does not name
-    a process. So this function prints what it waits for, every 30 s.
+    JAX ends a process that is not connected after 300 s with exit code 134, and names no missing
+    process. Until then this function prints every CONNECTING_S what must be launched.
     """
     name = f"a process on {socket.gethostname()}"
-    hint = "all processes must be launched, and reach the coordinator"
+    hint = "all processes must be launched, and all must reach the coordinator"
     if coordinator != "auto":
         name = f"process {process_id} of {n_processes} on {socket.gethostname()}"
         hint = (f"each process_id from 0 to {n_processes - 1} must be launched exactly once, and "
@@ -1699,7 +1699,7 @@ def start_heartbeat(folder, token, timeout_s, on_death):
     name = f"process {rank} (pid {os.getpid()} on {socket.gethostname()})"
     local = {"name": name, "token": token, "n_calls": 0, "n_writes": 0}
     peers = {}  # {rank: as in dead_peer_reason}
-    writing = threading.Lock()  # or a slow write would replace the newer one of another thread
+    writing = threading.Lock()  # a slow write must not replace a newer one of another thread
 
     def write():
         with writing, contextlib.suppress(OSError):

@@ -563,8 +563,8 @@ def test_pallas_attention_equals_the_default(window, packed, splash_len, monkeyp
     (dict(head_dim=128, seq_len=192), "tpu", "xla"),
 ])
 def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
-    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it. A
-    kernel that is named is chosen.
+    """auto is cuDNN, or the kernel for TPUs, where device, dtype, head and length allow it. cuDNN
+    is not chosen with deterministic. A kernel that is named is chosen.
 
     Break: model.py: and not cfg.deterministic and H % 8 => and H % 8
     """
@@ -574,12 +574,13 @@ def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
 
 CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 or later, dtype "
                "bfloat16 or float16, head_dim a multiple of 8 up to 128, rows of one document "
-               "or seq_len up to 8192, and no deterministic; choose xla or auto")
+               "or seq_len up to 8192, and deterministic off; choose xla or auto")
 
 
 @pytest.mark.parametrize("change, platform, message", [
     (dict(attention="cudnn", dtype="bfloat16"), "cpu", CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="float32"), "cuda", CUDNN_NEEDS),
+    (dict(attention="cudnn", dtype="bfloat16", deterministic=True), "cuda", CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="bfloat16", document_mask=True, seq_len=8200), "cuda",
      CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda", CUDNN_NEEDS),

@@ -5181,8 +5181,8 @@ def test_a_heartbeat_does_not_stay_in_a_cache(tmp_path, monkeypatch):
 
 
 def test_the_last_heartbeat_stays(tmp_path, monkeypatch):
-    """The thread that writes a heartbeat every second may be slow. It does not replace the last
-    heartbeat, which another thread writes meanwhile: the other processes would take this one for
+    """A slow write by the thread that sends a heartbeat every second does not replace the last
+    heartbeat, which another thread writes. Otherwise the other processes would count this one as
     dead.
 
     Break: step.py: with writing, contextlib => with contextlib
@@ -5201,9 +5201,9 @@ def test_the_last_heartbeat_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", slow_write)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     heartbeat = steplib.start_heartbeat(tmp_path, "token", 1800, print)
-    began.wait()
+    assert began.wait(20)
     heartbeat(done=True)
-    ended.wait()
+    assert ended.wait(20)
     assert json.loads((tmp_path / "0").read_text())["done"]
 
 
