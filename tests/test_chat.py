@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+import data
 import train
 from conftest import ROOT
 from test_data import chat_folder
@@ -50,8 +51,9 @@ def read_until(process, end, timeout_s=200):
 @pytest.mark.slow
 def test_a_conversation_in_the_terminal(tiny, tmp_path):
     """A model tuned on a few chats answers two questions as mode sample answers the whole
-    conversation so far, and each answer ends with its turn. Ctrl-C stops an answer that has no end,
-    /reset forgets, Ctrl-C at the prompt prints the keys, and Ctrl-D ends with code 0.
+    conversation so far, and each answer ends with its turn. A conversation longer than the texts of
+    the training is named with its length. Ctrl-C stops an answer that has no end, /reset forgets,
+    Ctrl-C at the prompt prints the keys, and Ctrl-D ends with code 0.
 
     Break: tests/recipes/chat.py: "content": answer}) => "content": ""})
     """
@@ -63,7 +65,7 @@ def test_a_conversation_in_the_terminal(tiny, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 30))
     cfg = tiny(data=(str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "tok"), steps=40,
                packing="best_fit", seq_len=64, d_model=64, n_layers=2, lr=6e-3, eval_every=0,
-               save_every=0, log_every=20, sample_tokens=3000, temperature=0.0, sample_every=0)
+               save_every=0, log_every=20, sample_tokens=30_000, temperature=0.0, sample_every=0)
     train.main(cfg, task=train.TEXT | {"sample": None})
 
     process = start(tmp_path, "--out_dir", cfg.out_dir)
@@ -75,14 +77,15 @@ def test_a_conversation_in_the_terminal(tiny, tmp_path):
         echo, _, answer = read_until(process, PROMPT).removesuffix(PROMPT).partition("\n")
         assert echo == question
         shown.append(answer)
-    type_in(process, "/reset\n")
-    assert read_until(process, PROMPT) == f"/reset\na new conversation{PROMPT}"
     type_in(process, "sing\n")
-    assert read_until(process, "la la la").startswith("sing\nla la")
+    warning = re.match(r"sing\n\(the conversation has (\d+) tokens; the model was trained on texts "
+                       r"of up to 64\)\n", read_until(process, "la la"))
     type_in(process, "\x03")
     assert read_until(process, PROMPT).endswith(f" ... (stopped){PROMPT}")
+    type_in(process, "/reset\n")
+    assert read_until(process, PROMPT) == f"/reset\na new conversation{PROMPT}"
     type_in(process, "sky\n")
-    assert read_until(process, PROMPT).startswith("sky\n")
+    assert read_until(process, PROMPT) == f"sky\n{shown[0]}{PROMPT}"
     time.sleep(0.5)  # readline sees a signal only once it waits for a key
     type_in(process, "\x03")
     assert "Ctrl-C: stop an answer" in read_until(process, PROMPT)
@@ -94,6 +97,10 @@ def test_a_conversation_in_the_terminal(tiny, tmp_path):
     assert shown[0] == "the sky is blue"
     turns = [{"role": "user", "content": "sky"}, {"role": "assistant", "content": shown[0]},
              {"role": "user", "content": "low"}]
+    last = {"role": "assistant", "content": shown[1]}, {"role": "user", "content": "sing"}
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    conversation = data.chat_prompt([*turns, *last], None, tokenizer, "test")
+    assert int(warning[1]) == len(data.prompt_ids(conversation, tokenizer))
     (tmp_path / "turns.jsonl").write_text(json.dumps({"messages": turns}))
     summary = train.main(dataclasses.replace(
         cfg, mode="sample", prompts=str(tmp_path / "turns.jsonl"), sample_tokens=30))

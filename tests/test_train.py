@@ -3683,16 +3683,31 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, ignored):
-    """SIGINT while a real process imports JAX: one line and exit code 130. A process that ignores
-    SIGINT, as one in the background of a script does, continues: here to a flag that is unknown.
+    """SIGINT while a real process imports its packages: one line and exit code 130. A process that
+    ignores SIGINT, as one in the background of a script does, continues: here to a flag that is
+    unknown.
 
     Break: train.py: signal.signal(signal.SIGINT, end_import) => pass
     """
+    # A module before the real tqdm, which waits for a file: the signal comes during the imports.
+    (tmp_path / "tqdm.py").write_text(f"""
+import pathlib, sys, time
+folder = pathlib.Path({str(tmp_path)!r})
+(folder / "imports").touch()
+while not (folder / "continue").exists():
+    time.sleep(0.01)
+sys.path.remove(str(folder))
+del sys.modules["tqdm"]
+import tqdm
+""")
     start = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
     run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), "--nothing", "1"], text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=start)
-    wait_for(lambda: "jaxlib" in Path(f"/proc/{run.pid}/maps").read_text())
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=start,
+                           env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    wait_for((tmp_path / "imports").exists)
     run.send_signal(signal.SIGINT)
+    if ignored:
+        (tmp_path / "continue").touch()
     stdout, stderr = run.communicate(timeout=60)
     if ignored:
         assert run.returncode == 2 and "nothing" in stdout + stderr
