@@ -289,7 +289,7 @@ def test_text_files_are_utf_8_in_every_locale():
     Break: step.py: json.loads(path.read_text(encoding="utf-8")) => json.loads(path.read_text())
     """
     paths = [*ROOT.glob("*.py"), *ROOT.glob("tests/recipes/*.py"), ROOT / "tests/plan.py",
-             ROOT / "tests/compare.py"]
+             ROOT / "tests/compare.py", ROOT / "tests/check.py"]
     assert len(paths) > 15
     wrong = [line for path in paths for line in opens_without_encoding(path)]
     assert not wrong, 'add encoding="utf-8":\n' + "\n".join(wrong)

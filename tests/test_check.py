@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check.py: its schedule, its report, its end by a signal, and errors that it has to find.
+
+Errors are planted in a copy of the project, in which check.py then runs.
+"""
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+import check
+import model
+from conftest import ROOT
+
+MACHINE = {
+    "cpu": "a CPU", "kind": "a GPU", "platform": "cpu", "n_devices": 1, "threads": 2,
+    "default_dtype": "mixed", "driver": None, "python": "3.11", "versions": {"jax": "0.10.2"},
+    "flags": {}, "torch": True}
+
+
+# ---- the schedule
+
+def make_item(name, seconds=10, alone=False, after=""):
+    return {"part": "numbers", "name": name, "expected_s": seconds, "limit_s": 4 * seconds,
+            "alone": alone, "after": after, "call": ("known_forms",)}
+
+
+def run_schedule(items, n_jobs, left_s=10**6):
+    """[(name, start, end)] and the names of skipped items, if each takes its expected time."""
+    waiting, running, done, skipped, now = list(items), [], [], [], 0
+    while waiting or running:
+        item, too_long = check.next_item(
+            waiting, [each for each, _ in running], left_s - now, n_jobs)
+        skipped += [each["name"] for each in too_long]
+        waiting = [each for each in waiting if each not in too_long]
+        if item:
+            waiting.remove(item)
+            running.append((item, now))
+            continue
+        assert running, "nothing runs, and nothing starts"
+        first = min(running, key=lambda each: each[1] + each[0]["expected_s"])
+        running.remove(first)
+        now = first[1] + first[0]["expected_s"]
+        done.append((first[0]["name"], first[1], now))
+    return done, skipped
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_timings_share_the_machine_with_nothing(seed):
+    """Under random schedules every item runs once, an item that is alone beside no other one, at
+    most n_jobs side by side, and an item after the one that it needs.
+
+    Break: tests/check.py: if ready[0]["alone"] and running: => if ready[0]["alone"] and not ready:
+    """
+    rng = random.Random(seed)
+    items = []
+    for i in range(30):
+        after = f"item {rng.randrange(i)}" if i and rng.random() < 0.3 else ""
+        items.append(make_item(f"item {i}", rng.randint(1, 50), rng.random() < 0.3, after))
+    n_jobs = rng.randint(1, 4)
+    done, skipped = run_schedule(items, n_jobs)
+    times = {name: (start, end) for name, start, end in done}
+    assert len(done) == len(times) == len(items) and not skipped
+    for item in items:
+        start, end = times[item["name"]]
+        beside = [other for other in items if other is not item
+                  and times[other["name"]][0] < end and times[other["name"]][1] > start]
+        assert not beside or not item["alone"], (item, beside)
+        at_start = [other for other in beside if times[other["name"]][0] <= start]
+        assert len(at_start) < n_jobs
+        if item["after"]:
+            assert times[item["after"]][1] <= start
+
+
+def test_items_start_in_their_order():
+    """The first of the waiting items starts first. One that waits for another is overtaken, but not
+    a timing that waits for an idle machine: it would wait until the end.
+
+    Break: tests/check.py: return ready[0], too_long => return ready[-1], too_long
+    """
+    items = [make_item("a"), make_item("b", after="a"), make_item("c"),
+             make_item("timing", alone=True), make_item("d")]
+    done, _ = run_schedule(items, n_jobs=2)
+    starts = sorted(done, key=lambda row: row[1])
+    assert [name for name, _, _ in starts] == ["a", "c", "b", "timing", "d"]
+
+
+def test_items_that_do_not_fit_are_skipped():
+    """An item that is expected to take more than the time that is left is skipped, and a shorter
+    one behind it still runs.
+
+    Break: tests/check.py: if item["expected_s"] > left_s] => if item["limit_s"] > left_s]
+    """
+    items = [make_item("first", 50), make_item("too long", 60), make_item("last", 40)]
+    done, skipped = run_schedule(items, n_jobs=1, left_s=100)
+    assert [name for name, _, _ in done] == ["first", "last"]
+    assert skipped == ["too long"]
+
+
+# ---- the items
+
+@pytest.mark.parametrize("platform, n_devices", [
+    ("cpu", 1), ("cuda", 1), ("old cuda", 2), ("tpu", 4), ("METAL", 1)])
+def test_items_of_a_machine_can_run(platform, n_devices):
+    """On each platform an item calls a function of check.py, needs an item that stands before it,
+    and takes an attention kernel that the platform allows for every case. Timings are alone.
+
+    Break: tests/check.py: head_dim=128, d_ff=512, => head_dim=64, d_ff=512,
+    """
+    machine = MACHINE | {"platform": platform, "n_devices": n_devices}
+    items = check.list_items(machine)
+    names = [item["name"] for item in items]
+    assert len(names) == len({*names}) > 10
+    for i, item in enumerate(items):
+        function, *args = item["call"]
+        assert callable(getattr(check, function))
+        assert item["part"] in check.PARTS and item["name"].startswith(item["part"] + "/")
+        assert item["after"] in ("", *names[:i])
+        assert item["alone"] == (item["part"] == "speed")
+        if function in ("numbers", "numbers_by_remat", "op_by_op"):
+            dtype, attention = args
+            for case in check.CASES.values():
+                fields = dict(packing="stream", document_mask=False, deterministic=False)
+                fields |= check.SMALL | case | {"dtype": dtype, "attention": attention}
+                cfg = types.SimpleNamespace(**fields)
+                assert model.choose_attention(cfg, platform) == attention
+
+
+def test_chosen_items_come_with_what_they_need():
+    """--only takes parts and items. The references that numbers need run too, and --only memory
+    runs the shapes.
+
+    Break: tests/check.py: item["name"] in needed] => item["name"] in []]
+    """
+    items = check.list_items(MACHINE)
+
+    def names(*words):
+        return [item["name"] for item in check.choose(items, words)]
+
+    assert names("numbers/mixed-xla") == ["numbers/reference", "numbers/mixed-xla"]
+    assert names("memory") == ["speed/character-12x256", "speed/default-model"]
+    assert names("resume", "mesh") == ["resume/killed", "mesh/4-devices-of-one-cpu"]
+    assert len(names()) == len(items)
+
+
+def test_an_unknown_part_is_an_error(monkeypatch, capsys):
+    """--only with a name that is neither a part nor an item ends with exit code 2 and the parts.
+
+    Break: tests/check.py: parser.error(str(e)) => items = []
+    """
+    monkeypatch.setattr(check, "look_at_machine", lambda: MACHINE)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--only", "nothing"])
+    with pytest.raises(SystemExit) as end:
+        check.main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--only nothing: no such part or item" in error and ", ".join(check.PARTS) in error
+
+
+# ---- records and the report
+
+def test_the_first_wrong_gradient_is_named():
+    """A check of several arrays fails by the largest error, also if it is NaN, and names the first
+    wrong array in the order of the backward pass.
+
+    Break: tests/check.py: status = "PASS" if value <= bound => status = "FAIL" if value > bound
+    """
+    errors = {"embed": 0.3, "layers.wq": float("nan"), "layers.wo": 0.2, "final_norm": 1e-9}
+    found = check.worst_of("gradients", errors, 1e-4)
+    assert found["status"] == "FAIL"
+    assert "in layers.wq, 3 of 4 wrong, the first in the backward pass is layers.wo" in (
+        found["text"])
+    assert check.worst_of("gradients", {"embed": 1e-5}, 1e-4)["status"] == "PASS"
+
+
+def test_the_report_compares_shapes_with_the_plan(tmp_path):
+    """check.md has the machine, its flags, each record, a table of what was planned and measured,
+    and a row with what failed and the speeds.
+
+    Break: tests/check.py: {row['step_s'] / row['planned_s']:.2f} =>
+    {row['planned_s'] / row['step_s']:.2f}
+    """
+    context = {"out_dir": tmp_path, "records": [], "began": 0.0,
+               "machine": MACHINE | {"flags": {"XLA_FLAGS": "--some_flag"}}}
+    shape = {"part": "speed", "name": "speed/gpt2"}
+    for each in (
+            check.record("INFO", "speed", "120 ms", step_s=0.12, planned_gib=20.0),
+            check.checked("memory", 0.5, 0.1, "peak 30 GiB") | {"part": "memory"},
+            check.record("INFO", "plan", "80 ms", planned_s=0.08)):
+        check.add_record(shape, each, context)
+    text = (tmp_path / "check.md").read_text()
+    assert "1 x a CPU, 2 threads; Python 3.11, jax 0.10.2." in text
+    assert "`XLA_FLAGS=--some_flag`" in text
+    assert "| speed/gpt2 | memory | FAIL | peak 30 GiB 0.5 (at most 0.1) |" in text
+    assert "| speed/gpt2 | 80 | 120 | 1.50 | 20 |  |" in text
+    row = text.splitlines()[-1]
+    assert "0 passed, 1 failed, 0 skipped, 2 measured; failed: speed/gpt2; gpt2, " in row
+    records = json.loads((tmp_path / "check.json").read_text())["records"]
+    assert [each["name"] for each in records] == ["speed", "memory", "plan"]
+
+
+# ---- the command
+
+def copy_project(folder, *edits):
+    """Copy the six files and check.py, with each (file, old, new) replaced. Returns the folder."""
+    (folder / "tests").mkdir(parents=True)
+    for path in (*ROOT.glob("*.py"), ROOT / "tests/check.py"):
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    for file, old, new in edits:
+        text = (folder / file).read_text()
+        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
+        (folder / file).write_text(text.replace(old, new))
+    return folder
+
+
+def environment(folder):
+    """Variables of a process: this machine's devices, and caches in a folder."""
+    flags = re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"])
+    return dict(os.environ, XLA_FLAGS=flags, HOME=str(folder / "home"))
+
+
+def start_check(folder, *args):
+    return subprocess.Popen([sys.executable, "tests/check.py", *args], cwd=folder, text=True,
+                            env=environment(folder), stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT)
+
+
+def run_check(folder, *args):
+    """(exit code, output, records) of check.py in a folder."""
+    process = start_check(folder, *args)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output, records_of(folder)
+
+
+def records_of(folder):
+    path = folder / "out/check/check.json"
+    return json.loads(path.read_text())["records"] if path.exists() else []
+
+
+def plant_item(body):
+    """Edits by which the item numbers/known-forms runs these lines on a machine that is not asked.
+    """
+    lines = "".join(f"    {line}\n" for line in body)
+    return (
+        ("tests/check.py", "machine = look_at_machine()", f"machine = {MACHINE!r}"),
+        ("tests/check.py", "def known_forms():\n", f"def known_forms():\n{lines}def unused():\n"))
+
+
+KNOWN_FORMS = "numbers/known-forms"
+FIRST_RECORD = "yield record('PASS', 'first', 'good')"
+
+
+def test_a_part_runs_on_this_machine(tmp_path):
+    """A check that passes: exit code 0, the machine, a record for each check, and the report.
+
+    Break: tests/check.py: (tall, normal(64, 64)), 1e-5), => (tall, normal(64, 64)), 1e-20),
+    """
+    folder = copy_project(tmp_path / "copy")
+    code, output, records = run_check(folder, "--only", KNOWN_FORMS)
+    assert code == 0, output
+    assert {each["status"] for each in records} == {"PASS"} and len(records) == 6
+    assert output.splitlines()[0].startswith("1 x ")
+    assert "6 passed, 0 failed, 0 skipped, 0 measured; report: " in output.splitlines()[-1]
+    assert "A row for tests/RESULTS.md:" in (folder / "out/check/check.md").read_text()
+    assert not list(folder.glob("out/check/scratch-*"))
+
+
+@pytest.mark.parametrize("line, args, text", [
+    ("os.kill(os.getpid(), signal.SIGKILL)", (), "ended with exit code -9"),
+    ("raise ArithmeticError('no luck')", (), "ended with exit code 1: ArithmeticError: no luck"),
+    ("time.sleep(600)", ("--limit", "5"), "stopped after 5 s"),
+])
+def test_an_item_that_fails_keeps_its_records(line, args, text, tmp_path):
+    """An item that is killed, raises or does not end is one FAIL, with the command that runs it
+    alone. What it had found before is kept, and the items behind it run.
+
+    Break: tests/check.py: last_line[:300]}") => last_line[:3]}")
+    """
+    folder = copy_project(tmp_path / "copy", *plant_item([FIRST_RECORD, line]), (
+        "tests/check.py", "def rates():\n", f"def rates():\n    {FIRST_RECORD}\ndef no_rates():\n"))
+    code, output, records = run_check(folder, "--only", KNOWN_FORMS, "speed/rates", *args)
+    assert code == 1, output
+    rows = [(each["item"], each["status"], each["name"]) for each in records]
+    assert rows == [(KNOWN_FORMS, "PASS", "first"), (KNOWN_FORMS, "FAIL", "all"),
+                    ("speed/rates", "PASS", "first")]
+    assert records[1]["text"].startswith(text)
+    assert f"python tests/check.py --only {KNOWN_FORMS} --limit 240" in records[1]["text"]
+
+
+def test_items_that_were_cut_off_are_skipped(tmp_path):
+    """An item that is not finished when the minutes are over is a SKIP, not a FAIL, and so is one
+    that needs its results; both have a reason.
+
+    Break: tests/check.py: each["status"] in ("FAIL", "SKIP") => each["status"] in ("FAIL",)
+    """
+    folder = copy_project(
+        tmp_path / "copy", *plant_item(["yield"]),
+        ("tests/check.py", "def make_references():\n",
+         "def make_references():\n    time.sleep(600)\n    yield\ndef unused():\n"),
+        ("tests/check.py", '"make_references": (30, 30)', '"make_references": (0, 0)'),
+        ("tests/check.py", '"numbers": (25, 60)', '"numbers": (-9, -9)'))
+    code, output, records = run_check(
+        folder, "--only", "numbers/mixed-xla", "resume", "--minutes", "0.03")
+    assert code == 0, output
+    found = {each["item"]: each for each in records}
+    assert {each["status"] for each in records} == {"SKIP"} and len(records) == 3
+    assert "less time was left; alone: python" in found["resume/killed"]["text"]
+    assert "not finished in the time that was left" in found["numbers/reference"]["text"]
+    assert "needs numbers/reference" in found["numbers/mixed-xla"]["text"]
+
+
+@pytest.mark.parametrize("number, expected", [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_items_and_leaves_a_report(number, expected, tmp_path):
+    """Ctrl-C, SIGTERM and SIGKILL end the items, with the processes that they started, and the
+    report has the records up to then.
+
+    Break: tests/check.py: os.killpg(0, signal.SIGKILL) => return
+    """
+    pids = tmp_path / "pids"
+    folder = copy_project(tmp_path / "copy", *plant_item([
+        FIRST_RECORD, "other = subprocess.Popen(['sleep', '600'])",
+        f"Path({str(pids)!r}).write_text(f'{{os.getpid()}} {{other.pid}}')", "time.sleep(600)"]))
+    process = start_check(folder, "--only", KNOWN_FORMS)
+    wait_until(lambda: pids.exists() and " " in pids.read_text() and records_of(folder))
+    started = pids.read_text().split()
+    try:
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == expected, output
+        wait_until(lambda: not any(is_alive(pid) for pid in started))
+    finally:
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    records = records_of(folder)
+    assert records[0]["name"] == "first"
+    assert "| first | PASS | good |" in (folder / "out/check/check.md").read_text()
+    if number != signal.SIGKILL:
+        assert [each["text"] for each in records[1:]] == ["interrupted"]
+        assert "report: " in output.splitlines()[-1]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- planted errors
+
+@pytest.mark.slow
+def test_a_wrong_gradient_is_found(tmp_path):
+    """Products whose gradient of the left operand is 1.2 times too large: numbers fail, and name
+    the norm before the head, whose gradient is the first wrong one in the backward pass.
+
+    Break: tests/check.py: "float32": 1e-4, "mixed": 5e-2, => "float32": 1e-4, "mixed": 5e2,
+    """
+    folder = copy_project(
+        tmp_path / "copy",
+        ("model.py", "dx = dot(dy, transposed(w))", "dx = 1.2 * dot(dy, transposed(w))"),
+        ("tests/check.py", "for case in CASES:\n", 'for case in ["plain"]:\n'),
+        ("tests/check.py", "[(case, {}) for case in CASES])", '[("plain", {})])'))
+    code, output, records = run_check(folder, "--only", "numbers/mixed-xla")
+    assert code == 1, output
+    (plain,) = [each for each in records if each["name"] == "plain"
+                and each["item"] == "numbers/mixed-xla"]
+    assert plain["status"] == "FAIL"
+    assert "the first in the backward pass is final_norm" in plain["text"], plain["text"]
+
+
+@pytest.mark.slow
+def test_steps_that_differ_are_found(tmp_path):
+    """A learning rate with a random factor: calls of one step differ, two processes differ, and the
+    first wrong array is named.
+
+    Break: tests/check.py: n_different += 1 => n_different += 0
+    """
+    noise = ("jax.pure_callback(lambda: np.float32(1 + int.from_bytes(os.urandom(2), 'little')), "
+             "jax.ShapeDtypeStruct((), jnp.float32))")
+    folder = copy_project(
+        tmp_path / "copy",
+        ("step.py", 'lr = lr_at(state["step"], cfg, scalars)\n',
+         f'lr = lr_at(state["step"], cfg, scalars) * {noise}\n'),
+        ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"))
+    code, output, records = run_check(folder, "--only", "determinism/threads-1")
+    assert code == 1, output
+    calls, processes = records
+    assert calls["status"] == processes["status"] == "FAIL"
+    assert "other digests: 19 (at most 0), the first is that of params embed in call 2" in (
+        calls["text"])
+    assert "the first is that of params embed" in processes["text"]
+
+
+@pytest.mark.slow
+def test_a_resume_that_loses_its_position_is_found(tmp_path):
+    """A resumed run that begins with the first batch again: the part resume fails and names an
+    array.
+
+    Break: tests/check.py: != expected[name].tobytes()] => != found[name].tobytes()]
+    """
+    folder = copy_project(
+        tmp_path / "copy",
+        ("train.py", "pinned=cfg.overfit_batch), first_step, cfg.steps,",
+         "pinned=cfg.overfit_batch), 0, cfg.steps,"),
+        ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 40, 10"))
+    code, output, records = run_check(folder, "--only", "resume")
+    assert code == 1, output
+    (found,) = records
+    assert "arrays of the last checkpoint that differ: " in found["text"]
+    assert "the first is opt/" in found["text"]
