@@ -257,6 +257,7 @@ def main():
     signal.signal(signal.SIGTERM, stop)
     out_dir = Path(args.out_dir).absolute()
     (out_dir / "logs").mkdir(parents=True, exist_ok=True)
+    print(f"{len(items)} items, the report grows in {out_dir / 'check.md'}", flush=True)
     with tempfile.TemporaryDirectory(
             dir=out_dir, prefix="scratch-", ignore_cleanup_errors=True) as scratch:
         began = time.monotonic()
@@ -311,6 +312,7 @@ def run_items(items, context, n_jobs):
                     add_record(item, record("SKIP", "all", text), context)
                 else:
                     running.append(start(item, context))
+                    print_line(context, f"      {item['name']} started")
                 continue
             time.sleep(0.05)
             for each in list(running):
@@ -425,10 +427,14 @@ def add_record(item, new, context):
     began = item.get("began", time.monotonic())
     new = {"part": item["part"], "item": item["name"], "seconds": time.monotonic() - began} | new
     context["records"].append(new)
-    seconds = int(time.monotonic() - context["began"])
-    print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {new['status']} {new['item']}, {new['name']}: "
-          f"{new['text']}", flush=True)
+    print_line(context, f"{new['status']}  {new['item']}, {new['name']}: {new['text']}")
     write_report(context)
+
+
+def print_line(context, text):
+    """Print a line after the time since the launch."""
+    seconds = int(time.monotonic() - context["began"])
+    print(f"[{seconds // 60:2d}:{seconds % 60:02d}] {text}", flush=True)
 
 
 def summary(records):

@@ -296,6 +296,17 @@ def test_an_item_that_fails_keeps_its_records(line, args, text, tmp_path):
     assert f"python tests/check.py --only {KNOWN_FORMS} --limit 240" in records[1]["text"]
 
 
+def test_an_item_without_a_record_has_failed(tmp_path):
+    """A process that ends with exit code 0 and has printed nothing is no success.
+
+    Break: tests/check.py: elif code == 0 and item["n_read"] > 0: => elif code == 0:
+    """
+    folder = copy_project(tmp_path / "copy", *plant_item(["yield from ()"]))
+    code, output, records = run_check(folder, "--only", KNOWN_FORMS)
+    assert code == 1, output
+    assert [each["text"].split(";")[0] for each in records] == ["ended with exit code 0: "]
+
+
 def test_items_that_were_cut_off_are_skipped(tmp_path):
     """An item that is not finished when the minutes are over is a SKIP, not a FAIL, and so is one
     that needs its results; both have a reason.
