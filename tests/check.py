@@ -87,7 +87,7 @@ EXPECTED_S = {
     "rates": (15, 20),
     "speed": (40, 75),
     "save": (10, 40),
-    "peer": (100, 100),
+    "peer": (60, 100),
 }
 REFERENCE = "numbers/reference"
 
