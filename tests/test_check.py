@@ -15,6 +15,7 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 
 import check
@@ -180,6 +181,27 @@ def test_the_first_wrong_gradient_is_named():
     assert "in layers.wq, 3 of 4 wrong, the first in the backward pass is layers.wo" in (
         found["text"])
     assert check.worst_of("gradients", {"embed": 1e-5}, 1e-4)["status"] == "PASS"
+
+
+def test_a_factor_of_all_gradients_is_found(tmp_path, monkeypatch):
+    """Gradients that were all 3% too large before they were clipped to one norm fail by that norm;
+    a wrong move of a parameter fails too.
+
+    Break: tests/check.py: GRADIENT_BOUNDS[precision] / 5, => GRADIENT_BOUNDS[precision],
+    """
+    monkeypatch.setenv("CHECK_SCRATCH", str(tmp_path))
+    w, g = np.ones((2, 2), np.float32), np.full((2, 2), 0.25, np.float32)
+    np.savez(check.reference_path("plain"), loss=2.0, norm=8.0, **{"grads/embed": g})
+    cfg = types.SimpleNamespace(weight_decay=0.1, eps=1e-8)
+    found = {"loss": 2.0, "norm": 8.0, "lr": 0.01, "grads": {"embed": g}, "old": {"embed": w},
+             "new": {"embed": w - np.float32(0.011)}, "cfg": cfg}
+
+    def status(**changes):
+        return check.against_float64("plain", "plain", found | changes, "mixed")["status"]
+
+    assert status() == "PASS"
+    assert status(norm=1.03 * 8) == "FAIL"
+    assert status(new={"embed": w - np.float32(0.01)}) == "FAIL"
 
 
 def test_the_report_compares_shapes_with_the_plan(tmp_path):
