@@ -272,7 +272,7 @@ def start_torch_compile():
 
 
 def first_torch(compiled=False):
-    torch_train_step("char", "float32", compiled)[0]()
+    torch_train_step(SHAPES["char"], "float32", compiled)[0]()
     print("first step", flush=True)
     return 0.0
 
@@ -971,14 +971,20 @@ def measure(call):
 def compare(name, runs):
     """Print the medians of a row and the ratios; return {contestant: {part: values}}."""
     unit, more, contestants = ROWS[name]
-    values, failed = {who: {} for who in contestants}, set()
+    values = {who: {} for who in contestants}
+    failed = set()
+    order = list(contestants)
     for _ in range(runs):
-        for who, call in contestants.items():
-            if who not in failed and (parts := measure(call)) is None:
+        for who in order:
+            if who in failed:
+                continue
+            parts = measure(contestants[who])
+            if parts is None:
                 failed.add(who)
-            elif who not in failed:
-                for part, value in parts.items():
-                    values[who].setdefault(part, []).append(value)
+                continue
+            for part, value in parts.items():
+                values[who].setdefault(part, []).append(value)
+        order.reverse()  # so that nobody always runs after the same other one
     for part, ours in values["ours"].items():
         ours = statistics.median(ours)
         words = [f"ours {ours:,.4g} {unit}"]

@@ -22,3 +22,13 @@ def test_ours_has_the_attention_and_dtype_of_the_device(platform, capability, dt
     monkeypatch.setattr(jax, "devices", lambda: [device])
     cfg = bench.our_config("char", "bfloat16")
     assert (cfg.dtype, cfg.attention) == (dtype, attention)
+
+
+@pytest.mark.slow
+def test_the_start_of_pytorch_is_measured():
+    """PyTorch's first step of the character model ends, and is printed.
+
+    Break: tests/bench.py: torch_train_step(SHAPES["char"], => torch_train_step("char",
+    """
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    assert bench.start_torch() > 0
