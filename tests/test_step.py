@@ -1794,7 +1794,7 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
     """The known forms, compiled for a CPU, equal float64 NumPy. Without the options some do not.
 
     Skipped with a notice, after the check, once all are right without the options as well.
-    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
+    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", => "LIBRARY_FUSION_TYPE_DOT",
     """
     options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
     wrong_by_default = {}
