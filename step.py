@@ -793,10 +793,9 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     state = steps["state"]
 
     # Compile init while Python traces train_step, then train_step while Python traces eval_step.
-    # init runs once, so it is compiled quickly, with LLVM's first level of optimization.
     pool = ThreadPoolExecutor()  # XLA releases the GIL while it compiles
     lowered_init = steps["init"]()
-    init_future = pool.submit(lowered_init.compile, {"xla_backend_optimization_level": 1})
+    init_future = pool.submit(lowered_init.compile)
     lowered_step = steps["train_step"]()
     step_future = pool.submit(lowered_step.compile)
     lowered_eval = steps["eval_step"]()
@@ -894,23 +893,27 @@ def choose_dtype(dtype, platform_name):
     return "float32"
 
 
+# Whether the user has chosen LLVM's level of optimization for all programs.
+XLA_FLAGS_NAME_LEVEL = "xla_backend_optimization_level" in os.environ.get("XLA_FLAGS", "")
+
+
 def compiler_options(cfg, device):
     """Return options of XLA for every program that runs on this kind of device.
 
     CPU: each matrix product is a fusion of its own. XLA's default fuses a product with the
     reduction that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12):
     a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
-    LLVM's first level of optimization: programs compile in 0.85 of the time and run as fast as with
-    the third, since the products are library calls.
+    LLVM's first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the
+    time and run as fast as with the third, since the products are library calls.
 
     NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
     in the gradients of the embedding and of experts.
     """
     if device.platform == "cpu":
-        return {
-            "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-            "xla_backend_optimization_level": 1,
-        }
+        options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+        if not XLA_FLAGS_NAME_LEVEL:
+            options["xla_backend_optimization_level"] = 1
+        return options
     if cfg.deterministic and platform(device).endswith("cuda"):
         return {"xla_gpu_exclude_nondeterministic_ops": True}
     return {}

@@ -1794,7 +1794,7 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
     """The known forms, compiled for a CPU, equal float64 NumPy. Without the options some do not.
 
     Skipped with a notice, after the check, once all are right without the options as well.
-    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", => "LIBRARY_FUSION_TYPE_DOT",
+    Break: step.py: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"} => "LIBRARY_FUSION_TYPE_DOT"}
     """
     options = step.compiler_options(types.SimpleNamespace(deterministic=False), jax.devices()[0])
     wrong_by_default = {}
@@ -1809,6 +1809,17 @@ def test_forms_that_xla_miscompiles_are_right_with_our_options():
     print(wrong_by_default)
     if not any(wrong_by_default.values()):
         pytest.skip(f"jaxlib {jaxlib.__version__} is right without the option too: it can go")
+
+
+def test_the_level_of_optimization_in_xla_flags_is_kept(monkeypatch):
+    """XLA_FLAGS of these tests name a level, so programs on a CPU have no other; without, level 1.
+
+    Break: step.py: if not XLA_FLAGS_NAME_LEVEL: => if True:
+    """
+    cfg = types.SimpleNamespace(deterministic=False)
+    assert "xla_backend_optimization_level" not in step.compiler_options(cfg, jax.devices()[0])
+    monkeypatch.setattr(step, "XLA_FLAGS_NAME_LEVEL", False)
+    assert step.compiler_options(cfg, jax.devices()[0])["xla_backend_optimization_level"] == 1
 
 
 # ---- parameter groups
