@@ -268,13 +268,15 @@ def records_of(folder):
     return json.loads(path.read_text())["records"] if path.exists() else []
 
 
+# JAX is not asked for the machine, which saves a process.
+KNOWN_MACHINE = ("tests/check.py", "machine = look_at_machine()", f"machine = {MACHINE!r}")
+
+
 def plant_item(body):
-    """Edits by which the item numbers/known-forms runs these lines on a machine that is not asked.
-    """
+    """Edits by which the item numbers/known-forms runs these lines."""
     lines = "".join(f"    {line}\n" for line in body)
-    return (
-        ("tests/check.py", "machine = look_at_machine()", f"machine = {MACHINE!r}"),
-        ("tests/check.py", "def known_forms():\n", f"def known_forms():\n{lines}def unused():\n"))
+    return KNOWN_MACHINE, (
+        "tests/check.py", "def known_forms():\n", f"def known_forms():\n{lines}def unused():\n")
 
 
 KNOWN_FORMS = "numbers/known-forms"
@@ -408,7 +410,7 @@ def test_a_wrong_gradient_is_found(tmp_path):
     Break: tests/check.py: "float32": 1e-4, "mixed": 5e-2, => "float32": 1e-4, "mixed": 5e2,
     """
     folder = copy_project(
-        tmp_path / "copy",
+        tmp_path / "copy", KNOWN_MACHINE,
         ("model.py", "dx = dot(dy, transposed(w))", "dx = 1.2 * dot(dy, transposed(w))"),
         ("tests/check.py", "for case in CASES:\n", 'for case in ["plain"]:\n'),
         ("tests/check.py", "[(case, {}) for case in CASES])", '[("plain", {})])'))
@@ -430,7 +432,7 @@ def test_steps_that_differ_are_found(tmp_path):
     noise = ("jax.pure_callback(lambda: np.float32(1 + int.from_bytes(os.urandom(2), 'little')), "
              "jax.ShapeDtypeStruct((), jnp.float32))")
     folder = copy_project(
-        tmp_path / "copy",
+        tmp_path / "copy", KNOWN_MACHINE,
         ("step.py", 'lr = lr_at(state["step"], cfg, scalars)\n',
          f'lr = lr_at(state["step"], cfg, scalars) * {noise}\n'),
         ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"))
@@ -451,7 +453,7 @@ def test_a_resume_that_loses_its_position_is_found(tmp_path):
     Break: tests/check.py: != expected[name].tobytes()] => != found[name].tobytes()]
     """
     folder = copy_project(
-        tmp_path / "copy",
+        tmp_path / "copy", KNOWN_MACHINE,
         ("train.py", "pinned=cfg.overfit_batch), first_step, cfg.steps,",
          "pinned=cfg.overfit_batch), 0, cfg.steps,"),
         ("tests/check.py", "N_STEPS, SAVE_EVERY = 160, 40", "N_STEPS, SAVE_EVERY = 40, 10"))
