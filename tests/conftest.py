@@ -4,6 +4,7 @@ the project's folder on the path.
 """
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ import config
 import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A suite in the background of a script inherits that SIGINT is ignored; its processes must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000, 20, 20)  # tracing allocates many objects, few of them in cycles
 
 

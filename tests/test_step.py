@@ -535,12 +535,13 @@ def test_dropout_masks_depend_on_seed_step_and_row_alone(change):
     dict(dp=2, sp=4, fsdp=1, mlp_tiles=2, grad_accum_steps=4, remat="full")])
 def test_dropout_gives_the_same_steps_everywhere(change):
     """Two steps with dropout over a mesh, in microbatches, in tiles and with rematerialization have
-    the metrics of one device, to 1e-5 relative.
+    the metrics of one device, to 1e-5 relative. A head has 4 numbers: the norm of only 2 is near zero
+    at some tokens, whose gradients are then known to no more than 4e-6.
 
     Break: model.py: lambda key: jax.random.fold_in(key, index) =>
     lambda key: jax.random.fold_in(key, index + train_keys.size)
     """
-    cfg = dataclasses.replace(SMALL, dropout=0.25)
+    cfg = dataclasses.replace(SMALL, dropout=0.25, n_heads=4, n_kv_heads=4, head_dim=4)
     _, _, wanted, _ = lm_run(dataclasses.replace(cfg, fsdp=1), jax.devices()[:1])
     _, _, found, _ = lm_run(dataclasses.replace(cfg, **change))
     for want, got in zip(wanted, found, strict=True):
