@@ -535,7 +535,7 @@ def test_dropout_masks_depend_on_seed_step_and_row_alone(change):
     dict(dp=2, sp=4, fsdp=1, mlp_tiles=2, grad_accum_steps=4, remat="full")])
 def test_dropout_gives_the_same_steps_everywhere(change):
     """Two steps with dropout over a mesh, in microbatches, in tiles and with rematerialization have
-    the metrics of one device, to 1e-5 relative. A head has 4 numbers: the norm of only 2 is near zero
+    the metrics of one device, to 1e-5 relative. Heads have 4 numbers: the norm of 2 is near zero
     at some tokens, whose gradients are then known to no more than 4e-6.
 
     Break: model.py: lambda key: jax.random.fold_in(key, index) =>
