@@ -338,16 +338,19 @@ def _attention_mask(query_pos, n_keys, window):
 def _attention_inputs(batch, cfg):
     """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
     [B, T] or None, window (0: none), and the rotary tables cos and sin.
+
+    Without positions in the batch all rows have the same, and layers read tables of one row.
     """
-    default_BT = jax.lax.broadcasted_iota(int, batch["tokens"].shape, 1)
-    positions_BT = batch.get("positions", default_BT)
-    cos, sin = rope_tables(positions_BT, cfg)
+    B, T = batch["tokens"].shape
+    positions = batch["positions"] if "positions" in batch else jnp.arange(T)[None]
+    cos, sin = rope_tables(positions, cfg)
+    positions_BT = jnp.broadcast_to(positions, (B, T))
     return {"positions": positions_BT, "segments": batch.get("segments"),
             "window": cfg.sliding_window, "cos": cos, "sin": sin}
 
 
-def rope_tables(positions_BT, cfg):
-    """cos and signed sin [B, 1, T, 2, H/2] in float32.
+def rope_tables(positions, cfg):
+    """cos and signed sin [B, 1, T, 2, H/2] in float32 of positions [B, T], where B may be 1.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -356,7 +359,7 @@ def rope_tables(positions_BT, cfg):
     # Rotary scaling, for sequences longer than those of pretraining.
     if cfg.rope_factor != 1:
         freq = _stretch_rope(freq, cfg)
-    angle = positions_BT.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
+    angle = positions.astype(jnp.float32)[:, None, :, None] * freq[None, None, None, :]
     cos = jnp.cos(angle)
     sin = jnp.sin(angle)
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)

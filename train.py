@@ -358,8 +358,8 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
         # XLA may then run the collectives of a layer beside the computation of its neighbours.
         jax.config.update("jax_optimization_level", "O1")
     has_precision = jax.config.jax_default_matmul_precision is not None
-    if platform.endswith("cuda") and cfg.dtype == "float32" and not has_precision:
-        # JAX's default is TF32, which rounds operands to 10 bits.
+    if platform != "cpu" and cfg.dtype == "float32" and not has_precision:
+        # JAX's default rounds operands: to 10 bits on NVIDIA's GPUs (TF32), to bfloat16 on TPUs.
         jax.config.update("jax_default_matmul_precision", "highest")
 
     # The parameters and how the mesh shards them.

@@ -245,6 +245,11 @@ def main():
     if args.run:
         return run_here(*args.run)
 
+    for name in ("minutes", "limit"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name} {value:g}: must be more than 0")
+
     machine = look_at_machine()
     print(describe(machine), flush=True)
     try:
@@ -319,7 +324,7 @@ def run_items(items, context, n_jobs):
                 continue
             time.sleep(0.05)
             for each in list(running):
-                if has_ended(each, context):
+                if poll(each, context):
                     running.remove(each)
     finally:
         # Here after Ctrl-C too.
@@ -349,7 +354,7 @@ def start(item, context):
                    "n_read": 0}
 
 
-def has_ended(item, context):
+def poll(item, context):
     """Add the new records of a running item; end it at its limit. Returns whether it has ended."""
     code = item["process"].poll()
     read_records(item, context)
@@ -451,7 +456,8 @@ def summary(records):
 
 def write_report(context):
     """Write check.json and check.md; return the path of check.md."""
-    machine, records = context["machine"], context["records"]
+    machine = context["machine"]
+    records = context["records"]
     lines = ["# Check", "", f"{describe(machine)}.", ""]
     if machine["flags"]:
         lines += ["Flags: " + ", ".join(f"`{n}={v}`" for n, v in machine["flags"].items()), ""]
@@ -715,7 +721,8 @@ def peak_memory(device, memory):
     if not stats:
         text = f"this device does not count its memory, so the planned {gib:.3g} GiB stand alone"
         return record("SKIP", "memory", text) | {"part": "memory"}
-    peak_gib, limit_gib = stats["peak_bytes_in_use"] / 2**30, stats["bytes_limit"] / 2**30
+    peak_gib = stats["peak_bytes_in_use"] / 2**30
+    limit_gib = stats["bytes_limit"] / 2**30
     text = (f"peak {peak_gib:.3g} GiB, planned {gib:.3g} of {limit_gib:.3g} GiB; "
             "relative difference")
     found = checked("memory", abs(peak_gib / gib - 1), 0.1, text)
@@ -763,7 +770,8 @@ def save(shape):
     setup = setup_of(shape)
     init = train.steplib.lower_steps(*train.step_args(setup))["init"]().compile()
     folder = Path(os.environ["CHECK_SCRATCH"], "save")
-    blocked, committed = [], []
+    blocked = []
+    committed = []
     for step in range(3):
         state = init(jax.random.key(step))  # JAX keeps the copies on the host of an array
         jax.block_until_ready(state)
@@ -826,13 +834,13 @@ BACKWARD = ("unembed", "final_norm", "layers.w_down", "layers.w_up", "layers.w_g
             "layers.wq", "layers.wk", "layers.attn_norm", "embed")
 
 
-def small_setup(case, **changes):
+def small_setup(case, hooks=(), **changes):
     """Return train.setup_run of the small model, on one device."""
     import jax
 
     import train
     cfg = train.config.Config(**(SMALL | CASES[case] | changes), cache_dir=cache_dir())
-    return train.setup_run(cfg, devices=jax.devices()[:1])
+    return train.setup_run(cfg, devices=jax.devices()[:1], hooks=hooks)
 
 
 def make_batch(sizes):
@@ -901,7 +909,8 @@ def define_loss(params, batch, cfg):
     """
     import jax
     import jax.numpy as jnp
-    tokens, labels = batch["tokens"], batch["labels"]
+    tokens = batch["tokens"]
+    labels = batch["labels"]
     B, T = tokens.shape
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     x = params["embed"][tokens]
@@ -923,7 +932,8 @@ def define_loss(params, batch, cfg):
         return x * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
     def rotate(x):
-        first, second = x[..., :H // 2], x[..., H // 2:]
+        first = x[..., :H // 2]
+        second = x[..., H // 2:]
         return jnp.concatenate([first * jnp.cos(angle) - second * jnp.sin(angle),
                                 second * jnp.cos(angle) + first * jnp.sin(angle)], -1)
 
@@ -973,18 +983,22 @@ def recording(optimizer):
     return optax.GradientTransformation(init, update)
 
 
+def record_gradients(event, value):
+    """A hook that keeps the gradient of the last step in the optimizer's state."""
+    return recording(value) if event == "optimizer" else None
+
+
 def small_step(case, dtype, attention, **changes):
     """Take one compiled step; return {"loss", "norm", "lr", "grads", "old", "new", "cfg"}."""
     import jax
     import numpy as np
 
     import train
-    setup = small_setup(case, dtype=dtype, attention=attention, **changes)
-    args = list(train.step_args(setup))
-    args[6] = lambda name, value: recording(value) if name == "optimizer" else value
-    programs = train.steplib.compile_steps(*args)
+    setup = small_setup(case, (record_gradients,), dtype=dtype, attention=attention, **changes)
+    programs = train.steplib.compile_steps(*train.step_args(setup))
     saved = np.load(reference_path(case))
-    old, params = {}, {}
+    old = {}
+    params = {}
     for name, x in programs["state"]["params"].items():
         old[name] = saved[f"params/{name}"]
         params[name] = jax.device_put(old[name], x.sharding)
@@ -1191,9 +1205,9 @@ def determinism(how):
     # Another process first: only one at a time can use a TPU.
     command = [sys.executable, __file__, "--run", "repeat_step", how, "20"]
     other = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
-    theirs = json.loads(other.stdout.strip().splitlines()[-1])["figures"]["digest"]
+    other_digest = json.loads(other.stdout.strip().splitlines()[-1])["figures"]["digest"]
     (found,) = repeat_step(how, N_CALLS)
-    differences = different_tensors(found["figures"]["digest"], theirs)
+    differences = different_tensors(found["figures"]["digest"], other_digest)
     pair = checked(f"two processes, {how}", len(differences), 0, "other digests:")
     if differences:
         pair["text"] += f", the first is that of {differences[0]}"
@@ -1264,9 +1278,12 @@ def mesh():
     dense = three_losses(sizes, {}, 1)
     experts = three_losses(sizes | {"n_experts": n}, {}, 1)
     for axis in train.steplib.AXES:
-        changes, expected = {}, dense
         if axis == "ep":
-            changes, expected = {"n_experts": n}, experts
+            changes = {"n_experts": n}
+            expected = experts
+        else:
+            changes = {}
+            expected = dense
         try:
             found = three_losses(sizes | changes, {"fsdp": 1, axis: n}, n)
         except ValueError as e:

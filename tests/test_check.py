@@ -167,6 +167,20 @@ def test_an_unknown_part_is_an_error(monkeypatch, capsys):
     assert "--only nothing: no such part or item" in error and ", ".join(check.PARTS) in error
 
 
+@pytest.mark.parametrize("flag, value", [("--limit", "0"), ("--minutes", "-1")])
+def test_no_time_is_an_error(monkeypatch, capsys, flag, value):
+    """A time that is not more than 0 ends with exit code 2 and a sentence.
+
+    Break: tests/check.py: if value is not None and not value > 0: => if False:
+    """
+    monkeypatch.setattr(check, "look_at_machine", None)  # not called
+    monkeypatch.setattr(sys, "argv", ["check.py", flag, value])
+    with pytest.raises(SystemExit) as end:
+        check.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f" {flag} {value}: must be more than 0\n")
+
+
 # ---- records and the report
 
 def test_the_first_wrong_gradient_is_named():

@@ -728,6 +728,23 @@ def test_norms_softmax_router_and_loss_stay_in_float32():
     assert {str(x.dtype) for x in (logits, *sums.values(), *counts.values())} == {"float32"}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotary_tables_have_one_row_if_all_rows_are_alike(packed):
+    """The program of the loss draws angles for one row of positions, and for each row where a batch
+    has positions of its own.
+
+    Break: model.py: batch["positions"] if "positions" in batch else jnp.arange(T)[None] =>
+    batch.get("positions", jnp.broadcast_to(jnp.arange(T), (B, T)))
+    """
+    cfg = BASE
+    batch = random_batch(cfg, B=3, T=9)
+    if packed:
+        batch["positions"] = np.arange(27, dtype=np.int32).reshape(3, 9) % 5
+    lowered = jax.jit(lambda params: model.loss_fn(params, batch, cfg)).lower(draw(cfg))
+    shapes = re.findall(r"stablehlo.cosine %\S+ : tensor<(\S+)xf32>", lowered.as_text())
+    assert shapes == [f"{3 if packed else 1}x1x9x{cfg.head_dim // 2}"]
+
+
 def test_scopes_are_named_in_the_compiled_gradient():
     """Every part of the model is a named scope of operations that the compiled gradient of the loss
     runs, forward and backward.

@@ -1066,11 +1066,12 @@ def test_a_task_receives_its_platform(tiny, monkeypatch, platform, capability, e
 
 
 @pytest.mark.parametrize("platform, dtype, user, expected", [
-    ("gpu", "float32", None, "highest"), ("gpu", "bfloat16", None, None),
+    ("gpu", "float32", None, "highest"), ("tpu", "float32", None, "highest"),
+    ("gpu", "bfloat16", None, None),
     ("gpu", "float32", "tensorfloat32", None), ("cpu", "float32", None, None)])
-def test_float32_is_not_tf32_on_gpus(tiny, monkeypatch, platform, dtype, user, expected):
-    """On an NVIDIA GPU a run in float32 multiplies in float32, unless the user has chosen another
-    precision. Elsewhere, and in other dtypes, JAX's default stays.
+def test_float32_is_not_rounded(tiny, monkeypatch, platform, dtype, user, expected):
+    """On a GPU or a TPU a run in float32 multiplies in float32, unless the user has chosen another
+    precision. On a CPU, and in other dtypes, JAX's default stays.
 
     Break: train.py: jax.config.update("jax_default_matmul_precision", "highest") => pass
     """
