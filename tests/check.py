@@ -701,10 +701,9 @@ def speed(shape):
 def planned(update, mesh, flop, step_s):
     """Compare the time of a step with plan.py's time model of the compiled program."""
     import plan
-    sent, written, hosted = plan.traffic(update.as_text(), mesh)
-    cost = {"flop": flop, "collectives": sent, "memory_traffic_bytes": 2 * written,
-            "host_bytes": hosted, "sent_bytes": sum(n_bytes for _, n_bytes in sent.values())}
-    found = plan.roofline(cost, mesh.devices.flat[0].device_kind)
+    kind = mesh.devices.flat[0].device_kind
+    cost = plan.step_traffic(update.as_text(), mesh, kind)
+    found = plan.roofline(cost | {"flop": flop}, kind)
     if not found:
         return record("SKIP", "plan", "tests/plan.py has no rates of this device")
     return record("INFO", "plan", f"{1000 * found['step_s']:,.4g} ms a step, MFU "

@@ -6,9 +6,9 @@
     python tests/plan.py --config debug --plan_sweep 6  # compare the six most promising meshes
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
-step follows from what it computes, reads, writes and sends, from the vendors' rates, and from
-MATMUL_FRAC and EXPOSED, which are fitted to published runs (tests/RESULTS.md). Collectives count as
-rings.
+step follows from what it computes, reads, writes and sends, from the vendors' rates, and from the
+fractions of them that are reached, which are fitted to published runs (tests/RESULTS.md). On a GPU
+it is the sum of the times of its kernels. Collectives count as rings.
 """
 import ast
 import dataclasses
@@ -53,14 +53,24 @@ SENT = {
     "collective-permute": lambda n, size: size,
 }
 # Fraction of the peak FLOP/s that large matmuls reach, by prefix of the device's kind.
-MATMUL_FRAC = {"NVIDIA": 0.62, "TPU v6": 0.74, "TPU": 0.9}
-# Fraction of the time for memory, network and host that does not overlap with matmuls.
+MATMUL_FRAC = {"NVIDIA": 0.68, "TPU v6": 0.74, "TPU": 0.9}
+# Fraction of the time for network, host and, on TPUs, memory that does not overlap with matmuls.
 EXPOSED = 0.5
+# The kernels of a GPU run one after the other. Fraction of the memory's rate that they reach,
+# seconds from one to the next, and the fractions of the peak FLOP/s of cuDNN's attention, forward
+# and backward, with heads of up to 64 and of more numbers. These are guesses, not fitted.
+MEMORY_FRAC = 0.88
+LAUNCH_S = 1.5e-6
+NARROW_ATTENTION_FRAC = (0.38, 0.30)
+WIDE_ATTENTION_FRAC = (0.55, 0.42)
 
 CROSS_SLICE = " (slow network)"  # suffix of the axes of a collective that uses the slow network
 # Operations that write nothing to memory.
 NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while",
             "conditional")
+# Operations of a GPU's program that are no kernels. What a collective takes is counted apart.
+NO_KERNEL = (*NO_WRITE, "call", "after-all", "opt-barrier", "partition-id", "replica-id",
+             *SENT, *(f"{kind}-start" for kind in SENT))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,9 @@ def main(cfg, hooks=(), task=train.TEXT):
     if "seconds" in cost:
         seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
         train.print0(f"at full rates: {seconds}")
+    if cost.get("kernel_seconds"):
+        seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["kernel_seconds"].items())
+        train.print0(f"{cost['n_kernels']:,} kernels: {seconds}")
         train.print0(f"a step: about {cost['step_s']:.4g} s, MFU {cost['mfu']:.1%}")
     return cost | {"exit_code": int(not cost["fits"])}
 
@@ -206,12 +219,26 @@ def measure(run):
     name, _, shape = run["cfg"].plan_for.partition(":")
     if name in GPUS:  # the slow network is between hosts
         groups = int(shape.split("x")[0])
-    sent, written, hosted = traffic(compiled_step.as_text(), mesh, groups)
-    cost["collectives"] = sent
-    cost["sent_bytes"] = sum(n_bytes for _, n_bytes in sent.values())
-    cost["memory_traffic_bytes"] = 2 * written  # each value is read about once
-    cost["host_bytes"] = hosted
-    return cost | roofline(cost, mesh.devices.flat[0].device_kind)
+    kind = mesh.devices.flat[0].device_kind
+    cost |= step_traffic(compiled_step.as_text(), mesh, kind, groups)
+    return cost | roofline(cost, kind)
+
+
+def step_traffic(text, mesh, kind, slices=1):
+    """What a compiled step sends, reads and writes, as `roofline` takes it beside "flop".
+
+    kind: of the devices. Returns {"collectives", "sent_bytes", "memory_traffic_bytes",
+    "host_bytes"}, and for GPUs of known rates "kernel_seconds" and "n_kernels".
+    """
+    sent, written, hosted = traffic(text, mesh, slices)
+    cost = {"collectives": sent, "host_bytes": hosted,
+            "sent_bytes": sum(n_bytes for _, n_bytes in sent.values()),
+            "memory_traffic_bytes": 2 * written}  # each value is read about once
+    if kind.startswith("NVIDIA"):
+        kernels = list(gpu_kernels(text))
+        cost["n_kernels"] = sum(kernel["times"] for kernel in kernels)
+        cost["kernel_seconds"] = kernel_seconds(kernels, kind)
+    return cost
 
 
 def roofline(cost, kind):
@@ -233,9 +260,29 @@ def roofline(cost, kind):
     if cost["host_bytes"]:
         seconds["host"] = cost["host_bytes"] / gbps["host"] / 1e9
     other_s = sum(seconds.values()) - seconds["compute"]
-    step_s = seconds["compute"] / first_prefix(MATMUL_FRAC, kind) + EXPOSED * other_s
+    if cost.get("kernel_seconds"):
+        kernels_s = sum(cost["kernel_seconds"].values())
+        step_s = kernels_s + EXPOSED * (other_s - seconds["memory"])
+    else:
+        step_s = seconds["compute"] / first_prefix(MATMUL_FRAC, kind) + EXPOSED * other_s
     model_flop = next(iter(cost["flop"].values()))
     return {"seconds": seconds, "step_s": step_s, "mfu": model_flop / step_s / tflops / 1e12}
+
+
+def kernel_seconds(kernels, kind):
+    """{"products", "attention", "other kernels": seconds} of the kernels of a GPU, or {} if its
+    rates are not known.
+    """
+    tflops, _ = steplib.peaks(kind)
+    gbps = first_prefix(BANDWIDTHS, kind)
+    if not tflops or not gbps:
+        return {}
+    seconds = {"products": 0.0, "attention": 0.0, "other kernels": 0.0}
+    for kernel in kernels:
+        compute_s = kernel["flop"] / kernel["flop_frac"] / tflops / 1e12
+        memory_s = kernel["bytes"] / MEMORY_FRAC / gbps["memory"] / 1e9
+        seconds[kernel["kind"]] += kernel["times"] * (max(compute_s, memory_s) + LAUNCH_S)
+    return seconds
 
 
 def first_prefix(table, kind):
@@ -433,6 +480,156 @@ def _operations(text):
                 yield from walk(called, times * trips, fused or op != "while")
 
     return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
+
+
+# ---- the kernels of a program for GPUs
+
+def gpu_kernels(text):
+    """Yield each kernel of a program compiled for GPUs: {"kind": "products", "attention" (cuDNN's)
+    or "other kernels", "flop" of products and attention, "flop_frac" (the fraction of the peak that
+    it reaches), "bytes" read and written, "times" it runs}.
+
+    Of an operand that is only sliced the slices count, of one that is updated in place the update.
+    The branches of conditionals are not counted.
+    """
+    bodies = _instructions(text)
+
+    def walk(body, times):
+        for op in bodies[body].values():
+            if op["op"] == "while":
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', op["line"])
+                yield from walk(_callee(op), times * int(trips[1] if trips else 1))
+            elif op["op"] == "call":
+                yield from walk(_callee(op), times)
+            elif op["op"] == "async-start":
+                inner = bodies[_callee(op)]
+                if not any(x["op"] in SENT for x in inner.values()):
+                    yield from walk(_callee(op), times)
+            elif op["op"] not in NO_KERNEL and not op["op"].endswith(("-done", "-update")):
+                yield _kernel(op, bodies, bodies[body]) | {"times": times}
+
+    return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1)
+
+
+def _instructions(text):
+    """{computation: {name: {"op", "result" (its type), "operands" (names), "line", "is_root"}}}."""
+    bodies = {}
+    for body in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)",
+                            text, re.M | re.S):
+        bodies[body[1]] = {}
+        for line in body[2].splitlines():
+            match = re.match(r"\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
+            if match:
+                root, name, result, op, rest = match.groups()
+                operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
+                bodies[body[1]][name] = {"op": op, "result": result, "operands": operands,
+                                         "line": line, "is_root": bool(root)}
+    return bodies
+
+
+def _callee(op):
+    """The name of the computation that an instruction runs."""
+    return re.search(r"(?:body|calls|to_apply)=%?([\w.\-]+)", op["line"])[1]
+
+
+def _kernel(op, bodies, ops):
+    """A kernel as in gpu_kernels, without "times". op: one of the instructions ops."""
+    n_bytes = _total_bytes(op["result"])
+    n_bytes += sum(_total_bytes(ops[name]["result"]) for name in op["operands"])
+    kernel = {"kind": "other kernels", "flop": 0, "flop_frac": 1, "bytes": n_bytes}
+    if "__cudnn$fmha" in op["line"]:
+        flop, flop_frac = _attention_flop(op, ops)
+        return kernel | {"kind": "attention", "flop": flop, "flop_frac": flop_frac}
+    if op["op"] == "fusion":
+        fused = bodies[_callee(op)]
+        kernel["bytes"] = _fusion_bytes(fused)
+        flop = _products_flop(fused, bodies)
+    else:
+        flop = _product_flop(op, ops)
+    if flop:
+        kernel |= {"kind": "products", "flop": flop, "flop_frac": MATMUL_FRAC["NVIDIA"]}
+    return kernel
+
+
+def _fusion_bytes(fused):
+    """The bytes that a fusion of these instructions reads and writes."""
+    users = {name: [] for name in fused}  # {name: [(name of the user, which operand)]}
+    for user, op in fused.items():
+        for place, name in enumerate(op["operands"]):
+            users[name].append((user, place))
+
+    def n_read(name):
+        size = _total_bytes(fused[name]["result"])
+        total = 0
+        for user, place in users[name]:
+            op = fused[user]
+            if op["op"] == "bitcast":
+                total += n_read(user)
+            elif op["op"] in ("dynamic-slice", "slice", "gather") and place == 0:
+                total += _total_bytes(op["result"])
+            elif op["op"] != "dynamic-update-slice" or place > 0:
+                total += size
+        return min(total, size)
+
+    def n_written(name):
+        op = fused[name]
+        if op["op"] == "tuple":
+            return sum(map(n_written, op["operands"]))
+        if op["op"] == "bitcast":
+            return n_written(op["operands"][0])
+        if op["op"] == "dynamic-update-slice":
+            return _total_bytes(fused[op["operands"][1]]["result"])
+        return _total_bytes(op["result"])
+
+    read = sum(n_read(name) for name, op in fused.items() if op["op"] == "parameter")
+    return read + sum(n_written(name) for name, op in fused.items() if op["is_root"])
+
+
+def _products_flop(fused, bodies):
+    """FLOP of the products among the instructions of a fusion, nested fusions included."""
+    total = 0
+    for op in fused.values():
+        if op["op"] == "fusion":
+            total += _products_flop(bodies[_callee(op)], bodies)
+        else:
+            total += _product_flop(op, fused)
+    return total
+
+
+def _product_flop(op, ops):
+    """FLOP of a dot or of cuBLAS, 0 of another instruction."""
+    if op["op"] != "dot" and "__cublas$" not in op["line"]:
+        return 0
+    # HLO writes {1}, the options of cuBLAS write ["1"].
+    summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\W*([\d", ]*)', op["line"])[1]
+    sizes = _dims(ops[op["operands"][0]]["result"])
+    n_summed = math.prod(sizes[int(dim)] for dim in re.findall(r"\d+", summed))
+    return 2 * n_summed * math.prod(_dims(op["result"]))
+
+
+def _attention_flop(op, ops):
+    """(FLOP, fraction of the peak that it reaches) of a call of cuDNN's attention."""
+    # As the kernel sees its operands: q [B, T, N, H], k [B, S, K, H].
+    q, k = re.search(r"operand_layout_constraints=\{(\S+), (\S+), ", op["line"]).groups()
+    B, T, N, H = _dims(q)
+    S = _dims(k)[1]
+    forward_frac, backward_frac = NARROW_ATTENTION_FRAC if H <= 64 else WIDE_ATTENTION_FRAC
+    flop = 2 * B * N * T * S * H  # of one product
+    if '"mask_type": "CAUSAL"' in op["line"]:
+        flop /= 2
+    if "Backward" in op["line"]:
+        return 5 * flop, backward_frac
+    return 2 * flop, forward_frac
+
+
+def _dims(text):
+    """The sizes of the first array in a text."""
+    return [int(size) for size in re.search(r"\[([\d,]*)\]", text)[1].split(",") if size]
+
+
+def _total_bytes(result):
+    """Bytes of all arrays of an HLO result."""
+    return sum(jax.tree.leaves(_result_bytes(result)))
 
 
 def _result_bytes(text):
