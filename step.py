@@ -1152,6 +1152,10 @@ PEAKS = {
     "NVIDIA H100": (989, 74.5),
     "NVIDIA H200": (989, 135),
     "NVIDIA B200": (2250, 173.5),
+    "NVIDIA GeForce RTX 4080 ": (None, None),  # of laptops, and SUPER: other chips
+    "NVIDIA GeForce RTX 4080": (97.5, 11.5),
+    "NVIDIA GeForce RTX 4090 ": (None, None),  # of laptops, and D: other chips
+    "NVIDIA GeForce RTX 4090": (165.2, 19.5),
     "TPU v4": (275, 30.75),
     "TPU v5 lite": (197, 15.75),
     "TPU v5": (459, 95),

@@ -37,6 +37,8 @@ BANDWIDTHS = {
     "NVIDIA A100": {"memory": 2039, "near": 300, "far": 25, "host": 32},
     "NVIDIA H100": {"memory": 3350, "near": 450, "far": 50, "host": 64},
     "NVIDIA H200": {"memory": 4800, "near": 450, "far": 50, "host": 64},
+    "NVIDIA GeForce RTX 4080": {"memory": 717, "near": 32, "far": 1.25, "host": 32},
+    "NVIDIA GeForce RTX 4090": {"memory": 1008, "near": 32, "far": 1.25, "host": 32},
     "NVIDIA B200": {"memory": 7672, "near": 900, "far": 50, "host": 64},
     "TPU v4": {"memory": 1228, "near": 150, "far": 6.25, "host": 15},
     "TPU v5 lite": {"memory": 819, "near": 100, "far": 3.125, "host": 15},
@@ -148,18 +150,24 @@ def slice_devices(name, n_slices):
 
 # What the compiler needs to know of a GPU. Source: the vendor's data sheets and XLA's descriptions.
 GPUS = {
-    "a100": {"kind": "NVIDIA A100-SXM4-80GB", "capability": 8, "multiprocessors": 108,
+    "a100": {"kind": "NVIDIA A100-SXM4-80GB", "capability": (8, 0), "multiprocessors": 108,
              "fp32_units": 64, "shared_kib": 164, "l2_mib": 40, "clock_ghz": 1.41,
              "memory_tbps": 2.039, "memory_gib": 79.3},
-    "h100": {"kind": "NVIDIA H100 80GB HBM3", "capability": 9, "multiprocessors": 132,
+    "h100": {"kind": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "multiprocessors": 132,
              "fp32_units": 128, "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98,
              "memory_tbps": 3.352, "memory_gib": 79.1},
-    "h200": {"kind": "NVIDIA H200", "capability": 9, "multiprocessors": 132,
+    "h200": {"kind": "NVIDIA H200", "capability": (9, 0), "multiprocessors": 132,
              "fp32_units": 128, "shared_kib": 228, "l2_mib": 50, "clock_ghz": 1.98,
              "memory_tbps": 4.8, "memory_gib": 141},
-    "b200": {"kind": "NVIDIA B200", "capability": 10, "multiprocessors": 148,
+    "b200": {"kind": "NVIDIA B200", "capability": (10, 0), "multiprocessors": 148,
              "fp32_units": 128, "shared_kib": 228, "l2_mib": 126.5, "clock_ghz": 1.965,
              "memory_tbps": 7.672, "memory_gib": 178.4},
+    "rtx4080": {"kind": "NVIDIA GeForce RTX 4080", "capability": (8, 9), "multiprocessors": 76,
+                "fp32_units": 128, "shared_kib": 100, "l2_mib": 64, "clock_ghz": 2.505,
+                "memory_tbps": 0.717, "memory_gib": 16},
+    "rtx4090": {"kind": "NVIDIA GeForce RTX 4090", "capability": (8, 9), "multiprocessors": 128,
+                "fp32_units": 128, "shared_kib": 100, "l2_mib": 72, "clock_ghz": 2.52,
+                "memory_tbps": 1.008, "memory_gib": 24},
 }
 
 
@@ -189,9 +197,10 @@ def gpus(name, hosts, per_host):
         "memory_bandwidth": int(gpu["memory_tbps"] * 1e12),
         "device_memory_size": int(gpu["memory_gib"] * 2**30),
     }
+    major, minor = gpu["capability"]
     target = (
         "gpu_device_info { " + " ".join(f"{k}: {v}" for k, v in numbers.items())
-        + f" cuda_compute_capability {{ major: {gpu['capability']} minor: 0 }} "
+        + f" cuda_compute_capability {{ major: {major} minor: {minor} }} "
         "runtime_version: '12.9.0' dnn_version: '9.10.0' } platform_name: 'CUDA' "
         "dnn_version_info { major: 9 minor: 10 } "
         f"device_description_str: '{gpu['kind']}'")

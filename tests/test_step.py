@@ -1461,6 +1461,8 @@ def test_memory_of_a_device():
     assert step.peaks("NVIDIA A100-SXM4-80GB")[0] == 312 and step.peaks("TPU v4") == (275, 30.75)
     assert step.peaks("NVIDIA H200") == (989, 135) and step.peaks("TPU v6 lite") == (918, 31.25)
     assert step.peaks("TPU v5 lite") == (197, 15.75) and step.peaks("TPU v5p") == (459, 95)
+    assert step.peaks("NVIDIA GeForce RTX 4090") == (165.2, 19.5)
+    assert step.peaks("NVIDIA GeForce RTX 4090 Laptop GPU") == (None, None)
 
 
 def test_a_step_that_does_not_fit_is_an_error_in_gib():
