@@ -125,6 +125,9 @@ def planned_devices(cfg):
         error = f"its compiler is missing: pip install 'jax[{extra}]'"
     elif is_gpu and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
         error = f"must be hosts x GPUs; legal are {legal}"
+    elif is_gpu and cfg.deterministic and jax.__version_info__ >= (0, 12):
+        error = ("with --deterministic True, XLA of jax 0.12 compiles for a GPU only where one is; "
+                 "plan without it, or with jax 0.10")
     else:
         jax.config.update("jax_platforms", "cpu")
         try:
