@@ -8,8 +8,8 @@
 For new hardware, a new driver or a new JAX. Each check prints PASS or FAIL with a figure and its
 bound. An item is a process of its own with a time limit, so that a crash or a hang fails that item
 alone. The report is DIR/check.md, with a row for tests/RESULTS.md, and DIR/check.json; DIR is
---out_dir. Both are rewritten after each record. The exit code is 0, 1 if a check failed, 2 for an
-invalid flag, or 130 after Ctrl-C.
+--out_dir. Both are rewritten after each record. The exit code is 0, 1 if a check failed or none was
+made, 2 for an invalid flag, or 130 after Ctrl-C.
 """
 import argparse
 import contextlib
@@ -283,7 +283,11 @@ def main():
         finally:
             report = write_report(context)
             print(f"{summary(context['records'])}; report: {report}", flush=True)
-    return int(any(each["status"] == "FAIL" for each in context["records"]))
+    found = {each["status"] for each in context["records"]}
+    if not found & {"PASS", "INFO", "FAIL"}:
+        print("nothing was checked", flush=True)
+        return 1
+    return int("FAIL" in found)
 
 
 def run_here(name, *args):
@@ -351,7 +355,7 @@ def start(item, context):
             [sys.executable, __file__, "--run", *item["call"]], env=env, cwd=ROOT,
             stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True)
     return item | {"process": process, "began": time.monotonic(), "output": output, "log": log,
-                   "n_read": 0}
+                   "n_read": 0, "n_records": 0}
 
 
 def poll(item, context):
@@ -369,7 +373,7 @@ def poll(item, context):
             failure = record("FAIL", "all", f"stopped after {limit_s:.0f} s")
         else:
             failure = record("SKIP", "all", "not finished in the time that was left")
-    elif code == 0 and item["n_read"] > 0:
+    elif code == 0 and item["n_records"] > 0:
         return True
     else:
         kill(item)  # what it has started
@@ -388,6 +392,7 @@ def read_records(item, context):
     for line in lines[item["n_read"]:]:
         if line.startswith('{"status": '):  # packages print too
             add_record(item, json.loads(line), context)
+            item["n_records"] += 1
     item["n_read"] = len(lines)
 
 
@@ -400,8 +405,9 @@ def kill(item):
 
 def with_command(text, item):
     """Return a text with the command that runs an item alone, with enough time."""
+    folder = f"out/check-{item['name'].replace('/', '-')}"
     return (f"{text}; alone: python tests/check.py --only {item['name']} "
-            f"--limit {2 * item['limit_s']:.0f}")
+            f"--limit {2 * item['limit_s']:.0f} --out_dir {folder}")
 
 
 def lacks_results(name, context):
@@ -1274,8 +1280,8 @@ def mesh():
     n = len(jax.devices())
     sizes = dict(batch_size=2 * n, seq_len=32 * n, grad_accum_steps=1, n_heads=n, n_kv_heads=n,
                  head_dim=16, dtype="float32", attention="xla")
-    dense = three_losses(sizes, {}, 1)
-    experts = three_losses(sizes | {"n_experts": n}, {}, 1)
+    dense = three_losses(mesh_setup(sizes, {}, 1))
+    experts = three_losses(mesh_setup(sizes | {"n_experts": n}, {}, 1))
     for axis in train.steplib.AXES:
         if axis == "ep":
             changes = {"n_experts": n}
@@ -1284,23 +1290,31 @@ def mesh():
             changes = {}
             expected = dense
         try:
-            found = three_losses(sizes | changes, {"fsdp": 1, axis: n}, n)
-        except ValueError as e:
+            setup = mesh_setup(sizes | changes, {"fsdp": 1} | {axis: n}, n)
+        except ValueError as e:  # a mesh that this model cannot have
             yield record("SKIP", f"{axis} {n}", str(e).splitlines()[0])
             continue
+        found = three_losses(setup)
         error = max(abs(a / b - 1) for a, b in zip(found, expected))
         text = f"losses {', '.join(f'{x:.6f}' for x in found)}: relative difference to one device"
         yield checked(f"{axis} {n}", error, 1e-5, text)
 
 
-def three_losses(sizes, axes, n_devices):
-    """Return the losses of three steps on the first devices."""
+def mesh_setup(sizes, axes, n_devices):
+    """Return train.setup_run of a model on the first devices."""
     import jax
 
     import train
     fields = SMALL | CASES["plain"] | sizes | axes
-    setup = train.setup_run(train.config.Config(**fields, cache_dir=cache_dir()),
-                            devices=jax.devices()[:n_devices])
+    return train.setup_run(train.config.Config(**fields, cache_dir=cache_dir()),
+                           devices=jax.devices()[:n_devices])
+
+
+def three_losses(setup):
+    """Return the losses of three steps."""
+    import jax
+
+    import train
     programs = train.steplib.compile_steps(*train.step_args(setup))
     batch = random_batch(setup)
     state = programs["init"](jax.random.key(0))

@@ -7,8 +7,8 @@
 
 Takes the flags of train.py. Compiles the step that would run and allocates nothing. The time of a
 step follows from what it computes, reads, writes and sends, from the vendors' rates, and from the
-fractions of them that are reached, which are fitted to published runs (tests/RESULTS.md). On a GPU
-it is the sum of the times of its kernels. Collectives count as rings.
+fractions of them that are reached: MATMUL_FRAC and EXPOSED are fitted to published runs
+(tests/RESULTS.md). On a GPU it is the sum of the times of its kernels. Collectives count as rings.
 """
 import ast
 import dataclasses
@@ -104,8 +104,12 @@ def main(cfg, hooks=(), task=train.TEXT):
         train.print0(f"at full rates: {seconds}")
     if cost.get("kernel_seconds"):
         seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["kernel_seconds"].items())
-        train.print0(f"{cost['n_kernels']:,} kernels: {seconds}")
-        train.print0(f"a step: about {cost['step_s']:.4g} s, MFU {cost['mfu']:.1%}")
+        train.print0(f"{cost['n_kernels']:,} kernels, one after the other: {seconds}")
+    if "step_s" in cost:
+        cfg = run["cfg"]
+        rate = cfg.batch_size * cfg.seq_len / cost["step_s"]
+        train.print0(f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, "
+                     f"MFU {cost['mfu']:.1%}")
     return cost | {"exit_code": int(not cost["fits"])}
 
 
@@ -132,6 +136,8 @@ def planned_devices(cfg):
         jax.config.update("jax_platforms", "cpu")
         try:
             if is_gpu:
+                # Such programs can be written to the cache, but not read.
+                jax.config.update("jax_enable_compilation_cache", False)
                 n_hosts, per_host = map(int, shape.split("x"))
                 return gpus(name, n_hosts, per_host)
             return slice_devices(cfg.plan_for, math.prod(config.parse_slices(cfg.slices).values()))
@@ -227,20 +233,21 @@ def measure(run):
     if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
                        "host_bytes": 0}
-    groups = math.prod(steplib.slice_sizes(run["cfg"].slices, mesh.shape).values())
+    n_slices = math.prod(steplib.slice_sizes(run["cfg"].slices, mesh.shape).values())
     name, _, shape = run["cfg"].plan_for.partition(":")
     if name in GPUS:  # the slow network is between hosts
-        groups = int(shape.split("x")[0])
+        n_slices = int(shape.split("x")[0])
     kind = mesh.devices.flat[0].device_kind
-    cost |= step_traffic(compiled_step.as_text(), mesh, kind, groups)
+    cost |= step_traffic(compiled_step.as_text(), mesh, kind, n_slices)
     return cost | roofline(cost, kind)
 
 
 def step_traffic(text, mesh, kind, slices=1):
-    """What a compiled step sends, reads and writes, as `roofline` takes it beside "flop".
+    """What a compiled step sends, reads and writes: {"collectives", "sent_bytes",
+    "memory_traffic_bytes", "host_bytes"}, and for GPUs "n_kernels" and "kernel_seconds" ({} if
+    their rates are not known). With "flop" these are the argument cost of `roofline`.
 
-    kind: of the devices. Returns {"collectives", "sent_bytes", "memory_traffic_bytes",
-    "host_bytes"}, and for GPUs of known rates "kernel_seconds" and "n_kernels".
+    kind: of the devices, by JAX's name.
     """
     sent, written, hosted = traffic(text, mesh, slices)
     cost = {"collectives": sent, "host_bytes": hosted,
@@ -271,12 +278,13 @@ def roofline(cost, kind):
         seconds["slow network"] = far / gbps["far"] / 1e9
     if cost["host_bytes"]:
         seconds["host"] = cost["host_bytes"] / gbps["host"] / 1e9
-    other_s = sum(seconds.values()) - seconds["compute"]
+    sending_s = sum(seconds.values()) - seconds["compute"] - seconds["memory"]
+    step_s = EXPOSED * sending_s
     if cost.get("kernel_seconds"):
-        kernels_s = sum(cost["kernel_seconds"].values())
-        step_s = kernels_s + EXPOSED * (other_s - seconds["memory"])
+        step_s += sum(cost["kernel_seconds"].values())
     else:
-        step_s = seconds["compute"] / first_prefix(MATMUL_FRAC, kind) + EXPOSED * other_s
+        step_s += seconds["compute"] / first_prefix(MATMUL_FRAC, kind)
+        step_s += EXPOSED * seconds["memory"]
     model_flop = next(iter(cost["flop"].values()))
     return {"seconds": seconds, "step_s": step_s, "mfu": model_flop / step_s / tflops / 1e12}
 
@@ -475,8 +483,7 @@ def _operations(text):
     """Yield (operation, result bytes, line, times it runs, whether it is fused) for each line that
     runs. The operation that calls a fused one counts its writes.
     """
-    bodies = {m[1]: m[2] for m in re.finditer(
-        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
+    bodies = _computations(text)
 
     def walk(name, times, fused):
         for line in bodies.get(name, "").splitlines():
@@ -494,6 +501,12 @@ def _operations(text):
     return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1, False)
 
 
+def _computations(text):
+    """{name of a computation: its text} of a program in HLO."""
+    return {body[1]: body[2] for body in re.finditer(
+        r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)", text, re.M | re.S)}
+
+
 # ---- the kernels of a program for GPUs
 
 def gpu_kernels(text):
@@ -504,13 +517,13 @@ def gpu_kernels(text):
     Of an operand that is only sliced the slices count, of one that is updated in place the update.
     The branches of conditionals are not counted.
     """
-    bodies = _instructions(text)
+    texts = _computations(text)
+    bodies = {name: _instructions(body) for name, body in texts.items()}
 
     def walk(body, times):
         for op in bodies[body].values():
             if op["op"] == "while":
-                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', op["line"])
-                yield from walk(_callee(op), times * int(trips[1] if trips else 1))
+                yield from walk(_callee(op), times * _trip_count(op["line"], texts))
             elif op["op"] == "call":
                 yield from walk(_callee(op), times)
             elif op["op"] == "async-start":
@@ -523,20 +536,19 @@ def gpu_kernels(text):
     return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1)
 
 
-def _instructions(text):
-    """{computation: {name: {"op", "result" (its type), "operands" (names), "line", "is_root"}}}."""
-    bodies = {}
-    for body in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:$|,)",
-                            text, re.M | re.S):
-        bodies[body[1]] = {}
-        for line in body[2].splitlines():
-            match = re.match(r"\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
-            if match:
-                root, name, result, op, rest = match.groups()
-                operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
-                bodies[body[1]][name] = {"op": op, "result": result, "operands": operands,
-                                         "line": line, "is_root": bool(root)}
-    return bodies
+def _instructions(body):
+    """{name: {"op", "result" (its type), "operands" (names), "line", "is_root"}} of the text of a
+    computation.
+    """
+    found = {}
+    for line in body.splitlines():
+        match = re.match(r"\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
+        if match:
+            root, name, result, op, rest = match.groups()
+            operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
+            found[name] = {"op": op, "result": result, "operands": operands, "line": line,
+                           "is_root": bool(root)}
+    return found
 
 
 def _callee(op):
@@ -555,7 +567,7 @@ def _kernel(op, bodies, ops):
     if op["op"] == "fusion":
         fused = bodies[_callee(op)]
         kernel["bytes"] = _fusion_bytes(fused)
-        flop = _products_flop(fused, bodies)
+        flop = _fused_flop(fused, bodies)
     else:
         flop = _product_flop(op, ops)
     if flop:
@@ -597,12 +609,12 @@ def _fusion_bytes(fused):
     return read + sum(n_written(name) for name, op in fused.items() if op["is_root"])
 
 
-def _products_flop(fused, bodies):
+def _fused_flop(fused, bodies):
     """FLOP of the products among the instructions of a fusion, nested fusions included."""
     total = 0
     for op in fused.values():
         if op["op"] == "fusion":
-            total += _products_flop(bodies[_callee(op)], bodies)
+            total += _fused_flop(bodies[_callee(op)], bodies)
         else:
             total += _product_flop(op, fused)
     return total

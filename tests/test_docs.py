@@ -51,7 +51,7 @@ SMALL = f"--steps 3 --batch_size 16 --seq_len 32 --eval_batches 1 --sample_token
 FLAGS = {
     "train.py": SMALL,
     "plan.py": SHAPE,
-    "check.py": "--minutes 0 --limit 0",
+    "check.py": "--only numbers/known-forms --limit 300",
     "digits.py": "--steps 2 --eval_batches 1",
     "dpo.py": SMALL,
     "distill.py": SMALL,

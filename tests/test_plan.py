@@ -365,6 +365,23 @@ def test_a_roofline_by_hand():
     assert plan.roofline(cost, "cpu") == {}
 
 
+def test_a_plan_says_how_long_a_step_takes(tiny, monkeypatch, capsys):
+    """Of a device with known rates that is no GPU: tokens/s and MFU follow from the time.
+
+    Break: tests/plan.py: rate = cfg.batch_size * cfg.seq_len / cost["step_s"] =>
+    rate = cfg.batch_size / cost["step_s"]
+    """
+    monkeypatch.setitem(step.PEAKS, "cpu", (0.1, 1))
+    monkeypatch.setitem(plan.BANDWIDTHS, "cpu", {"memory": 10, "near": 1, "far": 1, "host": 1})
+    monkeypatch.setitem(plan.MATMUL_FRAC, "cpu", 0.5)
+    cost = planned(tiny, dp=1, fsdp=8)
+    rate = 8 * 16 / cost["step_s"]
+    said = capsys.readouterr().out
+    assert "at full rates: compute " in said
+    assert (f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, MFU {cost['mfu']:.1%}"
+            in said)
+
+
 # A program for a GPU: a loop of three runs of a fusion, which multiplies a slice [32, 64] of a
 # stack by a matrix and writes the product into another stack; cuDNN's attention in both directions;
 # a product by cuBLAS; a collective; a fusion of two results.
@@ -693,7 +710,7 @@ def test_a_plan_for_gpus_that_are_not_here(tiny):
     """Two hosts of four: a mesh of 8, of which fsdp crosses hosts and tp does not; memory of the
     data sheet.
 
-    Break: tests/plan.py: groups = int(shape.split("x")[0]) => pass
+    Break: tests/plan.py: n_slices = int(shape.split("x")[0]) => pass
     """
     cost = planned(tiny, **GPU | dict(plan_for="a100:2x4", fsdp=2, tp=4))
     assert cost["fits"] and 0 < cost["mfu"] < 1
