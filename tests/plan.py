@@ -70,9 +70,10 @@ CROSS_SLICE = " (slow network)"  # suffix of the axes of a collective that uses 
 # Operations that write nothing to memory.
 NO_WRITE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while",
             "conditional")
-# Operations of a GPU's program that are no kernels. What a collective takes is counted apart.
+# Operations of a GPU's program that are no kernels. What collectives and copies to the host take is
+# counted apart.
 NO_KERNEL = (*NO_WRITE, "call", "after-all", "opt-barrier", "partition-id", "replica-id",
-             *SENT, *(f"{kind}-start" for kind in SENT))
+             "copy-start", *SENT, *(f"{kind}-start" for kind in SENT))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,10 +107,12 @@ def main(cfg, hooks=(), task=train.TEXT):
         seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["kernel_seconds"].items())
         train.print0(f"{cost['n_kernels']:,} kernels, one after the other: {seconds}")
     if "step_s" in cost:
-        cfg = run["cfg"]
-        rate = cfg.batch_size * cfg.seq_len / cost["step_s"]
+        tokens = run["cfg"].batch_size * run["cfg"].seq_len
+        rate = tokens / cost["step_s"]
         train.print0(f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, "
                      f"MFU {cost['mfu']:.1%}")
+    elif cfg.plan_for and run["cfg"].dtype == "float32":
+        train.print0("no time in float32: the rates that are known are those of bfloat16")
     return cost | {"exit_code": int(not cost["fits"])}
 
 
@@ -125,13 +128,18 @@ def planned_devices(cfg):
         package, extra = "jax_cuda12_plugin", "cuda12"
     legal = f"TPU slices as v5p:8x8x8, v6e:16x16; hosts x GPUs of {', '.join(GPUS)} as h100:8x8"
     error = ""
-    if not importlib.util.find_spec(package):
+    if not is_gpu and not re.match(r"v\d", name):
+        error = f"unknown; legal are {legal}"
+    elif not importlib.util.find_spec(package):
         error = f"its compiler is missing: pip install 'jax[{extra}]'"
     elif is_gpu and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
         error = f"must be hosts x GPUs; legal are {legal}"
     elif is_gpu and cfg.deterministic and jax.__version_info__ >= (0, 12):
         error = ("with --deterministic True, XLA of jax 0.12 compiles for a GPU only where one is; "
                  "plan without it, or with jax 0.10")
+    elif is_gpu and cfg.offload_optimizer:
+        error = ("with --offload_optimizer True, absent GPUs cannot be planned: JAX does not "
+                 "know their host's memory; plan without it, or where such a GPU is")
     else:
         jax.config.update("jax_platforms", "cpu")
         try:
@@ -239,6 +247,8 @@ def measure(run):
         n_slices = int(shape.split("x")[0])
     kind = mesh.devices.flat[0].device_kind
     cost |= step_traffic(compiled_step.as_text(), mesh, kind, n_slices)
+    if run["cfg"].dtype == "float32":  # the rates are those of bfloat16
+        return cost
     return cost | roofline(cost, kind)
 
 
@@ -558,8 +568,10 @@ def _callee(op):
 
 def _kernel(op, bodies, ops):
     """A kernel as in gpu_kernels, without "times". op: one of the instructions ops."""
-    n_bytes = _total_bytes(op["result"])
-    n_bytes += sum(_total_bytes(ops[name]["result"]) for name in op["operands"])
+    results = jax.tree.leaves(_result_bytes(op["result"]))
+    if "__cublas$" in op["line"]:  # the second result is memory to work in
+        results = results[:1]
+    n_bytes = sum(results) + sum(_total_bytes(ops[name]["result"]) for name in op["operands"])
     kernel = {"kind": "other kernels", "flop": 0, "flop_frac": 1, "bytes": n_bytes}
     if "__cudnn$fmha" in op["line"]:
         flop, flop_frac = _attention_flop(op, ops)
@@ -638,9 +650,13 @@ def _attention_flop(op, ops):
     B, T, N, H = _dims(q)
     S = _dims(k)[1]
     forward_frac, backward_frac = NARROW_ATTENTION_FRAC if H <= 64 else WIDE_ATTENTION_FRAC
-    flop = 2 * B * N * T * S * H  # of one product
+    n_keys = S
     if '"mask_type": "CAUSAL"' in op["line"]:
-        flop /= 2
+        n_keys = S / 2
+    window = re.search(r'"sliding_window_length": (\d+)', op["line"])
+    if window and int(window[1]):
+        n_keys = min(n_keys, int(window[1]))
+    flop = 2 * B * N * T * n_keys * H  # of one product
     if "Backward" in op["line"]:
         return 5 * flop, backward_frac
     return 2 * flop, forward_frac
