@@ -103,10 +103,10 @@ def main(cfg, hooks=(), task=train.TEXT):
     if "seconds" in cost:
         seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["seconds"].items())
         train.print0(f"at full rates: {seconds}")
-    if cost.get("kernel_seconds"):
-        seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["kernel_seconds"].items())
-        train.print0(f"{cost['n_kernels']:,} kernels, one after the other: {seconds}")
     if "step_s" in cost:
+        if "kernel_seconds" in cost:
+            seconds = ", ".join(f"{name} {s:.4g} s" for name, s in cost["kernel_seconds"].items())
+            train.print0(f"{cost['n_kernels']:,} kernels, one after the other: {seconds}")
         tokens = run["cfg"].batch_size * run["cfg"].seq_len
         rate = tokens / cost["step_s"]
         train.print0(f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, "
