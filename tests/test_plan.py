@@ -366,8 +366,8 @@ def test_a_roofline_by_hand():
 
 
 def test_a_plan_says_how_long_a_step_takes(tiny, monkeypatch, capsys):
-    """Of a device with known rates that is no GPU: tokens/s and MFU follow from the time. In float32
-    no time is planned.
+    """A device with known rates that is no GPU: tokens/s and MFU follow from the time, which is not
+    planned in float32.
 
     Break: tests/plan.py: rate = tokens / cost["step_s"] => rate = 8 / cost["step_s"]
     """
