@@ -567,14 +567,15 @@ def _callee(op):
 
 
 def _kernel(op, bodies, ops):
-    """A kernel as in gpu_kernels, without "times". op: one of the instructions ops."""
+    """The kernel of an instruction, as in gpu_kernels without "times". ops: all of its computation.
+    """
     results = jax.tree.leaves(_result_bytes(op["result"]))
     if "__cublas$" in op["line"]:  # the second result is memory to work in
         results = results[:1]
     n_bytes = sum(results) + sum(_total_bytes(ops[name]["result"]) for name in op["operands"])
     kernel = {"kind": "other kernels", "flop": 0, "flop_frac": 1, "bytes": n_bytes}
     if "__cudnn$fmha" in op["line"]:
-        flop, flop_frac = _attention_flop(op, ops)
+        flop, flop_frac = _attention_flop(op)
         return kernel | {"kind": "attention", "flop": flop, "flop_frac": flop_frac}
     if op["op"] == "fusion":
         fused = bodies[_callee(op)]
@@ -643,7 +644,7 @@ def _product_flop(op, ops):
     return 2 * n_summed * math.prod(_dims(op["result"]))
 
 
-def _attention_flop(op, ops):
+def _attention_flop(op):
     """(FLOP, fraction of the peak that it reaches) of a call of cuDNN's attention."""
     # As the kernel sees its operands: q [B, T, N, H], k [B, S, K, H].
     q, k = re.search(r"operand_layout_constraints=\{(\S+), (\S+), ", op["line"]).groups()
