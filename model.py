@@ -339,7 +339,7 @@ def _attention_inputs(batch, cfg):
     """The inputs of attention beside q, k and v, equal in all layers: positions [B, T], segments
     [B, T] or None, window (0: none), and the rotary tables cos and sin.
 
-    Without positions in the batch all rows have the same, and layers read tables of one row.
+    A batch without positions has the same ones in each row; then the tables have one row.
     """
     B, T = batch["tokens"].shape
     positions = batch["positions"] if "positions" in batch else jnp.arange(T)[None]

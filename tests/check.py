@@ -1290,6 +1290,7 @@ def mesh():
             changes = {}
             expected = dense
         try:
+            # One axis has all devices, also if it is fsdp.
             setup = mesh_setup(sizes | changes, {"fsdp": 1} | {axis: n}, n)
         except ValueError as e:  # a mesh that this model cannot have
             yield record("SKIP", f"{axis} {n}", str(e).splitlines()[0])

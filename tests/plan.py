@@ -311,7 +311,7 @@ def kernel_seconds(kernels, kind):
     for kernel in kernels:
         compute_s = kernel["flop"] / kernel["flop_frac"] / tflops / 1e12
         memory_s = kernel["bytes"] / MEMORY_FRAC / gbps["memory"] / 1e9
-        seconds[kernel["kind"]] += kernel["times"] * (max(compute_s, memory_s) + LAUNCH_S)
+        seconds[kernel["group"]] += kernel["times"] * (max(compute_s, memory_s) + LAUNCH_S)
     return seconds
 
 
@@ -520,7 +520,7 @@ def _computations(text):
 # ---- the kernels of a program for GPUs
 
 def gpu_kernels(text):
-    """Yield each kernel of a program compiled for GPUs: {"kind": "products", "attention" (cuDNN's)
+    """Yield each kernel of a program compiled for GPUs: {"group": "products", "attention" (cuDNN's)
     or "other kernels", "flop" of products and attention, "flop_frac" (the fraction of the peak that
     it reaches), "bytes" read and written, "times" it runs}.
 
@@ -532,32 +532,32 @@ def gpu_kernels(text):
 
     def walk(body, times):
         for op in bodies[body].values():
-            if op["op"] == "while":
+            if op["opcode"] == "while":
                 yield from walk(_callee(op), times * _trip_count(op["line"], texts))
-            elif op["op"] == "call":
+            elif op["opcode"] == "call":
                 yield from walk(_callee(op), times)
-            elif op["op"] == "async-start":
+            elif op["opcode"] == "async-start":
                 inner = bodies[_callee(op)]
-                if not any(x["op"] in SENT for x in inner.values()):
+                if not any(x["opcode"] in SENT for x in inner.values()):
                     yield from walk(_callee(op), times)
-            elif op["op"] not in NO_KERNEL and not op["op"].endswith(("-done", "-update")):
+            elif op["opcode"] not in NO_KERNEL and not op["opcode"].endswith(("-done", "-update")):
                 yield _kernel(op, bodies, bodies[body]) | {"times": times}
 
     return walk(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 1)
 
 
 def _instructions(body):
-    """{name: {"op", "result" (its type), "operands" (names), "line", "is_root"}} of the text of a
-    computation.
+    """{name: {"opcode", "result" (its type), "operands" (names), "line", "is_root"}} of the text of
+    a computation.
     """
     found = {}
     for line in body.splitlines():
         match = re.match(r"\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
         if match:
-            root, name, result, op, rest = match.groups()
+            root, name, result, opcode, rest = match.groups()
             operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
-            found[name] = {"op": op, "result": result, "operands": operands, "line": line,
-                           "is_root": bool(root)}
+            found[name] = {"opcode": opcode, "result": result, "operands": operands,
+                           "line": line, "is_root": bool(root)}
     return found
 
 
@@ -573,18 +573,18 @@ def _kernel(op, bodies, ops):
     if "__cublas$" in op["line"]:  # the second result is memory to work in
         results = results[:1]
     n_bytes = sum(results) + sum(_total_bytes(ops[name]["result"]) for name in op["operands"])
-    kernel = {"kind": "other kernels", "flop": 0, "flop_frac": 1, "bytes": n_bytes}
+    kernel = {"group": "other kernels", "flop": 0, "flop_frac": 1, "bytes": n_bytes}
     if "__cudnn$fmha" in op["line"]:
         flop, flop_frac = _attention_flop(op)
-        return kernel | {"kind": "attention", "flop": flop, "flop_frac": flop_frac}
-    if op["op"] == "fusion":
+        return kernel | {"group": "attention", "flop": flop, "flop_frac": flop_frac}
+    if op["opcode"] == "fusion":
         fused = bodies[_callee(op)]
         kernel["bytes"] = _fusion_bytes(fused)
         flop = _fused_flop(fused, bodies)
     else:
         flop = _product_flop(op, ops)
     if flop:
-        kernel |= {"kind": "products", "flop": flop, "flop_frac": MATMUL_FRAC["NVIDIA"]}
+        kernel |= {"group": "products", "flop": flop, "flop_frac": MATMUL_FRAC["NVIDIA"]}
     return kernel
 
 
@@ -600,25 +600,25 @@ def _fusion_bytes(fused):
         total = 0
         for user, place in users[name]:
             op = fused[user]
-            if op["op"] == "bitcast":
+            if op["opcode"] == "bitcast":
                 total += n_read(user)
-            elif op["op"] in ("dynamic-slice", "slice", "gather") and place == 0:
+            elif op["opcode"] in ("dynamic-slice", "slice", "gather") and place == 0:
                 total += _total_bytes(op["result"])
-            elif op["op"] != "dynamic-update-slice" or place > 0:
+            elif op["opcode"] != "dynamic-update-slice" or place > 0:
                 total += size
         return min(total, size)
 
     def n_written(name):
         op = fused[name]
-        if op["op"] == "tuple":
+        if op["opcode"] == "tuple":
             return sum(map(n_written, op["operands"]))
-        if op["op"] == "bitcast":
+        if op["opcode"] == "bitcast":
             return n_written(op["operands"][0])
-        if op["op"] == "dynamic-update-slice":
+        if op["opcode"] == "dynamic-update-slice":
             return _total_bytes(fused[op["operands"][1]]["result"])
         return _total_bytes(op["result"])
 
-    read = sum(n_read(name) for name, op in fused.items() if op["op"] == "parameter")
+    read = sum(n_read(name) for name, op in fused.items() if op["opcode"] == "parameter")
     return read + sum(n_written(name) for name, op in fused.items() if op["is_root"])
 
 
@@ -626,7 +626,7 @@ def _fused_flop(fused, bodies):
     """FLOP of the products among the instructions of a fusion, nested fusions included."""
     total = 0
     for op in fused.values():
-        if op["op"] == "fusion":
+        if op["opcode"] == "fusion":
             total += _fused_flop(bodies[_callee(op)], bodies)
         else:
             total += _product_flop(op, fused)
@@ -635,7 +635,7 @@ def _fused_flop(fused, bodies):
 
 def _product_flop(op, ops):
     """FLOP of a dot or of cuBLAS, 0 of another instruction."""
-    if op["op"] != "dot" and "__cublas$" not in op["line"]:
+    if op["opcode"] != "dot" and "__cublas$" not in op["line"]:
         return 0
     # HLO writes {1}, the options of cuBLAS write ["1"].
     summed = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\W*([\d", ]*)', op["line"])[1]

@@ -454,10 +454,10 @@ def test_kernels_of_a_gpu_are_what_was_written(head, fracs):
     """Each kernel once a run, with its FLOP and bytes: of a stack only the slice that is read or
     written. Views and collectives are none.
 
-    Break: tests/plan.py: if op["op"] == "dynamic-update-slice": => if False:
+    Break: tests/plan.py: if op["opcode"] == "dynamic-update-slice": => if False:
     """
     found = list(plan.gpu_kernels(GPU_TEXT.replace("HEAD", str(head))))
-    rows = [(x["kind"], x["times"], x["flop"], x["bytes"]) for x in found]
+    rows = [(x["group"], x["times"], x["flop"], x["bytes"]) for x in found]
     size = 2 * 2 * 16 * 4 * head  # bytes of q
     assert rows == [
         ("products", 3, 2 * 32 * 64 * 16, 2 * (32 * 64 + 64 * 16 + 32 * 16) + 4),
@@ -477,9 +477,9 @@ def test_the_time_of_a_gpu_is_the_sum_of_its_kernels():
     Break: tests/plan.py: max(compute_s, memory_s) => compute_s + memory_s
     """
     kernels = [
-        {"kind": "products", "flop": 989e12, "flop_frac": 0.5, "bytes": 1, "times": 2},
-        {"kind": "attention", "flop": 989e12, "flop_frac": 0.25, "bytes": 3350e9, "times": 1},
-        {"kind": "other kernels", "flop": 0, "flop_frac": 1, "bytes": 0.88 * 3350e9, "times": 3}]
+        {"group": "products", "flop": 989e12, "flop_frac": 0.5, "bytes": 1, "times": 2},
+        {"group": "attention", "flop": 989e12, "flop_frac": 0.25, "bytes": 3350e9, "times": 1},
+        {"group": "other kernels", "flop": 0, "flop_frac": 1, "bytes": 0.88 * 3350e9, "times": 3}]
     seconds = plan.kernel_seconds(kernels, "NVIDIA H100")
     assert seconds == pytest.approx(
         {"products": 4 + 3e-6, "attention": 4 + 1.5e-6, "other kernels": 3 + 4.5e-6}, rel=1e-9)
@@ -656,7 +656,7 @@ def test_kernels_of_a_gpu_have_the_flops_of_the_model(tiny):
     found = {"products": 0, "attention": 0}
     for kernel in plan.gpu_kernels(cost["programs"]["update"].as_text()):
         if kernel["flop"]:
-            found[kernel["kind"]] += kernel["times"] * kernel["flop"]
+            found[kernel["group"]] += kernel["times"] * kernel["flop"]
     tokens = cfg.batch_size * cfg.seq_len
     attention = 12 * cfg.n_layers * cfg.n_heads * cfg.head_dim * cfg.seq_len / 2 * tokens
     assert found["attention"] == pytest.approx(attention * 7 / 6)
@@ -708,6 +708,16 @@ def test_gpus_add_in_a_fixed_order_if_asked(tiny):
             return
         scatters = re.findall(r".* scatter\(.*", gpu_text(tiny, deterministic=exact))
         assert scatters and all(("unique_indices=true" in x) == exact for x in scatters), exact
+
+
+@needs_cuda
+def test_an_offloaded_optimizer_of_absent_gpus_is_refused(tiny):
+    """The plan would put the moments into the GPU's memory; the error says what to do.
+
+    Break: tests/plan.py: elif is_gpu and cfg.offload_optimizer: => elif False:
+    """
+    with pytest.raises(ValueError, match="with --offload_optimizer True.*plan without it"):
+        planned(tiny, **GPU, offload_optimizer=True)
 
 
 @pytest.mark.slow
