@@ -112,7 +112,8 @@ def main(cfg, hooks=(), task=train.TEXT):
         train.print0(f"a step: about {cost['step_s']:.4g} s, {rate:,.0f} tokens/s, "
                      f"MFU {cost['mfu']:.1%}")
     elif cfg.plan_for and run["cfg"].dtype == "float32":
-        train.print0("no time in float32: the rates that are known are those of bfloat16")
+        train.print0("no time in float32: the known rates are those of bfloat16, which "
+                     "--dtype bfloat16 plans for")
     return cost | {"exit_code": int(not cost["fits"])}
 
 
@@ -135,10 +136,10 @@ def planned_devices(cfg):
     elif is_gpu and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
         error = f"must be hosts x GPUs; legal are {legal}"
     elif is_gpu and cfg.deterministic and jax.__version_info__ >= (0, 12):
-        error = ("with --deterministic True, XLA of jax 0.12 compiles for a GPU only where one is; "
+        error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
                  "plan without it, or with jax 0.10")
     elif is_gpu and cfg.offload_optimizer:
-        error = ("with --offload_optimizer True, absent GPUs cannot be planned: JAX does not "
+        error = ("with --offload_optimizer, absent GPUs cannot be planned: JAX does not "
                  "know their host's memory; plan without it, or where such a GPU is")
     else:
         jax.config.update("jax_platforms", "cpu")
