@@ -30,7 +30,14 @@ MEAN_ROWS = 10  # newest log rows over which a training metric is averaged
 # Fields that say nothing about a result: those of one launch, and names of folders. The table has a
 # column for the steps.
 HIDDEN_FIELDS = {*config.LAUNCH_FIELDS, *config.FOLDER_FIELDS, "steps"}
-EVENTS = ("start", "log", "eval", "end", "error")  # events to read from metrics.jsonl
+# Events to read from metrics.jsonl, with the types of the fields that each row of them has.
+EVENTS = {
+    "start": {"step": int, "unit": str, "config": dict},
+    "log": {"step": int},
+    "eval": {"step": int},
+    "end": {"step": int, "exit_code": int, "reason": str},
+    "error": {"error": str},
+}
 
 
 def main(argv):
@@ -171,7 +178,10 @@ def read_run(path):
 
 
 def read_rows(path):
-    """The rows of metrics.jsonl that matter here, without a torn line. A run may be writing it."""
+    """The rows of metrics.jsonl that matter here, without a torn line. A run may be writing it.
+
+    A row without the fields that a run writes was added by hand, and is skipped.
+    """
     rows = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -179,10 +189,33 @@ def read_rows(path):
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and row.get("event") in EVENTS:
-                row.pop("watch", None)  # histograms, which are large
-                rows.append(row)
+            if isinstance(row, dict) and has_required_fields(row):
+                rows.append(with_metrics_alone(row))
     return rows
+
+
+def has_required_fields(row):
+    """Whether a row is one of EVENTS and has its fields, each of its type."""
+    if row.get("event") not in (*EVENTS,):
+        return False
+    times = row.get("time_s", {})
+    if not isinstance(times, dict) or not all(map(is_number, times.values())):
+        return False
+    return all(isinstance(row.get(name), kind) for name, kind in EVENTS[row["event"]].items())
+
+
+def with_metrics_alone(row):
+    """A row with numbers or null for all but its required fields and "time_s": without histograms,
+    which are large. A number that is not finite is null, as in the rows that a run writes.
+    """
+    result = {}
+    for name, value in row.items():
+        if name in ("event", "time_s", *EVENTS[row["event"]]):
+            result[name] = value
+        elif value is None or is_number(value):
+            is_finite = value is not None and math.isfinite(value)
+            result[name] = value if is_finite else None
+    return result
 
 
 def read_config(path):
@@ -717,7 +750,8 @@ def curve(run, event, name):
     known_seconds = {}
     for row in run["rows"]:
         if row["event"] == "start":
-            known_units.setdefault(row["step"], row["step"] * row[f"{row['unit']}s_per_step"])
+            n_units = row.get(f"{row['unit']}s_per_step", math.nan)
+            known_units.setdefault(row["step"], row["step"] * n_units)
         if f"{unit}s" in row:
             known_units.setdefault(row["step"], row[f"{unit}s"])
         if "time_s" in row:

@@ -122,19 +122,18 @@ def planned_devices(cfg):
 
     Raises ValueError if their compiler is missing, or for unknown names and shapes.
     """
-    name, _, shape = cfg.plan_for.partition(":")
+    name = cfg.plan_for.partition(":")[0]
     is_gpu = name in GPUS
-    package, extra = "libtpu", "tpu"
+    package, extra, form = "libtpu", "tpu", r"v\d\w*:\d+(x\d+)*"
     if is_gpu:
-        package, extra = "jax_cuda12_plugin", "cuda12"
-    legal = f"TPU slices as v5p:8x8x8, v6e:16x16; hosts x GPUs of {', '.join(GPUS)} as h100:8x8"
+        package, extra, form = "jax_cuda12_plugin", "cuda12", r"\w+:([1-9]\d*x)?[1-9]\d*"
+    legal = ("TPU slices as v5p:8x8x8, v6e:16x16; GPUs of one host as h100:8, hosts x GPUs as "
+             f"h100:8x8, of {', '.join(GPUS)}")
     error = ""
-    if not is_gpu and not re.match(r"v\d", name):
+    if not re.fullmatch(form, cfg.plan_for):
         error = f"unknown; legal are {legal}"
     elif not importlib.util.find_spec(package):
-        error = f"its compiler is missing: pip install 'jax[{extra}]'"
-    elif is_gpu and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
-        error = f"must be hosts x GPUs; legal are {legal}"
+        error = f"its compiler is missing: pip install 'jax[{extra}]<0.13'"
     elif is_gpu and cfg.deterministic and jax.__version_info__ >= (0, 12):
         error = ("with --deterministic, XLA of jax 0.12 compiles for a GPU only where one is; "
                  "plan without it, or with jax 0.10")
@@ -147,12 +146,17 @@ def planned_devices(cfg):
             if is_gpu:
                 # Such programs can be written to the cache, but not read.
                 jax.config.update("jax_enable_compilation_cache", False)
-                n_hosts, per_host = map(int, shape.split("x"))
-                return gpus(name, n_hosts, per_host)
+                return gpus(name, *hosts_and_gpus(cfg.plan_for))
             return slice_devices(cfg.plan_for, math.prod(config.parse_slices(cfg.slices).values()))
         except (RuntimeError, ValueError) as e:
             error = f"unknown ({str(e).splitlines()[0]}); legal are {legal}"
     config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
+
+
+def hosts_and_gpus(plan_for):
+    """(hosts, GPUs of each): h100:8x4 has 8 hosts of 4, h100:8 has one host of 8."""
+    *n_hosts, per_host = plan_for.partition(":")[2].split("x")
+    return int(n_hosts[0]) if n_hosts else 1, int(per_host)
 
 
 def slice_devices(name, n_slices):
@@ -243,9 +247,9 @@ def measure(run):
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
                        "host_bytes": 0}
     n_slices = math.prod(steplib.slice_sizes(run["cfg"].slices, mesh.shape).values())
-    name, _, shape = run["cfg"].plan_for.partition(":")
-    if name in GPUS:  # the slow network is between hosts
-        n_slices = int(shape.split("x")[0])
+    plan_for = run["cfg"].plan_for
+    if plan_for.partition(":")[0] in GPUS:  # the slow network is between hosts
+        n_slices, _ = hosts_and_gpus(plan_for)
     kind = mesh.devices.flat[0].device_kind
     cost |= step_traffic(compiled_step.as_text(), mesh, kind, n_slices)
     if run["cfg"].dtype == "float32":  # the rates are those of bfloat16

@@ -154,6 +154,34 @@ def test_losses_that_are_not_finite_and_a_torn_line(tmp_path, capsys):
     assert "2.0000 @3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("line", [
+    '{"event": "eval", "step": 1, "val_loss": NaN}',
+    '{"event": "eval", "step": 1, "val_loss": -Infinity}',
+    '{"event": "eval", "step": 1, "val_loss": -1e999}',
+    '{"event": "eval", "step": 1, "val_loss": "0.5"}',
+    '{"event": "eval", "step": "1", "val_loss": 0.5}',
+    '{"event": "eval", "val_loss": 0.5}',
+    '{"event": "log", "step": 1, "loss": 0.5, "time_s": 5}',
+    '{"event": "log", "step": 1, "loss": [0.5], "n_labels": "ten", "tokens_per_s": {}}',
+    '{"event": "note", "text": "another rate from here"}', '{"event": ["eval"]}',
+    '{"step": 1}', "7",
+    '{"event": "start", "step": 0}', '{"event": "end"}', '{"event": "error", "error": null}',
+])
+def test_rows_that_no_run_wrote_change_nothing(tmp_path, line):
+    """A row of a person or of another program, or a bare NaN, neither ends the comparison nor
+    changes the order of the runs.
+
+    Break: tests/compare.py: value if is_finite else None => value
+    """
+    good = write_run(tmp_path / "good", rows_falling_to(1.0))
+    bad = write_run(tmp_path / "bad", rows_falling_to(2.0))
+    path = Path(bad, "metrics.jsonl")
+    path.write_text(line + "\n" + path.read_text())
+    rows = compare.compare([bad, good], png_path=str(tmp_path / "curves.png"))
+    assert [row["run"] for row in rows] == [good, bad]
+    assert [row["best"] for row in rows] == pytest.approx([1.0, 2.0], abs=1e-6)
+
+
 def test_training_mean_is_by_labels():
     """The mean over the last log rows weighs each row by its labels; a row without a label does not
     count, although its loss is null.

@@ -747,6 +747,8 @@ def test_width_mult():
     assert (got.d_model, got.d_ff, got.n_heads, got.n_kv_heads) == (640, 1280, 20, 10)
     assert (got.head_dim, got.n_layers, got.vocab_size, got.width_mult) == (32, 3, 100, 1.0)
     assert config.derive_text(got) == got
+    experts = config.derive_text(dataclasses.replace(cfg, n_experts=4, experts_per_token=2))
+    assert (experts.d_ff, experts.n_experts, experts.experts_per_token) == (1280, 4, 2)
     tuned = config.derive_text(Config(lora_rank=2, freeze=("!embed",)))
     assert tuned.freeze == ("*", "!*.lora_?", "!embed")
     assert config.derive_text(tuned) == tuned

@@ -537,21 +537,37 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
         assert cost["sent_bytes"] == alone["sent_bytes"]
 
 
-def test_a_plan_needs_a_slice_that_exists(tiny):
-    """Without the TPU compiler, for a slice of no such shape or an unknown name, one clear line.
+@pytest.mark.parametrize("plan_for", [
+    "v9", "v5p:8x", "V5p:8", "tpu:8", "H100:1x8", "h100", "h100:0x8", "h100:8x", "h100:8x8x8", "8"])
+def test_the_spelling_of_a_plan_is_checked_first(tiny, monkeypatch, plan_for):
+    """A wrong spelling is reported before a compiler that is not installed.
 
-    Break: tests/plan.py: devices = planned_devices(cfg) => pass
+    Break: tests/plan.py: if not re.fullmatch(form, cfg.plan_for): =>
+    if not re.search(form, cfg.plan_for + ":8"):
     """
-    wanted = ("unknown.*v5p:8x8x8" if importlib.util.find_spec("libtpu")
-              else "its compiler is missing: pip install 'jax\\[tpu\\]'")
-    with pytest.raises(ValueError, match=f"plan_for 'v9:1': {wanted}"):
-        planned(tiny, plan_for="v9:1")
-    with pytest.raises(ValueError, match="plan_for 'H100:1x8': unknown; legal are TPU slices as"):
-        planned(tiny, plan_for="H100:1x8")
-    wanted = ("must be hosts x GPUs" if CUDA else "its compiler is missing: "
-              "pip install 'jax\\[cuda12\\]'")
-    with pytest.raises(ValueError, match=f"plan_for 'h100:8': {wanted}"):
-        planned(tiny, plan_for="h100:8")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"plan_for '{plan_for}': unknown; legal are TPU slices"):
+        planned(tiny, plan_for=plan_for)
+
+
+@pytest.mark.parametrize("plan_for, extra", [("v5p:8", "tpu"), ("h100:8", "cuda12")])
+def test_a_plan_needs_its_compiler(tiny, monkeypatch, plan_for, extra):
+    """The error names a package within the range of requirements.txt.
+
+    Break: tests/plan.py: pip install 'jax[{extra}]<0.13'" => pip install 'jax[{extra}]'"
+    """
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape(f"pip install 'jax[{extra}]<0.13'")):
+        planned(tiny, plan_for=plan_for)
+
+
+def test_gpus_of_one_host_need_no_number_of_hosts():
+    """h100:8 is one host of eight GPUs, not eight hosts.
+
+    Break: tests/plan.py: if n_hosts else 1, int(per_host) => if n_hosts else int(per_host), 1
+    """
+    assert plan.hosts_and_gpus("h100:8") == (1, 8)
+    assert plan.hosts_and_gpus("h100:4x8") == (4, 8)
 
 
 def test_a_slice_that_is_not_there_is_refused(capsys):
@@ -560,7 +576,7 @@ def test_a_slice_that_is_not_there_is_refused(capsys):
     Break: tests/plan.py: elif not importlib.util.find_spec(package): => elif False:
     """
     wanted = ("unknown" if importlib.util.find_spec("libtpu")
-              else "its compiler is missing: pip install 'jax[tpu]'")
+              else "its compiler is missing: pip install 'jax[tpu]<0.13'")
     assert train.cli(["--plan_for", "v9:1"], kind=plan.PlanConfig, main=plan.main) == 2
     assert f"error: config: plan_for 'v9:1': {wanted}" in capsys.readouterr().err
 
@@ -726,7 +742,7 @@ def test_a_plan_for_gpus_that_are_not_here(tiny):
     """Two hosts of four: a mesh of 8, of which fsdp crosses hosts and tp does not; memory of the
     data sheet.
 
-    Break: tests/plan.py: n_slices = int(shape.split("x")[0]) => pass
+    Break: tests/plan.py: n_slices, _ = hosts_and_gpus(plan_for) => pass
     """
     cost = planned(tiny, **GPU | dict(plan_for="a100:2x4", fsdp=2, tp=4))
     assert cost["fits"] and 0 < cost["mfu"] < 1

@@ -249,6 +249,12 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
     kl = (np.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean()
     np.testing.assert_allclose(row["kl"], kl, rtol=1e-5)
 
+    # A forward pass of the teacher has a third of the FLOPs of its training.
+    flops = [model.flops_per_token(config.derive_text(dataclasses.replace(
+        shape, vocab_size=256, freeze=())), cfg.seq_len)[0] for shape in (of_teacher, cfg)]
+    start = next(row for row in ckpt.read_log(cfg.out_dir) if row["event"] == "start")
+    assert start["flops_per_token"] == pytest.approx(flops[0] / 3 + flops[1])
+
 
 @pytest.mark.slow
 def test_an_unsuitable_teacher_is_rejected(tiny, tmp_path):

@@ -98,6 +98,16 @@ def test_digits_by_its_command_line(tmp_path):
     assert run.returncode == 2 and "d_hidden 0: must be at least 1" in run.stderr
 
 
+def test_digits_names_the_package_that_it_needs(monkeypatch):
+    """Without scikit-learn the error is one sentence.
+
+    Break: tests/recipes/digits.py: except ImportError: => except KeyError:
+    """
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match="needs `pip install scikit-learn`"):
+        digits.open_digits(("train",), digits.DigitsConfig())
+
+
 @pytest.mark.slow
 def test_early_stopping_counts_evaluations_of_all_launches(tiny):
     """The validation loss does not improve in 2 evaluations, the first of them before a resume.

@@ -192,7 +192,9 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
     assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == evals[-1]["val_loss"]
     assert not {"finite", "stop", "eval_s", "eval_tokens_per_s"} & set(summary)
-    assert output.startswith(f"run {out}\nconfig: --")
+    flags = " ".join(["config:", *config.changed_flags(cfg)])
+    assert output.startswith(f"run {out}\nconfig: --") and "--steps 10" in flags
+    assert " ".join(output.partition("\n")[2].split()).startswith(" ".join(flags.split()))
     lines = output[output.index("0.02M"):].splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1] == f"{start['config']['dtype']}, attention xla, 128 tokens per step"
@@ -2537,6 +2539,30 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
     assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # a step uses 70,000 pages
 
 
+def test_the_bar_of_an_evaluation_moves(tiny, monkeypatch):
+    """The bar is as long as the evaluation has batches, and advances with each.
+
+    Break: train.py: run_hooks(setup["hooks"], "val_data", count_batch(batch)) =>
+    run_hooks(setup["hooks"], "val_data", batch)
+    """
+    class Bar:
+        def __init__(self, total=None, **options):
+            self.total, self.n_updates = total, 0
+            bars.append(self)
+
+        def update(self):
+            self.n_updates += 1
+
+        def __getattr__(self, name):
+            return lambda *args, **options: None
+
+    Bar.write = staticmethod(train.tqdm.write)
+    bars = []
+    monkeypatch.setattr(train, "tqdm", Bar)
+    train.main(tiny(steps=4, eval_batches=3, save_every=0))
+    assert [bar.n_updates for bar in bars if bar.total == 3] == [3]
+
+
 @pytest.mark.slow
 def test_the_console_fits_80_columns(tiny, tmp_path):
     """On a terminal of 80 columns no line wraps and the progress bar is wider than ten characters.
@@ -2990,6 +3016,7 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
     assert steps(save_every="1epoch") == [3, 5, 8, 10, 13, 15, 18]
     assert steps(sample_every="2 epochs") == [5, 10, 15]
     assert steps(reload_every="2windows") == [6, 12, 18]
+    assert steps(reload_every="2epochs") == [5, 10, 15]
     assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # windows set the evaluations
     assert steps(weights_every="5,1window") == [3, 5, 6, 9, 10, 12, 15, 18]
     assert due(4, {"save": (4, 0.0)}, save_every=4) == {}
@@ -4925,25 +4952,29 @@ def wandb_records(file):
 @pytest.mark.slow
 def test_wandb_resumes_under_the_run_id(tiny, monkeypatch):
     """Offline, two launches of one run write to the same wandb id, which is the run_id, and log
-    each loss.
+    each loss of training and of validation.
 
     Break: train.py: id=row["run_id"] => id=None
     """
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    cfg = tiny(track=("wandb",), stop=("+4",), eval_every=0)
+    cfg = tiny(track=("wandb",), stop=("+4",))
     assert [train.main(cfg)["step"] for _ in range(2)] == [4, 8]
     run_id = rows(cfg.out_dir, "start")[0]["run_id"]
     files, losses = sorted(Path(cfg.out_dir, "wandb").glob("offline-run-*/run-*.wandb")), {}
+    val_losses = {}
     for file in files:
         for record in wandb_records(file):
             row = {item.key or "/".join(item.nested_key): item.value_json
                    for item in record.history.item}
             if "loss" in row and "lr" in row and "checkpoint" not in row:
                 losses[int(row["step"])] = float(row["loss"])
+            elif "val_loss" in row and "checkpoint" not in row:
+                val_losses[int(row["step"])] = float(row["val_loss"])
     assert {file.stem for file in files} == {f"run-{run_id}"}
     assert losses == {row["step"]: row["loss"] for row in rows(cfg.out_dir, "log")}
+    assert val_losses == {row["step"]: row["val_loss"] for row in rows(cfg.out_dir, "eval")}
 
 
 def test_tensorboard_reads_back_the_logged_values(tiny):
@@ -5010,8 +5041,8 @@ def check_histogram(counts, edges, constant_edges):
 @pytest.mark.slow
 def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, monkeypatch):
     """Offline, the file holds both rows with their histograms, a table with the sample, and the end
-    of the run with exit code 1. Project, entity, group, tags and name are those of wandb's own
-    variables.
+    of the run with exit code 1. The config is that of the run; project, entity, group, tags and
+    name are those of wandb's own variables.
 
     Break: train.py: name = os.environ.get("WANDB_NAME") or Path(cfg.out_dir).name =>
     name = Path(cfg.out_dir).name
@@ -5030,6 +5061,8 @@ def test_wandb_has_histograms_and_samples_of_a_run_that_an_exception_ends(tiny, 
     assert (started.project, started.entity, started.run_group, list(started.tags)) == (
         "beers", "pub", "walls", ["dark", "cold"])
     assert (started.display_name, started.run_id) == ("ninety-nine", "0badcafe")
+    settings = {item.key: json.loads(item.value_json) for item in started.config.update}
+    assert settings["lr"] == 0.5
     logged = [{item.key or "|".join(item.nested_key): json.loads(item.value_json)
                for item in record.history.item} for record in records]
     assert [row["loss"] for row in logged if "loss" in row] == [2.0, 1.0]

@@ -62,7 +62,10 @@ def batch_shapes(cfg):
 
 def open_digits(parts, cfg):
     """Sources of training and validation images. Every fifth image is for validation."""
-    from sklearn.datasets import load_digits  # pip install scikit-learn
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError("digits.py: needs `pip install scikit-learn`") from None
     images, labels = load_digits(return_X_y=True)
     images = np.float32(images / 16)
     labels = np.int32(labels)
