@@ -566,7 +566,8 @@ def _check_fit(wanted, layouts, path):
             errors.append(f"{name} is {dtype}{shape} in the checkpoint, {x.dtype}{list(x.shape)} "
                           "in this model")
     if errors:
-        raise TypeError(f"checkpoint {path} has other shapes or dtypes: {'; '.join(errors)}")
+        raise TypeError(f"checkpoint {path} has other shapes or dtypes, in {len(errors)} arrays: "
+                        f"{'; '.join(errors[:3])}")
 
 
 def _read_part(stored, stored_dtype, dtype, *ranges):

@@ -5,20 +5,18 @@ Owns `Config`, the one class of the project, its text forms (command line, JSON,
 its validation. Rejects a config that cannot run, with all errors in one message.
 Invariant: a `Config` is hashable, so that it can be a static argument of jax.jit.
 """
-import contextlib
 import dataclasses
 import difflib
 import inspect
-import io
 import json
 import operator
 import os
 import re
 import shlex
 import sys
+import textwrap
 import zlib
 from decimal import Decimal
-from functools import partial
 from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -65,6 +63,9 @@ class Config:
     # must: fail if it has none; never: fail if it has one; overwrite: delete that run first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
+    # fields that --init_from may not replace even where they have their defaults; fields that a
+    # flag, --config or a resumed run sets are among them
+    explicit: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     # sources of initial parameters: folders of runs (DIR, or DIR@best or DIR@400 for that
     # checkpoint), or of Hugging Face weights, or models on the Hub, as hf://ORG/NAME or
     # hf://ORG/NAME@REVISION; the last one wins. Options follow within one pair of quotes, as in
@@ -78,7 +79,7 @@ class Config:
     # checkpoint that modes eval, sample and export read: latest, best (see keep_best), or a step
     checkpoint: str = "latest"
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # dtype of exported weights
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
     # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
     export_lora: Literal["merged", "adapter"] = "merged"
     # before a run with an export, compare the logits of a small model of this form with those that
@@ -102,7 +103,7 @@ class Config:
     # columns of the data by other names than text, prompt and completion, or messages and tools:
     # as text=content
     columns: tuple[str, ...] = ()
-    # dtype of .bin token files without a header
+    # dtype of .bin token files without a header: uint16, uint32, int32, int64
     data_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     # id of the token between documents in token files, which document_mask needs; -1: unknown
     eod_id: TokenId = -1
@@ -313,57 +314,45 @@ MESH = ("dp", "fsdp", "ep", "tp", "sp")
 # ---- command line
 
 def parse(argv, kind=Config):
-    """Parse a command line into a config. Raises ValueError for unknown flags. Malformed values
-    exit with code 2.
+    """The config of a command line. Each field has the value of the first of these sources that
+    sets it: a flag, the file or preset --config, the run in out_dir, the run that --branch_from
+    leaves, the defaults of `kind`.
 
-    kind: a dataclass that extends Config; its fields become flags too. A flag that is not typed
-    takes its value from the first of these that sets it: the file or preset --config, the run in
-    out_dir, the run that --branch_from leaves, Config. `--help GROUP` prints the flags of a group.
+    kind: a dataclass that extends Config; its fields become flags too. Raises ValueError for
+    unknown flags, and exits with code 2 for a malformed number. `--help` prints and exits.
     """
-    import tyro
-
-    argv = [_expand_home(arg) for arg in argv]
-    argv, group = split_help_group(argv, kind)
-    registry = _number_registry()  # numbers may be written as 1Ki, 50% or 2h30m
-    cli = partial(tyro.cli, kind, args=argv, registry=registry, use_underscores=True,
-                  description="Train, evaluate, sample, plan, prepare data or export.\n"
-                              "--help GROUP prints one of these groups of flags: "
-                              f"{', '.join(help_groups(kind))}.")
-
-    # tyro has to know the defaults before it parses, but the flags say where the defaults come
-    # from. So parse three times. The first two passes find that out, without --help: first which
-    # file or preset is named, and unknown flags, then which run.
-    typed = _typed_fields(argv, kind)
-    guess = partial(cli, add_help=False, return_unknown_args=True)
-    flags, unknown = guess(default=kind())
-    check_unknown(unknown, kind)
-    flags = resolve_paths(flags)
-    defaults = kind()
+    if "--help" in argv or "-h" in argv:
+        print_help(argv, kind)
+        sys.exit()
+    # Each source is a dict {field: value}.
+    typed = typed_values(argv, kind)
+    branch, named = {}, {}
     # Optional: branches of a run.
-    if flags.branch_from:
-        defaults = branch_defaults(flags.branch_from, kind)
-    if flags.config:
-        defaults = dataclasses.replace(defaults, **config_values(flags.config, kind))
-    flags, _ = guess(default=defaults)
-    flags = resolve_paths(flags)
-    out_dir = choose_out_dir(flags, typed)
-    asks_for_help = any(arg in HELP_FLAGS for arg in argv)
-    if not asks_for_help:  # help shows no values of a run
-        defaults = run_defaults(out_dir, flags, defaults)
+    if typed.get("branch_from"):
+        branch = branch_values(typed["branch_from"], kind)
+    if typed.get("config"):
+        named = load_values(typed["config"], kind)
+    cfg = resolve_paths(kind(**merge(branch, named, typed)))
+    out_dir = choose_out_dir(cfg, typed)
+    run = run_values(out_dir, cfg)
+    for source in (branch, named):  # another run keeps its folders to itself
+        if not is_same_path(source.get("out_dir", out_dir), out_dir):
+            source.update(ckpt_dir="", export="")
 
-    with headings_in_help(kind, group):  # one above each group of fields
-        cfg = resolve_paths(cli(default=defaults))
-    return separate_from_run(cfg, defaults, out_dir, typed)
+    values = merge(branch, run, named, typed)
+    values["explicit"] = tuple(sorted(values))
+    values["out_dir"] = out_dir
+    if run:
+        values["config"] = run["config"]
+    return resolve_paths(kind(**values))
 
 
-def _typed_fields(argv, kind):
-    """The fields whose flags are on a command line."""
-    names = set()
-    for arg in argv:
-        flag = re.match(r"--(no[-_])?([\w-]+)", arg)
-        if flag:
-            names.add(flag[2].replace("-", "_"))
-    return names & get_type_hints(kind).keys()
+def merge(*sources):
+    """One dict of all sources; the last source that has a key gives its value."""
+    merged = {}
+    for source in sources:
+        merged |= source
+    return merged
 
 
 # ---- validation
@@ -376,18 +365,17 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     errors that only the task can find, e.g. text_errors.
     """
     # Each field alone: its type, its bound, and its choices if other files define them.
-    field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
+    field_errors = type_errors(vars(cfg), get_type_hints(type(cfg)))
     if not field_errors:
-        field_errors = _bound_errors(cfg)
+        field_errors = bound_errors(cfg)
     # Field names are the legal values of allow_change.
-    choices = {"allow_change": vars(cfg)} | dict(choices)
-    errors = field_errors + _choice_errors(cfg, choices)
+    choices = {"allow_change": vars(cfg), "explicit": vars(cfg)} | dict(choices)
+    errors = field_errors + choice_errors(cfg, choices)
     if field_errors:  # stop here: the rules would fail on wrong types
         raise_if_errors(errors)
 
     # Fields together, then with the mesh, then with the task.
-    errors += _unused_errors(cfg)  # fields without an effect: table UNUSED_WHEN, under supporting
-    errors += _rule_errors(cfg)  # table RULES, under supporting
+    errors += rule_errors(cfg) + unused_errors(cfg, choices.get("optimizer", {}))
     sizes = None
     if n_devices:
         sizes, mesh_errors = mesh_sizes(cfg, n_devices)
@@ -397,20 +385,20 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 
 # ---- supporting
-# Sections: parts of the command line, names of runs, paths, config files, numbers, intervals, stop
-# conditions, types and bounds, mesh sizes, rules between fields, fields without an effect, errors,
-# the transformer, groups of --help, differences between configs.
+# Sections: flags, help, names of runs, paths, config files, numbers, intervals, stop conditions,
+# types and bounds, mesh sizes, rules between fields, errors, the transformer, differences between
+# configs.
 
-# ---- parts of the command line
+# ---- flags
 
-def _number_registry():
-    """Tyro's registry of types, in which `parse_number` reads int and float."""
+def typed_values(argv, kind):
+    """{field: value} of the flags on a command line, also of those that give a default."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
-    def human_number(info):
+    def number(info):  # numbers may be written as 1Ki, 50% or 2h30m
         metavars = {int: "N", float: "X"}
         if info.type not in metavars:
             return None
@@ -420,53 +408,126 @@ def _number_registry():
             is_instance=lambda x: isinstance(x, (int, info.type)),
             str_from_instance=lambda x: [str(x)])
 
-    return registry
+    # A choice is any text here: validate names the nearest one.
+    types = get_type_hints(kind)
+    fields = []
+    for field in dataclasses.fields(kind):
+        flag_type = str if get_origin(types[field.name]) is Literal else types[field.name]
+        fields.append((field.name, flag_type, field.default))
+    flags, unknown = tyro.cli(
+        dataclasses.make_dataclass("Flags", fields), args=argv, registry=registry,
+        use_underscores=True, add_help=False, return_unknown_args=True)
+    check_unknown(unknown, kind)
+
+    flags = resolve_paths(flags)
+    typed = {}
+    for arg in argv:
+        name = re.sub("^--|=.*", "", arg, flags=re.DOTALL).replace("-", "_")
+        if name not in types:
+            name = name.removeprefix("no_")  # a switch
+        if arg.startswith("--") and name in types:
+            typed[name] = getattr(flags, name)
+    return typed
 
 
-HELP_FLAGS = ("--help", "-h")
-
-
-def check_unknown(unknown, kind):
+def check_unknown(words, kind):
     """Raise a ValueError that names all unknown flags, each with the flag that may be meant.
 
-    unknown: the words of the command line that tyro cannot place. They belong to unknown flags, or
-    lack a flag. With --help none is an error.
+    words: those of the command line that tyro cannot place: unknown flags, and values without one.
     """
-    if not unknown or set(unknown) & {*HELP_FLAGS}:
-        return
-    flags = [word for word in unknown if re.match(r"--?[A-Za-z]", word)]
-    assignments = [word for word in unknown if re.match(r"\w+=", word)]  # lr=3, without --
-    named = [f"{word} ({suggest_flag(word, kind)})" for word in flags + assignments]
-    if named:
-        plural = "s" if len(named) > 1 else ""
-        raise ValueError(f"unknown flag{plural}: {', '.join(named)}")
-    raise ValueError(f"{' '.join(unknown)}: is neither a flag nor the value of one. Write a flag "
-                     "as --steps 100, a switch as --qk_norm or --no_qk_norm, a config file as "
-                     "--config FILE")
+    flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
+    if flags:
+        plural = "s" if len(flags) > 1 else ""
+        named = ", ".join(f"{word} ({suggest_flag(word, kind)})" for word in flags)
+        raise ValueError(f"unknown flag{plural}: {named}")
+    if words:
+        raise ValueError(f"{' '.join(words)}: is neither a flag nor the value of one. Write a flag "
+                         "as --steps 100, a switch as --qk_norm or --no_qk_norm, a config file as "
+                         "--config FILE")
 
 
 def suggest_flag(word, kind):
     """How to write a flag that is unknown as `word`, or where to look for it."""
     known = get_type_hints(kind)
     flag, _, value = word.lstrip("-").partition("=")
-    name = flag.replace("-", "_")
-    negated = name.removeprefix("no_")
-    # Optional: names of earlier versions and of other trainers.
-    for other in (name, negated):
-        hint = hint_for_name(other, known)
-        if hint:
-            return hint
-    if name in known:  # with one dash, or without any
+    name = flag.replace("-", "_").lower()
+    # Optional: names in other trainers.
+    hint = hint_for_name(name, known) or hint_for_name(name.removeprefix("no_"), known)
+    if hint:
+        return hint
+    if name in known:  # with one dash or none, or in capitals
         return f"write --{name} {value}".rstrip()
-    close = difflib.get_close_matches(name, [*known], n=1, cutoff=0.55)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
     if close:
         return f"nearest: --{close[0]}"
-    return "see --help"
+    return "see --help all"
 
 
-def _expand_home(arg):
-    # A shell expands --out_dir ~/run but not --out_dir=~/run, which would make a folder named "~".
-    return re.sub(r"^(--[\w-]+=)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), arg)
+# ---- help
+
+# The flags that --help lists: those that people type most. Those of a fork's class are added.
+SHORT_HELP = """
+    mode config out_dir seed resume allow_change init_from branch_from export
+    data val_data tokenizer packing steps epochs stop batch_size grad_accum_steps seq_len
+    d_model n_layers n_heads n_experts lora_rank dropout dtype remat
+    optimizer lr schedule warmup_steps weight_decay fsdp tp
+    track log_every eval_every save_every keep_best prompt chat sample_tokens temperature
+"""
+
+
+def print_help(argv, kind):
+    """Print the flags that people type most, a line for each. `--help all` prints all flags with
+    their whole texts, `--help GROUP` or `--help FIELD` those of a group. Raises ValueError for an
+    unknown group.
+    """
+    words = argv[argv.index("--help" if "--help" in argv else "-h") + 1:]
+    wanted = " ".join(word for word in words if not word.startswith("-"))
+    fields = describe_fields(kind)
+    groups = list(dict.fromkeys(field["group"] for field in fields.values()))
+    if wanted in fields:
+        wanted = fields[wanted]["group"]
+    if wanted not in ("", "all", *groups):
+        raise ValueError(f"--help {wanted}: unknown group; the groups are {', '.join(groups)}")
+    print("Train, evaluate, sample, plan, prepare data or export. --help all: all flags;\n"
+          f"--help GROUP: those of {', '.join(groups)}.")
+    shown_group = ""
+    for name, field in fields.items():
+        is_common = name in SHORT_HELP.split() or field["group"] == kind.__name__
+        if wanted not in (field["group"], "all") and (wanted or not is_common):
+            continue
+        if field["group"] != shown_group:
+            shown_group = field["group"]
+            print(shown_group)
+        text = field["text"]
+        if wanted:
+            text += f" (default: {format_value(getattr(kind, name)) or 'empty'})"
+            indent = 8 * " "
+            print(f"  --{name}")
+            print(textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent))
+        else:
+            print(f"  --{name:18}{textwrap.shorten(text, 78, placeholder=' ...')}")
+
+
+def describe_fields(kind):
+    """{field: {"group", "text"}} from the comments in the source of a dataclass and its bases. A
+    class without `# ---- group` is a group of its own name.
+    """
+    fields, types = {}, get_type_hints(kind)
+    for cls in reversed(kind.__mro__[:-1]):
+        group, comment = cls.__name__, []
+        for line in inspect.getsource(cls).splitlines():
+            code, _, text = line.strip().partition("# ")
+            name, colon, _ = code.partition(":")
+            if colon and name in types:
+                fields.setdefault(name, {"group": group})
+                fields[name]["text"] = " ".join([*comment, text]).strip()
+            if text.startswith("---- "):
+                group = text.removeprefix("---- ")
+            if code or not text or text.startswith("---- "):
+                comment = []
+            else:
+                comment.append(text)
+    return fields
 
 
 # ---- names of runs
@@ -484,32 +545,28 @@ EVALUATION_FIELDS = ("val_data", "val_frac", "columns", "data_dtype", "eod_id", 
 def choose_out_dir(cfg, typed):
     """The folder of a run on a command line: cfg.out_dir, or derive_out_dir(cfg).
 
-    typed: fields whose flags are on the command line. Modes that read a run take the newest one in
-    RUNS_DIR when no field that defines a run is typed.
+    typed: {field: value} of the flags. Modes that read a run take the newest one in RUNS_DIR when
+    no flag defines a run.
     """
-    if cfg.out_dir and "out_dir" in typed:
-        return cfg.out_dir
     derived = derive_out_dir(cfg)
-    if "branch_from" in typed:
+    if "out_dir" not in typed and typed.get("branch_from"):
         return derived
     # A file of --config or a recipe may set the folder. A variant of a run gets one of its own.
-    is_variant = bool(defining_changes(cfg))
-    if cfg.out_dir and not (has_config_of_run(cfg) and is_variant):
+    is_variant = has_config_of_run(cfg) and defining_changes(cfg)
+    if cfg.out_dir and ("out_dir" in typed or not is_variant):
         return cfg.out_dir
-    # Modes that read a run: do the flags say which one?
-    is_defined = "config" in typed or any(map(_defines_run, typed - {*EVALUATION_FIELDS}))
-    if typed & {*EVALUATION_FIELDS} and is_run(derived):  # a run was trained with these flags
-        is_defined = True
-    if cfg.mode in READ_MODES and not is_defined:
-        newest = newest_run(RUNS_DIR)
-        if newest:
-            return newest
+    defining = [name for name in typed if defines_run(name) or name == "config"]
+    if not is_run(derived):  # else a run was trained with the flags of an evaluation
+        defining = [name for name in defining if name not in EVALUATION_FIELDS]
+    runs = runs_in(RUNS_DIR)
+    if cfg.mode in READ_MODES and not defining and runs:
+        return max(runs, key=lambda run: Path(run, "metrics.jsonl").stat().st_mtime)
     return derived
 
 
 def has_config_of_run(cfg):
     """Whether cfg.config is the config.json of the run in cfg.out_dir."""
-    return os.path.realpath(cfg.config) == os.path.realpath(Path(cfg.out_dir, "config.json"))
+    return bool(cfg.config) and is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
 
 
 def derive_out_dir(cfg):
@@ -518,13 +575,11 @@ def derive_out_dir(cfg):
 
 
 def defining_changes(cfg):
-    """{field: value} of the fields that define a run and differ from their defaults, or from those
-    in the file or preset cfg.config.
-    """
-    default = default_of(cfg)
+    """{field: value} of the fields that define a run and differ from default_values."""
+    default = default_values(cfg)
     changes = {}
     for name, value in vars(cfg).items():
-        if _defines_run(name) and value != getattr(default, name):
+        if defines_run(name) and value != default[name]:
             changes[name] = value
     changes.pop("branch_from", None)  # base_name has it
     if "seed" in changes:  # at the end of a name, so that runs with other seeds stand together
@@ -532,25 +587,25 @@ def defining_changes(cfg):
     return changes
 
 
-def _defines_run(name):
+def defines_run(name):
     """Whether a field is part of the name of a run. width_mult is resumable since its effect is in
     the fields that it multiplies.
     """
     return name not in RESUMABLE_FIELDS or name == "width_mult"
 
 
-def default_of(cfg):
-    """The config with the defaults of all fields, or those of cfg.config and of the run that a
-    branch leaves.
+def default_values(cfg):
+    """{field: value} without flags: the defaults, and what cfg.config and the run that a branch
+    leaves have instead.
     """
     kind = type(cfg)
-    default = kind()
-    if not cfg.config:
-        return default
+    branch, named = {}, {}
     # Optional: branches of a run.
-    if parses(parse_branch, cfg.branch_from):
-        default = branch_defaults(cfg.branch_from, kind)
-    return dataclasses.replace(default, **config_values(cfg.config, kind))
+    if cfg.config and parses(parse_branch, cfg.branch_from):
+        branch = branch_values(cfg.branch_from, kind)
+    if cfg.config:
+        named = load_values(cfg.config, kind)
+    return merge(vars(kind()), branch, named)
 
 
 def base_name(cfg):
@@ -561,18 +616,14 @@ def base_name(cfg):
     kind = type(cfg)
     if kind is not Config:
         words.append(kind.__name__.removesuffix("Config").lower())
-    # Optional: branches of a run, whose config.json is then cfg.config, unless another is typed.
     if cfg.branch_from:
-        words.append(_last_name(cfg.branch_from))
-    if cfg.config in PRESETS:
-        words.append(cfg.config)
-    elif Path(cfg.config).name == "config.json":
-        name = Path(cfg.config).resolve().parent.name
-        if name != "default" and not cfg.branch_from:
-            words.append(name)
-    elif cfg.config:
-        words.append(Path(cfg.config).stem)
-    return ",".join(words)
+        words.append(last_name(cfg.branch_from))
+    path = Path(cfg.config)
+    if path.name != "config.json":  # a preset or a file
+        words.append(path.stem if cfg.config not in PRESETS else cfg.config)
+    elif path.resolve().parent.name != "default" and not cfg.branch_from:
+        words.append(path.resolve().parent.name)
+    return ",".join(word for word in words if word)
 
 
 def run_name(base, changes):
@@ -583,7 +634,16 @@ def run_name(base, changes):
     """
     words = [base] if base else []
     for field, value in changes.items():
-        words.append(_name_of_value(field, value))
+        if isinstance(value, bool):
+            words.append(field if value else f"no_{field}")
+            continue
+        texts = []
+        for item in value if isinstance(value, tuple) else (value,):
+            text = format_value(item)
+            if field in PATH_FIELDS or "/" in text:  # of each path its last name
+                text = " ".join(last_name(word) for word in text.split())
+            texts.append(text)
+        words.append(f"{field}={'+'.join(texts)}")
     whole = ",".join(words) or "default"
     name = re.sub(r"[^A-Za-z0-9_.,=+@%-]", "_", whole)[:NAME_BYTES]
     if name != whole:
@@ -591,32 +651,16 @@ def run_name(base, changes):
     return name
 
 
-def _name_of_value(field, value):
-    """The part of a derived name that one field gives: lr=0.0003, document_mask, data=a.txt+b.txt.
-    """
-    if value is True:
-        return field
-    if value is False:
-        return f"no_{field}"
-    items = value if isinstance(value, tuple) else (value,)
-    texts = []
-    for item in items:
-        text = _format_value(item)
-        # Of each path its last name, whatever options follow it.
-        if field in PATH_FIELDS or "/" in text:
-            text = " ".join(_last_name(word) for word in text.split())
-        texts.append(text)
-    return f"{field}={'+'.join(texts)}"
-
-
-def _format_value(value):
+def format_value(value):
     """A value as people type it: 3 for 3.0, and all digits of a number where they matter."""
+    if isinstance(value, tuple):
+        return " ".join(map(format_value, value))
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
 
 
-def _last_name(path):
+def last_name(path):
     """The last name of a path, or of hf://ORG/NAME, tiktoken:NAME and file.py:NAME."""
     path = re.sub("/+(?=@|$)", "", path)  # DIR/@400 is DIR@400
     return re.split("[/:]", path)[-1]
@@ -626,32 +670,12 @@ def parse_branch(text):
     """(folder of a run, step) of DIR@STEP. Raises ValueError when the text is malformed."""
     folder, _, step = text.rpartition("@")
     if not folder or not step.isdecimal():
-        raise ValueError(f"branch_from {text!r}: must be DIR@STEP, as in out/default@400")
+        raise ValueError(f"branch_from {text!r}: {BRANCH_RULE}")
     return folder, int(step)
 
 
-def separate_from_run(cfg, defaults, out_dir, typed):
-    """cfg in out_dir, without the folders of another run that gave the defaults, and with the
-    changes that this run has not saved yet still allowed, unless another value is typed.
-    """
-    changes = {"out_dir": out_dir}
-    if defaults.out_dir and os.path.realpath(out_dir) != os.path.realpath(defaults.out_dir):
-        for name in {"ckpt_dir", "export"} - typed:
-            changes[name] = ""
-    allowed = list(cfg.allow_change) if "allow_change" in typed else []
-    for name in defaults.allow_change:
-        if getattr(cfg, name, None) == getattr(defaults, name, None):
-            allowed.append(name)
-    changes["allow_change"] = tuple(allowed)
-    return dataclasses.replace(cfg, **changes)
-
-
-def newest_run(folder):
-    """The run in a folder of runs that was written to last, or ""."""
-    runs = runs_in(folder)
-    if not runs:
-        return ""
-    return max(runs, key=_last_written)
+BRANCH_RULE = ("must be DIR@STEP, as in out/default@400; to begin with the parameters alone, as "
+               "those of DIR@best, use --init_from")
 
 
 def runs_in(folder):
@@ -664,51 +688,17 @@ def is_run(out_dir):
     return all(Path(out_dir, name).exists() for name in ("config.json", "metrics.jsonl"))
 
 
-def _last_written(out_dir):
-    """Time at which a run last wrote to its log."""
-    return Path(out_dir, "metrics.jsonl").stat().st_mtime
-
-
 def nearest_runs(out_dir):
     """A clause for an error, which lists the runs beside a missing one, the nearest names first; ""
     for none.
     """
     path = Path(out_dir)
-    names = [Path(run).name for run in runs_in(path.parent)]
-    if path.name in names:
-        names.remove(path.name)
+    names = [Path(run).name for run in runs_in(path.parent) if Path(run).name != path.name]
     if not names:
         return ""
     nearest = difflib.get_close_matches(path.name, names, n=5, cutoff=0.0)
     more = f" and {len(names) - len(nearest)} more" if len(names) > len(nearest) else ""
     return f"; runs in {path.parent}: {'; '.join(nearest)}{more}"
-
-
-def run_defaults(out_dir, flags, defaults):
-    """The defaults of all flags: the values of the run in out_dir, replaced by those that
-    flags.config sets. Without a run in out_dir, or in a mode that reads none, it is `defaults`.
-    """
-    path = Path(out_dir, "config.json")
-    uses_run = flags.mode in ("train", *READ_MODES) and flags.resume in ("auto", "must")
-    if not uses_run or not path.is_file():
-        return defaults
-    kind = type(flags)
-    run_config = load(str(path), kind)
-    # Without fields of one launch, which only an edited file has.
-    saved = dataclasses.replace(
-        repeatable(run_config), config=str(path), allow_change=run_config.allow_change)
-    if not flags.config or os.path.realpath(flags.config) == os.path.realpath(path):
-        return saved
-    return dataclasses.replace(saved, **config_values(flags.config, kind) | {"config": str(path)})
-
-
-def config_values(name, kind):
-    """{field: value} that a preset or a JSON file sets, with its name as "config"."""
-    cfg = load(name, kind)
-    fields = PRESETS.get(name)
-    if fields is None:
-        fields = json.loads(Path(name).read_bytes())
-    return {field: getattr(cfg, field) for field in ("config", *fields)}
 
 
 # ---- paths
@@ -719,46 +709,27 @@ PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "branch_from", "exp
                "samples_file")
 FOLDER_FIELDS = ("out_dir", "ckpt_dir", "export", "cache_dir", "token_cache")
 
-def resolve_paths(cfg):
-    """cfg with ~ expanded, and with folders that can be made: a/../x is x where a is missing.
 
-    The default of cache_dir stays as it is. Raises ValueError for a ~ without a home folder, and
-    for paths that the locale of this process cannot express.
+def resolve_paths(cfg):
+    """cfg with ~ expanded in its paths. The default of cache_dir stays as it is, so that
+    config.json is the same for all users.
     """
-    errors = _utf8_errors(cfg)
     resolved = {}
     for name in PATH_FIELDS:
         value = getattr(cfg, name)
-        if name == "cache_dir" and value == type(cfg)().cache_dir:
-            continue
         if isinstance(value, tuple):
-            resolved[name] = tuple(_expand_path(name, path, errors) for path in value)
-        else:
-            resolved[name] = _expand_path(name, value, errors)
-        if name in FOLDER_FIELDS:
-            resolved[name] = _without_missing(resolved[name])
-    raise_if_errors(errors)
+            resolved[name] = tuple(map(expand_home, value))
+        elif value != Config.cache_dir:
+            resolved[name] = expand_home(value)
     return dataclasses.replace(cfg, **resolved)
 
 
-def _expand_path(name, path, errors):
-    """The path with ~ expanded. A ~ without a home folder is added to the errors."""
+def expand_home(path):
+    """A path, or NAME=PATH, with ~ expanded."""
     if not isinstance(path, str):  # validate reports wrong types
         return path
-    set_name = ""
-    if name == "val_data":
-        set_name, path = split_set_name(path)
-    if not path.startswith("~"):
-        return set_name + path
-    expanded = os.path.expanduser(path)
-    first = expanded.split("/")[0]
-    if first == "~":
-        errors.append(f"{name} {path!r}: this user has no home folder; write the whole path, or "
-                      "set HOME")
-    elif first.startswith("~") and not os.path.exists(first):
-        errors.append(f"{name} {path!r}: no user {first[1:]!r} on this machine; write ./{path} for "
-                      "a name that begins with ~")
-    return set_name + expanded
+    set_name, path = split_set_name(path)
+    return set_name + os.path.expanduser(path)
 
 
 def split_set_name(entry):
@@ -767,78 +738,15 @@ def split_set_name(entry):
     return name, entry.removeprefix(name)
 
 
-def relative_path_note(cfg, message):
-    """A note on an error message that names a relative path which comes from the file cfg.config
-    and not from this command line. "" if it names none.
-    """
-    if not Path(cfg.config).is_file():
-        return ""
-    saved = from_json(Path(cfg.config).read_bytes(), cfg.config, type(cfg))
-    folder = os.path.dirname(os.path.realpath(cfg.config))
-    if os.path.realpath(saved.out_dir) == folder:  # this is the folder in which the run was started
-        return ""
-    named = []
-    for name in PATH_FIELDS:
-        value = getattr(saved, name)
-        if value != getattr(cfg, name):  # this command line has another
-            continue
-        paths = value if isinstance(value, tuple) else (value,)
-        for text in paths:
-            if name == "val_data":
-                _, text = split_set_name(text)
-            # Without the rest of hooks, mix and init_from: file.py:f, web.bin=0.7, 'DIR load=w*'.
-            path = re.split(r":\w+$|=[^/]*$|\s+\w+=", text)[0]
-            is_relative = path not in ("", "bytes") and path[0] not in "/~" and ":" not in path
-            if is_relative and re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", message):
-                named.append(f"{name} {path!r}")
-    if not named:
-        return ""
-    return (f"\n{', '.join(named)}: from {cfg.config}, whose relative paths are relative to the "
-            f"folder in which that run was started. The current folder is {os.getcwd()}: change to "
-            "that one, or give the whole path")
-
-
-def _without_missing(path):
-    """The path without folders that are missing and that a later .. leaves again."""
-    if not isinstance(path, str) or "://" in path:
-        return path
-    up_to_dots = re.match(r"(?:.*/)?\.\.(?=/|$)", path)
-    if not up_to_dots or os.path.isdir(up_to_dots[0]):
-        return path
-    real_path = os.path.realpath(path)
-    if os.path.isabs(path):
-        return real_path
-    return os.path.relpath(real_path)
-
-
-def _utf8_errors(cfg):
-    """Errors of texts and paths that go to libraries which take only UTF-8."""
-    texts = [(name, getattr(cfg, name)) for name in ("prompt", "chat", "tokenizer", "export")]
-    texts += [("init_from", text) for text in cfg.init_from]
-    for name in ("out_dir", "ckpt_dir", "cache_dir"):  # these libraries get the absolute path
-        path = getattr(cfg, name)
-        if path and isinstance(path, str) and "://" not in path:
-            texts.append((name, os.path.realpath(os.path.expanduser(path))))
-
-    encoding = sys.getfilesystemencoding()
-    errors = []
-    for name, text in texts:
-        # Python reads bytes that it cannot decode as surrogates. With another encoding than UTF-8,
-        # the library's file name would have other bytes than Python's.
-        has_surrogate = re.search("[\ud800-\udfff]", str(text))
-        is_path = name not in ("prompt", "chat")
-        is_other_file = encoding != "utf-8" and is_path and not str(text).isascii()
-        if has_surrogate or is_other_file:
-            errors.append(f"{name} {text!a}: must be UTF-8, and the encoding of this locale is "
-                          f"{encoding}; set PYTHONUTF8=1")
-    return errors
+def is_same_path(one, other):
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 # ---- config files
 
 # Fields of one launch, not of the run; config.json stores their defaults.
-LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "checkpoint", "stop", "coordinator",
-                 "n_processes", "process_id", "log_all_processes")
+LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "explicit", "checkpoint", "stop",
+                 "coordinator", "n_processes", "process_id", "log_all_processes")
 
 
 def repeatable(cfg):
@@ -854,26 +762,22 @@ def repeatable(cfg):
 
 
 # Fields that changed_flags omits: where the run is, and the part of one process.
-HIDDEN_FLAGS = ("mode", "out_dir", "coordinator", "n_processes", "process_id")
+HIDDEN_FLAGS = ("mode", "out_dir", "explicit", "coordinator", "n_processes", "process_id")
 MOST_ITEMS = 4  # items of a list that changed_flags shows
 
 
 def changed_flags(cfg):
-    """The fields that differ from the defaults, or from those that cfg.config names, as texts
+    """The fields that differ from their defaults, or from those that cfg.config names, as texts
     "--name value". The config.json of the run itself, or of the run that a branch leaves, is not
     shown.
     """
-    is_shown = not (has_config_of_run(cfg) or cfg.branch_from)
-    defaults = default_of(cfg)
+    default = default_values(cfg) | {"config": ""}
     if has_config_of_run(cfg):
-        defaults = type(cfg)()
+        default = vars(type(cfg)())
     flags = []
-    for field in dataclasses.fields(cfg):
-        name, value = field.name, getattr(cfg, field.name)
-        is_default = value == getattr(defaults, name) and name != "config"
-        if name in HIDDEN_FLAGS or is_default or (name == "config" and not value):
-            continue
-        if name == "config" and not is_shown:
+    for name, value in vars(cfg).items():
+        is_hidden = name == "config" and (has_config_of_run(cfg) or cfg.branch_from)
+        if name in HIDDEN_FLAGS or is_hidden or value == default[name]:
             continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
@@ -883,19 +787,8 @@ def changed_flags(cfg):
                 words.append(f"... ({len(value) - MOST_ITEMS} more)")
             flags.append(" ".join([f"--{name}", *words]))
         else:
-            flags.append(f"--{name} {shlex.quote(_format_value(value))}")
+            flags.append(f"--{name} {shlex.quote(format_value(value))}")
     return flags
-
-
-# Fields that config.json has as they were given, not as resolved for one launch: the same command
-# finds them unchanged, and another machine may resolve attention and dtype in another way.
-GIVEN_FIELDS = ("attention", "dtype", "freeze", "width_mult", "d_model", "d_ff", "n_heads",
-                "n_kv_heads", "head_dim", "vocab_size")
-
-
-def as_given(cfg, given):
-    """A resolved config with GIVEN_FIELDS as they were given."""
-    return dataclasses.replace(cfg, **{name: getattr(given, name) for name in GIVEN_FIELDS})
 
 
 def to_json(cfg):
@@ -904,54 +797,80 @@ def to_json(cfg):
 
 
 def from_json(text, where="JSON", kind=Config):
-    """The config of a JSON object. Raises ValueError with all unknown keys and wrong types."""
+    """The config of a JSON object."""
+    return kind(**json_values(text, where, kind))
+
+
+def json_values(text, where, kind):
+    """{field: value} of a JSON object. Raises ValueError with all unknown keys and wrong types."""
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=unique_keys)
     except ValueError as e:
         raise ValueError(f"{where}: not a JSON object of fields: {e}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{where}: not a JSON object of fields: {type(values).__name__}")
     types = get_type_hints(kind)
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = tuple(value)
-
     errors = []
-    # Optional: names of earlier versions and of other trainers.
-    for name in values:
-        hint = hint_for_name(name, types)
+    for name, value in values.items():
+        hint = hint_for_name(name, types)  # optional: names in other trainers
         if hint:
             errors.append(f"{name!r}: {hint.replace('--', '')}")
-    others = {name: value for name, value in values.items() if not hint_for_name(name, types)}
-    errors += key_errors("", others, types)
-    errors += _type_errors(others, types)
-    raise_if_errors(errors, where)
-
+        elif name not in types:
+            errors += key_errors("", [name], types)
+        elif isinstance(value, list):
+            values[name] = tuple(value)
+    raise_if_errors(errors + type_errors(values, types), where)
     for name, value in values.items():
         if types[name] is float:
             values[name] = float(value)
-    return kind(**values)
+    return values
 
 
-def load(name, kind=Config):
-    """The config of a preset or a JSON file. Raises ValueError when the name is neither."""
+def unique_keys(pairs):
+    """The dict of (key, value) pairs. Raises ValueError when a key comes twice."""
+    keys = [key for key, _ in pairs]
+    raise_if_errors([f"comes twice: {key!r}" for key in set(keys) if keys.count(key) > 1], "key")
+    return dict(pairs)
+
+
+def load_values(name, kind=Config):
+    """{field: value} that a preset or a JSON file sets, with its name as "config". Raises
+    ValueError when the name is neither.
+    """
     if name in PRESETS:
-        return kind(config=name, **PRESETS[name])
+        return PRESETS[name] | {"config": name}
     if not Path(name).is_file():
         hint = did_you_mean(name, PRESETS)
         if Path(name, "config.json").is_file():
             hint = f"nearest: {name.rstrip('/')}/config.json"
         raise ValueError(f"config {name!r}: neither a file nor a preset ({hint})")
-    cfg = from_json(Path(name).read_bytes(), name, kind)
-    if cfg.config:
-        raise_if_errors([field_error(cfg, "config", "a config file cannot name another one; "
-                                                    "delete this field")], name)
+    values = json_values(Path(name).read_bytes(), name, kind)
+    if values.get("config"):
+        raise ValueError(f"{name}: config {values['config']!r}: a config file cannot name another "
+                         "one; delete this field")
     # The run whose config.json this is may have been moved, or started from another folder.
     folder = os.path.dirname(name) or "."
-    is_here = os.path.realpath(cfg.out_dir) == os.path.realpath(folder)
+    is_here = is_same_path(values.get("out_dir", ""), folder)
     if os.path.basename(name) == "config.json" and is_run(folder) and not is_here:
-        cfg = dataclasses.replace(cfg, out_dir=folder)
-    return dataclasses.replace(cfg, config=name)
+        values["out_dir"] = folder
+    return values | {"config": name}
+
+
+def load(name, kind=Config):
+    """The config of a preset or a JSON file."""
+    return kind(**load_values(name, kind))
+
+
+def run_values(out_dir, cfg):
+    """{field: value} of the run in out_dir, for a launch that resumes or reads it; {} without."""
+    path = Path(out_dir, "config.json")
+    uses_run = cfg.mode in ("train", *READ_MODES) and cfg.resume in ("auto", "must")
+    if not uses_run or not path.is_file():
+        return {}
+    values = load_values(str(path), type(cfg))
+    for name in LAUNCH_FIELDS:  # of an edited file
+        values.pop(name, None)
+    return values | {"config": str(path)}
 
 
 # ---- numbers
@@ -1119,16 +1038,18 @@ def parse_best(text):
 
 # ---- types and bounds
 
-def _type_errors(values, hints):
+def type_errors(values, hints):
     """Errors of values that are not of the type of their field. hints: {field: type}."""
     errors = []
     for name, hint in hints.items():
-        if name in values and not _is_of_type(values[name], hint):
-            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
+        if name in values and not is_of_type(values[name], hint):
+            errors.append(f"{name} {values[name]!r:.80}: must be {describe_type(hint)}")
+            if get_origin(hint) is Literal:
+                errors[-1] += f"; {did_you_mean(values[name], get_args(hint))}"
     return errors
 
 
-def _is_of_type(value, hint):
+def is_of_type(value, hint):
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
@@ -1141,7 +1062,7 @@ def _is_of_type(value, hint):
     return isinstance(value, hint)
 
 
-def _describe_type(hint):
+def describe_type(hint):
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is tuple:
@@ -1151,7 +1072,7 @@ def _describe_type(hint):
     return f"of type {getattr(hint, '__name__', hint)}"
 
 
-def _bound_errors(cfg):
+def bound_errors(cfg):
     """Errors of numbers outside the bound that their type carries."""
     hints = get_type_hints(type(cfg), include_extras=True)
     bounds = {}
@@ -1161,7 +1082,7 @@ def _bound_errors(cfg):
     return value_errors(vars(cfg), bounds)
 
 
-def _choice_errors(cfg, choices):
+def choice_errors(cfg, choices):
     errors = []
     for name, known in choices.items():
         given = getattr(cfg, name)
@@ -1250,196 +1171,120 @@ def divisor_errors(name, value, rule, total):
 
 # ---- rules between fields
 
-def _rule_errors(cfg):
-    return [field_error(cfg, row["field"], row["rule"]) for row in RULES if row["broken"](cfg)]
-
-
-def _is_bad_stop(cfg):
-    if not parses(parse_stops, cfg):
-        return True
-    if cfg.log_every:
-        return False
-    # Without log rows the only metrics are those of evaluations.
-    names = {condition["name"] for condition in parse_stops(cfg)} - STOP_MESSAGES.keys()
-    return not all(name.startswith("val_") for name in names)
-
-
-def _is_bad_checkpoint(cfg):
-    return not re.fullmatch("latest|best|[0-9]+", cfg.checkpoint)
-
-
-def _are_name_numbers(texts):
-    return all(re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", text) for text in texts)
-
-
-def _repeats_a_name(texts):
-    names = [text.rpartition("=")[0] for text in texts]
-    return len(set(names)) < len(names)
-
-
-def _has_interval_in_windows(cfg):
-    return any("window" in str(getattr(cfg, f"{event}_every")) for event in EVENTS)
-
-
-# field; whether a config breaks the rule; the rule
 # Names that the formats of data.py know.
 COLUMNS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "input",
            "output", "system", "tools", "chosen", "rejected")
 
 
-def _are_columns(entries):
-    """Return whether entries are NAME=COLUMN, with each NAME once."""
-    names = [entry.partition("=")[0] for entry in entries]
-    has_columns = all(entry.partition("=")[2] for entry in entries)
-    return has_columns and set(names) <= set(COLUMNS) and len(set(names)) == len(names)
-
-
-RULES = (
-    {"field": "process_id",
-     "broken": lambda c: c.process_id >= c.n_processes,
-     "rule": "must be below n_processes"},
-    {"field": "profile",
-     "broken": lambda c: not parses(profile_span, c),
-     "rule": "must be first:last, counted from 1, as in 20:22, and begin within steps"},
-    {"field": "stop",
-     "broken": _is_bad_stop,
-     "rule": "must be 500 (steps in all), +100 (more steps), 2h30m, val_loss<3 or loss>9; a "
-             "metric of training needs log_every above 0"},
-    {"field": "checkpoint",
-     "broken": _is_bad_checkpoint,
-     "rule": "must be latest, best, or a step, as in 400"},
-    {"field": "checkpoint",
-     "broken": lambda c: c.mode not in READ_MODES and c.checkpoint != "latest",
-     "rule": "has an effect only in modes eval, sample and export; to begin a run with that "
-             "checkpoint, use --branch_from or --init_from"},
-    {"field": "keep_best",
-     "broken": lambda c: c.keep_best and not parses(parse_best, c.keep_best),
-     "rule": "must be a metric of evaluations, as val_loss, with < or > after a name that does not "
-             "say whether less or more is better, as in 'val_margin>'"},
-    {"field": "branch_from",
-     "broken": lambda c: c.branch_from and not parses(parse_branch, c.branch_from),
-     "rule": "must be DIR@STEP, as in out/default@400"},
-    {"field": "mix",
-     "broken": lambda c: not _are_name_numbers(c.mix),
-     "rule": "must be NAME=NUMBER, as in web.bin=0.3"},
-    {"field": "columns",
-     "broken": lambda c: not _are_columns(c.columns),
-     "rule": "must be NAME=COLUMN, as in text=content, with a NAME of " + ", ".join(COLUMNS)},
-    {"field": "lr_mult",
-     "broken": lambda c: not _are_name_numbers(c.lr_mult),
-     "rule": "must be NAME=NUMBER, as in embed=0.3"},
-    {"field": "decay_mult",
-     "broken": lambda c: not _are_name_numbers(c.decay_mult),
-     "rule": "must be NAME=NUMBER, as in embed=0.3"},
-    {"field": "loss_divisor",
-     "broken": lambda c: c.loss_norm == "constant" and not c.loss_divisor,
-     "rule": "must be above 0 with loss_norm constant"},
-    {"field": "data",
-     "broken": lambda c: c.mix and c.data,
-     "rule": "must be empty with mix, which names the files"},
-    {"field": "mix",
-     "broken": lambda c: _repeats_a_name(c.mix),
-     "rule": "names the same files twice; add up their weights"},
-    {"field": "mix",
-     "broken": lambda c: c.mix and c.order == "windows",
-     "rule": "cannot be used with order windows; set --data instead"},
-    {"field": "order",
-     "broken": lambda c: c.order == "windows" and c.val_frac and not c.val_data,
-     "rule": "needs --val_data, or --val_frac 0 for no validation"},
-    {"field": "order",
-     "broken": lambda c: c.order != "windows" and _has_interval_in_windows(c),
-     "rule": "must be windows for an interval in windows, as in save_every or eval_every"},
-    {"field": "out_dir",
-     "broken": lambda c: "://" in c.out_dir,
-     "rule": "must be a folder on this machine; for a bucket set --ckpt_dir"},
-    {"field": "export",
-     "broken": lambda c: c.mode == "export" and not c.export,
-     "rule": "must name a folder in mode export"},
-    {"field": "chat",
-     "broken": lambda c: c.chat and c.prompt,
-     "rule": "must be empty with prompt; clear one of them, as in --chat ''"},
-    {"field": "prompts",
-     "broken": lambda c: c.prompts and (c.prompt or c.chat),
-     "rule": "must be empty with prompt or chat; clear one of them, as in --prompts ''"},
-    {"field": "samples_file",
-     "broken": lambda c: c.samples_file and c.mode != "sample",
-     "rule": "needs mode sample; the samples of a run are in its metrics.jsonl"},
-    # Expert capacity is counted over all tokens of a sequence.
-    {"field": "mlp_tiles",
-     "broken": lambda c: c.n_experts and c.mlp_tiles > 1,
-     "rule": "must be 1 with n_experts"},
-    {"field": "experts_per_token",
-     "broken": lambda c: 0 < c.n_experts < c.experts_per_token,
-     "rule": "must be at most n_experts"},
-)
-
-
-# ---- fields without an effect
-
-def _unused_errors(cfg):
-    """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect."""
-    default = default_of(cfg)
+def rule_errors(cfg):
+    """Errors of fields whose values are malformed, or do not go together."""
     errors = []
-    for row in UNUSED_WHEN:
-        field = row["field"]
-        value = getattr(cfg, field)
-        if not row["when"](value):
-            continue
-        if field == "optimizer" and cfg.optimizers:  # another optimizer may use them
-            continue
-        for name in row["unused"]:
-            unset = getattr(default, name)
-            if getattr(cfg, name) != unset:
-                errors.append(field_error(cfg, name, f"has no effect with {field} {value!r}; "
-                                                     f"leave it at {unset}, or change {field}"))
+
+    def rule(field, holds, text):
+        if not holds:
+            errors.append(field_error(cfg, field, text))
+
+    def are_numbers(field, example):
+        holds = all(re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", text) for text in getattr(cfg, field))
+        rule(field, holds, f"must be NAME=NUMBER, as in {example}")
+
+    rule("process_id", cfg.process_id < cfg.n_processes, "must be below n_processes")
+    rule("profile", parses(profile_span, cfg),
+         "must be first:last, counted from 1, as in 20:22, and begin within steps")
+    rule("stop", parses(parse_stops, cfg),
+         "must be 500 (steps in all), +100 (more steps), 2h30m, val_loss<3 or loss>9")
+    metrics = [text for text in cfg.stop if re.search("[<>]", text)]
+    rule("stop", cfg.log_every or all(text.startswith("val_") for text in metrics),
+         "a metric of training needs log_every above 0")
+    rule("checkpoint", re.fullmatch("latest|best|[0-9]+", cfg.checkpoint),
+         "must be latest, best, or a step, as in 400")
+    rule("checkpoint", cfg.mode in READ_MODES or cfg.checkpoint == "latest",
+         "has an effect only in modes eval, sample and export; to begin a run with that "
+         "checkpoint, use --branch_from or --init_from")
+    rule("keep_best", not cfg.keep_best or parses(parse_best, cfg.keep_best),
+         "must be a metric of evaluations, as val_loss, with < or > after a name that does not say "
+         "whether less or more is better, as in 'val_margin>'")
+    rule("branch_from", not cfg.branch_from or parses(parse_branch, cfg.branch_from), BRANCH_RULE)
+    are_numbers("mix", "web.bin=0.3")
+    are_numbers("lr_mult", "embed=0.3")
+    are_numbers("decay_mult", "embed=0.3")
+    names = [entry.partition("=")[0] for entry in cfg.columns]
+    has_columns = all(entry.partition("=")[2] for entry in cfg.columns)
+    rule("columns", has_columns and {*names} <= {*COLUMNS} and len({*names}) == len(names),
+         f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
+    rule("warmup_steps", cfg.warmup_steps < 1 or cfg.warmup_steps >= 2,
+         "must be below 1, a fraction of steps, or at least 2 steps: 1 is neither of them")
+    rule("loss_divisor", cfg.loss_norm != "constant" or cfg.loss_divisor,
+         "must be above 0 with loss_norm constant")
+    rule("data", not cfg.mix or not cfg.data, "must be empty with mix, which names the files")
+    files = [text.rpartition("=")[0] for text in cfg.mix]
+    rule("mix", len({*files}) == len(files), "names the same files twice; add up their weights")
+    rule("mix", not cfg.mix or cfg.order != "windows",
+         "cannot be used with order windows; set --data instead")
+    rule("order", cfg.order != "windows" or cfg.val_data or not cfg.val_frac,
+         "needs --val_data, or --val_frac 0 for no validation")
+    intervals = [str(getattr(cfg, f"{event}_every")) for event in EVENTS]
+    rule("order", cfg.order == "windows" or "window" not in " ".join(intervals),
+         "must be windows for an interval in windows, as in save_every or eval_every")
+    rule("out_dir", "://" not in cfg.out_dir,
+         "must be a folder on this machine; for a bucket set --ckpt_dir")
+    rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")
+    rule("chat", not cfg.chat or not cfg.prompt,
+         "must be empty with prompt; clear one of them, as in --chat ''")
+    rule("prompts", not cfg.prompts or not (cfg.prompt or cfg.chat),
+         "must be empty with prompt or chat; clear one of them, as in --prompts ''")
+    rule("samples_file", not cfg.samples_file or cfg.mode == "sample",
+         "needs mode sample; the samples of a run are in its metrics.jsonl")
+    # Expert capacity is counted over all tokens of a sequence.
+    rule("mlp_tiles", not cfg.n_experts or cfg.mlp_tiles == 1, "must be 1 with n_experts")
+    rule("experts_per_token", not cfg.n_experts or cfg.experts_per_token <= cfg.n_experts,
+         "must be at most n_experts")
     return errors
 
 
-# field; the values of it with which other fields have no effect; these fields
-UNUSED_WHEN = (
-    {"field": "n_experts", "when": lambda n: n == 0,
-     "unused": ("experts_per_token", "capacity_factor", "router_balance", "router_z")},
-    {"field": "coordinator", "when": lambda x: x in ("", "auto"),
-     "unused": ("n_processes", "process_id")},
-    {"field": "coordinator", "when": lambda x: x == "",
-     "unused": ("log_all_processes",)},
-    {"field": "lora_rank", "when": lambda n: n == 0,
-     "unused": ("lora_alpha", "lora_targets", "export_lora")},
-    {"field": "epochs", "when": lambda n: n > 0,
-     "unused": ("steps",)},
-    {"field": "export", "when": lambda x: x == "",
-     "unused": ("export_every", "export_dtype", "export_lora", "export_check")},
-    {"field": "init_from", "when": lambda x: "dynamic=yes" not in str(x),
-     "unused": ("reload_every",)},
-    {"field": "packing", "when": lambda x: x == "stream",
-     "unused": ("truncation", "padding_side")},
-    {"field": "packing", "when": lambda x: x != "stream",
-     "unused": ("document_mask",)},
-    {"field": "document_mask", "when": lambda x: not x,
-     "unused": ("eod_id",)},
-    {"field": "order", "when": lambda x: x != "windows",
-     "unused": ("windows_per_epoch", "window_repeats", "wait_s")},
-    {"field": "log_every", "when": lambda n: n == 0,
-     "unused": ("watch",)},
-    {"field": "temperature", "when": lambda x: x == 0,
-     "unused": ("top_k", "top_p")},
-    {"field": "rope_factor", "when": lambda x: x == 1,
-     "unused": ("rope_original_len",)},
-    {"field": "loss_norm", "when": lambda x: x != "constant",
-     "unused": ("loss_divisor",)},
-    {"field": "schedule", "when": lambda x: x == "constant",
-     "unused": ("min_lr_frac",)},
-    {"field": "schedule", "when": lambda x: x != "wsd",
-     "unused": ("decay_frac",)},
-    {"field": "schedule", "when": lambda x: x != "polynomial",
-     "unused": ("poly_power",)},
-    {"field": "optimizer", "when": lambda x: x in ("adafactor", "rmsprop"),
-     "unused": ("b1", "moment_dtype")},
-    {"field": "optimizer", "when": lambda x: x in ("adafactor", "sgd"),
-     "unused": ("b2",)},
-    {"field": "optimizer", "when": lambda x: x in ("adafactor", "sgd", "lion"),
-     "unused": ("eps",)},
-)
+def unused_errors(cfg, optimizers):
+    """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect.
+
+    optimizers: {name: function of cfg}, from which follows which fields an optimizer reads.
+    """
+    default = default_values(cfg)
+    errors = []
+
+    def unused(field, when, *names):
+        for name in names:
+            if when and getattr(cfg, name) != default[name]:
+                errors.append(field_error(
+                    cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
+                               f"{default[name]}, or change {field}"))
+
+    unused("n_experts", not cfg.n_experts,
+           "experts_per_token", "capacity_factor", "router_balance", "router_z")
+    unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
+    unused("coordinator", not cfg.coordinator, "log_all_processes")
+    unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets", "export_lora")
+    unused("epochs", cfg.epochs, "steps")
+    unused("export", not cfg.export, "export_every", "export_dtype", "export_lora", "export_check")
+    unused("init_from", "dynamic=yes" not in str(cfg.init_from), "reload_every")
+    unused("packing", cfg.packing == "stream", "truncation", "padding_side")
+    unused("packing", cfg.packing != "stream", "document_mask")
+    unused("document_mask", not cfg.document_mask, "eod_id")
+    unused("order", cfg.order != "windows", "windows_per_epoch", "window_repeats", "wait_s")
+    unused("log_every", not cfg.log_every, "watch")
+    unused("temperature", not cfg.temperature, "top_k", "top_p")
+    unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
+    unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
+    unused("schedule", cfg.schedule == "constant", "min_lr_frac")
+    unused("schedule", cfg.schedule != "wsd", "decay_frac")
+    unused("schedule", cfg.schedule != "polynomial", "poly_power")
+    # An optimizer uses the fields that its function reads. AdamW trains what Muon does not.
+    chosen = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
+    if "muon" in chosen:
+        chosen.add("adamw")
+    if chosen <= optimizers.keys():
+        used = {field for name in chosen for field in optimizers[name].__code__.co_names}
+        for name in ("b1", "b2", "eps", "moment_dtype"):
+            unused("optimizer", name not in used, name)
+    return errors
 
 
 # ---- errors
@@ -1552,108 +1397,11 @@ def derive_text(cfg):
         n_kv_heads=round(n_kv_heads * cfg.width_mult))
 
 
-# ---- groups of --help
-
-def split_help_group(argv, kind):
-    """(argv without the words after --help, the name of the group that they select or "").
-
-    A group is selected by the beginning of its name, or by one of its fields. Raises ValueError for
-    an unknown group.
-    """
-    help_args = [arg for arg in argv if arg in HELP_FLAGS]
-    if not help_args:
-        return argv, ""
-    begin = argv.index(help_args[0]) + 1
-    end = begin
-    while end < len(argv) and not argv[end].startswith("-"):
-        end += 1
-    words = " ".join(argv[begin:end])
-    if not words:
-        return argv, ""
-    groups = help_groups(kind)
-    selected = [group for group in groups if group.lower().startswith(words.lower())]
-    group_of_field = field_groups(kind).get(words)  # --help lr
-    if group_of_field and not selected:
-        selected = [group_of_field]
-    if not selected:
-        raise ValueError(f"--help {words}: unknown group; the groups are {', '.join(groups)}")
-    return argv[:begin] + argv[end:], selected[0]
-
-
-def help_groups(kind):
-    """Names of the groups of flags, in the order of --help."""
-    return list(dict.fromkeys(field_groups(kind).values()))
-
-
-@contextlib.contextmanager
-def headings_in_help(kind, group=""):
-    """Add group headings to the text of --help, which tyro prints before it exits.
-
-    group: print only the flags of this group; empty: of all.
-    """
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            yield
-    except SystemExit:
-        help_text = printed.getvalue()
-        flags_by_group = split_help(help_text, kind)
-        if group:
-            flags_by_group = {group: flags_by_group[group]}
-        else:  # with the lines above the first flag
-            above, _, _ = help_text.partition("\n  --")
-            print("\n".join(line.rstrip() for line in above.splitlines()))
-        for name, lines in flags_by_group.items():
-            print(f"\n {name}\n {'-' * len(name)}")
-            print("\n".join(lines))
-        raise
-
-
-def split_help(help_text, kind):
-    """{group: lines of --help on its flags}."""
-    groups = field_groups(kind)
-    flags_by_group = {group: [] for group in help_groups(kind)}
-    group = ""
-    for line in help_text.splitlines():
-        flag = re.match(r"\W{0,2}--(\w+)", line)
-        if flag:
-            group = groups.get(flag[1], group)
-        if group:
-            flags_by_group[group].append(line.rstrip())
-    return flags_by_group
-
-
-def field_groups(kind):
-    """{field: group} by the `# ---- group` comments in the source of a dataclass and its bases.
-
-    A class without such comments is a group of its own name.
-    """
-    groups = {}
-    for cls in reversed(kind.__mro__[:-1]):
-        group = cls.__name__
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):  # typed into an interpreter
-            continue
-        for heading, field in re.findall(r"^ *(?:# ---- (.+)|(\w+):)", source, re.MULTILINE):
-            if heading:
-                group = heading
-            elif field not in groups:
-                groups[field] = group
-    return groups
-
-
 # ---- differences between configs
 
-# A checkpoint does not fit a config in which one of these differs.
-STATE_FIELDS = (
-    "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim",
-    "d_ff", "vocab_size", "qk_norm", "qkv_bias", "tie_embeddings", "n_experts",
-    "lora_rank", "lora_targets", "freeze", "param_dtype", "optimizer", "optimizers",
-)
 # A run may resume with any of these changed. Every other field must be named in allow_change.
 RESUMABLE_FIELDS = (
-    "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "checkpoint",
+    "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "explicit", "checkpoint",
     "export", "export_dtype", "export_lora", "export_check", "cache_dir",
     "token_cache", "wait_s", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
@@ -1665,19 +1413,19 @@ RESUMABLE_FIELDS = (
     "prompt", "chat", "prompts", "samples_file", "n_samples", "sample_tokens", "temperature",
     "top_k", "top_p",
 )
-# Fields that decide which examples a run sees, and in which order.
-DATA_FIELDS = (
-    "data", "mix", "val_data", "val_frac", "columns", "data_dtype", "eod_id", "tokenizer",
-    "eos_token",
-    "packing", "document_mask", "truncation", "seq_len", "seed",
-    "order", "windows_per_epoch", "window_repeats", "overfit_batch",
-)
-# Parameters of equal shapes still belong to another model when one of these differs.
-ARCH_FIELDS = (
-    "n_heads", "n_kv_heads", "head_dim", "rope_theta", "rope_factor", "rope_original_len",
-    "norm_eps", "qk_norm", "qkv_bias", "tie_embeddings", "sliding_window",
-    "n_experts", "experts_per_token",
-)
+
+
+def differences(old, new):
+    """Texts "NAME was X, is Y" of the values of two dicts that differ. A name that is missing in
+    `old` is skipped.
+    """
+    return [f"{name} was {old[name]!r}, is {value!r}" for name, value in new.items()
+            if name in old and old[name] != value]
+
+
+def saved_values(cfg, changes=()):
+    """{field: value} of a config as JSON has it, with `changes` in place of its values."""
+    return json.loads(to_json(cfg)) | dict(changes)
 
 
 def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
@@ -1686,268 +1434,121 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process. default_lr: {optimizer: rate}.
     """
-    before = _saved_fields(old, new)
-    before.update(mesh)  # stands if the run's mesh was not saved
-    before.update(old_mesh)
-    after = json.loads(to_json(new))
-    after.update(mesh)
-
-    resumable = set(RESUMABLE_FIELDS)
-    if new.n_experts and new.capacity_factor:
+    before = merge(saved_values(type(new)(), old), dict(mesh), dict(old_mesh))
+    after = saved_values(new, mesh)
+    for fields in (before, after):
+        if fields["lr"] == -1:
+            fields["lr"] = dict(default_lr).get(fields["optimizer"], -1.0)
+    may_change = {*RESUMABLE_FIELDS, *new.allow_change}
+    if new.n_experts and new.capacity_factor and "sp" not in new.allow_change:
         # Expert capacity is counted over each sp device's part of a sequence, so sp changes which
         # tokens are dropped.
-        resumable.remove("sp")
-    errors = []
-    for name in after:
-        if before[name] == after[name] or name in resumable:
-            continue
-        was = _describe_value(name, before, default_lr)
-        difference = f"{name} was {was}, is {_describe_value(name, after, default_lr)}"
-        if name in STATE_FIELDS:
-            errors.append(f"{difference} (another shape: use another --out_dir)")
-        elif name == "branch_from":
-            errors.append(f"{difference} (a branch is a run of its own: use another --out_dir)")
-        elif name not in new.allow_change:
-            errors.append(f"{difference} (on purpose: --allow_change {name})")
+        may_change.remove("sp")
+    after = {name: value for name, value in after.items() if name not in may_change}
+    errors = [f"{text} (on purpose: --allow_change {text.split()[0]})"
+              for text in differences(before, after)]
     raise_if_errors(errors, f"{new.out_dir} holds a run with another config (to resume that run, "
                             f"type only: --out_dir {new.out_dir})")
 
 
-def _describe_value(name, fields, default_lr):
-    """The value of a field for a message: what -1 stands for, where that is known."""
-    value = fields[name]
-    if name == "lr" and value == -1 and fields["optimizer"] in dict(default_lr):
-        return f"{dict(default_lr)[fields['optimizer']]:g}, the default of {fields['optimizer']}"
-    if name == "eod_id" and value == -1:
-        return "unknown"
-    return repr(value)
-
-
-def _saved_fields(old, new):
-    """{field: value} of a saved config, as JSON has it; a field that it lacks had its default."""
-    return json.loads(to_json(type(new)())) | old
-
-
-def branch_errors(old, new):
-    """Errors: the fields in which a branch cannot differ from the run that it leaves.
-
-    old: the run's config as a dict; a field that it lacks had its default. new: a config.
-    """
-    before = _saved_fields(old, new)
-    after = json.loads(to_json(new))
-    errors = []
-    for name in STATE_FIELDS:
-        if before[name] != after[name]:
-            errors.append(f"{name} was {before[name]!r}, is {after[name]!r}: the state has another "
-                          "shape; leave it, or use --init_from")
-    return errors
-
-
 def architecture_mismatch(saved, current):
-    """Errors: the fields in which a saved config describes another model of the same parameters.
+    """Errors: the fields in which a saved config describes another model, even where the parameters
+    have equal shapes. Those are the fields from n_heads to experts_per_token.
 
     saved, current: dicts of fields. Fields in allow_change may differ.
     """
-    names = list(ARCH_FIELDS)
+    fields = list(current)
+    names = fields[fields.index("n_heads"):fields.index("experts_per_token") + 1]
     if saved.get("lora_rank"):
         names.append("lora_alpha")
-    errors = []
-    for name in names:
-        value = saved.get(name, current[name])
-        if value != current[name] and name not in current["allow_change"]:
-            errors.append(f"{name} is {value!r} in the saved config, {current[name]!r} in this one "
-                          f"(on purpose: --allow_change {name})")
-    return errors
-
-
-def data_changes(saved, new, step, has_other_data):
-    """How a run that resumes at `step` moves in its data, as sentences; no sentence if it does not.
-
-    saved: the config of the checkpoint, as a dict; a field that it lacks had its default.
-    has_other_data: whether the tokens differ from those of the checkpoint.
-    """
-    before = _saved_fields(saved, new)
-    after = json.loads(to_json(new))
-    sentences = []
-    old_size, new_size = before["batch_size"], after["batch_size"]
-    if old_size != new_size and step > 0:
-        n_moved = step * abs(new_size - old_size)
-        effect = "are skipped" if new_size > old_size else "come again"
-        sentences.append(
-            f"batch_size was {old_size}, is {new_size}: the next batch begins at example "
-            f"{step * new_size:,} instead of {step * old_size:,}, so {n_moved:,} examples {effect}")
-
-    changed = [f"{name} was {before[name]!r}, is {after[name]!r}"
-               for name in DATA_FIELDS if before[name] != after[name]]
-    if has_other_data and not changed:
-        changed = ["the content of the data has changed"]
-    if changed:
-        sentences.append(
-            f"{'; '.join(changed)}: from here the examples are others or in another order, so some "
-            "that were seen in this epoch come again, and some that were not are skipped")
-    return sentences
-
-
-def changes_since(saved, current):
-    """Differences between the software and machine of a checkpoint and of this process, as texts.
-
-    After any difference, a resumed run need not be bit-identical. Both arguments are
-    {"versions": {name: text}, "machine": {name: value}}; names that were not saved are skipped.
-    """
-    changes = []
-    for kind in ("versions", "machine"):
-        before = saved.get(kind, {})
-        for name, value in current[kind].items():
-            if name in before and before[name] != value:
-                changes.append(f"{name} was {before[name] or 'empty'}, is {value or 'empty'}")
-    return changes
+    current_values = {name: current[name] for name in names if name not in current["allow_change"]}
+    return [f"{text} (on purpose: --allow_change {text.split()[0]})"
+            for text in differences(saved, current_values)]
 
 
 # ---- optional
-# Rooms: other names, profiles, evaluation batches of another size, branches of a run, presets.
+# Rooms: names in other trainers, profiles, evaluation batches of another size, branches of a run,
+# presets.
 
-# ---- other names
+# ---- names in other trainers
 
-# Earlier names of fields. They are rejected with the current name.
-RENAMED = {
-    "micro_batches": "grad_accum_steps",
-    "fill": "packing",
-    "packed": "document_mask",
-    "too_long": "truncation",
-    "pad": "padding_side",
-    "end_id": "eod_id",
-    "prepared": "token_cache",
-    "keep": "max_to_keep",
-    "keep_every": "keep_period",
-    "leave_out": "save_exclude",
-    "moments_on": "offload_optimizer",
-    "nan": "on_nonfinite",
-    "scale": "width_mult",
-}
-
-
-# Names in nanoGPT and Hugging Face, and what to write instead.
+# What to write, and the names of it in nanoGPT, Hugging Face and others.
 OTHER_TRAINERS = {
-    # Run
-    "output_dir": "--out_dir",
-    "run_name": "--out_dir",
-    "overwrite_output_dir": "--resume overwrite",
-    "resume_from_checkpoint": "--resume",
-    "eval_only": "--mode eval",
-    "do_train": "--mode train",
-    "do_eval": "--mode eval",
-    "model_name_or_path": "--init_from",
-    "model_name": "--init_from",
-    "pretrained_model_name_or_path": "--init_from",
-    "data_seed": "--seed",
-    # Data
-    "dataset": "--data",
-    "data_dir": "--data",
-    "dataset_name": "--data 'hf://datasets/ORG/NAME/*.parquet'",
-    "train_file": "--data",
-    "validation_file": "--val_data",
-    "dataset_text_field": "--columns text=NAME",
-    "tokenizer_name": "--tokenizer",
-    "tokenizer_name_or_path": "--tokenizer",
-    "dataloader_num_workers": "not needed: batches are made in the background",
-    # Length and batch
-    "max_iters": "--steps",
-    "max_steps": "--steps",
-    "num_steps": "--steps",
-    "train_steps": "--steps",
-    "num_train_epochs": "--epochs",
-    "num_epochs": "--epochs",
-    "per_device_train_batch_size": "--batch_size, of all devices together",
-    "train_batch_size": "--batch_size",
-    "per_device_eval_batch_size": "--eval_batch_size, of all devices together",
-    "gradient_accumulation_steps": "--grad_accum_steps, parts of one --batch_size",
-    "block_size": "--seq_len",
-    "max_seq_length": "--seq_len",
-    "max_seq_len": "--seq_len",
-    "max_length": "--seq_len",
-    "model_max_length": "--seq_len",
-    # Model
-    "n_layer": "--n_layers",
-    "num_layers": "--n_layers",
-    "num_hidden_layers": "--n_layers",
-    "n_head": "--n_heads",
-    "num_heads": "--n_heads",
-    "num_attention_heads": "--n_heads",
-    "num_key_value_heads": "--n_kv_heads",
-    "n_embd": "--d_model",
-    "hidden_size": "--d_model",
-    "intermediate_size": "--d_ff",
-    "rms_norm_eps": "--norm_eps",
-    "tie_word_embeddings": "--tie_embeddings",
-    "bias": "--qkv_bias, of queries, keys and values",
-    "lora_r": "--lora_rank",
-    "lora_target_modules": "--lora_targets",
-    "target_modules": "--lora_targets",
-    "use_peft": "--lora_rank",
-    # Numerics
-    "bf16": "--dtype bfloat16",
-    "fp16": "--dtype float16",
-    "gradient_checkpointing": "--remat full",
-    "attn_implementation": "--attention",
-    "compile": "not needed: steps are always compiled",
-    "torch_compile": "not needed: steps are always compiled",
-    "device": "the environment variable JAX_PLATFORMS",
-    # Optimizer
-    "learning_rate": "--lr",
-    "optim": "--optimizer",
-    "lr_scheduler_type": "--schedule",
-    "decay_lr": "--schedule",
-    "warmup_iters": "--warmup_steps",
-    "warmup_ratio": "--warmup_steps, below 1 a fraction of steps",
-    "lr_decay_iters": "--steps, the horizon of the schedule",
-    "min_lr": "--min_lr_frac, a fraction of lr, as 0.1",
-    "beta1": "--b1",
-    "beta2": "--b2",
-    "adam_beta1": "--b1",
-    "adam_beta2": "--b2",
-    "adam_epsilon": "--eps",
-    "grad_clip": "--clip_norm",
-    "max_grad_norm": "--clip_norm",
-    "label_smoothing_factor": "--label_smoothing",
-    # Intervals
-    "log_interval": "--log_every",
-    "logging_steps": "--log_every",
-    "eval_interval": "--eval_every",
-    "eval_steps": "--eval_every",
-    "eval_strategy": "--eval_every, as 250 or 1epoch",
-    "evaluation_strategy": "--eval_every, as 250 or 1epoch",
-    "eval_iters": "--eval_batches",
-    "save_steps": "--save_every",
-    "save_interval": "--save_every",
-    "save_strategy": "--save_every, as 250 or 1epoch",
-    "always_save_checkpoint": "--save_every",
-    "save_total_limit": "--max_to_keep",
-    "load_best_model_at_end": "--keep_best",
-    "metric_for_best_model": "--keep_best",
-    "report_to": "--track",
-    "wandb_log": "--track wandb",
-    "wandb_project": "the environment variable WANDB_PROJECT",
-    "wandb_run_name": "the environment variable WANDB_NAME",
-    # Sampling
-    "start": "--prompt",
-    "num_samples": "--n_samples",
-    "max_new_tokens": "--sample_tokens",
+    "--out_dir": "output_dir run_name",
+    "--resume overwrite": "overwrite_output_dir",
+    "--resume": "resume_from_checkpoint",
+    "--mode eval": "eval_only do_eval",
+    "--mode train": "do_train",
+    "--init_from": "model_name_or_path model_name pretrained_model_name_or_path",
+    "--seed": "data_seed",
+    "--data": "dataset data_dir train_file",
+    "--data 'hf://datasets/ORG/NAME/*.parquet'": "dataset_name",
+    "--val_data": "validation_file",
+    "--columns text=NAME": "dataset_text_field",
+    "--tokenizer": "tokenizer_name tokenizer_name_or_path",
+    "not needed: batches are made in the background": "dataloader_num_workers",
+    "--steps": "max_iters max_steps num_steps train_steps",
+    "--epochs": "num_train_epochs num_epochs",
+    "--batch_size, of all devices together": "per_device_train_batch_size",
+    "--batch_size": "train_batch_size",
+    "--eval_batch_size, of all devices together": "per_device_eval_batch_size",
+    "--grad_accum_steps, parts of one --batch_size": "gradient_accumulation_steps",
+    "--seq_len": "block_size max_seq_length max_seq_len max_length model_max_length",
+    "--n_layers": "n_layer num_layers num_hidden_layers",
+    "--n_heads": "n_head num_heads num_attention_heads",
+    "--n_kv_heads": "num_key_value_heads",
+    "--d_model": "n_embd hidden_size",
+    "--d_ff": "intermediate_size",
+    "--norm_eps": "rms_norm_eps",
+    "--tie_embeddings": "tie_word_embeddings",
+    "--qkv_bias, of queries, keys and values": "bias",
+    "--lora_rank": "lora_r use_peft",
+    "--lora_targets": "lora_target_modules target_modules",
+    "--dtype bfloat16": "bf16",
+    "--dtype float16": "fp16",
+    "--remat full": "gradient_checkpointing",
+    "--attention": "attn_implementation",
+    "not needed: steps are always compiled": "compile torch_compile",
+    "the environment variable JAX_PLATFORMS": "device",
+    "--lr": "learning_rate",
+    "--optimizer": "optim",
+    "--schedule": "lr_scheduler_type decay_lr",
+    "--warmup_steps": "warmup_iters",
+    "--warmup_steps, below 1 a fraction of steps": "warmup_ratio",
+    "--steps, the horizon of the schedule": "lr_decay_iters",
+    "--min_lr_frac, a fraction of lr, as 0.1": "min_lr",
+    "--b1": "beta1 adam_beta1",
+    "--b2": "beta2 adam_beta2",
+    "--eps": "adam_epsilon",
+    "--clip_norm": "grad_clip max_grad_norm",
+    "--label_smoothing": "label_smoothing_factor",
+    "--log_every": "log_interval logging_steps",
+    "--eval_every": "eval_interval eval_steps",
+    "--eval_every, as 250 or 1epoch": "eval_strategy evaluation_strategy",
+    "--eval_batches": "eval_iters",
+    "--save_every": "save_steps save_interval always_save_checkpoint",
+    "--save_every, as 250 or 1epoch": "save_strategy",
+    "--max_to_keep": "save_total_limit",
+    "--keep_best": "load_best_model_at_end metric_for_best_model",
+    "--track": "report_to",
+    "--track wandb": "wandb_log wandb",
+    "the environment variable WANDB_PROJECT": "wandb_project",
+    "the environment variable WANDB_NAME": "wandb_run_name",
+    "--prompt": "start",
+    "--n_samples": "num_samples",
+    "--sample_tokens": "max_new_tokens",
 }
 
 
 def hint_for_name(name, fields):
-    """How to write an earlier name of a field, or its name in another trainer; "" for other names.
+    """How to write a name of another trainer; "" for other names.
 
     fields: the names of all fields. A fork may have a field of that name.
     """
-    if name in fields:
-        return ""
-    if name in RENAMED:
-        return f"now --{RENAMED[name]}"
-    text = OTHER_TRAINERS.get(name, "")
-    if text.startswith("--"):
-        return f"use {text}"
-    return text
+    for text, names in OTHER_TRAINERS.items():
+        if name in names.split() and name not in fields:
+            return f"use {text}" if text.startswith("--") else text
+    return ""
 
 
 # ---- profiles
@@ -1980,15 +1581,11 @@ def evaluation_config(cfg):
 
 # ---- branches of a run
 
-def branch_defaults(text, kind):
-    """The config of the run that a branch leaves; the defaults of all fields where it has none.
-    Raises ValueError when the text is malformed.
-    """
+def branch_values(text, kind):
+    """{field: value} of the run that a branch leaves; {} where it has no config.json."""
     folder, _ = parse_branch(text)
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        return kind()
-    return load(str(path), kind)
+    path = os.path.join(os.path.expanduser(folder), "config.json")
+    return load_values(path, kind) if os.path.isfile(path) else {}
 
 
 # ---- presets

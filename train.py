@@ -29,6 +29,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import fractions
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -41,7 +42,6 @@ import textwrap
 import threading
 import time
 import traceback
-import types
 from functools import partial
 from pathlib import Path
 
@@ -456,9 +456,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     first_step = int(state["step"])
 
     # Delete the run to overwrite only now that nothing else can go wrong.
-    config_json = config.to_json(dataclasses.replace(
-        config.as_given(config.repeatable(cfg), setup["given"]),
-        allow_change=pending_changes(setup, train_data, start)))
+    config_json = config.to_json(config.repeatable(setup["given"]))
     ckpt.begin_out_dir(
         cfg.out_dir, root, config_json, overwrite=cfg.resume == "overwrite", log=print0)
 
@@ -469,7 +467,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
 
     # Log what runs, and on what, and what has changed since the checkpoint.
     run_meta = describe_run(setup, programs, start)
-    for sentence in changes_since(start_meta, run_meta, cfg, first_step, train_data):
+    for sentence in changes_since(start_meta, run_meta):
         print0(f"since the checkpoint: {sentence}")
     log_event = make_log_event(
         hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
@@ -1003,7 +1001,8 @@ def set_steps(cfg, train_data):
     """cfg with the number of steps that cfg.epochs means, if it is set."""
     if not cfg.epochs:
         return cfg
-    steps = cfg.epochs * train_data["n"] / cfg.batch_size
+    # The decimal number that was typed: 1.1 epochs of 100 by 10 are 11 steps.
+    steps = fractions.Fraction(str(cfg.epochs)) * train_data["n"] / cfg.batch_size
     if "windows" in train_data:
         steps = math.floor(steps)  # the last few examples wait for the next file
     else:
@@ -1632,75 +1631,32 @@ def all_done(steps):
 # ---- the initial state
 
 
-def check_resumable(setup, meta, allowed=None):
+def check_resumable(setup, meta):
     """Raise ValueError when the run whose checkpoint has this meta cannot resume with this config.
-
-    allowed: fields that may differ; None: those in cfg.allow_change.
     """
-    cfg = setup["cfg"]
-    if allowed is not None:
-        cfg = dataclasses.replace(cfg, allow_change=allowed)
-    config.check_resumable(meta["config"], cfg, meta.get("mesh", {}), dict(setup["mesh"].shape),
-                           steplib.DEFAULT_LR)
+    config.check_resumable(meta["config"], setup["cfg"], meta.get("mesh", {}),
+                           dict(setup["mesh"].shape), steplib.DEFAULT_LR)
 
 
-def pending_changes(setup, train_data, start):
-    """The fields in cfg.allow_change, if the run differs from its newest checkpoint by them. Until
-    a checkpoint has the new values, config.json keeps them allowed.
-    """
-    cfg, meta = setup["cfg"], start["meta"]
-    if not meta or start["is_branch"] or not cfg.allow_change:
-        return ()
-    try:
-        check_resumable(setup, meta, allowed=())
-        unchanged = dataclasses.replace(cfg, allow_change=())
-        check_same_data(unchanged, train_data, meta, start["sources"] or None)
-    except ValueError:
-        return cfg.allow_change
-    return ()
-
-
-def changes_since(meta, run_meta, cfg, step, train_data):
+def changes_since(meta, run_meta):
     """Sentences on what has changed since the checkpoint of `meta` ({}: no checkpoint).
 
-    run_meta: of describe_run. step: of the checkpoint.
+    run_meta: of describe_run.
     """
-    if not meta:
-        return []
     sentences = []
-    changes = config.changes_since(meta, run_meta)
+    changes = []
+    for kind in ("versions", "machine", "mesh"):
+        changes += config.differences(meta.get(kind, {}), run_meta[kind])
     if changes:
         sentences.append(f"{'; '.join(changes)}. The run continues, but agrees with an unchanged "
                          "one only up to rounding")
-    has_other_data = meta["data"]["fingerprint"] != train_data["fingerprint"]
-    sentences += config.data_changes(meta["config"], cfg, step, has_other_data)
-    sentences += rate_change(meta["config"], cfg, step)
+    fields = json.loads(json.dumps(run_meta["config"]))
+    for name in {*config.RESUMABLE_FIELDS} - {"steps"}:
+        del fields[name]
+    changes = config.differences(meta.get("config", {}), fields)
+    if changes:
+        sentences.append("; ".join(changes))
     return sentences
-
-
-# Fields that the learning rate depends on.
-SCHEDULE_FIELDS = ("steps", "epochs", "lr", "optimizer", "schedule", "warmup_steps", "min_lr_frac",
-                   "decay_frac", "poly_power")
-
-
-def rate_change(saved, cfg, step):
-    """A sentence on how another schedule changes the learning rate at `step`, in a list; [] if it
-    changes by less than a tenth. saved: the config of the checkpoint, as a dict.
-    """
-    defaults = dataclasses.asdict(type(cfg)())
-    before = types.SimpleNamespace(**defaults | saved)
-    planned = float(steplib.lr_at(step, before))
-    current = float(steplib.lr_at(step, cfg))
-    if abs(current - planned) <= 0.1 * max(current, planned):
-        return []
-    last = float(steplib.lr_at(max(step - 1, 0), before))
-    changes = []
-    for name in SCHEDULE_FIELDS:
-        old, new = getattr(before, name), getattr(cfg, name)
-        if old != new:
-            changes.append(f"{name} was {old}, is {new}")
-    return [f"{', '.join(changes)}: the learning rate of the next step is {current:.3g}, that of "
-            f"the last one was {last:.3g}"]
 
 
 def check_same_data(cfg, train_data, meta, sources):
@@ -2986,8 +2942,6 @@ def find_branch(cfg):
     if found_root != root:
         raise ValueError(f"branch_from {cfg.branch_from!r}: {found_root} has only the parameters; "
                          "use --init_from")
-    config.raise_if_errors(
-        config.branch_errors(meta["config"], cfg), f"branch_from {cfg.branch_from}")
     return {"root": root, "step": step, "meta": meta, "run": folder, "is_branch": True}
 
 
@@ -3148,6 +3102,8 @@ def config_from_hf(cfg):
     Raises ValueError for fields that were set to something else.
     """
     default = type(cfg)()
+    is_set = {name: name in cfg.explicit or value != getattr(default, name)
+              for name, value in vars(cfg).items()}
     for text in cfg.init_from:
         path = ckpt.parse_source(text)["path"]
         hf = read_hf_config(path)
@@ -3159,11 +3115,11 @@ def config_from_hf(cfg):
         fields = model.hf_fields(hf)
         errors = []
         for name, value in fields.items():
-            if getattr(cfg, name) not in (value, getattr(default, name)):
+            if is_set[name] and getattr(cfg, name) != value:
                 errors.append(config.field_error(
                     cfg, name, f"is {value!r} in that folder; leave it out"))
         config.raise_if_errors(errors, f"init_from {path}")
-        if cfg.tokenizer == "bytes":
+        if not is_set["tokenizer"]:
             fields["tokenizer"] = tokenizer_from_hf(path, cfg, fields["vocab_size"])
         cfg = dataclasses.replace(cfg, **fields)
     return cfg
@@ -3745,7 +3701,8 @@ def connect_processes(cfg):
     steplib.init_distributed(cfg.coordinator, cfg.n_processes, cfg.process_id)
 
     # These fields may differ between processes.
-    common = dataclasses.replace(cfg, process_id=0, coordinator="", cache_dir="", token_cache="")
+    common = dataclasses.replace(
+        cfg, process_id=0, coordinator="", cache_dir="", token_cache="", explicit=())
     local = json.loads(config.to_json(common))
     main = ckpt.broadcast_from_main(lambda: local)
     errors = []
@@ -4038,18 +3995,14 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     other exception with it.
     """
     escape_unprintable()  # here too, for streams that were replaced since
-    cfg = None
     try:
-        cfg = config.parse(argv, kind)
-        return main(cfg, hooks, task)["exit_code"]
+        return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
         if not is_user_error(e) and not jax.distributed.is_initialized():
             raise
         message = traceback.format_exc()
         if is_user_error(e):
             message = f"error: {e}"
-            if cfg is not None:
-                message += config.relative_path_note(cfg, message)
         print(message, file=sys.stderr, flush=True)
         exit_code = 2 if is_user_error(e) else 1
         if jax.distributed.is_initialized():
@@ -4065,10 +4018,10 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
 
 
 def is_user_error(error):
-    """Whether a file may not be read, or a `raise` statement of the six files raised a ValueError
-    (and not, say, `k, v = f()`).
+    """Whether a file may not be read, a path is too long, or a `raise` statement of the six files
+    raised a ValueError (and not, say, `k, v = f()`).
     """
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
         return True
     if not isinstance(error, ValueError):
         return False

@@ -404,6 +404,9 @@ FIELDS = {
                 dict(data=("count.npy",), val_frac=0.0)),
     "resume": row(dict(resume="never"), outcome("resume never: first holds a run at step 4"),
                   "already finished", "resume never: first holds a run at step 4", FINISHED),
+    "explicit": row(dict(explicit=("norm_eps",)),
+                    rejected("norm_eps 1e-06: is 1e-05 in that folder"), False, True,
+                    dict(init_from=("hf",))),
     "allow_change": row(dict(allow_change=("b1",)), outcome("b1 was 0.9, is 0.5"),
                         "b1 was 0.9, is 0.5", "already finished", FINISHED | dict(b1=0.5)),
     "ckpt_dir": row(dict(ckpt_dir="elsewhere"), lambda cfg: Path(cfg.out_dir, "ckpt").exists(),
@@ -626,6 +629,10 @@ def folder(tmp_path_factory):
     Path("words.json").write_text(json.dumps({
         "version": "1.0", "added_tokens": [], "model": {
             "type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "</s>"}}))
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 32, "vocab_size": 256, "rms_norm_eps": 1e-5}))
     Path("chatty").mkdir()
     Path("chatty/tokenizer.json").write_text(Path("words.json").read_text())
     Path("chatty/tokenizer_config.json").write_text(json.dumps({

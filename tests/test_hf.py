@@ -909,8 +909,7 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
     """Fields with other values than config.json, an unsupported model_type and a model that no
     family has raise ValueError before anything is read or trained.
 
-    Break: train.py: not in (value, getattr(default, name)): => not in (value, getattr(cfg,
-    name)):
+    Break: train.py: if is_set[name] and getattr(cfg, name) != value: => if False:
     """
     folder = tmp_path / "hf"
     stored(folder, {"model.safetensors": {"x": np.ones(3, np.float32)}})
@@ -920,6 +919,10 @@ def test_fields_that_contradict_the_hugging_face_config_are_refused(tiny, tmp_pa
     words = r"n_layers 3: is 2 in that folder(.|\n)*norm_eps 0.0001: is 1e-05"
     with pytest.raises(ValueError, match=words):
         train.main(cfg)
+    # A flag counts where it has the default of Config, too.
+    cfg = config.parse(["--init_from", str(folder), "--d_model", "128", "--qk_norm"])
+    with pytest.raises(ValueError, match=r"d_model 128: is \d+ in(.|\n)*qk_norm True: is False in"):
+        train.config_from_hf(cfg)
     (folder / "config.json").write_text(json.dumps(hf | {"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="its positions are learnt"):
         train.main(cfg)

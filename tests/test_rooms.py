@@ -92,10 +92,10 @@ FEATURES = {
     "branches of a run": {
         "rooms": {"train.py": ["branches of a run"], "config.py": ["branches of a run"]},
         "edits": [
-            ("config.py", "    if flags.branch_from:\n"
-             "        defaults = branch_defaults(flags.branch_from, kind)\n", ""),
-            ("config.py", "    if parses(parse_branch, cfg.branch_from):\n"
-             "        default = branch_defaults(cfg.branch_from, kind)\n", ""),
+            ("config.py", "    if typed.get(\"branch_from\"):\n"
+             "        branch = branch_values(typed[\"branch_from\"], kind)\n", ""),
+            ("config.py", "    if cfg.config and parses(parse_branch, cfg.branch_from):\n"
+             "        branch = branch_values(cfg.branch_from, kind)\n", ""),
             ("train.py", "    if cfg.branch_from and not meta:\n"
              "        start |= find_branch(cfg)\n"
              '        meta = start["meta"]\n    elif meta:\n', "    if meta:\n"),

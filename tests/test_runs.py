@@ -43,7 +43,7 @@ def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, m
     """Fields that may change on a resume are not part of the name, paths enter by their last name.
     The name in Python is the same.
 
-    Break: config.py: if _defines_run(name) and value => if value
+    Break: config.py: if defines_run(name) and value => if value
     """
     monkeypatch.chdir(tmp_path)
     assert named(flags) == f"out/{name}"
@@ -84,7 +84,7 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch):
     """Another field than in a run's config.json is another run. A file that is no run's config.json
     may name the folder. Modes that read a run take the newest one, if no defining flag is typed.
 
-    Break: config.py: newest = newest_run(RUNS_DIR) => newest = None
+    Break: config.py: runs = runs_in(RUNS_DIR) => runs = []
     """
     monkeypatch.chdir(tmp_path)
     assert named("--mode sample") == "out/default"
@@ -111,7 +111,7 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch):
 def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
     """A run with the config of another one does not take over its --ckpt_dir and --export.
 
-    Break: config.py: for name in {"ckpt_dir", "export"} - typed: => for name in ():
+    Break: config.py: source.update(ckpt_dir="", export="") => pass
     """
     monkeypatch.chdir(tmp_path)
     save_config("out/a", ckpt_dir="far", export="hf", lr=0.5)
@@ -132,8 +132,7 @@ def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
 def test_a_preset_that_is_typed_again_replaces_the_flags_of_the_run(tmp_path, monkeypatch):
     """The values of --config count as typed, all others come from the run.
 
-    Break: config.py: return dataclasses.replace(saved, **config_values => return (lambda _: saved)(
-    config_values
+    Break: config.py: values = merge(branch, run, named, typed) => values = merge(named, run, typed)
     """
     monkeypatch.chdir(tmp_path)
     save_config("out/debug", **config.PRESETS["debug"] | {"lr": 0.5, "eval_every": 7})
@@ -159,39 +158,11 @@ def test_a_missing_run_lists_the_nearest(tmp_path, monkeypatch, capsys):
 
 # ---- going on with a run
 
-def test_an_allowed_change_stays_allowed_until_it_is_saved(tiny, capsys):
-    """A run that ends before its first save, after --allow_change, resumes by its folder alone.
-    The field may not have a third value. A message shows what the default of lr stands for.
-
-    Break: train.py: return cfg.allow_change => return ()
-    """
-    train.main(tiny(steps=2, lr=-1.0, save_every=0, eval_every=0))
-    out = ["--out_dir", tiny().out_dir]
-    assert train.cli([*out, "--lr", "0.5"]) == 2
-    assert "lr was 0.002, the default of adamw, is 0.5 (on purpose: --allow_change lr)" in (
-        capsys.readouterr().err)
-
-    def crash(event, value):
-        if event == "state":
-            raise RuntimeError("before the first save")
-
-    with pytest.raises(RuntimeError):
-        cfg = config.parse([*out, "--lr", "0.5", "--allow_change", "lr", "--steps", "4"])
-        train.main(cfg, hooks=[crash])
-    assert train.cli(out) == 0
-    assert rows(tiny().out_dir, "end")[-1]["step"] == 4
-    assert rows(tiny().out_dir, "start")[-1]["config"]["lr"] == 0.5
-    assert train.cli([*out, "--lr", "0.25", "--steps", "5"]) == 2
-    capsys.readouterr()
-    assert train.cli([*out, "--lr", "0.25", "--allow_change", "lr"]) == 0
-    assert "is finished, at step 4" in capsys.readouterr().out
-
-
 def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
     """This holds for --width_mult, whose effect is part of the config, and for --stop, which is of
-    one launch. The first line names the folder, and a longer run says what its rate will be.
+    one launch. The first line names the folder, and a longer run says that it is longer.
 
-    Break: config.py: "freeze", "width_mult", "d_model", => "freeze", "d_model",
+    Break: train.py: config.repeatable(setup["given"]) => config.repeatable(cfg)
     """
     monkeypatch.chdir(tmp_path)
     base = dataclasses.asdict(tiny(schedule="linear", eval_every=0, steps=6)) | {"out_dir": ""}
@@ -205,8 +176,7 @@ def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
     assert train.cli(["--out_dir", folder]) == 0
     assert rows(folder, "end")[-1]["step"] == 6
     assert train.cli(["--out_dir", folder, "--steps", "12"]) == 0
-    assert ("since the checkpoint: steps was 6, is 12: the learning rate of the next step is "
-            "0.0012, that of the last one was 0.0005") in capsys.readouterr().out
+    assert "since the checkpoint: steps was 6, is 12\n" in capsys.readouterr().out
 
 
 # ---- any checkpoint, and the best one
@@ -346,8 +316,7 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
     capsys.readouterr()
     train.main(other)
     printed = capsys.readouterr().out
-    assert "batch_size was 8, is 16: the next batch begins at example 128 instead of 64" in printed
-    assert "lr was 0.002, is 0.001: the learning rate of the next step is 0.001, that" in printed
+    assert "batch_size was 8, is 16; lr was 0.002, is 0.001\n" in printed
 
 
 def stop_by_hook(step):
@@ -358,10 +327,10 @@ def stop_by_hook(step):
 
 
 def test_a_branch_that_cannot_be(tiny):
-    """A step that is gone lists those that exist. Another shape, only parameters, its own folder
-    and a step that is not before the last one are errors.
+    """A step that is gone lists those that exist. Only parameters, its own folder and a step that
+    is not before the last one are errors.
 
-    Break: train.py: config.branch_errors(meta["config"], cfg), => [],
+    Break: train.py: if found_root != root: => if False:
     """
     run = tiny(steps=4, weights_every=3, eval_every=0)
     train.main(run)
@@ -370,7 +339,6 @@ def test_a_branch_that_cannot_be(tiny):
             (dict(branch_from=f"{out}@2"), r"step 2: .* has no such checkpoint; it has: 4, 3 "
                                            r"\(parameters alone\), 4 \(parameters alone\)"),
             (dict(branch_from=f"{out}@3"), "has only the parameters; use --init_from"),
-            (dict(branch_from=f"{out}@4", d_model=64), "d_model was 32, is 64: the state has "),
             (dict(branch_from=f"{out}@4", steps=4), "must be before the last step, 4; set more"),
             (dict(branch_from=f"{out}_gone@4"), "holds no checkpoint; name the --out_dir of a run"),
             (dict(branch_from=f"{out}_new@4"), "is in the --out_dir of this run")):

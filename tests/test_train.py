@@ -506,15 +506,18 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_epochs_set_the_steps(tiny):
-    """--epochs 1.5 trains for 1.5 times the number of sequences, rounded up to a batch.
+    """--epochs 1.5 trains for 1.5 times the number of sequences, rounded up to a batch. The number
+    counts as it was typed: 1.1 epochs of 100 sequences by 10 are 11 steps.
 
-    Break: train.py: steps = cfg.epochs * train_data["n"] / => steps = train_data["n"] /
+    Break: train.py: fractions.Fraction(str(cfg.epochs)) => fractions.Fraction(cfg.epochs)
     """
     cfg = tiny(epochs=1.5, steps=config.Config.steps, eval_every=0, save_every=0, batch_size=64)
     summary = train.main(cfg)
     n = round(0.9 * (len(Path(tiny().data[0]).read_bytes()) + 2))  # tokens to train on
     assert summary["step"] == int(np.ceil(1.5 * -(-(n - 1) // 16) / 64))
     assert rows(tiny().out_dir, "log")[-1]["epoch"] >= 1.5
+    cfg = tiny(epochs=1.1, batch_size=10)
+    assert train.set_steps(cfg, {"n": 100}).steps == 11
 
 
 @pytest.mark.slow
@@ -667,7 +670,7 @@ def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
     """In --mode eval a given flag overrides the saved config, even if its value is the default of
     Config. Only eval_step is compiled.
 
-    Break: config.py: run_config = load(str(path), kind) => return defaults
+    Break: config.py: values = load_values(str(path), type(cfg)) => return {}
     """
     train.main(tiny(seed=3, eval_batches=1))
     flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
@@ -797,7 +800,7 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
     """A checkpoint records CPU, threads, flags and versions. A resume prints the differences, or
     nothing if all are equal. Only the first launch shows examples of the data.
 
-    Break: train.py: changes = config.changes_since(meta, run_meta) => changes = []
+    Break: train.py: for kind in ("versions", "machine", "mesh"): => for kind in ():
     """
     train.main(tiny(steps=4))
     meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
@@ -1771,8 +1774,7 @@ def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
 def test_config_json_does_not_contain_resume_overwrite(tiny):
     """A run launched with --resume overwrite is continued, not deleted, by its own config.json.
 
-    Break: train.py: config.as_given(config.repeatable(cfg), setup["given"]), =>
-    config.as_given(cfg, setup["given"]),
+    Break: config.py: return dataclasses.replace(cfg, **reset) => return cfg
     """
     train.main(tiny(steps=4, resume="overwrite", schedule="constant"))
     argv = ["--config", f"{tiny().out_dir}/config.json", "--steps", "6"]
@@ -2279,8 +2281,8 @@ def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
     """A resume with another sp is refused, because experts would drop other tokens. meta.json
     holds the mesh of the checkpoint.
 
-    Break: train.py: config.check_resumable(meta["config"], cfg, meta.get("mesh", {}),
-    dict(setup["mesh"].shape), => config.check_resumable(meta["config"], cfg, {}, {},
+    Break: train.py: setup["cfg"], meta.get("mesh", {}), => setup["cfg"],
+    dict(setup["mesh"].shape),
     """
     experts = dict(n_experts=2, d_ff=32, steps=2, eval_every=0, save_every=0, seq_len=32)
     train.main(tiny(**experts))
@@ -2599,17 +2601,17 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_resume_with_another_config_lists_the_differences(tiny):
-    """The error lists each field with both values and says whether --allow_change permits the
-    change. A permitted change is accepted.
+    """The error lists each field with both values. A change that is allowed is accepted.
 
-    Break: train.py: config.check_resumable(meta["config"], cfg, => print(meta["config"], cfg,
+    Break: train.py: config.check_resumable(meta["config"], setup["cfg"], =>
+    print(meta["config"], setup["cfg"],
     """
     train.main(tiny(steps=4))
     with pytest.raises(ValueError) as e:
         train.main(tiny(lr=1e-2, seed=5, d_model=64))
     assert "lr was 0.002, is 0.01 (on purpose: --allow_change lr)" in str(e.value)
     assert "seed was 0, is 5" in str(e.value)
-    assert "d_model was 32, is 64 (another shape" in str(e.value)
+    assert "d_model was 32, is 64" in str(e.value)
     assert train.main(tiny(lr=1e-2, allow_change=("lr",)))["step"] == 8
 
 
@@ -2626,11 +2628,9 @@ def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
     assert train.main(tiny(allow_change=("data",)))["reason"] == "already finished"
 
 
-@pytest.mark.parametrize("batch_size, effect", [(24, "16 examples are skipped"),
-                                                (8, "16 examples come again")])
-def test_a_resume_with_another_batch_size_says_what_it_skips(tiny, capsys, batch_size, effect):
-    """The line has the numbers, and they are true: the first batch after the resume has new
-    examples, or those that were trained on before.
+@pytest.mark.parametrize("batch_size", [24, 8])
+def test_a_resume_with_another_batch_size_says_so(tiny, capsys, batch_size):
+    """The first batch after the resume has new examples, or those that were trained on before.
 
     Break: train.py: print0(f"since the checkpoint: {sentence}") => pass
     """
@@ -2646,66 +2646,10 @@ def test_a_resume_with_another_batch_size_says_what_it_skips(tiny, capsys, batch
     assert "since the checkpoint" not in capsys.readouterr().out
     cfg = dataclasses.replace(cfg, steps=3, batch_size=batch_size, allow_change=("batch_size",))
     train.main(cfg, [collect])
-    assert (f"since the checkpoint: batch_size was 16, is {batch_size}: the next batch begins "
-            f"at example {2 * batch_size} instead of 32, so {effect}") in capsys.readouterr().out
+    assert f"since the checkpoint: batch_size was 16, is {batch_size}" in capsys.readouterr().out
     first, second, resumed = batches
     assert len(resumed) == batch_size
     assert resumed.isdisjoint(first | second) if batch_size == 24 else resumed < second
-
-
-def test_a_resume_on_changed_text_says_that_examples_move(tiny, tmp_path, capsys):
-    """After a change that --allow_change permits, one line says that the examples are others.
-
-    Break: train.py: has_other_data = meta["data"]["fingerprint"] != => has_other_data = None is
-    """
-    cfg = tiny(steps=1, eval_every=0)
-    train.main(cfg)
-    text = tmp_path / "text.txt"
-    text.write_text(text.read_text().replace("beer", "wine"))
-    train.main(dataclasses.replace(cfg, steps=2, allow_change=("data",)))
-    assert ("since the checkpoint: the content of the data has changed: from here the examples are "
-            "others") in capsys.readouterr().out
-
-
-def test_an_output_folder_through_a_missing_one(tiny, tmp_path, monkeypatch):
-    """`missing/../x` is x, for the run, its checkpoints, the cache, the tokens and the export. The
-    missing folder is not made.
-
-    Break: train.py: cfg = config.resolve_paths(cfg) => pass
-    """
-    monkeypatch.chdir(tmp_path)
-    cfg = tiny(steps=1, eval_every=0, out_dir="no/../x", ckpt_dir=f"{tmp_path}/no/../y",
-               export="no/a/../../z", token_cache="no/../t")
-    summary = train.main(cfg)
-    assert summary["checkpoint"] == f"{tmp_path}/y/000000001"
-    assert {"x", "y", "z", "t"} < set(os.listdir()) and not Path("no").exists()
-    assert Path("x/metrics.jsonl").exists() and Path("z/model.safetensors").exists()
-    assert train.main(cfg)["reason"] == "already finished"
-
-
-def test_an_error_says_whose_relative_path_it_is(tiny, tmp_path, monkeypatch, capsys):
-    """A relative path in the config.json of a run, from another folder: the error names the file
-    that has the path, and the current folder. In the folder of the run it does not.
-
-    Break: train.py: message += config.relative_path_note(cfg, message) => pass
-    """
-    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    for folder in (project / "out", elsewhere):
-        folder.mkdir(parents=True)
-    saved = tiny(out_dir="out", data=("text.txt",))
-    (project / "out/config.json").write_text(config.to_json(saved))
-    argv = ["--mode", "data", "--config", str(project / "out/config.json")]
-    monkeypatch.chdir(elsewhere)
-    assert train.cli(argv) == 2
-    error = capsys.readouterr().err
-    assert "data 'text.txt': no such file" in error
-    assert f"data 'text.txt': from {project}/out/config.json, whose relative paths" in error
-    assert f"The current folder is {elsewhere}" in error
-    assert train.cli([*argv, "--data", "other.txt"]) == 2
-    assert "whose relative paths" not in capsys.readouterr().err
-    monkeypatch.chdir(project)
-    assert train.cli(argv) == 2
-    assert "whose relative paths" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -4318,7 +4262,7 @@ def test_a_file_without_read_permission_is_named(capsys):
     """A file that may not be read, here a system file that not even root can read, gives a
     one-line error with exit code 2.
 
-    Break: train.py: if isinstance(error, PermissionError): => if False:
+    Break: train.py: if isinstance(error, PermissionError) or => if
     """
     closed = Path("/proc/sys/vm/drop_caches")
     if not closed.exists():
@@ -4766,7 +4710,7 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 def test_a_malformed_stop_is_refused(text):
     """A malformed --stop raises ValueError that lists the valid forms.
 
-    Break: config.py: if not parses(parse_stops, cfg): => if False:
+    Break: config.py: rule("stop", parses(parse_stops, cfg), => rule("stop", True,
     """
     with pytest.raises(ValueError, match="must be 500 .steps in all., .100 .more steps., 2h30m"):
         config.validate(config.Config(stop=(text,)), 1)
