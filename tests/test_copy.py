@@ -207,7 +207,7 @@ def test_a_recipe_copied_beside_files_of_our_names(other_project):
     run = run_there(other_project, "dpo.py", "--help")
     assert run.returncode == 0, run.stderr[-2000:]
     assert "  --beta " in run.stdout and "passes over the training data" in run.stdout
-    assert "\n length and batch\n" in run.stdout
+    assert "\nlength and batch\n" in run.stdout
 
 
 @pytest.mark.slow
