@@ -1795,7 +1795,6 @@ def _array_errors(root, meta, name):
 # ---- safetensors
 
 SLICE_BYTES = 2**22  # of a tensor, read at a time by each thread: stays in the processor's cache
-HOST_PLATFORMS = ("cpu",)  # whose devices compute in the host's memory
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -1807,94 +1806,73 @@ def import_safetensors():
     return safetensors
 
 
-def read_safetensors(folder, wanted, like, unused=()):
+def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tensors):
     """Return {name: array} in the shapes, dtypes and shardings of `like`, as `restore` does, read
     from the tensors of a folder in Hugging Face's layout.
 
     wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
-    tensor. unused: patterns of tensors that need not be wanted. Each process reads only what its
-    devices hold. Beyond the result it needs memory for some slices of SLICE_BYTES, and, on devices
-    with their own memory, for the parts of one layer.
+    tensor. unused: patterns of tensors that need not be wanted. split: function of the result of
+    `open_tensors` that splits tensors which hold several. Each process reads only what its devices
+    hold. Beyond the result it needs memory for some slices of SLICE_BYTES, and, on devices with
+    their own memory, for one array.
 
     Raises ValueError that lists all tensors that are missing, unknown or of another shape.
     """
-    tensors = _open_tensors(Path(folder))
+    tensors = split(open_tensors(folder))
     errors = _tensor_errors(tensors, _tensor_shapes(wanted, like), unused)
     if errors:
         raise ValueError(f"{folder}:\n  " + "\n  ".join(errors))
     arrays = {}
     for name, (pieces, transposed) in wanted.items():
-        arrays[name] = _place_tensors(like[name], tensors, pieces, transposed)
+        x = like[name]
+        read = partial(_read_block, tensors, pieces, transposed, x.dtype)
+        arrays[name] = _assemble(x.shape, getattr(x, "sharding", None), read)
     return arrays
 
 
 def check_tied_tensors(folder, name, copy):
     """Raise ValueError when a folder of Hugging Face weights has two different tensors for what its
     config.json says is one: `name` and `copy`. Two dtypes are compared in the narrower one. Process
-    0 reads both, SLICE_BYTES at a time.
+    0 reads both.
     """
     def check():
-        tensors = _open_tensors(Path(folder))
+        tensors = open_tensors(folder)
         if name not in tensors or copy not in tensors:
             return
-        error = _tensor_difference(tensors[name], tensors[copy])
-        if error:
+        x = tensors[name]["read"](...)
+        y = tensors[copy]["read"](...)
+        narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+        if not np.array_equal(x.astype(narrow), y.astype(narrow)):
             raise ValueError(
-                f"{folder}: its config.json ties the embeddings, but {copy} {error} {name}; set "
-                "tie_word_embeddings to false in its config.json to use both, or delete "
+                f"{folder}: its config.json ties the embeddings, but {copy} differs from {name}; "
+                "set tie_word_embeddings to false in its config.json to use both, or delete "
                 f"{copy} from its files to use {name} for both")
 
     broadcast_from_main(check)
 
 
-def _tensor_difference(x, y):
-    """Describe how tensor y differs from tensor x; "" when they are equal."""
-    shape = x.get_shape()
-    if y.get_shape() != shape:
-        return f"has shape {y.get_shape()}, not {shape} as"
-    names = [x.get_dtype(), y.get_dtype()]
-    if not all(name in TENSOR_DTYPES for name in names):
-        return f"has dtype {names[1]}, and cannot be compared with the {names[0]} of"
-    dtypes = [np.dtype(TENSOR_DTYPES[name]) for name in names]
-    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
-
-    n_rows = max(SLICE_BYTES // (4 * prod(shape[1:])), 1)
-    is_equal = True
-    difference = largest = 0.0
-    for start in range(0, shape[0], n_rows):
-        some_rows = slice(start, min(start + n_rows, shape[0]))
-        x_rows = x[some_rows].astype(narrow).astype(np.float32)
-        y_rows = y[some_rows].astype(narrow).astype(np.float32)
-        if not np.array_equal(x_rows, y_rows, equal_nan=True):
-            is_equal = False
-        difference = max(difference, float(np.abs(y_rows - x_rows).max()))
-        largest = max(largest, float(np.abs(x_rows).max()))
-    if is_equal:
-        return ""
-    return f"differs, by up to {difference:.2g} where the largest value is {largest:.2g}, from"
-
-
-def _open_tensors(folder):
-    """Return {tensor's name: slice of safetensors} of all files of a folder; headers are checked.
+def open_tensors(folder):
+    """Return {tensor's name: {"shape", "dtype", "read": slices -> NumPy array}} of all files of a
+    folder; headers are checked.
     """
     safetensors = import_safetensors()
-    paths = [folder / "model.safetensors"]
+    paths = [Path(folder, "model.safetensors")]
     if not paths[0].exists():
-        paths = sorted(folder.glob("model*.safetensors"))
+        paths = sorted(Path(folder).glob("model*.safetensors"))
     if not paths:
         raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
     tensors = {}
     for path in paths:
         try:
             file = safetensors.safe_open(path, framework="np")
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if name in tensors:
+                    raise ValueError(f"another file of the folder holds {name} too")
+                tensor = file.get_slice(name)
+                tensors[name] = {"shape": tensor.get_shape(), "dtype": tensor.get_dtype(),
+                                 "read": tensor.__getitem__}
         except (OSError, ValueError, safetensors.SafetensorError) as e:
             raise ValueError(f"{path}: cannot be read: {e}") from None
-        duplicates = sorted(tensors.keys() & found)
-        if duplicates:
-            raise ValueError(f"{path}: holds {', '.join(duplicates)}, which another file of the "
-                             "folder holds too")
-        tensors.update(found)
     return tensors
 
 
@@ -1915,8 +1893,8 @@ def _tensor_errors(tensors, shapes, unused):
         if name not in tensors:
             errors.append(f"{name} is missing")
             continue
-        saved_shape = tensors[name].get_shape()
-        saved_dtype = tensors[name].get_dtype()
+        saved_shape = tensors[name]["shape"]
+        saved_dtype = tensors[name]["dtype"]
         if saved_shape != shape:
             errors.append(f"{name} is {saved_shape} in the checkpoint, {shape} in this model")
         elif saved_dtype not in TENSOR_DTYPES:
@@ -1926,81 +1904,29 @@ def _tensor_errors(tensors, shapes, unused):
     return errors
 
 
-def _place_tensors(like, tensors, pieces, transposed):
-    """Return the array that `pieces` of `tensors` make up, placed as `like`."""
-    sharding = getattr(like, "sharding", None)
-    if _needs_layers(like, sharding, pieces):
-        return _stack_layers(like, tensors, pieces, transposed)
-    read = partial(_read_block, tensors, pieces, transposed, like.dtype, {})
-    return _assemble(like.shape, sharding, read)
-
-
-def _needs_layers(like, sharding, pieces):
-    """Return whether to read an array layer by layer, so that the host never holds all layers:
-    when it is stacked, not split between layers, and for devices with their own memory.
-    """
-    if sharding is None or () in pieces:
-        return False
-    platform = next(iter(sharding.addressable_devices)).platform
-    is_split_by_layer = sharding.shard_shape(like.shape)[0] < like.shape[0]
-    return platform not in HOST_PLATFORMS and not is_split_by_layer
-
-
-def _stack_layers(like, tensors, pieces, transposed):
-    """Read an array layer by layer, into the same host memory, and as stored: devices convert."""
-    stored_dtypes = {TENSOR_DTYPES[tensors[name].get_dtype()] for name in pieces.values()}
-    dtype = jax.numpy.result_type(*stored_dtypes)
-    stack = jax.numpy.zeros(like.shape, like.dtype, device=like.sharding)
-    memory = {}
-    for layer in range(like.shape[0]):
-        # The pieces of this layer, as those of an array with one layer.
-        layer_pieces = {}
-        for index, name in pieces.items():
-            if index[0] == layer:
-                layer_pieces[(0, *index[1:])] = name
-        read = partial(_read_block, tensors, layer_pieces, transposed, dtype, memory)
-        part = _assemble((1, *like.shape[1:]), like.sharding, read)
-        # The next layer overwrites the host memory, so this one must have left it.
-        stack = _put_layer(stack, part, layer).block_until_ready()
-    return stack
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_layer(stack, part, layer):
-    return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
-
-
-def _read_block(tensors, pieces, transposed, dtype, memory, *ranges):
-    """Read a range of each dim of an array: slice by slice, by several threads. memory: {ranges:
-    array} of blocks whose memory is used again.
-    """
+def _read_block(tensors, pieces, transposed, dtype, *ranges):
+    """Read a range of each dim of an array: slice by slice, by several threads."""
     # The leading dims select tensors, the others are those of a tensor: in its file transposed.
     n_stacked = len(next(iter(pieces)))
     stacked, dims = ranges[:n_stacked], ranges[n_stacked:]
     if transposed:
         dims = dims[::-1]
     rows, columns = dims[0], dims[1:]
-
-    lengths = [len(r) for r in ranges]
-    if ranges not in memory:
-        memory[ranges] = _aligned_empty(lengths, dtype)
-    block = memory[ranges]
-    n_columns = prod(len(r) for r in columns)
-    n_rows = max(SLICE_BYTES // (4 * n_columns), 1)
+    n_rows = max(SLICE_BYTES // (4 * prod(len(r) for r in columns)), 1)
+    block = _aligned_empty([len(r) for r in ranges], dtype)
 
     def read_rows(position, start):
         index = tuple(r[i] for r, i in zip(stacked, position))
-        tensor = tensors[pieces[index]]
         some_rows = rows[start:start + n_rows]
         slices = tuple(slice(r.start, r.stop) for r in (some_rows, *columns))
         target = block[position]
         if transposed:
             target = target.T
-        target[start:start + n_rows] = tensor[slices]
+        target[start:start + n_rows] = tensors[pieces[index]]["read"](slices)
 
     with ThreadPoolExecutor(min(os.cpu_count(), 8)) as pool:
         reads = []
-        for position in np.ndindex(*lengths[:n_stacked]):
+        for position in np.ndindex(block.shape[:n_stacked]):
             for start in range(0, len(rows), n_rows):
                 reads.append(pool.submit(read_rows, position, start))
         for read in reads:
@@ -2010,7 +1936,8 @@ def _read_block(tensors, pieces, transposed, dtype, memory, *ranges):
 
 def each_tensor(arrays, pieces, dtype):
     """Yield (tensor's name, NumPy array in dtype), one at a time. pieces: `wanted` of
-    `read_safetensors`. Every process must take all of them.
+    `read_safetensors`. Every process must take all of them. Raises ValueError for a value that
+    float16 cannot hold.
     """
     take = partial(take_tensor, dtype=dtype)
     for name, (tensors, transposed) in pieces.items():
@@ -2021,7 +1948,11 @@ def each_tensor(arrays, pieces, dtype):
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         take_replicated = jax.jit(take, static_argnums=2, out_shardings=replicated)
         for index, tensor in tensors.items():
-            yield tensor, np.asarray(take_replicated(arrays[name], index, transposed))
+            x = np.asarray(take_replicated(arrays[name], index, transposed))
+            if dtype == "float16" and np.isinf(x).any():
+                raise ValueError(f"{tensor} has values beyond 65504, the largest of float16: use "
+                                 "--export_dtype bfloat16 or float32")
+            yield tensor, x
 
 
 def take_tensor(x, index, transposed, dtype):
@@ -2117,7 +2048,7 @@ def write_export(folder, run, tensors, stem, add_files):
 
     run: of `check_export`. tensors: an iterator of (name, array). add_files: function of the new
     folder that writes the other files; process 0 calls it. Raises ValueError in every process when
-    the disk refuses.
+    the disk refuses, or when taking a tensor does.
     """
     is_main = jax.process_index() == 0
     out = Path(folder)
@@ -2133,7 +2064,7 @@ def write_export(folder, run, tensors, stem, add_files):
         if is_main:
             shutil.rmtree(out, ignore_errors=True)
             new.rename(out)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         error = str(e)
         for _ in tensors:  # the other processes wait for this one at each tensor
             pass

@@ -3157,7 +3157,8 @@ def open_hf(path, cfg):
         folder = data.hub_path(path, weights=True)
         if cfg.tie_embeddings and "embed" in like:
             ckpt.check_tied_tensors(folder, model.HF_NAMES["embed"], model.HF_NAMES["unembed"])
-        return ckpt.read_safetensors(folder, wanted, like, unused)
+        split = partial(model.split_fused_experts, cfg=cfg)
+        return ckpt.read_safetensors(folder, wanted, like, unused, split)
 
     return {"names": dict.fromkeys(pieces), "read": read}
 
@@ -3212,10 +3213,24 @@ def export_hf(params, cfg):
         if not has_tokenizer:
             print0(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is not a Hugging "
                    "Face tokenizer")
+        if not as_adapter:
+            write_generation_config(folder / "generation_config.json", tokenizer)
 
     tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
     stem = "adapter_model" if as_adapter else "model"
     ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
+
+
+def write_generation_config(path, tokenizer):
+    """Have programs that generate stop at the end of a document, and at the end of an answer in the
+    tokenizer's chat template.
+    """
+    stops = set(tokenizer["stops"])
+    with contextlib.suppress(ValueError):  # without the package that reads chat templates
+        stops |= data.turn_ends(tokenizer)
+    if stops:
+        settings = ckpt.read_json(path) | {"eos_token_id": sorted(stops)}
+        path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 # ---- names on the Hub
