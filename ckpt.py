@@ -1057,23 +1057,52 @@ def load_parameters(sources, like):
     return loaded
 
 
-def restore_run(out_dir, root, like, excluded, first, log=print, step=None):
-    """Return (step, tree) of a checkpoint of the run in out_dir, in the shapes and shardings of
-    `like`: that of `step`, or the newest intact one. Parameters in `excluded`, and their moments,
-    come from the tree `first`.
+def paths_of(names, arrays):
+    """Return the paths in a flat state of these parameters and of their moments."""
+    paths = set()
+    for path in arrays:
+        kind, *keys = path.split("/")
+        if kind in ("params", "opt") and keys[-1] in names:
+            paths.add(path)
+    return paths
+
+
+def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
+    """Raise ValueError when a checkpoint of the run in out_dir lacks arrays of `like`, has them in
+    other shapes, or has arrays that `like` lacks, which only drops_unknown permits.
+
+    like: the state or a part of it. initial: paths of arrays that come from elsewhere.
+    """
+    path = join_path(root, _step_name(meta["step"]))
+    wanted, _ = flatten(like)
+    needed = {name: x for name, x in wanted.items() if name not in initial}
+    try:
+        _check_fit(needed, meta["arrays"], path)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}; to start from the parameters that fit: --init_from "
+                         f"'{out_dir} strict=no' and another --out_dir") from None
+    # A mode that reads the parameters ignores the rest. A scale remains from float16.
+    unknown = []
+    for name in meta["arrays"].keys() - wanted.keys() - {SMALL, "scale/value", "scale/good"}:
+        if "opt" in like or name.startswith("params/"):
+            unknown.append(name)
+    if unknown and not drops_unknown:
+        raise ValueError(f"checkpoint {path} has arrays that this run lacks: {', '.join(sorted(unknown))}; "
+                         "to drop them on purpose: --allow_change state")
+
+
+def restore_run(root, like, initial, log=print, step=None):
+    """Return (step, tree) of a checkpoint of a run, in the shapes and shardings of `like`: that of
+    `step`, or the newest intact one. initial: {path: array} of those that come from elsewhere.
     """
     wanted, treedef = flatten(like)
-    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
-    try:
-        if step is None:
-            step, restored = restore_newest(root, saved, log)
-        else:
-            restored = restore(root, step, saved)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
-    arrays = flatten(first)[0] | restored
-    leaves = [arrays[path] for path in wanted]
-    return step, jax.tree.unflatten(treedef, leaves)
+    saved = {path: x for path, x in wanted.items() if path not in initial}
+    if step is None:
+        step, restored = restore_newest(root, saved, log)
+    else:
+        restored = restore(root, step, saved)
+    arrays = initial | restored
+    return step, jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
 
 
 # ---- files
@@ -1700,17 +1729,17 @@ def _log_origin(some, names, origin, log):
         log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
 
 
-def load_saved(out_dir, root, meta, sources, texts, like, log=print, step=None):
-    """Return (step, parameters) of a checkpoint of the run in out_dir: that of `step`, or the
-    newest intact one. Parameters that it excludes come from the sources. Without a checkpoint:
-    step 0, and all parameters from the sources.
+def load_saved(root, meta, sources, texts, like, log=print, step=None):
+    """Return (step, parameters) of a checkpoint of a run: that of `step`, or the newest intact one.
+    Parameters that it excludes come from the sources. Without a checkpoint: step 0, and all
+    parameters from the sources.
 
     meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
     """
     loaded = load_parameters(sources, like)
     if meta:
-        step, tree = restore_run(
-            out_dir, root, {"params": like}, loaded, {"params": loaded}, log, step)
+        initial = {f"params/{name}": x for name, x in loaded.items()}
+        step, tree = restore_run(root, {"params": like}, initial, log, step)
         return step, tree["params"]
     errors = [f"no source has {name}" for name in like if name not in loaded]
     _raise_if_errors(errors, f"init_from {' '.join(texts)}")

@@ -417,6 +417,10 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     if saved_meta and is_finished(cfg, saved_step):
         print_how_to_continue(cfg, saved_step)
         return None
+    if start_meta:
+        like = steplib.lower_steps(*step_args(setup))["state"]
+        ckpt.check_run_fits(start["run"], start["root"], start_meta, like,
+                            absent_arrays(start, like), "state" in cfg.allow_change)
     # Optional: windows.
     if "restore" in train_data:
         train_data["restore"](start_meta.get("data", {}).get("windows", []))
@@ -565,10 +569,26 @@ def load_start(setup, start, programs, state, params):
             initial = programs["init"](key)
     if not start["meta"]:
         return initial
-    # The checkpoint, with the parameters of `initial` that it lacks.
-    _, restored = ckpt.restore_run(
-        cfg.out_dir, start["root"], like, start["missing"], initial, print0, start["step"])
+    # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
+    if "scale" in like:
+        shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
+        initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
+    arrays, _ = ckpt.flatten(initial)
+    arrays = {path: arrays[path] for path in absent_arrays(start, like)}
+    _, restored = ckpt.restore_run(start["root"], like, arrays, print0, start["step"])
     return restored
+
+
+def absent_arrays(start, like):
+    """Paths of the arrays of a state that do not come from the checkpoint: those of the missing
+    parameters, and the scale of float16 where the checkpoint has none.
+    """
+    wanted, _ = ckpt.flatten(like)
+    paths = ckpt.paths_of(start["missing"], wanted)
+    for path in wanted:
+        if path.startswith("scale/") and path not in start["meta"]["arrays"]:
+            paths.add(path)
+    return paths
 
 
 # ---- the loop
@@ -827,10 +847,8 @@ def save_state(run, state, step, progress, why, kind="save"):
 
         # The arrays, without the parameters that save_exclude names and their moments.
         arrays, _ = ckpt.flatten(state)
-        tree = {}
-        for name, x in arrays.items():
-            if name.split("/")[-1] not in run["unsaved"]:
-                tree[name] = x
+        unsaved = ckpt.paths_of(run["unsaved"], arrays)
+        tree = {path: x for path, x in arrays.items() if path not in unsaved}
 
         # Where the run stands.
         if cfg.log_every:
@@ -3389,8 +3407,14 @@ def load_found(found, like):
     setup, meta = found["setup"], found["meta"]
     cfg = setup["cfg"]
     _, sources = find_parameters(setup, meta)
+    if meta:
+        loaded = [name for source in sources for name in source["take"].values()]
+        ckpt.check_run_fits(
+            cfg.out_dir, found["root"], meta, {"params": like},
+            {f"params/{name}" for name in loaded},
+            "state" in cfg.allow_change)
     return ckpt.load_saved(
-        cfg.out_dir, found["root"], meta, sources, cfg.init_from, like, print0, found["step"])
+        found["root"], meta, sources, cfg.init_from, like, print0, found["step"])
 
 
 def tokenize_data(cfg, task):

@@ -274,6 +274,16 @@ def test_numbers_are_saved_as_arrays(tmp_path):
     assert (back["a"], back["b"]) == (1.5, 7)
 
 
+def test_paths_of_parameters_are_theirs_and_their_moments(tmp_path):
+    """Parameters and their moments have paths below params and opt. Another leaf of a state with
+    the name of a parameter is not one.
+
+    Break: ckpt.py: if kind in ("params", "opt") and keys[-1] in names: => if keys[-1] in names:
+    """
+    paths = ["params/embed", "params/w", "opt/0/mu/embed", "ema/embed", "embed", "step"]
+    assert ckpt.paths_of({"embed"}, paths) == {"params/embed", "opt/0/mu/embed"}
+
+
 def test_missing_arrays_and_other_shapes_are_listed(tmp_path):
     """One error lists all of them by name.
 

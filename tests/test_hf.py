@@ -875,6 +875,21 @@ def test_an_export_without_a_tokenizer_prints_a_notice(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_generation_stops_at_the_end_of_an_answer(tmp_path):
+    """The generation_config.json of an export keeps its entries, and its ids that end a text are
+    those of the tokenizer and the end of an answer in the chat template.
+
+    Break: train.py: stops |= data.turn_ends(tokenizer) => pass
+    """
+    library = chat_folder(tmp_path / "chats", "chatml")
+    path = tmp_path / "chats/generation_config.json"
+    path.write_text('{"temperature": 0.6, "eos_token_id": 3}')
+    tokenizer = data.make_tokenizer(str(tmp_path / "chats"))
+    train.write_generation_config(path, tokenizer)
+    ends = [3, *library.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])]
+    assert json.loads(path.read_text()) == {"temperature": 0.6, "eos_token_id": sorted(ends)}
+
+
 def test_a_lora_run_is_exported_as_an_adapter_and_merged(tiny, tmp_path):
     """The PEFT adapter on the base model and the merged weights have the logits of the run.
 
