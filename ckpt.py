@@ -92,7 +92,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
 
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
     # Process 0 chooses it for all processes.
-    save_id = broadcast_from_main(lambda: os.urandom(4).hex())
+    save_id = broadcast_from_main(lambda: f"save-{os.urandom(4).hex()}")
     step = int(_step_name(step))  # ValueError for a step that is not a count
     if meta is None:
         meta = {}
@@ -272,7 +272,7 @@ def read_meta(root, step):
         meta = content["body"]
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
-        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
+        if meta["step"] != step or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
             raise ValueError("its step or folder is not one that a save writes")
         for name, layout in meta["arrays"].items():
             if not _is_valid_layout(name, layout):
@@ -647,7 +647,8 @@ def latest(root):
     return max(steps(root), default=None)
 
 
-KNOWN_NAMES = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
+# Names that a save writes in a step's folder, perhaps with the end of a lock of TensorStore.
+KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed))?|temporary|meta\.json)(\.__lock)?")
 
 
 def _step_folders(root):
@@ -672,7 +673,9 @@ def _list_folders(root):
     folders = {}
     if os.path.lexists(root):
         for entry in os.scandir(root):
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_symlink() and entry.name.isdecimal():
+                os.stat(entry.path)  # OSError for a link to a checkpoint that is gone
+            if entry.is_dir():
                 with contextlib.suppress(FileNotFoundError):  # another process deleted it
                     folders[entry.name] = set(os.listdir(entry.path))
     return folders
@@ -694,7 +697,8 @@ def _kvstore(root, *names):
     """Return TensorStore's spec of a folder. Raises ValueError when a link leads elsewhere."""
     if not _is_local(root):
         return _bucket_kvstore(root, *names)
-    path = Path(root).resolve().joinpath(*names)  # TensorStore refuses ".."
+    # The folder of a step may be a link. TensorStore refuses "..".
+    path = Path(root, *names[:1]).resolve().joinpath(*names[1:])
     if path.resolve() != path:
         raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
     return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
@@ -742,25 +746,35 @@ def prune(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
     kept.update(permanent)
     kept.add(max(saved, default=None))
     for step in saved.keys() - kept:
-        _delete_step(root, step, log)
+        _delete_step(root, step, saved[step], log)
 
 
 def delete_all(root, log=print):
     """Delete every checkpoint of root."""
-    for step in _step_folders(root):
-        _delete_step(root, step, log)
+    delete_after(root, -1, log)
 
 
 def delete_after(root, step, log=print):
     """Delete the checkpoints of later steps than `step`."""
-    for later in steps(root):
+    for later, names in _step_folders(root).items():
         if later > step:
-            _delete_step(root, later, log)
+            _delete_step(root, later, names, log)
 
 
-def _delete_step(root, step, log):
+def _delete_step(root, step, names, log):
+    """Delete a checkpoint whose folder has these names: what a save wrote, and the folder if it is
+    then empty. Of a link only the link is deleted.
+    """
+    folder = _step_name(step)
+    if Path(root, folder).is_symlink():
+        _delete(root, log, folder)
+        return
     # Without meta.json the rest is no checkpoint; with it the rest must be complete.
-    _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step))
+    written = [f"{folder}/{name}" for name in sorted(names) if KNOWN_NAMES.fullmatch(name)]
+    _delete(root, log, f"{folder}/meta.json", *written)
+    if _is_local(root):
+        with contextlib.suppress(OSError):  # it has files of the user
+            os.rmdir(Path(root, folder))
 
 
 def clean(root, log=print, only=None):
@@ -771,14 +785,15 @@ def clean(root, log=print, only=None):
         if only not in (None, step):
             continue
         if "meta.json" not in names:
-            _delete_step(root, step, log)
+            _delete_step(root, step, names, log)
             continue
         try:
             meta = read_meta(root, step)
         except ValueError:  # a corrupted meta.json does not say which folder it names
             continue
         for name in names - {"meta.json", "temporary", meta["folder"]}:
-            _delete(root, log, f"{_step_name(step)}/{name}")
+            if KNOWN_NAMES.fullmatch(name):
+                _delete(root, log, f"{_step_name(step)}/{name}")
 
 
 def _delete(root, log, *names):
@@ -898,7 +913,6 @@ def find_checkpoint(root, which, field="checkpoint"):
 
 
 FIRST_BYTES = 2**16  # size of config.json and the first rows of metrics.jsonl
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 @contextlib.contextmanager
@@ -931,15 +945,18 @@ def lock_folders(out_dir, root, log=print):
                 lock_file = locks.enter_context(open(lock_path, "a+", encoding="utf-8"))
                 if is_new:
                     locks.callback(_remove_unused, folder)
-                _take_file_lock(lock_file)
+                for path in (folder, lock_path):  # as each save does
+                    _sync(path)
                 if not _is_local(root):
                     owner = _lock_owner(lock_file, owner)
+            except OSError as e:
+                raise ValueError(
+                    f"{field}: cannot be written: {e.strerror}; choose another") from None
+            try:
+                _take_file_lock(lock_file)
             except BlockingIOError:
                 raise ValueError(f"{field}: another run is writing to it; choose another") from None
             except OSError as e:
-                if e.errno not in NO_LOCKS:
-                    raise ValueError(
-                        f"{field}: cannot be written: {e.strerror}; choose another") from None
                 log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
                     "other run writes to it")
         if not _is_local(root):
@@ -1087,8 +1104,9 @@ def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
         if "opt" in like or name.startswith("params/"):
             unknown.append(name)
     if unknown and not drops_unknown:
-        raise ValueError(f"checkpoint {path} has arrays that this run lacks: {', '.join(sorted(unknown))}; "
-                         "to drop them on purpose: --allow_change state")
+        raise ValueError(f"checkpoint {path} has arrays that this run lacks: "
+                         f"{', '.join(sorted(unknown))}; to drop them on purpose: --allow_change "
+                         "state")
 
 
 def restore_run(root, like, initial, log=print, step=None):

@@ -1010,11 +1010,12 @@ def test_an_lm_head_that_differs_from_tied_embeddings_is_refused(dtype, tmp_path
 
     Break: ckpt.py: if not np.array_equal(x => if np.array_equal(x
     """
-    def change(x):
+    def change_value(x):
         x[-1, 3] = 8
         return x
 
-    for folder, change in ((tmp_path / "value", change), (tmp_path / "rows", lambda x: x[:-1])):
+    changes = {tmp_path / "value": change_value, tmp_path / "rows": lambda x: x[:-1]}
+    for folder, change in changes.items():
         cfg = tied_folder(folder, dtype, change)
         with pytest.raises(ValueError, match="but lm_head.weight differs from model.embed_tokens"):
             read_source(folder, cfg, "embed", "final_norm")
@@ -1027,7 +1028,7 @@ def test_a_copy_of_tied_embeddings_is_ignored(dtype, copy_dtype, tmp_path):
     """A copy of the embedding as lm_head.weight is fine, in the same dtype or rounded to a narrower
     one; so is a folder without it, and another lm_head.weight in a folder that does not tie.
 
-    Break: ckpt.py: narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize) => narrow = x.dtype
+    Break: ckpt.py: min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize) => x.dtype
     """
     if {dtype, copy_dtype} == {np.float16, ml_dtypes.bfloat16}:
         pytest.skip("neither is a rounded copy of the other")

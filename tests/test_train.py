@@ -2296,7 +2296,7 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
     """On a file system without flock the run prints a notice and continues. It creates nested
     folders, and a tiny fraction of an epoch is one step.
 
-    Break: ckpt.py: NO_LOCKS = (errno.ENOLCK, => NO_LOCKS = (errno.EPERM,
+    Break: ckpt.py: log(f"{field}: its file system => raise OSError(f"{field}: its file system
     """
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -2313,7 +2313,7 @@ def test_a_partial_save_of_weights_is_deleted(tiny):
     Break: ckpt.py: clean(each, log) => clean(root, log)
     """
     cfg = tiny(steps=1, eval_every=0)
-    left = Path(cfg.out_dir, "ckpt/weights/000000007/0a1b2c3d")
+    left = Path(cfg.out_dir, "ckpt/weights/000000007/save-0a1b2c3d")
     left.mkdir(parents=True)
     train.main(cfg)
     assert not left.parent.exists()
@@ -3022,6 +3022,20 @@ def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
     assert capsys.readouterr().out.count("metrics.jsonl: [Errno") == 1
 
 
+def test_a_folder_that_cannot_be_synced_is_refused_at_the_start(tiny, monkeypatch, capsys):
+    """A file system that refuses to sync a folder would refuse each save.
+
+    Break: ckpt.py: for path in (folder, lock_path): => for path in ():
+    """
+    def refuse(descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ValueError, match="out_dir .*: cannot be written: Invalid argument"):
+        train.main(tiny())
+    assert "compiling" not in capsys.readouterr().out
+
+
 def test_a_full_disk_at_the_start_is_a_sentence(tiny, capsys):
     """No file can grow beyond 5 bytes: exit code 2 and one sentence, before the compilation.
 
@@ -3398,7 +3412,8 @@ def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
     """The loss scale doubles every three finite steps. A checkpoint between two doublings holds
     the scale and the count, and the resumed run ends bit-identical to an uninterrupted run.
 
-    Break: train.py: tree[name] = x => tree[name] = 0 * x if "scale" in name else x
+    Break: train.py: tree = {path: x for path, x in arrays.items() if path => tree = {path: 0 * x if
+    "scale" in path else x for path, x in arrays.items() if path
     """
     monkeypatch.setattr(steplib, "FP16_PATIENCE", 3)
     monkeypatch.setattr(steplib, "FP16_SCALE", 2.0**4)
