@@ -165,10 +165,10 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
     for name, ids in labels.items():
         end = f"/{name}" if name else ""
         assert found[f"val_n_labels{end}"] == len(ids)
-        assert found[f"val_loss{end}"] == pytest.approx(nll[ids].mean(), rel=1e-6)
+        assert found[f"val_loss{end}"] == pytest.approx(nll[ids].mean(), rel=1e-5)
         assert found[f"val_acc{end}"] == pytest.approx((ids == w.argmax()).mean(), rel=1e-6)
         bits = nll[ids].mean() / math.log(2)
-        assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-6)
+        assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-5)
         head = f"             {name:<5}" if name else "step      0"
         accuracy = (ids == w.argmax()).mean()
         assert (f"{head}  validation loss {nll[ids].mean():.4f}  accuracy {accuracy:.3f}  "

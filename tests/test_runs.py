@@ -292,7 +292,7 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
     Break: train.py: "root": root, "step": step, "meta": meta, "run": folder, =>
     "root": root, "step": None, "meta": meta, "run": folder,
     """
-    run = tiny(max_to_keep=0, log_every=3, steps=9)
+    run = tiny(max_to_keep=0, log_every=3, steps=9, dp=8)
     counts, counts_of_branch = {}, {}
     train.main(run, hooks=[counting(counts)])
     branch = dataclasses.replace(
@@ -354,7 +354,7 @@ def test_saves_on_request_and_none_at_the_end(tiny, capsys):
 
     Break: train.py: if number == signal.SIGUSR1: => if False:
     """
-    cfg = tiny(save_every=0, eval_every=0, save_end="no", max_to_keep=0)
+    cfg = tiny(save_every=0, eval_every=0, save_end="no", max_to_keep=0, dp=8)
     root = Path(cfg.out_dir, "ckpt")
 
     def request(event, value):

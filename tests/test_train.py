@@ -160,7 +160,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     """
     monkeypatch.undo()  # `tiny` disables the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
+    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",),
+               dp=8)
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -1548,9 +1549,9 @@ def test_the_summary_shows_how_many_parameters_are_trained(tiny):
     """
     run = train.setup_run(tiny(freeze=("embed",)))
     summary = train.run_summary(run)
-    assert summary.startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+    assert summary.startswith("0.02M parameters (0.01M trained) on 1 x cpu, mesh dp=1")
     table = {name: {"shape": row["shape"]} for name, row in run["table"].items()}
-    assert train.run_summary(run | {"table": table}).startswith("0.02M parameters on 8 x cpu")
+    assert train.run_summary(run | {"table": table}).startswith("0.02M parameters on 1 x cpu")
 
 
 # ---- bad numbers
@@ -2246,7 +2247,7 @@ def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     summary = train.main(tiny())
     saved = ckpt.restore(Path(summary["checkpoint"]).parent, 8, summary["state"])
     assert all(map(np.array_equal, jax.tree.leaves(saved), jax.tree.leaves(summary["state"])))
-    assert summary["mesh"].shape["dp"] == 8 and summary["checkpoint"].endswith("000000008")
+    assert summary["mesh"].shape["dp"] == 1 and summary["checkpoint"].endswith("000000008")
 
 
 @pytest.mark.parametrize("before, after, words", [
@@ -4333,8 +4334,8 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     for flags, words in {
         "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6; nearest: 30 or 36",
         "--n_kv_heads 3": "n_heads 4: must be a multiple of n_kv_heads = 3",
-        "--tp 3": "must multiply to 8 devices; one may be -1",
-        "--batch_size 9":
+        "--dp 3 --tp 3": "must multiply to 8 devices; one may be -1",
+        "--dp 8 --batch_size 9":
             "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8; nearest: 8",
         "--attention pallas":
             "attention pallas: needs a TPU, and head_dim and seq_len multiples of 128",
@@ -4490,9 +4491,9 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     needed, output = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
     flops, recomputed, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
-    assert list(cost["flop"].items()) == [  # 64 x 16 tokens over 8 devices
-        (f"model: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
-    assert output[0].startswith("0.02M parameters on 8 x cpu")
+    assert list(cost["flop"].items()) == [  # 64 x 16 tokens
+        (f"model: {formula}", flops * 1024), ("recomputed by remat", recomputed * 1024)]
+    assert output[0].startswith("0.02M parameters on 1 x cpu")
     assert output[1].endswith(", 1,024 tokens per step; for each device:")
     assert output[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
     in_all = {"in all during a step": needed,
@@ -4807,7 +4808,7 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
 
     Break: train.py: progress["last_metrics"]) or stop => progress["last_metrics"])
     """
-    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0)
+    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0, dp=8)
     summary = train.main(cfg, [lambda event, row: row | {"odd": float(row["step"] == 3)}
                                if event == "log" else None])
     assert (summary["step"], summary["exit_code"]) == (4, 0)
