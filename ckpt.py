@@ -1029,7 +1029,9 @@ def open_log(out_dir, step):
 
 
 def read_log(out_dir):
-    """Return the rows of metrics.jsonl, without a torn line and without rows that have no step."""
+    """Return the rows of metrics.jsonl that have a step and an event. An incomplete line has none,
+    nor may rows that were added by hand.
+    """
     path = Path(out_dir, "metrics.jsonl")
     if not path.exists():
         return []
@@ -1037,7 +1039,9 @@ def read_log(out_dir):
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:  # an "error" row has none
+            if not isinstance(row, dict):
+                continue
+            if isinstance(row.get("step"), int) and isinstance(row.get("event"), str):
                 rows.append(row)
     return rows
 
