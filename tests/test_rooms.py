@@ -95,7 +95,6 @@ FEATURES = {
         "rooms": {"train.py": ["validation data that comes later"]},
         "edits": [
             ("train.py", "val_data_at(run, step, stopped_while_waiting)", 'run["val_data"]'),
-            ("train.py", "val_data_at(run, step, lambda: True)", 'run["val_data"]'),
         ],
     },
     "LoRA": {

@@ -3440,11 +3440,11 @@ def test_a_stop_condition_that_holds_already_ends_a_resume_at_once(tiny):
     summary = train.main(tiny(stop=("los<1",)))
     assert summary["exit_code"] == 2 and "unknown metric los (nearest: loss)" in summary["reason"]
     train.main(tiny())
-    for change in ({"stop": ("val_los<1",)}, {"keep_best": "val_los"}):
-        with pytest.raises(ValueError, match="val_los: the run has no such .*nearest: val_loss"):
+    for change in ({"stop": ("val_lossy<1",)}, {"keep_best": "val_lossy"}):
+        with pytest.raises(ValueError, match="val_lossy: the run has no such .*nearest: val_loss"):
             train.main(tiny(**change))
-    with pytest.raises(ValueError, match="keep_best val_los: evaluations have no such metric"):
-        train.main(tiny(keep_best="val_los", out_dir=f"{cfg.out_dir}/other"))
+    with pytest.raises(ValueError, match="keep_best val_lossy: evaluations have no such metric"):
+        train.main(tiny(keep_best="val_lossy", out_dir=f"{cfg.out_dir}/other"))
 
 
 
@@ -3843,14 +3843,14 @@ def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, m
     requests |= {"sample", "save"}
     assert poll(None, [])["events"] == [] and poll(3, [])["events"] == ["save", "sample"]
     assert poll(4, [])["events"] == [] and not requests
-    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
+    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.signal_received(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
     stop.touch()
     assert poll(3, [])["stop_file"] is True
     stop.unlink()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not train.save_only(["SIGINT"]) and not gathered
+    assert not train.signal_received(["SIGINT"]) and not gathered
     before = {"step": 7, "elapsed_s": 5.0}
     requests.add("eval")
     for step in (8, 7):
