@@ -368,8 +368,8 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     field_errors = type_errors(vars(cfg), get_type_hints(type(cfg)))
     if not field_errors:
         field_errors = bound_errors(cfg)
-    # Field names are the legal values of allow_change, and "state", for arrays of the state.
-    choices = {"allow_change": [*vars(cfg), "state"], "explicit": vars(cfg)} | dict(choices)
+    # Field names are the legal values of allow_change.
+    choices = {"allow_change": vars(cfg), "explicit": vars(cfg)} | dict(choices)
     errors = field_errors + choice_errors(cfg, choices)
     if field_errors:  # stop here: the rules would fail on wrong types
         raise_if_errors(errors)
@@ -1239,6 +1239,9 @@ def rule_errors(cfg):
     rule("mlp_tiles", not cfg.n_experts or cfg.mlp_tiles == 1, "must be 1 with n_experts")
     rule("experts_per_token", not cfg.n_experts or cfg.experts_per_token <= cfg.n_experts,
          "must be at most n_experts")
+    # The weights of a token's experts are divided by their sum, as in Mixtral and Qwen3.
+    rule("experts_per_token", not cfg.n_experts or cfg.experts_per_token > 1,
+         "must be at least 2: a single expert always has weight 1, so its router would not learn")
     return errors
 
 

@@ -1083,6 +1083,7 @@ def stream(params, tokens, cfg, key, n_new, session=None, compiler_options=None)
         token_1, logits_1V, cache = decode(
             params, logits_1V, cache, lengths_1, np.int32(i), cfg=cfg, key=key)
         token = int(token_1[0])
+        check_tokens(token)
         session["tokens"].append(token)
         session["cache"] = cache
         yield token
@@ -1159,19 +1160,25 @@ def _write(old_BKSH, new_BKTH, positions_BT):
 
 
 def _sample(logits_BV, key, cfg):
-    """Draw one token per row from the top_k and top_p likeliest; temperature 0: the likeliest."""
+    """Draw one token per row: of the top_k most likely tokens (0: all) the most likely ones whose
+    probabilities sum to top_p. Temperature 0: the most likely token. A row with a logit that is not
+    finite gives -1.
+    """
+    is_finite_B = jnp.isfinite(logits_BV).all(axis=-1)
     if cfg.temperature == 0:
-        return logits_BV.argmax(axis=-1)
-    V = logits_BV.shape[1]
+        return jnp.where(is_finite_B, logits_BV.argmax(axis=-1), -1)
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1) / cfg.temperature
-    # Keep the top_k likeliest (0: all). Keep a token if the likelier ones have less than top_p.
-    top_k = cfg.top_k or V
-    p_BV = jax.nn.softmax(sorted_BV)
-    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-    keep_BV = (before_BV < cfg.top_p) & (jnp.arange(V)[None] < top_k)
-    rank_B = jax.random.categorical(key, jnp.where(keep_BV, sorted_BV, -jnp.inf))
-    return jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
+    if cfg.top_k:
+        rank_1V = jnp.arange(logits_BV.shape[1])[None]
+        sorted_BV = jnp.where(rank_1V < cfg.top_k, sorted_BV, -jnp.inf)
+    if cfg.top_p < 1:
+        p_BV = jax.nn.softmax(sorted_BV)
+        before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+        sorted_BV = jnp.where(before_BV < cfg.top_p, sorted_BV, -jnp.inf)
+    rank_B = jax.random.categorical(key, sorted_BV)
+    token_B = jnp.take_along_axis(order_BV, rank_B[:, None], axis=-1)[:, 0]
+    return jnp.where(is_finite_B, token_B, -1)
 
 
 # Rows of a batch of samples, at most, unless n_samples is more.
@@ -1190,7 +1197,9 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
     for i, (some, tokens_BT, lengths_B) in enumerate(_prompt_batches(prompts, cfg)):
         new = generate(params, tokens_BT, lengths_B, cfg, jax.random.fold_in(key, i),
                        cfg.sample_tokens, compiler_options)
-        rows = multihost_utils.process_allgather(new, tiled=True).tolist()
+        rows = multihost_utils.process_allgather(new, tiled=True)
+        check_tokens(rows)
+        rows = rows.tolist()
         for prompt, row in zip(some, rows):
             kept = _before_stop(row, prompt["stops"])
             # Decode the prompt too: some tokenizers drop the space at the start of a text.
@@ -1198,6 +1207,14 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
             whole = decode([*prompt["ids"], *kept])
             samples.append({"prompt": prompt["text"], "text": whole[n_before:]})
     return samples
+
+
+def check_tokens(tokens):
+    """Raise ValueError when generated tokens have a -1, the mark of logits that are not finite."""
+    if np.any(np.asarray(tokens) < 0):
+        raise ValueError("sample: the logits are not finite: the weights have NaN or infinite "
+                         "values, or overflow in this dtype; take another checkpoint, or "
+                         "--dtype float32")
 
 
 def _before_stop(tokens, stops):
@@ -1914,13 +1931,6 @@ HF_EXPERT_NAMES = {
     },
 }
 
-# Tensors that transformers 5 may write for all experts of a layer, after "model.layers.{}.mlp.",
-# with the parameters in each.
-HF_FUSED_EXPERTS = {
-    "experts.gate_up_proj": ("layers.w_gate", "layers.w_up"),
-    "experts.down_proj": ("layers.w_down",),
-}
-
 # Tensors of a file that a model does not need: buffers, and a copy of tied embeddings.
 HF_UNUSED = ("*.rotary_emb.inv_freq", "lm_head.weight")
 
@@ -2151,40 +2161,6 @@ def hf_pieces(cfg, adapter=False):
         is_linear = len(row["shape"]) - n_stacked == 2 and name != "embed"
         pieces[name] = (tensors, is_linear)
     return pieces
-
-
-def split_fused_experts(tensors, cfg):
-    """The tensors of a file, with one for each expert where it has one for all experts of a layer.
-
-    tensors: {name: {"shape", "dtype", "read": slices -> array}}.
-    """
-    names = HF_EXPERT_NAMES.get(_hf_family(cfg))
-    if not names:
-        return tensors
-    found = {}
-    for hf_name, tensor in tensors.items():
-        layer_name, _, kind = hf_name.partition(".mlp.")
-        layer = layer_name.removeprefix("model.layers.")
-        if kind == "gate.weight":
-            found[names["layers.w_router"].format(layer)] = tensor
-            continue
-        if kind not in HF_FUSED_EXPERTS:
-            found[hf_name] = tensor
-            continue
-        n_experts, n_rows, n_columns = tensor["shape"]
-        n_rows //= len(HF_FUSED_EXPERTS[kind])
-        for i, name in enumerate(HF_FUSED_EXPERTS[kind]):
-            for expert in range(n_experts):
-                found[names[name].format(layer, expert)] = {
-                    "shape": [n_rows, n_columns], "dtype": tensor["dtype"],
-                    "read": partial(_read_expert, tensor, expert, i * n_rows)}
-    return found
-
-
-def _read_expert(fused, expert, first_row, slices):
-    rows, columns = slices
-    rows = slice(first_row + rows.start, first_row + rows.stop)
-    return fused["read"]((expert, rows, columns))
 
 
 # ---- PEFT

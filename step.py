@@ -296,6 +296,9 @@ def make_optimizer(cfg, table):
 
     # One optax optimizer for each kind in use.
     optimizers = {kind: OPTIMIZERS[kind](cfg) for kind in sorted(set(kinds.values()))}
+    # Adafactor: each matrix or vector of a stack alone.
+    if "adafactor" in optimizers:
+        optimizers["adafactor"] = _unstacked(optimizers["adafactor"], table)
     if len(optimizers) == 1:
         (optimizer,) = optimizers.values()
     else:
@@ -585,6 +588,34 @@ def _adamw(cfg):
 def _adafactor(cfg):
     """Adafactor without a first moment."""
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+
+
+def _unstacked(optimizer, table):
+    """Return an optax optimizer that treats each matrix (init "normal") or vector of a stack as a
+    parameter of its own: layers and experts share neither factors nor norms.
+    """
+    def over_stack(f, path, shape):
+        n_dims = 2 if table[path[-1].key]["init"][0] == "normal" else 1
+        for _ in shape[n_dims:]:
+            f = jax.vmap(f)
+        return f
+
+    def init(params):
+        def init_one(path, p):
+            return over_stack(optimizer.init, path, p.shape)(p)
+
+        return jax.tree_util.tree_map_with_path(init_one, params)
+
+    def update(grads, state, params):
+        def update_one(path, g, one_state, p):
+            return over_stack(optimizer.update, path, g.shape)(g, one_state, p)
+
+        results = jax.tree_util.tree_map_with_path(update_one, grads, state, params)
+        directions = jax.tree.map(lambda _, result: result[0], grads, results)
+        new_state = jax.tree.map(lambda _, result: result[1], grads, results)
+        return directions, new_state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _lion(cfg):
@@ -1059,7 +1090,7 @@ def largest_values(params, mesh):
 # ---- digest of the state
 
 def digest_sums(state):
-    """Return {"params": {name: sums}, "opt": {name: sums}}, the sums that digest needs.
+    """Return {key of the state: {name of a leaf: sums}}, the sums that digest needs.
 
     Sums are two uint32 of an array: over its elements, hashes of an element's bits and its
     position. Integer sums do not depend on their order, so neither the mesh nor the device changes
@@ -1067,9 +1098,9 @@ def digest_sums(state):
     changes both sums; several changes cancel with probability 2^-64.
     """
     named = {}
-    for part in ("params", "opt"):
+    for part, tree in state.items():
         named[part] = {}
-        leaves, _ = jax.tree_util.tree_flatten_with_path(state[part])
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         for path, x in leaves:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             named[part][name] = _hash_sums(x)
@@ -1109,7 +1140,7 @@ def _mix(x):
 
 
 def digest(sums):
-    """Return {"params", "opt"}: 16 hexadecimal digits of each part of digest_sums.
+    """Return {key of the state: 16 hexadecimal digits}, of digest_sums.
 
     Two states with equal names, shapes, dtypes and bits have equal digests; others almost never.
     """
@@ -1224,6 +1255,7 @@ def _describe_cpu():
 # ---- loss scaling for float16
 
 FP16_SCALE = 2.0**15  # the first loss scale
+FP16_MAX_SCALE = 2.0**24  # a scale without a limit becomes infinite
 FP16_PATIENCE = 2000  # finite steps in a row before the scale doubles
 
 
@@ -1258,7 +1290,7 @@ def _next_scale(scale, finite):
     """Halve the loss scale on overflow; double it after FP16_PATIENCE finite steps in a row."""
     good = jnp.where(finite, scale["good"] + 1, 0)
     is_due = good == FP16_PATIENCE
-    grown = jnp.where(is_due, scale["value"] * 2, scale["value"])
+    grown = jnp.where(is_due, jnp.minimum(scale["value"] * 2, FP16_MAX_SCALE), scale["value"])
     halved = jnp.maximum(scale["value"] / 2, 2.0**-14)  # float16's smallest normal number
     return {"value": jnp.where(finite, grown, halved), "good": jnp.where(is_due, 0, good)}
 

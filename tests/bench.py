@@ -849,6 +849,7 @@ def click_batches(cfg, n=20):
         for name, (rows, values) in clicks.sizes(cfg).items():
             ids = random.zipf(1.2, (cfg.batch_size, values)).astype(np.uint64)
             batch[name] = data.hash64(ids, np.uint64(0)) % np.uint64(rows)
+        batch["group"] = np.zeros((cfg.batch_size, 2))
         batches.append({name: batch[name].astype(dtype)
                         for name, (_, dtype, _) in clicks.batch_shapes(cfg).items()})
     return batches

@@ -50,6 +50,8 @@ def run(name):
     lines = []
     for row in rows:
         kept = {key: row[key] for key in KEPT if key in row}
+        if "digest" in kept:
+            kept["digest"] = {part: kept["digest"][part] for part in ("params", "opt")}
         if row["event"] in ("log", "eval", "save", "sample"):
             lines.append(f"{name} {row['event']} {row['step']} {json.dumps(kept)}")
     return lines

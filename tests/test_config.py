@@ -388,6 +388,7 @@ REJECTED = [
      "seq_len 127: must be a multiple of sp = 2; nearest: 126 or 128"),
     (dict(ep=2), "ep 2: must divide n_experts = 1; nearest: 1"),
     (dict(ep=4, n_experts=6), "ep 4: must divide n_experts = 6; nearest: 3"),
+    (dict(n_experts=2, experts_per_token=1), "experts_per_token 1: must be at least 2"),
     (dict(n_experts=2, experts_per_token=3), "experts_per_token 3: must be at most n_experts"),
     (dict(n_experts=2, mlp_tiles=2), "mlp_tiles 2: must be 1 with n_experts"),
     (dict(mlp_tiles=3), "mlp_tiles 3: must divide seq_len / sp = 128; nearest: 2"),

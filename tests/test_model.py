@@ -1105,7 +1105,7 @@ def picks(**change):
 def test_top_k_of_1_is_greedy():
     """top_k 1 draws the likeliest token in each of 200 rows; top_k 2 does not.
 
-    Break: model.py: top_k = cfg.top_k or V => top_k = V
+    Break: model.py: rank_1V < cfg.top_k => rank_1V < cfg.top_k + 1
     """
     np.testing.assert_array_equal(*picks(top_k=1))
     assert (np.not_equal(*picks(top_k=2))).any()
@@ -1114,16 +1114,18 @@ def test_top_k_of_1_is_greedy():
 def test_tiny_top_p_is_greedy():
     """top_p 1e-6 draws the likeliest token in each of 200 rows; top_p 1 does not.
 
-    Break: model.py: (before_BV < cfg.top_p) => (before_BV < 1)
+    Break: model.py: before_BV < cfg.top_p => before_BV < 1
     """
     np.testing.assert_array_equal(*picks(top_p=1e-6))
     assert (np.not_equal(*picks(top_p=1.0))).any()
 
 
-@pytest.mark.parametrize("change", [{}, dict(top_k=5), dict(top_p=0.7), dict(top_k=6, top_p=0.9)])
+@pytest.mark.parametrize("change", [
+    {}, dict(top_k=5), dict(top_p=0.7), dict(top_k=6, top_p=0.9), dict(top_k=3, top_p=0.7),
+    dict(top_k=40, top_p=0.5)])
 def test_draws_follow_the_softmax(change):
-    """20,000 draws at temperature 0.7 are those of the cut and renormalised softmax: chi-square
-    below its mean + 6 sd.
+    """20,000 draws at temperature 0.7 are those of the softmax cut by top_k, renormalised, and then
+    cut by top_p, as in transformers: chi-square below its mean + 6 sd.
 
     Break: model.py: axis=-1) / cfg.temperature => axis=-1)
     """
@@ -1131,16 +1133,34 @@ def test_draws_follow_the_softmax(change):
     logits = np.random.default_rng(4).normal(size=17)
     p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
     held, mass = [], 0.0
-    for token in np.argsort(-p):
-        if mass < cfg.top_p and len(held) < (cfg.top_k or 17):
+    best = np.argsort(-p)[:cfg.top_k or 17]
+    for token in best:
+        if mass < cfg.top_p:
             held.append(token)
-        mass += p[token]
+        mass += p[token] / p[best].sum()
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (n, 1))
     draws = model._sample(rows, jax.random.key(5), cfg)
     counts, want = np.bincount(draws, minlength=17), n * p[held] / p[held].sum()
     assert counts.sum() == counts[held].sum() == n
     df = len(held) - 1
     assert ((counts[held] - want) ** 2 / want).sum() < df + 6 * np.sqrt(2 * df)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("change", [dict(temperature=0.0), dict(top_k=1), dict(top_p=0.5)])
+def test_logits_that_are_not_finite_draw_no_token(value, change):
+    """A row with one such logit draws -1, which ends a sample with a sentence; the other row draws
+    a token.
+
+    Break: model.py: if np.any(np.asarray(tokens) < 0): => if False:
+    """
+    logits_BV = jnp.zeros((2, 17)).at[1, 3].set(value)
+    cfg = dataclasses.replace(BASE, **{"temperature": 1.0, **change})
+    token_B = model._sample(logits_BV, jax.random.key(0), cfg)
+    assert token_B[0] >= 0 and token_B[1] == -1
+    with pytest.raises(ValueError, match="the logits are not finite"):
+        model.check_tokens(token_B)
+    model.check_tokens(token_B[:1])
 
 
 def test_flops_equal_a_hand_count():

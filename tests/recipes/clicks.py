@@ -56,7 +56,7 @@ def sizes(cfg):
         n_values = 1
         if colon:
             n_values = config.parse_number(values, int)
-        is_taken = name in found or name in ("label", "dense")
+        is_taken = name in found or name in ("label", "dense", "group")
         if is_taken or not 0 < n_rows < 2**31 or n_values < 1:
             is_legal = False
         found[name] = (n_rows, n_values)
@@ -101,10 +101,11 @@ def loss(params, batch, cfg):
     nll = jnp.where(valid_B, nll_B, 0).sum()
     n = valid_B.sum(dtype=jnp.float32)
 
-    # Totals for the AUC: a histogram of scores by label, and sums over groups.
-    bin_B = (jax.nn.sigmoid(logit_B) * 199.99).astype(jnp.int32)
-    by_score = jnp.zeros((2, 200)).at[label_B, bin_B].add(valid_B)
-    by_group = group_auc(batch[cfg.group][:, 0], label_B, logit_B)
+    # Totals for the AUC: a histogram of logits by label, and sums over groups. Bins of the logit,
+    # since the probabilities of rare clicks are all close to 0.
+    bin_B = ((jnp.clip(logit_B, -20, 20) + 20) * 100).astype(jnp.int32)
+    by_score = jnp.zeros((2, 4001)).at[label_B, bin_B].add(valid_B)
+    by_group = group_auc(batch["group"], label_B, logit_B)
     sums = {"objective": nll, "loss": nll, "by_score": by_score, "by_group": by_group}
     # A count of 0 makes a sum a total instead of a mean.
     return sums, {"objective": n, "loss": n, "by_score": 0.0, "by_group": 0.0}
@@ -118,12 +119,14 @@ def batch_shapes(cfg):
         shapes[name] = ((B, n_values), np.int32, rows)
     shapes["label"] = ((B,), np.int32, rows)
     shapes["dense"] = ((B, cfg.n_dense), np.float32, rows)
+    # The 64-bit id in the array cfg.group, as two halves: low, high.
+    shapes["group"] = ((B, 2), np.uint32, rows)
     return shapes
 
 
 # ---- metrics
 
-def group_auc(group_B, label_B, score_B):
+def group_auc(group_B2, label_B, score_B):
     """[sum over groups of examples x AUC, examples in groups with both labels, groups, groups with
     one label]
     """
@@ -132,13 +135,14 @@ def group_auc(group_B, label_B, score_B):
 
         tie_order 1 ranks clicks above other examples of the same score, -1 below.
         """
-        keys = (group_B, score_B, tie_order * label_B)
-        group, _, label = jax.lax.sort(keys, num_keys=3)
+        keys = (group_B2[:, 1], group_B2[:, 0], score_B, tie_order * label_B)
+        high, low, _, label = jax.lax.sort(keys, num_keys=4)
         is_click = label == tie_order
         is_other = label == 0
         n_lower = is_click * is_other.cumsum()
         rows = jnp.stack([is_click, is_other, n_lower], 1)
-        index = (jnp.diff(group, prepend=-1) != 0).cumsum() - 1
+        is_next_group = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+        index = jnp.pad(is_next_group, (1, 0)).cumsum()
         return jax.ops.segment_sum(rows, index, len(rows)).T
 
     clicks, others, most = counts_by_group(1)
@@ -173,10 +177,10 @@ def read_day(path, cfg):
 
     Raises ValueError with all errors of the file.
     """
-    shapes = batch_shapes(cfg)
+    names = ["label", "dense", *sizes(cfg)]
     counts = [f"{name}_n" for name in sizes(cfg)]
-    day = read_arrays(path, [*shapes, *counts])
-    config.raise_if_errors([f"has no {name!r}" for name in sorted(shapes) if name not in day], path)
+    day = read_arrays(path, [*names, *counts])
+    config.raise_if_errors([f"has no {name!r}" for name in sorted(names) if name not in day], path)
     errors = dtype_and_shape_errors(day, cfg)
     if not errors:
         errors = value_errors(day, cfg)
@@ -184,10 +188,14 @@ def read_day(path, cfg):
 
     for i, (name, (n_rows, n_values)) in enumerate(sizes(cfg).items()):
         ids = np.uint64(day[name]).reshape(-1, n_values)  # [n] becomes [n, 1]
+        is_used = used_ids(day, name, n_values)
+        if name == cfg.group:
+            group = np.where(is_used, ids, np.uint64(2**64 - 1))[:, :1]
+            day["group"] = np.ascontiguousarray(group, "<u8").view("<u4")
         if cfg.hash_ids:
             ids = data.hash64(ids, np.uint64(i)) % np.uint64(n_rows)
-        day[name] = np.where(used_ids(day, name, n_values), ids, n_rows)  # n_rows: padding
-    return {name: day[name].astype(dtype) for name, (_, dtype, _) in shapes.items()}
+        day[name] = np.where(is_used, ids, n_rows)  # n_rows: padding
+    return {name: day[name].astype(dtype) for name, (_, dtype, _) in batch_shapes(cfg).items()}
 
 
 def read_arrays(path, names):
@@ -324,7 +332,7 @@ def open_val(names, day_of, cfg):
 
     A group that two batches, or two microbatches, divide is ranked in each of them separately.
     """
-    orders = [day_of(name)[cfg.group][:, 0].argsort(kind="stable") for name in names]
+    orders = [np.lexsort(day_of(name)["group"].T) for name in names]
     ends = np.cumsum([len(order) for order in orders])
     n = int(ends[-1])
 
