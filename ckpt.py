@@ -92,7 +92,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
 
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
     # Process 0 chooses it for all processes.
-    save_id = broadcast_from_main(lambda: os.urandom(4).hex())
+    save_id = broadcast_from_main(lambda: f"save-{os.urandom(4).hex()}")
     step = int(_step_name(step))  # ValueError for a step that is not a count
     if meta is None:
         meta = {}
@@ -272,7 +272,7 @@ def read_meta(root, step):
         meta = content["body"]
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
-        if meta["step"] != step or not re.fullmatch("[0-9a-f]{8}", meta["folder"]):
+        if meta["step"] != step or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
             raise ValueError("its step or folder is not one that a save writes")
         for name, layout in meta["arrays"].items():
             if not _is_valid_layout(name, layout):
@@ -647,7 +647,8 @@ def latest(root):
     return max(steps(root), default=None)
 
 
-KNOWN_NAMES = re.compile(r"([0-9a-f]{8}|temporary|meta\.json)(\..*)?")  # in a step's folder
+# Names that a save writes in a step's folder, perhaps with the end of a lock of TensorStore.
+KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed))?|temporary|meta\.json)(\.__lock)?")
 
 
 def _step_folders(root):
@@ -672,7 +673,9 @@ def _list_folders(root):
     folders = {}
     if os.path.lexists(root):
         for entry in os.scandir(root):
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_symlink() and entry.name.isdecimal():
+                os.stat(entry.path)  # OSError for a link to a checkpoint that is gone
+            if entry.is_dir():
                 with contextlib.suppress(FileNotFoundError):  # another process deleted it
                     folders[entry.name] = set(os.listdir(entry.path))
     return folders
@@ -694,7 +697,8 @@ def _kvstore(root, *names):
     """Return TensorStore's spec of a folder. Raises ValueError when a link leads elsewhere."""
     if not _is_local(root):
         return _bucket_kvstore(root, *names)
-    path = Path(root).resolve().joinpath(*names)  # TensorStore refuses ".."
+    # The folder of a step may be a link. TensorStore refuses "..".
+    path = Path(root, *names[:1]).resolve().joinpath(*names[1:])
     if path.resolve() != path:
         raise ValueError(f"{path} leads to {path.resolve()}: a checkpoint may hold no links")
     return {"driver": "file", "path": f"{path}/", "file_io_sync": True}
@@ -742,25 +746,35 @@ def prune(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
     kept.update(permanent)
     kept.add(max(saved, default=None))
     for step in saved.keys() - kept:
-        _delete_step(root, step, log)
+        _delete_step(root, step, saved[step], log)
 
 
 def delete_all(root, log=print):
     """Delete every checkpoint of root."""
-    for step in _step_folders(root):
-        _delete_step(root, step, log)
+    delete_after(root, -1, log)
 
 
 def delete_after(root, step, log=print):
     """Delete the checkpoints of later steps than `step`."""
-    for later in steps(root):
+    for later, names in _step_folders(root).items():
         if later > step:
-            _delete_step(root, later, log)
+            _delete_step(root, later, names, log)
 
 
-def _delete_step(root, step, log):
+def _delete_step(root, step, names, log):
+    """Delete a checkpoint whose folder has these names: what a save wrote, and the folder if it is
+    then empty. Of a link only the link is deleted.
+    """
+    folder = _step_name(step)
+    if Path(root, folder).is_symlink():
+        _delete(root, log, folder)
+        return
     # Without meta.json the rest is no checkpoint; with it the rest must be complete.
-    _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step))
+    written = [f"{folder}/{name}" for name in sorted(names) if KNOWN_NAMES.fullmatch(name)]
+    _delete(root, log, f"{folder}/meta.json", *written)
+    if _is_local(root):
+        with contextlib.suppress(OSError):  # it has files of the user
+            os.rmdir(Path(root, folder))
 
 
 def clean(root, log=print, only=None):
@@ -771,14 +785,15 @@ def clean(root, log=print, only=None):
         if only not in (None, step):
             continue
         if "meta.json" not in names:
-            _delete_step(root, step, log)
+            _delete_step(root, step, names, log)
             continue
         try:
             meta = read_meta(root, step)
         except ValueError:  # a corrupted meta.json does not say which folder it names
             continue
         for name in names - {"meta.json", "temporary", meta["folder"]}:
-            _delete(root, log, f"{_step_name(step)}/{name}")
+            if KNOWN_NAMES.fullmatch(name):
+                _delete(root, log, f"{_step_name(step)}/{name}")
 
 
 def _delete(root, log, *names):
@@ -898,7 +913,6 @@ def find_checkpoint(root, which, field="checkpoint"):
 
 
 FIRST_BYTES = 2**16  # size of config.json and the first rows of metrics.jsonl
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
 @contextlib.contextmanager
@@ -931,15 +945,18 @@ def lock_folders(out_dir, root, log=print):
                 lock_file = locks.enter_context(open(lock_path, "a+", encoding="utf-8"))
                 if is_new:
                     locks.callback(_remove_unused, folder)
-                _take_file_lock(lock_file)
+                for path in (folder, lock_path):  # as each save does
+                    _sync(path)
                 if not _is_local(root):
                     owner = _lock_owner(lock_file, owner)
+            except OSError as e:
+                raise ValueError(
+                    f"{field}: cannot be written: {e.strerror}; choose another") from None
+            try:
+                _take_file_lock(lock_file)
             except BlockingIOError:
                 raise ValueError(f"{field}: another run is writing to it; choose another") from None
             except OSError as e:
-                if e.errno not in NO_LOCKS:
-                    raise ValueError(
-                        f"{field}: cannot be written: {e.strerror}; choose another") from None
                 log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
                     "other run writes to it")
         if not _is_local(root):
@@ -1012,7 +1029,9 @@ def open_log(out_dir, step):
 
 
 def read_log(out_dir):
-    """Return the rows of metrics.jsonl, without a torn line and without rows that have no step."""
+    """Return the rows of metrics.jsonl that have a step and an event. An incomplete line has none,
+    nor may rows that were added by hand.
+    """
     path = Path(out_dir, "metrics.jsonl")
     if not path.exists():
         return []
@@ -1020,7 +1039,9 @@ def read_log(out_dir):
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:  # an "error" row has none
+            if not isinstance(row, dict):
+                continue
+            if isinstance(row.get("step"), int) and isinstance(row.get("event"), str):
                 rows.append(row)
     return rows
 
@@ -1057,23 +1078,53 @@ def load_parameters(sources, like):
     return loaded
 
 
-def restore_run(out_dir, root, like, excluded, first, log=print, step=None):
-    """Return (step, tree) of a checkpoint of the run in out_dir, in the shapes and shardings of
-    `like`: that of `step`, or the newest intact one. Parameters in `excluded`, and their moments,
-    come from the tree `first`.
+def paths_of(names, arrays):
+    """Return the paths in a flat state of these parameters and of their moments."""
+    paths = set()
+    for path in arrays:
+        kind, *keys = path.split("/")
+        if kind in ("params", "opt") and keys[-1] in names:
+            paths.add(path)
+    return paths
+
+
+def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
+    """Raise ValueError when a checkpoint of the run in out_dir lacks arrays of `like`, has them in
+    other shapes, or has arrays that `like` lacks, which only drops_unknown permits.
+
+    like: the state or a part of it. initial: paths of arrays that come from elsewhere.
+    """
+    path = join_path(root, _step_name(meta["step"]))
+    wanted, _ = flatten(like)
+    needed = {name: x for name, x in wanted.items() if name not in initial}
+    try:
+        _check_fit(needed, meta["arrays"], path)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{e.args[0]}; to start from the parameters that fit: --init_from "
+                         f"'{out_dir} strict=no' and another --out_dir") from None
+    # A mode that reads the parameters ignores the rest. A scale remains from float16.
+    unknown = []
+    for name in meta["arrays"].keys() - wanted.keys() - {SMALL, "scale/value", "scale/good"}:
+        if "opt" in like or name.startswith("params/"):
+            unknown.append(name)
+    if unknown and not drops_unknown:
+        raise ValueError(f"checkpoint {path} has arrays that this run lacks: "
+                         f"{', '.join(sorted(unknown))}; to drop them on purpose: --allow_change "
+                         "state")
+
+
+def restore_run(root, like, initial, log=print, step=None):
+    """Return (step, tree) of a checkpoint of a run, in the shapes and shardings of `like`: that of
+    `step`, or the newest intact one. initial: {path: array} of those that come from elsewhere.
     """
     wanted, treedef = flatten(like)
-    saved = {path: x for path, x in wanted.items() if path.split("/")[-1] not in excluded}
-    try:
-        if step is None:
-            step, restored = restore_newest(root, saved, log)
-        else:
-            restored = restore(root, step, saved)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{e.args[0]}: start from --config {out_dir}/config.json") from None
-    arrays = flatten(first)[0] | restored
-    leaves = [arrays[path] for path in wanted]
-    return step, jax.tree.unflatten(treedef, leaves)
+    saved = {path: x for path, x in wanted.items() if path not in initial}
+    if step is None:
+        step, restored = restore_newest(root, saved, log)
+    else:
+        restored = restore(root, step, saved)
+    arrays = initial | restored
+    return step, jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
 
 
 # ---- files
@@ -1700,17 +1751,17 @@ def _log_origin(some, names, origin, log):
         log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
 
 
-def load_saved(out_dir, root, meta, sources, texts, like, log=print, step=None):
-    """Return (step, parameters) of a checkpoint of the run in out_dir: that of `step`, or the
-    newest intact one. Parameters that it excludes come from the sources. Without a checkpoint:
-    step 0, and all parameters from the sources.
+def load_saved(root, meta, sources, texts, like, log=print, step=None):
+    """Return (step, parameters) of a checkpoint of a run: that of `step`, or the newest intact one.
+    Parameters that it excludes come from the sources. Without a checkpoint: step 0, and all
+    parameters from the sources.
 
     meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
     """
     loaded = load_parameters(sources, like)
     if meta:
-        step, tree = restore_run(
-            out_dir, root, {"params": like}, loaded, {"params": loaded}, log, step)
+        initial = {f"params/{name}": x for name, x in loaded.items()}
+        step, tree = restore_run(root, {"params": like}, initial, log, step)
         return step, tree["params"]
     errors = [f"no source has {name}" for name in like if name not in loaded]
     _raise_if_errors(errors, f"init_from {' '.join(texts)}")
@@ -1795,7 +1846,6 @@ def _array_errors(root, meta, name):
 # ---- safetensors
 
 SLICE_BYTES = 2**22  # of a tensor, read at a time by each thread: stays in the processor's cache
-HOST_PLATFORMS = ("cpu",)  # whose devices compute in the host's memory
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -1807,94 +1857,73 @@ def import_safetensors():
     return safetensors
 
 
-def read_safetensors(folder, wanted, like, unused=()):
+def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tensors):
     """Return {name: array} in the shapes, dtypes and shardings of `like`, as `restore` does, read
     from the tensors of a folder in Hugging Face's layout.
 
     wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
-    tensor. unused: patterns of tensors that need not be wanted. Each process reads only what its
-    devices hold. Beyond the result it needs memory for some slices of SLICE_BYTES, and, on devices
-    with their own memory, for the parts of one layer.
+    tensor. unused: patterns of tensors that need not be wanted. split: function of the result of
+    `open_tensors` that splits tensors which hold several. Each process reads only what its devices
+    hold. Beyond the result it needs memory for some slices of SLICE_BYTES, and, on devices with
+    their own memory, for one array.
 
     Raises ValueError that lists all tensors that are missing, unknown or of another shape.
     """
-    tensors = _open_tensors(Path(folder))
+    tensors = split(open_tensors(folder))
     errors = _tensor_errors(tensors, _tensor_shapes(wanted, like), unused)
     if errors:
         raise ValueError(f"{folder}:\n  " + "\n  ".join(errors))
     arrays = {}
     for name, (pieces, transposed) in wanted.items():
-        arrays[name] = _place_tensors(like[name], tensors, pieces, transposed)
+        x = like[name]
+        read = partial(_read_block, tensors, pieces, transposed, x.dtype)
+        arrays[name] = _assemble(x.shape, getattr(x, "sharding", None), read)
     return arrays
 
 
 def check_tied_tensors(folder, name, copy):
     """Raise ValueError when a folder of Hugging Face weights has two different tensors for what its
     config.json says is one: `name` and `copy`. Two dtypes are compared in the narrower one. Process
-    0 reads both, SLICE_BYTES at a time.
+    0 reads both.
     """
     def check():
-        tensors = _open_tensors(Path(folder))
+        tensors = open_tensors(folder)
         if name not in tensors or copy not in tensors:
             return
-        error = _tensor_difference(tensors[name], tensors[copy])
-        if error:
+        x = tensors[name]["read"](...)
+        y = tensors[copy]["read"](...)
+        narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+        if not np.array_equal(x.astype(narrow), y.astype(narrow)):
             raise ValueError(
-                f"{folder}: its config.json ties the embeddings, but {copy} {error} {name}; set "
-                "tie_word_embeddings to false in its config.json to use both, or delete "
+                f"{folder}: its config.json ties the embeddings, but {copy} differs from {name}; "
+                "set tie_word_embeddings to false in its config.json to use both, or delete "
                 f"{copy} from its files to use {name} for both")
 
     broadcast_from_main(check)
 
 
-def _tensor_difference(x, y):
-    """Describe how tensor y differs from tensor x; "" when they are equal."""
-    shape = x.get_shape()
-    if y.get_shape() != shape:
-        return f"has shape {y.get_shape()}, not {shape} as"
-    names = [x.get_dtype(), y.get_dtype()]
-    if not all(name in TENSOR_DTYPES for name in names):
-        return f"has dtype {names[1]}, and cannot be compared with the {names[0]} of"
-    dtypes = [np.dtype(TENSOR_DTYPES[name]) for name in names]
-    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
-
-    n_rows = max(SLICE_BYTES // (4 * prod(shape[1:])), 1)
-    is_equal = True
-    difference = largest = 0.0
-    for start in range(0, shape[0], n_rows):
-        some_rows = slice(start, min(start + n_rows, shape[0]))
-        x_rows = x[some_rows].astype(narrow).astype(np.float32)
-        y_rows = y[some_rows].astype(narrow).astype(np.float32)
-        if not np.array_equal(x_rows, y_rows, equal_nan=True):
-            is_equal = False
-        difference = max(difference, float(np.abs(y_rows - x_rows).max()))
-        largest = max(largest, float(np.abs(x_rows).max()))
-    if is_equal:
-        return ""
-    return f"differs, by up to {difference:.2g} where the largest value is {largest:.2g}, from"
-
-
-def _open_tensors(folder):
-    """Return {tensor's name: slice of safetensors} of all files of a folder; headers are checked.
+def open_tensors(folder):
+    """Return {tensor's name: {"shape", "dtype", "read": slices -> NumPy array}} of all files of a
+    folder; headers are checked.
     """
     safetensors = import_safetensors()
-    paths = [folder / "model.safetensors"]
+    paths = [Path(folder, "model.safetensors")]
     if not paths[0].exists():
-        paths = sorted(folder.glob("model*.safetensors"))
+        paths = sorted(Path(folder).glob("model*.safetensors"))
     if not paths:
         raise ValueError(f"{folder}: holds no model.safetensors; convert its pytorch_model.bin")
     tensors = {}
     for path in paths:
         try:
             file = safetensors.safe_open(path, framework="np")
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if name in tensors:
+                    raise ValueError(f"another file of the folder holds {name} too")
+                tensor = file.get_slice(name)
+                tensors[name] = {"shape": tensor.get_shape(), "dtype": tensor.get_dtype(),
+                                 "read": tensor.__getitem__}
         except (OSError, ValueError, safetensors.SafetensorError) as e:
             raise ValueError(f"{path}: cannot be read: {e}") from None
-        duplicates = sorted(tensors.keys() & found)
-        if duplicates:
-            raise ValueError(f"{path}: holds {', '.join(duplicates)}, which another file of the "
-                             "folder holds too")
-        tensors.update(found)
     return tensors
 
 
@@ -1915,8 +1944,8 @@ def _tensor_errors(tensors, shapes, unused):
         if name not in tensors:
             errors.append(f"{name} is missing")
             continue
-        saved_shape = tensors[name].get_shape()
-        saved_dtype = tensors[name].get_dtype()
+        saved_shape = tensors[name]["shape"]
+        saved_dtype = tensors[name]["dtype"]
         if saved_shape != shape:
             errors.append(f"{name} is {saved_shape} in the checkpoint, {shape} in this model")
         elif saved_dtype not in TENSOR_DTYPES:
@@ -1926,81 +1955,29 @@ def _tensor_errors(tensors, shapes, unused):
     return errors
 
 
-def _place_tensors(like, tensors, pieces, transposed):
-    """Return the array that `pieces` of `tensors` make up, placed as `like`."""
-    sharding = getattr(like, "sharding", None)
-    if _needs_layers(like, sharding, pieces):
-        return _stack_layers(like, tensors, pieces, transposed)
-    read = partial(_read_block, tensors, pieces, transposed, like.dtype, {})
-    return _assemble(like.shape, sharding, read)
-
-
-def _needs_layers(like, sharding, pieces):
-    """Return whether to read an array layer by layer, so that the host never holds all layers:
-    when it is stacked, not split between layers, and for devices with their own memory.
-    """
-    if sharding is None or () in pieces:
-        return False
-    platform = next(iter(sharding.addressable_devices)).platform
-    is_split_by_layer = sharding.shard_shape(like.shape)[0] < like.shape[0]
-    return platform not in HOST_PLATFORMS and not is_split_by_layer
-
-
-def _stack_layers(like, tensors, pieces, transposed):
-    """Read an array layer by layer, into the same host memory, and as stored: devices convert."""
-    stored_dtypes = {TENSOR_DTYPES[tensors[name].get_dtype()] for name in pieces.values()}
-    dtype = jax.numpy.result_type(*stored_dtypes)
-    stack = jax.numpy.zeros(like.shape, like.dtype, device=like.sharding)
-    memory = {}
-    for layer in range(like.shape[0]):
-        # The pieces of this layer, as those of an array with one layer.
-        layer_pieces = {}
-        for index, name in pieces.items():
-            if index[0] == layer:
-                layer_pieces[(0, *index[1:])] = name
-        read = partial(_read_block, tensors, layer_pieces, transposed, dtype, memory)
-        part = _assemble((1, *like.shape[1:]), like.sharding, read)
-        # The next layer overwrites the host memory, so this one must have left it.
-        stack = _put_layer(stack, part, layer).block_until_ready()
-    return stack
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_layer(stack, part, layer):
-    return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
-
-
-def _read_block(tensors, pieces, transposed, dtype, memory, *ranges):
-    """Read a range of each dim of an array: slice by slice, by several threads. memory: {ranges:
-    array} of blocks whose memory is used again.
-    """
+def _read_block(tensors, pieces, transposed, dtype, *ranges):
+    """Read a range of each dim of an array: slice by slice, by several threads."""
     # The leading dims select tensors, the others are those of a tensor: in its file transposed.
     n_stacked = len(next(iter(pieces)))
     stacked, dims = ranges[:n_stacked], ranges[n_stacked:]
     if transposed:
         dims = dims[::-1]
     rows, columns = dims[0], dims[1:]
-
-    lengths = [len(r) for r in ranges]
-    if ranges not in memory:
-        memory[ranges] = _aligned_empty(lengths, dtype)
-    block = memory[ranges]
-    n_columns = prod(len(r) for r in columns)
-    n_rows = max(SLICE_BYTES // (4 * n_columns), 1)
+    n_rows = max(SLICE_BYTES // (4 * prod(len(r) for r in columns)), 1)
+    block = _aligned_empty([len(r) for r in ranges], dtype)
 
     def read_rows(position, start):
         index = tuple(r[i] for r, i in zip(stacked, position))
-        tensor = tensors[pieces[index]]
         some_rows = rows[start:start + n_rows]
         slices = tuple(slice(r.start, r.stop) for r in (some_rows, *columns))
         target = block[position]
         if transposed:
             target = target.T
-        target[start:start + n_rows] = tensor[slices]
+        target[start:start + n_rows] = tensors[pieces[index]]["read"](slices)
 
     with ThreadPoolExecutor(min(os.cpu_count(), 8)) as pool:
         reads = []
-        for position in np.ndindex(*lengths[:n_stacked]):
+        for position in np.ndindex(block.shape[:n_stacked]):
             for start in range(0, len(rows), n_rows):
                 reads.append(pool.submit(read_rows, position, start))
         for read in reads:
@@ -2010,7 +1987,8 @@ def _read_block(tensors, pieces, transposed, dtype, memory, *ranges):
 
 def each_tensor(arrays, pieces, dtype):
     """Yield (tensor's name, NumPy array in dtype), one at a time. pieces: `wanted` of
-    `read_safetensors`. Every process must take all of them.
+    `read_safetensors`. Every process must take all of them. Raises ValueError for a value that
+    float16 cannot hold.
     """
     take = partial(take_tensor, dtype=dtype)
     for name, (tensors, transposed) in pieces.items():
@@ -2021,7 +1999,11 @@ def each_tensor(arrays, pieces, dtype):
             replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         take_replicated = jax.jit(take, static_argnums=2, out_shardings=replicated)
         for index, tensor in tensors.items():
-            yield tensor, np.asarray(take_replicated(arrays[name], index, transposed))
+            x = np.asarray(take_replicated(arrays[name], index, transposed))
+            if dtype == "float16" and np.isinf(x).any():
+                raise ValueError(f"{tensor} has values beyond 65504, the largest of float16: use "
+                                 "--export_dtype bfloat16 or float32")
+            yield tensor, x
 
 
 def take_tensor(x, index, transposed, dtype):
@@ -2117,7 +2099,7 @@ def write_export(folder, run, tensors, stem, add_files):
 
     run: of `check_export`. tensors: an iterator of (name, array). add_files: function of the new
     folder that writes the other files; process 0 calls it. Raises ValueError in every process when
-    the disk refuses.
+    the disk refuses, or when taking a tensor does.
     """
     is_main = jax.process_index() == 0
     out = Path(folder)
@@ -2133,7 +2115,7 @@ def write_export(folder, run, tensors, stem, add_files):
         if is_main:
             shutil.rmtree(out, ignore_errors=True)
             new.rename(out)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         error = str(e)
         for _ in tensors:  # the other processes wait for this one at each tensor
             pass

@@ -368,8 +368,8 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     field_errors = type_errors(vars(cfg), get_type_hints(type(cfg)))
     if not field_errors:
         field_errors = bound_errors(cfg)
-    # Field names are the legal values of allow_change.
-    choices = {"allow_change": vars(cfg), "explicit": vars(cfg)} | dict(choices)
+    # Field names are the legal values of allow_change, and "state", for arrays of the state.
+    choices = {"allow_change": [*vars(cfg), "state"], "explicit": vars(cfg)} | dict(choices)
     errors = field_errors + choice_errors(cfg, choices)
     if field_errors:  # stop here: the rules would fail on wrong types
         raise_if_errors(errors)

@@ -1931,6 +1931,13 @@ HF_EXPERT_NAMES = {
     },
 }
 
+# Tensors that transformers 5 may write for all experts of a layer, after "model.layers.{}.mlp.",
+# with the parameters in each.
+HF_FUSED_EXPERTS = {
+    "experts.gate_up_proj": ("layers.w_gate", "layers.w_up"),
+    "experts.down_proj": ("layers.w_down",),
+}
+
 # Tensors of a file that a model does not need: buffers, and a copy of tied embeddings.
 HF_UNUSED = ("*.rotary_emb.inv_freq", "lm_head.weight")
 
@@ -2161,6 +2168,40 @@ def hf_pieces(cfg, adapter=False):
         is_linear = len(row["shape"]) - n_stacked == 2 and name != "embed"
         pieces[name] = (tensors, is_linear)
     return pieces
+
+
+def split_fused_experts(tensors, cfg):
+    """The tensors of a file, with one for each expert where it has one for all experts of a layer.
+
+    tensors: {name: {"shape", "dtype", "read": slices -> array}}.
+    """
+    names = HF_EXPERT_NAMES.get(_hf_family(cfg))
+    if not names:
+        return tensors
+    found = {}
+    for hf_name, tensor in tensors.items():
+        layer_name, _, kind = hf_name.partition(".mlp.")
+        layer = layer_name.removeprefix("model.layers.")
+        if kind == "gate.weight":
+            found[names["layers.w_router"].format(layer)] = tensor
+            continue
+        if kind not in HF_FUSED_EXPERTS:
+            found[hf_name] = tensor
+            continue
+        n_experts, n_rows, n_columns = tensor["shape"]
+        n_rows //= len(HF_FUSED_EXPERTS[kind])
+        for i, name in enumerate(HF_FUSED_EXPERTS[kind]):
+            for expert in range(n_experts):
+                found[names[name].format(layer, expert)] = {
+                    "shape": [n_rows, n_columns], "dtype": tensor["dtype"],
+                    "read": partial(_read_expert, tensor, expert, i * n_rows)}
+    return found
+
+
+def _read_expert(fused, expert, first_row, slices):
+    rows, columns = slices
+    rows = slice(first_row + rows.start, first_row + rows.stop)
+    return fused["read"]((expert, rows, columns))
 
 
 # ---- PEFT

@@ -408,15 +408,17 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     others = config.nearest_runs(cfg.out_dir)
     saved_step, saved_meta = ckpt.find_start(cfg.out_dir, root, cfg.resume, is_given, others)
 
-    # Check the metrics that fields name, and where the initial state comes from, before the
-    # compilation.
-    metric_names = named_metrics(cfg)
-    check_validation_data(metric_names, val_data)
+    # Check the metrics that fields name, and where the initial state comes from.
+    check_metric_names(cfg, val_data)
     start = choose_start(setup, train_data, state, params, saved_meta)
     start_meta = start["meta"]  # of the checkpoint that the run begins with, or {}
-    if saved_meta and is_finished(cfg, saved_step):
+    if saved_meta and is_finished(cfg, saved_meta):
         print_how_to_continue(cfg, saved_step)
         return None
+    if start_meta:
+        like = steplib.lower_steps(*step_args(setup))["state"]
+        ckpt.check_run_fits(start["run"], start["root"], start_meta, like,
+                            absent_arrays(start, like), "state" in cfg.allow_change)
     # Optional: windows.
     if "restore" in train_data:
         train_data["restore"](start_meta.get("data", {}).get("windows", []))
@@ -441,8 +443,6 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         programs = steplib.compile_steps(*step_args(setup))
         steplib.check_fits(programs["memory"], setup["mesh"])
         compile_s = time.perf_counter() - compile_began
-    known_metrics = check_metric_names(
-        setup, metric_names, programs["metrics"], train_data, val_data)
 
     # Make the initial state, from the first of these that exists:
     # 1. the state that the caller gave
@@ -464,9 +464,10 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         cfg.out_dir, root, config_json, overwrite=cfg.resume == "overwrite", log=print0)
 
     # Continue the timers, the metrics and the events of earlier launches.
-    restore_progress(progress, cfg.out_dir, first_step, start_meta, start["is_branch"])
+    validation = describe_validation(setup, val_data)
+    restore_progress(progress, first_step, start_meta, validation)
     # Optional: best checkpoint.
-    progress["kept_best"] = best_so_far(cfg, first_step)
+    progress["kept_best"] = best_so_far(cfg, first_step, validation)
 
     # Log what runs, and on what, and what has changed since the checkpoint.
     run_meta = describe_run(setup, programs, start)
@@ -475,15 +476,14 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     log_event = make_log_event(
         hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
-    logged = rows_after_save(start["run"], first_step, hooks)  # optional: state of hooks
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
 
     run = setup | {
         "train_data": train_data,
         "val_data": val_data,
+        "validation": validation,  # of describe_validation
         "intervals": event_intervals(cfg),
         "stops": config.parse_stops(cfg),
-        "known_metrics": known_metrics,  # names that rows may have, as far as they are known
         "unsaved": unsaved,  # parameters that no checkpoint has
         "programs": programs,
         "first_step": first_step,
@@ -493,7 +493,10 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         "heartbeat": heartbeat,
         "check_lock": check_lock,
     }
-    resume_hooks(run, progress, start_meta, logged)  # optional: state of hooks
+    # Give hooks the state that they have saved.
+    if start_meta:
+        saved = {"step": first_step, "hooks": start_meta["hooks"]}
+        run_row_hooks(hooks, "resume", saved, progress)
     return run, state
 
 
@@ -568,10 +571,26 @@ def load_start(setup, start, programs, state, params):
             initial = programs["init"](key)
     if not start["meta"]:
         return initial
-    # The checkpoint, with the parameters of `initial` that it lacks.
-    _, restored = ckpt.restore_run(
-        cfg.out_dir, start["root"], like, start["missing"], initial, print0, start["step"])
+    # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
+    if "scale" in like:
+        shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
+        initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
+    arrays, _ = ckpt.flatten(initial)
+    arrays = {path: arrays[path] for path in absent_arrays(start, like)}
+    _, restored = ckpt.restore_run(start["root"], like, arrays, print0, start["step"])
     return restored
+
+
+def absent_arrays(start, like):
+    """Paths of the arrays of a state that do not come from the checkpoint: those of the missing
+    parameters, and the scale of float16 where the checkpoint has none.
+    """
+    wanted, _ = ckpt.flatten(like)
+    paths = ckpt.paths_of(start["missing"], wanted)
+    for path in wanted:
+        if path.startswith("scale/") and path not in start["meta"]["arrays"]:
+            paths.add(path)
+    return paths
 
 
 # ---- the loop
@@ -583,7 +602,7 @@ def train(run, state, progress, signals):
     signals: a list in which a thread puts the name of the first signal.
     """
     cfg, programs, log_event = run["cfg"], run["programs"], run["log_event"]
-    timers, last_done = progress["timers"], progress["last_done"]
+    timers = progress["timers"]
     first_step = run["first_step"]
     start_bucket(timers, "step")
 
@@ -596,102 +615,98 @@ def train(run, state, progress, signals):
         wait_until_idle=lambda: jax.block_until_ready(progress["pending"]),
         on_missing=lambda i: log_event("out_of_data", {"step": i}))
 
-    # Optional: best checkpoint.
-    if cfg.keep_best:
-        resume_best(run, state, progress)
-
     # "Step k" is the state after k updates. One iteration at step k:
     #   1. log the metrics of step k, if something is due
-    #   2. do what is due: reload, save, evaluate, sample, export
+    #   2. do what is due: reload, evaluate, sample, export, and save last
     #   3. stop, if there is a reason
     #   4. get batch k, and dispatch the update that makes step k + 1 of it
     #   5. log the metrics of step k, if that was not done above
     # The last iteration ends at 3.
-    for step in range(first_step, max(first_step, cfg.steps) + 1):
-        due = due_events(run, step, progress)
+    try:
+        for step in range(first_step, max(first_step, cfg.steps) + 1):
+            due = due_events(run, step, progress)
 
-        # Log the metrics of this step, if something is due: this waits for the device. Otherwise
-        # they are logged below, while the device works on the next step.
-        if due or run["is_synchronous"]:
-            log_step(run, state, progress)
+            # Log the metrics of this step, if something is due: this waits for the device.
+            # Otherwise they are logged below, while the device works on the next step.
+            if due or run["is_synchronous"]:
+                log_step(run, state, progress)
 
-        # Epochs and windows that ended with this step.
-        for event in ("epoch", "window"):
-            if event in due:
-                log_event(event, {"step": step, event: int(completed(run, event, step))})
+            # Epochs and windows that ended with this step.
+            for event in ("epoch", "window"):
+                if event in due:
+                    mark_done(progress, event, step)
+                    log_event(event, {"step": step, event: int(completed(run, event, step))})
 
-        # Reload the parameters of dynamic sources. Before the save, so that a resumed run has them.
-        if "reload" in due:
-            state = reload_params(run, state, step, timers)
+            # Reload the parameters of dynamic sources.
+            if "reload" in due:
+                mark_done(progress, "reload", step)
+                state = reload_params(run, state, step, timers)
 
-        # Save before the evaluation, which may run out of memory. A save that is due by time is
-        # temporary.
-        for kind in ("save", "weights"):
-            if kind in due:
-                save_state(run, state, step, progress, due[kind], kind)
+            # Evaluate every eval_every steps, after each window, and at the end.
+            if "eval" in due and not signal_received(signals):
+                is_complete = run_validation(
+                    run, state, step, progress, signals, stopped_while_waiting)
+                if is_complete:
+                    mark_done(progress, "eval", step)
 
-        # Evaluate every eval_every steps, after each window, and at the end.
-        if "eval" in due and run["val_data"] and not save_only(signals):
-            with save_if_out_of_memory(run, state, step, progress):
-                run_validation(run, state, step, progress, signals, stopped_while_waiting)
-                # Optional: best checkpoint.
-                if cfg.keep_best and progress["last_metrics"].get("val_step") == step:
-                    keep_if_best(run, state, step, progress, progress["last_metrics"])
+            # Print samples, for a person to judge the progress.
+            if "sample" in due and not signal_received(signals):
+                if run["task"]["sample"]:
+                    print_preview(run, state["params"], step, timers)
+                mark_done(progress, "sample", step)
 
-        # Print samples, for a person to judge the progress.
-        if "sample" in due and run["task"]["sample"] and not save_only(signals):
-            print_preview(run, state["params"], step, timers)
+            # Export the parameters for other programs.
+            if "export" in due and not signal_received(signals):
+                export(run, state["params"], step, progress)
+                mark_done(progress, "export", step)
 
-        # Export the parameters for other programs.
-        if "export" in due and not save_only(signals):
-            export(run, state["params"], step, progress)
+            # Save last, so that the checkpoint has all that happened up to this step. A save that
+            # is due by time is temporary.
+            for kind in ("weights", "save"):
+                if kind in due:
+                    mark_done(progress, kind, step)
+                    save_state(run, state, step, progress, due[kind], kind)
 
-        # Mark all as done, even what a signal skipped: the run stops below, and the resumed run
-        # makes up for it, since the log has no row of it.
-        for event in due:
-            last_done[event] = (step, progress["polled"]["elapsed_s"])
-
-        # Stop before the next batch is consumed, and note what the next step shall do. Several
-        # processes exchange their requests only at multiples of log_every; in between, the previous
-        # answer holds.
-        stop = poll_stop(run, step, progress, signals)
-        if stop:
-            break
-
-        # Get the next batch. This waits while a growing folder has no new file.
-        try:
-            batch, waited_s = next(batches, (None, 0.0))
-        except (ValueError, OSError):
-            save_before_error(run, state, step, progress)
-            raise
-        if batch is None:  # a stop was requested during the wait
+            # Stop before the next batch is consumed, and note what the next step shall do. Several
+            # processes exchange their requests only at multiples of log_every; in between, the
+            # previous answer holds.
             stop = poll_stop(run, step, progress, signals)
-            break
-        run_begin_hooks(run, step, progress)
-        batch = run_hooks(run["hooks"], "data", batch)
+            if stop:
+                break
 
-        # Dispatch the update. The device works on it while this thread continues.
-        log_event("dispatch", {"step": step + 1})
-        with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
-            state, metrics = programs["train_step"](state, batch)
-        progress["window"]["steps"].append((step + 1, metrics))
-        state = run_hooks(run["hooks"], "state", state)
+            # Get the next batch. This waits while a growing folder has no new file.
+            batch, waited_s = next(batches, (None, 0.0))
+            if batch is None:  # a stop was requested during the wait
+                stop = poll_stop(run, step, progress, signals)
+                break
+            run_begin_hooks(run, step, progress)
+            batch = run_hooks(run["hooks"], "data", batch)
 
-        # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
-        log_step(run, state, progress)
-        progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
+            # Dispatch the update. The device works on it while this thread continues.
+            log_event("dispatch", {"step": step + 1})
+            with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
+                new_state, metrics = programs["train_step"](state, batch)
+            progress["window"]["steps"].append((step + 1, metrics))
+            state = run_hooks(run["hooks"], "state", new_state)
 
-        # Report the saves that have finished.
-        for kind, save in list(progress["pending_saves"].items()):
-            if save["future"].done():
-                wait_for_save(run, progress, kind)
+            # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
+            log_step(run, state, progress)
+            progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
+
+            # Report the saves that have finished.
+            for kind, save in list(progress["pending_saves"].items()):
+                if save["future"].done():
+                    wait_for_save(run, progress, kind)
+    except Exception:
+        save_before_error(run, state, progress)
+        raise
 
     # Log the last metrics. They may change the reason and the exit code.
     log_step(run, state, progress)
     batches.close()
     is_saved = progress["saved_step"] == step
     was_skipped = due.get("save") == "end"  # if it was due and is not saved, a hook has skipped it
-    if saves_at_end(run, progress) and not is_saved and not was_skipped:
+    if step and saves_at_end(run, progress) and not is_saved and not was_skipped:
         save_state(run, state, step, progress, "stop")
     stop = stop_reason(run, step, progress["polled"], progress["last_metrics"]) or stop
     return end_run(run, state, step, progress, stop)
@@ -710,7 +725,7 @@ def due_events(run, step, progress):
             continue
         passed = [unit for unit in interval if has_passed(run, unit, interval[unit], step)]
         elapsed_s = progress["polled"]["elapsed_s"] - last_s
-        if step >= cfg.steps and is_due_at_end(run, event):
+        if step >= cfg.steps and is_due_at_end(cfg, event):
             due[event] = "end"
         elif passed:
             due[event] = passed[0]
@@ -813,10 +828,12 @@ def save_state(run, state, step, progress, why, kind="save"):
         return False
 
     with timed(timers, "save"):
-        # Wait for the previous save of this kind.
+        # Wait for the previous save of this kind. A checkpoint that a run resumes from also waits
+        # for the other kinds, since it says that they are done.
         wait_began = time.perf_counter()
-        if kind in progress["pending_saves"]:
-            wait_for_save(run, progress, kind)
+        for pending in [*progress["pending_saves"]]:
+            if kind in (pending, "save"):
+                wait_for_save(run, progress, pending)
         waited_s = time.perf_counter() - wait_began
 
         # Compute a digest of the state, so that two runs can be compared by a line of text.
@@ -830,10 +847,8 @@ def save_state(run, state, step, progress, why, kind="save"):
 
         # The arrays, without the parameters that save_exclude names and their moments.
         arrays, _ = ckpt.flatten(state)
-        tree = {}
-        for name, x in arrays.items():
-            if name.split("/")[-1] not in run["unsaved"]:
-                tree[name] = x
+        unsaved = ckpt.paths_of(run["unsaved"], arrays)
+        tree = {path: x for path, x in arrays.items() if path not in unsaved}
 
         # Where the run stands.
         if cfg.log_every:
@@ -843,12 +858,11 @@ def save_state(run, state, step, progress, why, kind="save"):
             "digest": digest,
             "since_log": sums_to_json(progress["window"]["sums"]),
             "hooks": planned["hooks"],
-            "requests": {"due": progress["polled"]["events"],
-                         "pending": sorted(progress["requests"])},
+            "progress": describe_progress(run, progress, step),
         }
         # Optional: best checkpoint.
         if kind == "best":
-            meta["best"] = describe_best(cfg, progress)
+            meta["best"] = describe_best(run, progress)
         future = ckpt.save(root, step, tree, meta, max_to_keep, keep_period, temporary, print0)
         progress["pending_saves"][kind] = {"step": step, "future": future}
         if kind == "save":
@@ -890,7 +904,7 @@ def stop_reason(run, step, requests, metrics):
         if name in values:
             if stop["test"](values[name], bound):
                 return stop["reason"].format(values[name], bound), stop["exit_code"]
-        elif name not in run["known_metrics"] and has_been_logged(name, metrics):
+        elif has_been_logged(name, metrics, run["first_step"]):
             return (f"--stop {' '.join(cfg.stop)}: unknown metric {name} "
                     f"({config.did_you_mean(name, sorted(metrics))})"), 2
 
@@ -1069,8 +1083,6 @@ def init_progress(launched):
         # Result of the newest poll_requests
         "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
                    "hook_stops": [], "events": []},
-        # Metrics of the evaluation at the step from which the run resumes, or {}
-        "resumed_eval": {},
         # Value of the metric keep_best in the best checkpoint, or None
         "kept_best": None,
         # Reasons of hooks to stop, which log_event appends
@@ -1086,71 +1098,83 @@ def init_progress(launched):
     }
 
 
-def restore_progress(progress, out_dir, step, meta, is_branch):
-    """Continue the timers, the metrics, the events and the best validation loss of earlier
-    launches. meta: of the checkpoint that the run begins with, or {}. is_branch: whether it is of
-    another run.
-    """
-    def read_earlier():
-        rows = ckpt.read_log(out_dir)
-        best, resumed_eval = {}, {}
-        for row in rows:
-            if row["event"] == "eval" and row["step"] <= step:
-                best = best_validation(best, row)
-            if row["event"] == "eval" and row["step"] == step:
-                resumed_eval = numbers(row)  # without those that are NaN, and null in the log
-        return {
-            "rows": [[row["step"], row["event"], row.get("time_s")] for row in rows],
-            "best": best,
-            "resumed_eval": resumed_eval,
-        }
+def describe_progress(run, progress, step):
+    """What the checkpoint of `step` has of the progress, for restore_progress."""
+    done = [event for event, (done_at, _) in progress["last_done"].items() if done_at == step]
+    requests = set(progress["requests"])
+    if progress["polled"]["step"] == step:  # these are for the next step
+        requests.update(progress["polled"]["events"])
+    metrics = {}
+    for name, value in progress["last_metrics"].items():
+        if name not in ("finite", "params_finite") and math.isfinite(value):
+            metrics[name] = value
+    return {
+        "done": done,  # events of this step
+        "requests": sorted(requests),
+        "last_metrics": metrics,
+        "best_validation": progress["best_validation"],
+        "validation": run["validation"],  # that of best_validation
+        "time_s": time_by_bucket(progress["timers"]),
+    }
 
-    earlier = ckpt.broadcast_from_main(read_earlier)
-    rows = earlier["rows"]
-    progress["best_validation"] = earlier["best"]
-    progress["resumed_eval"] = earlier["resumed_eval"]
-    restore_timers(progress["timers"], rows, step)
-    for row_step, event, _ in rows:
-        if row_step == step:
-            progress["last_done"][event] = (step, 0.0)
+
+def restore_progress(progress, step, meta, validation):
+    """Continue the progress of earlier launches. meta: of the checkpoint that the run begins with,
+    or {}. validation: of describe_validation.
+    """
     if meta:
-        progress["last_done"]["save"] = (step, 0.0)
-        requests = meta.get("requests", {"due": [], "pending": []})
-        progress["polled"]["events"] = requests["due"]
-        progress["requests"] |= {*requests["pending"]}
-    if is_branch:  # the other run has done what is due at this step; but see due_events
-        progress["last_done"] = dict.fromkeys([*config.EVENTS, "epoch", "window"], (step, 0.0))
-        del progress["last_done"]["save"]
-    elif meta:
+        saved = meta["progress"]
         progress["saved_step"] = step
+        progress["last_done"] = dict.fromkeys(saved["done"], (step, 0.0))
+        progress["requests"].update(saved["requests"])
+        progress["last_metrics"] = saved["last_metrics"]
+        if saved["validation"] == validation:
+            progress["best_validation"] = saved["best_validation"]
+        for bucket, seconds in saved["time_s"].items():
+            progress["timers"]["seconds"][bucket] += seconds
     progress["window"] = new_window(meta.get("since_log", {}))
+    seconds = progress["timers"]["seconds"]
+    progress["timers"]["logged"] = {
+        "step": step, "step_s": seconds["step"], "data_s": seconds["data"]}
 
 
-def is_finished(cfg, step):
-    """Whether nothing is left to do at `step`: it is past cfg.steps, or has reached it and logged
-    its end.
-    """
-    def read_end():
-        rows = ckpt.read_log(cfg.out_dir)
-        return rows[-1] if rows else {"event": ""}
+def mark_done(progress, event, step):
+    """Note that an event is done at this step. An earlier checkpoint of the step lacks it."""
+    progress["last_done"][event] = (step, progress["polled"]["elapsed_s"])
+    progress["saved_step"] = None
 
-    last = ckpt.broadcast_from_main(read_end)
-    has_ended = last["event"] == "end" and last["reason"] == all_done(step)
-    return step > cfg.steps or (step == cfg.steps and has_ended)
+
+def is_finished(cfg, meta):
+    """Whether nothing is left to do after the checkpoint with this meta."""
+    done = meta["progress"]["done"]
+    left = [event for event in config.EVENTS if is_due_at_end(cfg, event) and event not in done]
+    return meta["step"] > cfg.steps or (meta["step"] == cfg.steps and not left)
 
 
 def summary_of_finished(cfg, root):
-    """The summary of a run that is already finished: its newest metrics, and its checkpoint."""
-    def read_end():
-        ends = [row for row in ckpt.read_log(cfg.out_dir) if row["event"] == "end"]
-        return ends[-1] if ends else {}
-
-    step, _ = ckpt.newest_meta(root)
-    summary = ckpt.broadcast_from_main(read_end)
-    summary.pop("event", None)
+    """The summary of a run that is already finished: its newest metrics, and its checkpoint. Raises
+    ValueError for a field that names a metric which the run does not have.
+    """
+    step, meta = ckpt.newest_meta(root)
+    metrics = meta["progress"]["last_metrics"]
+    errors = []
+    for field, names in named_metrics(cfg).items():
+        for name in sorted(names - metrics.keys()):
+            errors.append(f"{field} {name}: the run has no such metric "
+                          f"({config.did_you_mean(name, sorted(metrics))})")
+    config.raise_if_errors(errors)
     checkpoint = ckpt.join_path(root, f"{step:09d}")
-    return summary | {"step": step, "exit_code": 0, "reason": "already finished",
-                      "checkpoint": checkpoint}
+    return newest_metrics(meta["progress"], step) | {
+        "step": step, "exit_code": 0, "reason": "already finished", "checkpoint": checkpoint}
+
+
+def newest_metrics(progress, step):
+    """The newest metrics at the end of a run, without the step of the evaluation if it is this one.
+    """
+    metrics = progress["last_metrics"] | progress["best_validation"]
+    if metrics.get("val_step") == step:
+        metrics.pop("val_step")
+    return metrics
 
 
 def print_how_to_continue(cfg, step):
@@ -1170,30 +1194,39 @@ def print_how_to_continue(cfg, step):
 
 
 def run_validation(run, state, step, progress, signals, stopped_while_waiting):
-    """Evaluate the validation data, and log it."""
-    timers = progress["timers"]
+    """Evaluate the validation data, and log it. Return False if a stop has ended it before that."""
+    if not run["val_data"]:
+        return True
+    timers, last_metrics = progress["timers"], progress["last_metrics"]
     with timed(timers, "data"):
         val_data = val_data_at(run, step, stopped_while_waiting)
     if not val_data:
-        return
+        return False
     planned = planned_eval(run, val_data, step)
     if run_before_hooks(run, "eval", planned, progress)["skip"]:
-        return
+        return True
     with timed(timers, "compile"):
         run["programs"]["compile_eval"]()
 
     def stopped():  # called once per batch
         run["heartbeat"](doing="eval")
-        return save_only(signals)
+        return signal_received(signals)
 
     with timed(timers, "eval"):
         metrics = evaluate(
             run, val_data, run["programs"]["eval_step"], state["params"], stopped)
-        if metrics:
-            row = run["log_event"]("eval", {"step": step} | metrics)
-            progress["last_metrics"] |= numbers(row)
-            progress["last_metrics"]["val_step"] = step
-            progress["best_validation"] = best_validation(progress["best_validation"], row)
+        if not metrics:
+            return False
+        row = run["log_event"]("eval", {"step": step} | metrics)
+        for name, value in numbers(row).items():
+            if name not in ("step", "eval_s", eval_speed_name(run["task"])):
+                last_metrics[name] = value
+        last_metrics["val_step"] = step
+        progress["best_validation"] = best_validation(progress["best_validation"], row)
+    # Optional: best checkpoint.
+    if run["cfg"].keep_best:
+        keep_if_best(run, state, step, progress, numbers(row))
+    return True
 
 
 def eval_batches(cfg, val_data):
@@ -1202,6 +1235,18 @@ def eval_batches(cfg, val_data):
     for name, part in val_data.get("parts", {"": val_data}).items():
         n_batches[name] = data.n_eval_batches(part["n"], cfg.batch_size, cfg.eval_batches)
     return n_batches
+
+
+def describe_validation(setup, val_data):
+    """What an evaluation is made of: {part: [fingerprint, number of batches]}; {} without
+    validation data, and for data that changes from step to step.
+    """
+    described = {}
+    if val_data and "source_at" not in val_data:
+        n_batches = eval_batches(evaluation_of(setup)["cfg"], val_data)
+        for name, part in val_data.get("parts", {"": val_data}).items():
+            described[name] = [part.get("fingerprint"), n_batches[name]]
+    return described
 
 
 def planned_eval(run, val_data, step):
@@ -1295,21 +1340,17 @@ def end_run(run, state, step, progress, stop):
     if errors:
         exit_code = 1
     run["log_event"]("stop", {"step": step, "reason": reason})
-    if is_main():
-        Path(cfg.out_dir, "stop").unlink(missing_ok=True)
+    if is_main() and os.path.isfile(f"{cfg.out_dir}/stop"):
+        os.unlink(f"{cfg.out_dir}/stop")
 
     # The newest metrics, the time and the checkpoint.
-    row = dict(progress["last_metrics"])
+    row = newest_metrics(progress, step)
     row.pop("finite", None)
-    for name in ("params_finite", "eval_s", eval_speed_name(run["task"])):
-        row.pop(name, None)
-    if row.get("val_step") == step:
-        row.pop("val_step")
+    row.pop("params_finite", None)
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     checkpoint = None
     if progress["saved_step"] == step and "save" not in errors:
         checkpoint = ckpt.join_path(root, f"{step:09d}")
-    row |= progress["best_validation"]
     row |= {
         "step": step,
         "reason": reason,
@@ -1506,14 +1547,14 @@ def has_passed(run, unit, n, step):
     return completed(run, unit, step) // n > completed(run, unit, step - 1) // n
 
 
-def is_due_at_end(run, event):
+def is_due_at_end(cfg, event):
     """Whether an event is due after the last step, whatever its interval."""
     if event == "export":
-        return bool(run["cfg"].export)
+        return bool(cfg.export)
     if event == "weights":
-        return bool(run["intervals"]["weights"])
+        return bool(config.parse_intervals(cfg.weights_every))
     if event == "save":
-        return run["cfg"].save_end == "yes"
+        return cfg.save_end == "yes"
     return event in ("eval", "sample")
 
 
@@ -1548,7 +1589,7 @@ def wait_for_save(run, progress, kind):
         ckpt.wait(save["future"])
     # Optional: best checkpoint. One that could not be written is no record.
     if kind == "best" and kind in progress["save_errors"]:
-        progress["kept_best"] = best_so_far(run["cfg"], save["step"])
+        progress["kept_best"] = best_so_far(run["cfg"], save["step"], run["validation"])
 
 
 @contextlib.contextmanager
@@ -1571,24 +1612,16 @@ def without_digits(text):
     return "".join(c for c in text if not c.isdigit())
 
 
-@contextlib.contextmanager
-def save_if_out_of_memory(run, state, step, progress):
-    """Save the state before an error for lack of memory ends the run."""
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        save_before_error(run, state, step, progress)
-        raise
-
-
-def save_before_error(run, state, step, progress):
-    """Save the steps that are done, unless they are saved, before an error ends the run. Of several
-    processes only this one may have met it, and the others would not join in the save.
+def save_before_error(run, state, progress):
+    """Save the steps that are done, unless they are saved, before an error ends the run. A step
+    that has raised may have consumed the state. Of several processes only this one may have met the
+    error, and the others would not join in the save.
     """
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 or any(x.is_deleted() for x in jax.tree.leaves(state)):
         return
     log_step(run, state, progress)
-    if progress["saved_step"] != step:
+    step = int(state["step"])
+    if step and progress["saved_step"] != step:
         save_state(run, state, step, progress, "error")
         wait_for_save(run, progress, "save")
 
@@ -1617,13 +1650,30 @@ def sample_texts(setup, params, step, source):
             "prompts": [sample["prompt"] for sample in samples]}
 
 
-def has_been_logged(name, metrics):
-    """Whether the first row that could have this metric has been logged: the newest metrics have
-    "val_step" after an evaluation, and "lr" after a log row.
+def has_been_logged(name, metrics, first_step):
+    """Whether this launch has logged a row that could have this metric. metrics: the newest ones.
     """
-    if name.startswith("val_"):
-        return "val_step" in metrics
-    return "lr" in metrics
+    kind = "val_step" if name.startswith("val_") else "step"
+    return metrics.get(kind, 0) > first_step
+
+
+def named_metrics(cfg):
+    """{field: names of metrics} that cfg.stop and cfg.keep_best have."""
+    names = {"stop": {stop["name"] for stop in config.parse_stops(cfg)} - {*config.STOP_MESSAGES}}
+    if cfg.keep_best:
+        names["keep_best"] = {config.parse_best(cfg.keep_best)["name"]}
+    return names
+
+
+def check_metric_names(cfg, val_data):
+    """Raise ValueError for a metric of evaluations where the run has no validation data."""
+    errors = []
+    for field, names in named_metrics(cfg).items():
+        for name in sorted(names):
+            if name.startswith("val_") and not val_data:
+                errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
+                              "--val_frac")
+    config.raise_if_errors(errors)
 
 
 def all_done(steps):
@@ -1750,22 +1800,6 @@ def place_params(params, like):
             for name, x in like.items()}
 
 
-def restore_timers(timers, rows, step):
-    """Add the time of earlier launches. rows: [step, event, "time_s"] of metrics.jsonl."""
-    rows_with_time = [(row_step, time_s) for row_step, _, time_s in rows if time_s]
-    kept = {}
-    for row_step, time_s in rows_with_time:
-        if row_step <= step:
-            kept = time_s
-    for bucket, seconds in kept.items():
-        timers["seconds"][bucket] += seconds
-    if rows_with_time:
-        _, newest = rows_with_time[-1]
-        timers["seconds"]["wasted"] += sum(newest.values()) - sum(kept.values())
-    timers["logged"] = {
-        "step": step, "step_s": timers["seconds"]["step"], "data_s": timers["seconds"]["data"]}
-
-
 # ---- means of metrics
 
 
@@ -1838,9 +1872,8 @@ def metric_means(sums):
 # ---- where the time goes
 
 
-# Buckets of wall time. data: the device waits for a batch. wasted: work after the last checkpoint,
-# repeated after a restart.
-TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other", "wasted")
+# Buckets of wall time. data: the device waits for a batch.
+TIME_BUCKETS = ("start", "compile", "step", "data", "save", "eval", "other")
 
 
 def init_timers(launched):
@@ -1933,7 +1966,7 @@ def throughput(run, step, timers, means):
 # ---- requests
 
 
-def save_only(signals):
+def signal_received(signals):
     """Whether a signal came, after which the loop saves and skips everything else. Several
     processes have to agree on a stop first.
     """
@@ -1967,7 +2000,7 @@ def poll_requests(run, step, progress, signals):
         add_save_file(run, requests)
     found = {
         "elapsed_s": time.perf_counter() - progress["timers"]["launched"],
-        "stop_file": os.path.exists(f"{run['cfg'].out_dir}/stop"),
+        "stop_file": os.path.isfile(f"{run['cfg'].out_dir}/stop"),
         "signal": signal.Signals[signals[0]].value if signals else 0,
         "n_hook_stops": len(hook_stops),
     }
@@ -2001,7 +2034,7 @@ def add_save_file(run, requests):
     does it for all.
     """
     path = Path(run["cfg"].out_dir, "save")
-    if is_main() and path.exists():
+    if is_main() and path.is_file():
         path.unlink(missing_ok=True)
         requests.add("save")
 
@@ -2544,11 +2577,11 @@ def describe_run(setup, programs, start):
 
 # ---- optional
 #
-# The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, checks
-# of the names of metrics, best checkpoint, branches of a run, steps that are not finite, validation
+# The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, best
+# checkpoint, branches of a run, steps that are not finite, validation
 # data that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
 # Hugging Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files,
-# state of hooks, compilation cache, several processes, profiler, plot, trackers. Then the observers
+# compilation cache, several processes, profiler, plot, trackers. Then the observers
 # that run, and the command line.
 
 
@@ -2801,82 +2834,13 @@ def id_errors(batch, table):
     return errors
 
 
-# ---- checks of the names of metrics
-
-
-def named_metrics(cfg):
-    """{field: names of metrics} that cfg.stop and cfg.keep_best have."""
-    names = {"stop": {stop["name"] for stop in config.parse_stops(cfg)} - {*config.STOP_MESSAGES}}
-    if cfg.keep_best:
-        names["keep_best"] = {config.parse_best(cfg.keep_best)["name"]}
-    return names
-
-
-def check_validation_data(metric_names, val_data):
-    """Raise ValueError for a metric of evaluations where the run has no validation data.
-
-    metric_names: of named_metrics.
-    """
-    errors = []
-    for field, names in metric_names.items():
-        for name in sorted(names):
-            if name.startswith("val_") and not val_data:
-                errors.append(f"{field} {name}: the run has no validation data; set --val_data or "
-                              "--val_frac")
-    config.raise_if_errors(errors)
-
-
-def check_metric_names(setup, metric_names, shapes, train_data, val_data):
-    """Raise ValueError for a metric that a field names and no row of this run will have. Return the
-    names that rows will have, as far as they are known.
-
-    metric_names: of named_metrics. shapes: shapes of the metrics of train_step. Hooks may add
-    metrics to rows: with hooks, an unknown name is found at the first row.
-    """
-    if setup["hooks"] or not any(metric_names.values()):
-        return set()
-
-    # Rows of the same form, with made-up numbers.
-    ones = {}
-    for name, x in shapes.items():
-        if name not in ("counts", "watch", "finite", "finite_grads"):
-            ones[name] = np.ones(x.shape, np.float32)
-    ones["n_labels"] = 1.0
-    means = {"n_labels": 1.0}
-    for name in shapes["counts"]:
-        means[name] = ones[name]
-
-    # Each source of metrics: (prefix, suffix, means, source).
-    sources = [("", "", ones, train_data)]
-    if val_data:
-        parts = val_data.get("parts", {})
-        sources.append(("val_", "", means, val_data | {"part_means": dict.fromkeys(parts, means)}))
-        for name, part in parts.items():
-            sources.append(("val_", f"/{name}", means, part))
-
-    known = {"val_step", "eval_s", eval_speed_name(setup["task"])}
-    for prefix, suffix, given, source in sources:
-        try:
-            added = setup["task"]["metrics"](given, source)
-        except Exception:  # the task's function may refuse made-up numbers: its names are unknown
-            return set()
-        known |= {f"{prefix}{name}{suffix}" for name in [*scalars(given), *added]}
-
-    errors = []
-    for field, names in metric_names.items():
-        for name in sorted(names - known):
-            errors.append(f"{field}: no row of this run has the metric {name!r} "
-                          f"({config.did_you_mean(name, sorted(known))})")
-    config.raise_if_errors(errors)
-    return known
-
-
 # ---- best checkpoint
 
 
-def best_so_far(cfg, step):
-    """The value of the metric cfg.keep_best in the best checkpoint, or None. A best checkpoint of a
-    step after `step` is deleted: the run has not made that step, or will repeat it.
+def best_so_far(cfg, step, validation):
+    """The value of the metric cfg.keep_best in the best checkpoint, or None where that has another
+    metric or other validation data. A best checkpoint of a step after `step` is deleted: the run
+    has not made that step, or will repeat it.
     """
     if not cfg.keep_best:
         return None
@@ -2885,23 +2849,16 @@ def best_so_far(cfg, step):
         ckpt.delete_after(root, step, print0)
     _, meta = ckpt.newest_meta(root)
     best = meta.get("best", {})
-    if best.get("metric") != config.parse_best(cfg.keep_best)["name"]:
+    name = config.parse_best(cfg.keep_best)["name"]
+    if best.get("metric") != name or best["validation"] != validation:
         return None
     return best["value"]
 
 
-def describe_best(cfg, progress):
+def describe_best(run, progress):
     """The entry "best" in the meta of the best checkpoint, which best_so_far reads."""
-    return {"metric": config.parse_best(cfg.keep_best)["name"], "value": progress["kept_best"]}
-
-
-def resume_best(run, state, progress):
-    """Save the best checkpoint that a kill has prevented: of the step from which the run resumes,
-    whose evaluation is in the log.
-    """
-    metrics = progress["resumed_eval"]
-    if config.parse_best(run["cfg"].keep_best)["name"] in metrics:
-        keep_if_best(run, state, run["first_step"], progress, metrics)
+    name = config.parse_best(run["cfg"].keep_best)["name"]
+    return {"metric": name, "value": progress["kept_best"], "validation": run["validation"]}
 
 
 def keep_if_best(run, state, step, progress, metrics):
@@ -2909,13 +2866,11 @@ def keep_if_best(run, state, step, progress, metrics):
     cfg.keep_best than all before it. metrics: of this evaluation.
     """
     metric = config.parse_best(run["cfg"].keep_best)
-    # Hooks may add metrics, which are not known before, and may differ between processes.
+    # Hooks may add metrics, which may differ between processes.
     value = ckpt.broadcast_from_main(lambda: metrics.get(metric["name"]))
     if value is None:
-        nearest = config.did_you_mean(metric["name"], sorted(metrics))
-        error = f"keep_best: this evaluation has no metric {metric['name']!r} ({nearest})"
-        run["log_event"]("nonfatal_error", {"step": step, "error": error})
-        return
+        raise ValueError(f"keep_best {metric['name']}: evaluations have no such metric "
+                         f"({config.did_you_mean(metric['name'], sorted(metrics))})")
     best = progress["kept_best"]
     is_better = best is None or metric["is_better"](value, best)
     if is_better and math.isfinite(value):
@@ -3160,7 +3115,8 @@ def open_hf(path, cfg):
         folder = data.hub_path(path, weights=True)
         if cfg.tie_embeddings and "embed" in like:
             ckpt.check_tied_tensors(folder, model.HF_NAMES["embed"], model.HF_NAMES["unembed"])
-        return ckpt.read_safetensors(folder, wanted, like, unused)
+        split = partial(model.split_fused_experts, cfg=cfg)
+        return ckpt.read_safetensors(folder, wanted, like, unused, split)
 
     return {"names": dict.fromkeys(pieces), "read": read}
 
@@ -3215,10 +3171,24 @@ def export_hf(params, cfg):
         if not has_tokenizer:
             print0(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is not a Hugging "
                    "Face tokenizer")
+        if not as_adapter:
+            write_generation_config(folder / "generation_config.json", tokenizer)
 
     tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
     stem = "adapter_model" if as_adapter else "model"
     ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
+
+
+def write_generation_config(path, tokenizer):
+    """Have programs that generate stop at the end of a document, and at the end of an answer in the
+    tokenizer's chat template.
+    """
+    stops = set(tokenizer["stops"])
+    with contextlib.suppress(ValueError):  # without the package that reads chat templates
+        stops |= data.turn_ends(tokenizer)
+    if stops:
+        settings = ckpt.read_json(path) | {"eos_token_id": sorted(stops)}
+        path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 # ---- names on the Hub
@@ -3377,8 +3347,14 @@ def load_found(found, like):
     setup, meta = found["setup"], found["meta"]
     cfg = setup["cfg"]
     _, sources = find_parameters(setup, meta)
+    if meta:
+        loaded = [name for source in sources for name in source["take"].values()]
+        ckpt.check_run_fits(
+            cfg.out_dir, found["root"], meta, {"params": like},
+            {f"params/{name}" for name in loaded},
+            "state" in cfg.allow_change)
     return ckpt.load_saved(
-        cfg.out_dir, found["root"], meta, sources, cfg.init_from, like, print0, found["step"])
+        found["root"], meta, sources, cfg.init_from, like, print0, found["step"])
 
 
 def tokenize_data(cfg, task):
@@ -3616,62 +3592,6 @@ def hidden_import_errors(path):
             errors.append(f"imports {name}, which is {found_path} and not {beside.absolute()}; "
                           "rename the latter, or import the former from train")
     return errors
-
-
-# ---- state of hooks
-
-
-def rows_after_save(out_dir, step, hooks):
-    """The rows of metrics.jsonl at `step` from its last save on, the row of that save first. Events
-    of these rows are missing in the state of hooks that the checkpoint has. [] without hooks.
-    """
-    rows = []
-    if not hooks:
-        return rows
-    for row in ckpt.read_log(out_dir):
-        if row["step"] != step:
-            continue
-        if row["event"] == "save" and row["kind"] == "save":
-            rows = [row]
-        elif rows:
-            rows.append(row)
-    return rows
-
-
-def resume_hooks(run, progress, meta, logged):
-    """Give the hooks the state that they saved in the meta of a checkpoint, and then the events
-    that came after it and are not repeated. meta: {} without a checkpoint. logged: of
-    rows_after_save.
-    """
-    if not meta:
-        return
-    rows = ckpt.broadcast_from_main(lambda: logged)
-    if not run["hooks"]:  # those of process 0 may not be empty
-        return
-    step = meta["step"]
-    saved = {"step": step, "hooks": meta.get("hooks", {})}
-    run_row_hooks(run["hooks"], "resume", saved, progress)
-    for row in rows:
-        event = row["event"]
-        if event in ("start", "stop"):  # the stop that they asked for has happened
-            progress["hook_stops"].clear()
-        if event == "eval":
-            val_data = val_data_at(run, step, lambda: True)
-            planned = planned_eval(run, val_data, step)
-            run_row_hooks(run["hooks"], "before_eval", planned, progress)
-        if event in ("save", "eval", "sample", "export"):
-            run_row_hooks(run["hooks"], event, as_first_logged(row), progress)
-
-
-def as_first_logged(row):
-    """A row of metrics.jsonl as hooks first got it: without their requests, and with NaN."""
-    first = {}
-    for name, x in row.items():
-        if x is None and name.startswith("val_"):
-            x = math.nan
-        if name not in ("event", "stop", "request"):
-            first[name] = x
-    return first
 
 
 # ---- compilation cache

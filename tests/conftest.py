@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of all tests: eight fake CPU devices, quick compilation, no implicit broadcasting, and
-the project's folder on the path.
+"""Settings of all tests: eight fake CPU devices, quick compilation, one cache of compiled programs,
+no implicit broadcasting, and the project's folder on the path.
 """
+import functools
 import gc
+import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 # The older fusion emitters halve the compile time. `--xla_cpu_use_fusion_emitters=false` selects
@@ -21,6 +25,13 @@ os.environ["XLA_FLAGS"] = " ".join([
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs without the source location of each operation compile a tenth faster.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# All workers and the processes that tests start share a cache of compiled programs. It is new in
+# each session, unless JAX_COMPILATION_CACHE_DIR names a folder.
+MADE_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if MADE_CACHE:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="sixfile-programs-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+CACHE_DIR = os.environ["JAX_COMPILATION_CACHE_DIR"]
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -28,6 +39,7 @@ import jax
 import pytest
 
 import config
+import step
 import train
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -45,11 +57,39 @@ def pytest_collection_finish():
     gc.freeze()  # full collections need not visit imported objects
 
 
+def pytest_unconfigure():
+    if MADE_CACHE:
+        shutil.rmtree(CACHE_DIR, ignore_errors=True)
+
+
+def on_devices_of_the_mesh(setup_run):
+    """setup_run that takes as many of the eight devices as the mesh names, where -1 counts as 1:
+    programs for one device compile and run several times faster.
+    """
+    @functools.wraps(setup_run)
+    def setup(cfg, task=train.TEXT, devices=None, hooks=()):
+        if devices is None and jax.process_count() == 1:
+            n_devices = math.prod(max(getattr(cfg, axis), 1) for axis in config.MESH)
+            devices = jax.devices()[:n_devices]
+        return setup_run(cfg, task, devices, hooks)
+
+    return setup
+
+
+train.setup_run = on_devices_of_the_mesh(train.setup_run)
+
+
+@pytest.fixture(autouse=True)
+def use_cache():
+    """Return to the cache of the session, after a test of another one."""
+    if jax.config.jax_compilation_cache_dir != CACHE_DIR:
+        step.enable_compilation_cache(CACHE_DIR)
+
+
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory):
-    """Return the folder of the compilation cache, which all workers of the session share."""
-    base = tmp_path_factory.getbasetemp()
-    return str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache")
+def cache_dir():
+    """The folder of the compilation cache."""
+    return CACHE_DIR
 
 
 @pytest.fixture

@@ -230,8 +230,8 @@ def test_files_cover_an_array_once():
 def test_a_root_may_be_a_relative_path(tmp_path, monkeypatch):
     """A root may be a relative path or contain ".."; in an object store the endpoint stays last.
 
-    Break: ckpt.py: path = Path(root).resolve().joinpath(*names) =>
-    path = Path(root).joinpath(*names)
+    Break: ckpt.py: path = Path(root, *names[:1]).resolve().joinpath(*names[1:]) =>
+    path = Path(root, *names)
     """
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -272,6 +272,16 @@ def test_numbers_are_saved_as_arrays(tmp_path):
     save(tmp_path, 1, tree={"a": 1.5, "b": 7})
     back = ckpt.restore(tmp_path, 1, {"a": 0.0, "b": 0})
     assert (back["a"], back["b"]) == (1.5, 7)
+
+
+def test_paths_of_parameters_are_theirs_and_their_moments(tmp_path):
+    """Parameters and their moments have paths below params and opt. Another leaf of a state with
+    the name of a parameter is not one.
+
+    Break: ckpt.py: if kind in ("params", "opt") and keys[-1] in names: => if keys[-1] in names:
+    """
+    paths = ["params/embed", "params/w", "opt/0/mu/embed", "ema/embed", "embed", "step"]
+    assert ckpt.paths_of({"embed"}, paths) == {"params/embed", "opt/0/mu/embed"}
 
 
 def test_missing_arrays_and_other_shapes_are_listed(tmp_path):
@@ -513,8 +523,8 @@ else:
 def test_what_cannot_be_deleted_is_logged_and_stays_intact(open_root):
     """Another user's folders are logged and stay intact, in a save that prunes and in clean.
 
-    Break: ckpt.py: _delete(root, log, f"{_step_name(step)}/meta.json", _step_name(step)) =>
-    _delete(root, log, _step_name(step))
+    Break: ckpt.py: _delete(root, log, f"{folder}/meta.json", *written) =>
+    _delete(root, log, *written)
     """
     run_code(DROP_ROOT + """
 ckpt.wait(ckpt.save(root, 3, tree, max_to_keep=1, log=logged.append))
@@ -558,12 +568,11 @@ def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
     Break: ckpt.py: if "meta.json" in names) => )
     """
     save(tmp_path, 5)
-    for name in ("000000009/12345678/a/c", "000000008", "000000005/87654321/a", "notes",
+    for name in ("000000009/save-12345678/a/c", "000000008", "000000005/save-87654321/a", "notes",
                  "0000000007", "000000005-copy", "1712345678/of/another/program"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "000000009/12345678/a/zarr.json").write_text("{}")
+    (tmp_path / "000000009/save-12345678/a/zarr.json").write_text("{}")
     (tmp_path / "0000000007/meta.json").write_text("{}")
-    (tmp_path / "000000005/meta").write_text("{}")
     assert ckpt.steps(tmp_path) == [5] and ckpt.latest(tmp_path) == 5
     assert ckpt.latest(tmp_path / "none") is None and ckpt.steps(tmp_path / "none") == []
     ckpt.clean(tmp_path)
@@ -875,8 +884,9 @@ def test_a_meta_json_that_no_save_writes_is_refused(tmp_path, change):
     assert sorted(outside.rglob("*")) == before
 
 
-def test_links_lead_nowhere(tmp_path):
-    """A step, an array or a file may be a link: nothing is read, written or deleted elsewhere.
+def test_a_step_may_be_a_link_and_nothing_in_it(tmp_path):
+    """A checkpoint that was moved and linked is read; to delete it deletes the link. A link to a
+    checkpoint that is gone, and a link in a checkpoint, is an error.
 
     Break: ckpt.py: if path.resolve() != path: => if False:
     """
@@ -885,20 +895,49 @@ def test_links_lead_nowhere(tmp_path):
     save(outside, 1, 2, tree=tree)
     before = sorted(outside.rglob("*"))
     (root / "000000002").symlink_to(outside / "000000002")
-    assert ckpt.steps(root) == [1]
-    with pytest.raises(ValueError, match="a checkpoint may hold no links"):
-        save(root, 2, tree=tree)
+    assert ckpt.steps(root) == [1, 2]
+    assert (ckpt.restore(root, 2)["big"] == 1).all()
     array = data_of(root, 1) / "big"
     shutil.rmtree(array)
     array.symlink_to(data_of(outside, 1) / "big")
     with pytest.raises(ValueError, match="a checkpoint may hold no links"):
         ckpt.restore(root, 1, tree)
     assert "no links" in ckpt.verify(root)[0]
-    (root / "000000001/more").symlink_to(outside)
     ckpt.clean(root)
     save(root, 3, tree=tree, max_to_keep=1)
-    assert names_in(root) == ["000000002", "000000003"]
+    assert names_in(root) == ["000000003"]
     assert sorted(outside.rglob("*")) == before
+    (root / "000000009").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="cannot be listed: .*000000009"):
+        ckpt.latest(root)
+
+
+def test_files_that_no_save_wrote_are_never_deleted(tmp_path):
+    """Files of a user in a checkpoint's folder stay, also when the checkpoint is deleted or
+    replaced; the rest of it is gone.
+
+    Break: ckpt.py: sorted(names) if KNOWN_NAMES.fullmatch(name)] => sorted(names)]
+    """
+    def add(step):
+        folder = tmp_path / f"{step:09d}"
+        names = ["20261127", "eval.json", "hf", "meta.json.bak", "save-00000000.txt"]
+        for name in names[::2]:
+            (folder / name).mkdir()
+            (folder / name / "weights").write_text("")
+        for name in names[1::2]:
+            (folder / name).write_text("")
+        return folder, names
+
+    save(tmp_path, 1)
+    folder, names = add(1)
+    ckpt.clean(tmp_path)
+    save(tmp_path, 1)
+    assert {*names} < {*names_in(folder)} and ckpt.steps(tmp_path) == [1]
+    save(tmp_path, 2, max_to_keep=1)
+    assert names_in(folder) == names and (folder / "hf/weights").exists()
+    ckpt.clean(tmp_path)
+    ckpt.delete_all(tmp_path)
+    assert names_in(folder) == names and ckpt.steps(tmp_path) == []
 
 
 def test_memory_is_bounded_whatever_a_folder_claims(tmp_path):
@@ -1386,7 +1425,7 @@ def test_an_object_store_holds_checkpoints(store):
     ckpt.delete_all(weights)
     assert ckpt.restore_newest(root, tree, logged.append)[0] == 5
     assert "array big is corrupted" in logged[0] and len(logged) == 1
-    ckpt._open(root, "000000007").write("12345678.0", b"begun").result()
+    ckpt._open(root, "000000007").write("save-12345678.0", b"begun").result()
     ckpt.clean(root, logged.append)
     names = {key.decode().split("/")[0] for key in ckpt._open(root).list().result()}
     assert names == {"000000003", "000000005", "000000006"} and len(logged) == 1

@@ -165,10 +165,10 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
     for name, ids in labels.items():
         end = f"/{name}" if name else ""
         assert found[f"val_n_labels{end}"] == len(ids)
-        assert found[f"val_loss{end}"] == pytest.approx(nll[ids].mean(), rel=1e-6)
+        assert found[f"val_loss{end}"] == pytest.approx(nll[ids].mean(), rel=1e-5)
         assert found[f"val_acc{end}"] == pytest.approx((ids == w.argmax()).mean(), rel=1e-6)
         bits = nll[ids].mean() / math.log(2)
-        assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-6)
+        assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-5)
         head = f"             {name:<5}" if name else "step      0"
         accuracy = (ids == w.argmax()).mean()
         assert (f"{head}  validation loss {nll[ids].mean():.4f}  accuracy {accuracy:.3f}  "
@@ -282,9 +282,9 @@ def test_a_long_evaluation_has_a_progress_bar_on_a_terminal(monkeypatch):
 
 def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, capsys):
     """The first of equal losses is the best, and one that is not finite never is. A resumed run
-    knows those of earlier launches up to its first step. The last lines and the row "end" have it.
+    knows those of earlier launches. The last lines and the row "end" have it.
 
-    Break: train.py: progress["best_validation"] = earlier["best"] => pass
+    Break: train.py: progress["best_validation"] = saved["best_validation"] => pass
     """
     losses = {2: 1.5, 4: math.nan, 6: 1.5, 8: 1.75}
 
@@ -297,10 +297,6 @@ def test_the_end_of_a_run_has_the_best_validation_loss_of_all_launches(tiny, cap
         summary = train.main(cfg, [replace_loss], UNIGRAM)
         assert best.items() <= summary.items()
         assert "best validation loss 1.5000, of step 2" in capsys.readouterr().out.splitlines()
-    for step, expected in ((1, {}), (2, best), (8, best)):
-        progress = train.init_progress(0.0)
-        train.restore_progress(progress, cfg.out_dir, step, {}, is_branch=False)
-        assert progress["best_validation"] == expected
     assert train.best_validation(best, {"step": 9, "val_loss": 1.25}) == {
         "best_val_loss": 1.25, "best_val_step": 9}
     for row in ({}, {"val_loss": None}, {"val_loss": math.nan}, {"val_loss": 2.0}):

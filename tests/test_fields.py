@@ -69,9 +69,9 @@ def lowered(cfg, program):
     return step.lower_steps(*parts)[program]().as_text()
 
 
-def states(cfg):
+def states(cfg, devices=None):
     """Shapes, dtypes and shardings of the state."""
-    return step.lower_steps(*train.step_args(train.setup_run(cfg)))["state"]
+    return step.lower_steps(*train.step_args(train.setup_run(cfg, devices=devices)))["state"]
 
 
 def loss_has(text):
@@ -111,8 +111,8 @@ def batch_shape(cfg):
 
 def shard_shapes(cfg):
     """Shapes on one device of a batch, of an expert weight, and of that weight's moment."""
-    state = states(cfg)
-    arrays = [train.setup_run(cfg)["batch"]["tokens"],
+    state = states(cfg, jax.devices())
+    arrays = [train.setup_run(cfg, devices=jax.devices())["batch"]["tokens"],
               state["params"]["layers.w_gate"],
               state["opt"][0].mu["layers.w_gate"]]
     return [x.sharding.shard_shape(x.shape) for x in arrays]
@@ -285,7 +285,7 @@ def rejected(words):
     """Whether the config is rejected with these words."""
     def observe(cfg):
         try:
-            train.setup_run(cfg)
+            train.setup_run(cfg, devices=jax.devices())
         except ValueError as e:
             return words in str(e)
         return False

@@ -164,10 +164,7 @@ JUMPS = {
         "prompts of samples": ["given_prompts", "sample_from_text"],
         "rows from Python": ["write_rows"],
         "sparse rows": ["id_errors"],
-        "checks of the names of metrics": [
-            "check_metric_names", "check_validation_data", "named_metrics"],
-        "best checkpoint": [
-            "best_so_far", "describe_best", "keep_if_best", "resume_best"],
+        "best checkpoint": ["best_so_far", "describe_best", "keep_if_best"],
         "branches of a run": ["find_branch"],
         "steps that are not finite": ["explain_nonfinite"],
         "validation data that comes later": ["val_data_at"],
@@ -179,7 +176,6 @@ JUMPS = {
         "modes without a loop": ["run_saved", "tokenize_data"],
         "memory estimates": ["memory_advice", "plan", "text_programs"],
         "hooks from files": ["load_hooks"],
-        "state of hooks": ["resume_hooks", "rows_after_save"],
         "compilation cache": ["use_compilation_cache"],
         "several processes": ["check_shared_folders", "connect_processes", "report_crash",
                               "start_heartbeats"],

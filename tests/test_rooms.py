@@ -46,15 +46,6 @@ FEATURES = {
         "rooms": {"train.py": ["hooks from files"]},
         "edits": [("train.py", "    hooks = (*hooks, *load_hooks(cfg.hooks))\n", "")],
     },
-    "state of hooks": {
-        "rooms": {"train.py": ["state of hooks"]},
-        "edits": [
-            ("train.py", "    logged = rows_after_save(start[\"run\"], first_step, hooks)"
-             "  # optional: state of hooks\n", ""),
-            ("train.py", "    resume_hooks(run, progress, start_meta, logged)"
-             "  # optional: state of hooks\n", ""),
-        ],
-    },
     "compilation cache": {
         "rooms": {"train.py": ["compilation cache"], "step.py": ["compilation cache"]},
         "edits": [("train.py", "    use_compilation_cache(cfg)\n", "")],
@@ -62,31 +53,23 @@ FEATURES = {
     "dynamic sources": {
         "rooms": {"train.py": ["dynamic sources of parameters"]},
         "edits": [
-            ("train.py", '        if "reload" in due:\n'
-             "            state = reload_params(run, state, step, timers)\n", ""),
-        ],
-    },
-    "checks of the names of metrics": {
-        "rooms": {"train.py": ["checks of the names of metrics"]},
-        "edits": [
-            ("train.py", "    metric_names = named_metrics(cfg)\n"
-             "    check_validation_data(metric_names, val_data)\n", ""),
-            ("train.py", 'check_metric_names(\n        setup, metric_names, programs["metrics"], '
-             "train_data, val_data)", "set()"),
+            ("train.py", '            if "reload" in due:\n'
+             '                mark_done(progress, "reload", step)\n'
+             "                state = reload_params(run, state, step, timers)\n", ""),
         ],
     },
     "best checkpoint": {
         "rooms": {"train.py": ["best checkpoint"]},
         "edits": [
-            ("train.py", '    progress["kept_best"] = best_so_far(cfg, first_step)\n', ""),
-            ("train.py", "    if cfg.keep_best:\n        resume_best(run, state, progress)\n", ""),
-            ("train.py", '                if cfg.keep_best and progress["last_metrics"].get('
-             '"val_step") == step:\n                    keep_if_best(run, state, step, progress, '
-             'progress["last_metrics"])\n', ""),
+            ("train.py", '    progress["kept_best"] = best_so_far(cfg, first_step, validation)\n',
+             ""),
+            ("train.py", '    if run["cfg"].keep_best:\n'
+             "        keep_if_best(run, state, step, progress, numbers(row))\n", ""),
             ("train.py", '        if kind == "best":\n'
-             '            meta["best"] = describe_best(cfg, progress)\n', ""),
+             '            meta["best"] = describe_best(run, progress)\n', ""),
             ("train.py", '    if kind == "best" and kind in progress["save_errors"]:\n'
-             '        progress["kept_best"] = best_so_far(run["cfg"], save["step"])\n', ""),
+             '        progress["kept_best"] = best_so_far(run["cfg"], save["step"], '
+             'run["validation"])\n', ""),
         ],
     },
     "branches of a run": {
@@ -112,7 +95,6 @@ FEATURES = {
         "rooms": {"train.py": ["validation data that comes later"]},
         "edits": [
             ("train.py", "val_data_at(run, step, stopped_while_waiting)", 'run["val_data"]'),
-            ("train.py", "val_data_at(run, step, lambda: True)", 'run["val_data"]'),
         ],
     },
     "LoRA": {

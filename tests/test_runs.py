@@ -244,43 +244,6 @@ def test_a_record_after_a_resume_from_an_earlier_step_replaces_the_later_one(tin
     assert ckpt.steps(root / "best") == [3]
 
 
-def test_a_best_checkpoint_that_a_kill_prevented_is_made_on_the_resume(tiny):
-    """The run is killed after the row of an evaluation and before its best checkpoint is saved. The
-    name of a validation set says nothing about the metric.
-
-    Break: train.py: if config.parse_best(run["cfg"].keep_best)["name"] in metrics: => if False:
-    """
-    def crash(event, row):
-        if event == "before_save" and row["kind"] == "best" and row["step"] == 4:
-            raise RuntimeError("killed")
-
-    kept = tiny(keep_best="val_acc", eval_every=1, save_every=2, steps=5)
-    values = [0.1, 0.1, 0.1, np.float32(0.3), 0.2]
-    with pytest.raises(RuntimeError):
-        train.main(kept, hooks=[made_up(values), crash])
-    root = Path(kept.out_dir, "ckpt")
-    assert (ckpt.steps(root / "best"), ckpt.steps(root)[-1]) == ([1], 4)
-    train.main(kept, hooks=[made_up(values)])
-    assert ckpt.steps(root / "best") == [4]
-    assert config.better_sign("val_acc/lossy") == ">"
-
-
-@pytest.mark.parametrize("change, words", [
-    (dict(keep_best="val_losses"), r"keep_best: no row of this run has the metric 'val_losses' "
-                                   r"\(nearest: val_loss\)"),
-    (dict(keep_best="val_loss", val_frac=0.0), "keep_best val_loss: the run has no validation "),
-    (dict(stop=("val_los<1",)), "stop: no row of this run has the metric 'val_los'"),
-])
-def test_metrics_that_fields_name_are_checked_before_training(tiny, change, words):
-    """An unknown metric in --keep_best or --stop is an error before the first step.
-
-    Break: train.py: errors.append(f"{field}: no row of => known.add(f"{field}: no row of
-    """
-    with pytest.raises(ValueError, match=words):
-        train.main(tiny(**change))
-    assert not Path(tiny().out_dir, "metrics.jsonl").exists()
-
-
 # ---- branches
 
 def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
@@ -292,7 +255,7 @@ def test_a_branch_continues_the_run_that_it_leaves(tiny, capsys):
     Break: train.py: "root": root, "step": step, "meta": meta, "run": folder, =>
     "root": root, "step": None, "meta": meta, "run": folder,
     """
-    run = tiny(max_to_keep=0, log_every=3, steps=9)
+    run = tiny(max_to_keep=0, log_every=3, steps=9, dp=8)
     counts, counts_of_branch = {}, {}
     train.main(run, hooks=[counting(counts)])
     branch = dataclasses.replace(
@@ -354,7 +317,7 @@ def test_saves_on_request_and_none_at_the_end(tiny, capsys):
 
     Break: train.py: if number == signal.SIGUSR1: => if False:
     """
-    cfg = tiny(save_every=0, eval_every=0, save_end="no", max_to_keep=0)
+    cfg = tiny(save_every=0, eval_every=0, save_end="no", max_to_keep=0, dp=8)
     root = Path(cfg.out_dir, "ckpt")
 
     def request(event, value):

@@ -160,7 +160,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     """
     monkeypatch.undo()  # `tiny` disables the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",))
+    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",),
+               dp=8)
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -249,7 +250,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
         batches = [opened["batch"](i, np.arange(8)) for i in range(row["step"] - 4, row["step"])]
         assert row["n_labels"] == sum((batch["labels"] != -100).sum() for batch in batches)
     assert eight["time_s"] == {"start": 12, "compile": 3, "step": 7, "data": 1, "save": 10,
-                               "eval": 100, "other": 0, "wasted": 0}
+                               "eval": 100, "other": 0}
     assert [r["blocked_s"] for r in rows(cfg.out_dir, "save")] == [0, 0]
     assert [r["eval_s"] for r in rows(cfg.out_dir, "eval")] == [0, 0]
     assert rows(cfg.out_dir, "end")[0]["wall_s"] == 1243 and not rows(cfg.out_dir, "sample")
@@ -358,29 +359,6 @@ def test_without_log_every_a_row_covers_one_step(tiny):
         assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
 
 
-def test_stop_accepts_a_metric_that_only_some_rows_have(tiny):
-    """--stop accepts a metric that only evaluations have and a metric that only some steps have.
-    It also accepts a metrics function that fails on made-up numbers.
-
-    Break: train.py: elif name not in run["known_metrics"] and has_been_logged( => elif
-    has_been_logged(
-    """
-    def metrics(means, source):
-        found = {"sometimes": 1.0} if means["n_labels"] == 1 or means["loss"] < 4.5 else {}
-        return found if "lr" in means else {"gap": 2.0}
-
-    summary = train.main(tiny(stop=("sometimes>0",), log_every=1, save_every=0, eval_every=0),
-                         task=train.TEXT | {"metrics": metrics})
-    assert summary["reason"] == "sometimes 1 is above 0" and summary["step"] > 2
-    again = dict(resume="overwrite", log_every=1)
-    summary = train.main(tiny(stop=("val_gap>1",), **again), task=train.TEXT | {"metrics": metrics})
-    assert summary["reason"] == "val_gap 2 is above 1" and summary["step"] == 4
-    inverse = train.TEXT | {"metrics": lambda means, source: {
-        "inverse": 1 / (float(means["loss"]) - float(means["acc"]))}}
-    summary = train.main(tiny(stop=("inverse>0",), **again), task=inverse)
-    assert summary["reason"].startswith("inverse ")
-
-
 def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
     """If no position of a batch has a label, the log row has null for the loss and the console
     prints "no label". A stop condition on the loss does not apply.
@@ -424,45 +402,6 @@ def test_metrics_jsonl_has_null_for_numbers_that_are_not_finite(tiny):
     logged = [row for row in parsed if row["event"] == "log"]
     assert [row["loss"] for row in logged] == [None, None]
     assert logged[0]["deep"] == {"list": [1.0, None], "(1, 2)": 3}
-
-
-@pytest.mark.parametrize("stop, words", [
-    ("los<3", "no row of this run has the metric 'los' (nearest: loss)"),
-    ("val_loss/web>9", "no row of this run has the metric 'val_loss/web' (nearest: val_loss)"),
-    ("tokens_per_s<1", "no row of this run has the metric 'tokens_per_s'")])
-def test_a_metric_in_stop_is_checked_before_training(tiny, stop, words):
-    """A stop condition on an unknown metric raises ValueError before the first step.
-
-    Break: train.py: for name in sorted(names - known): => for name in sorted(names - names):
-    """
-    with pytest.raises(ValueError, match=re.escape(f"stop: {words}")):
-        train.main(tiny(stop=(stop,)))
-    assert not (Path(tiny().out_dir) / "metrics.jsonl").exists()
-
-
-def test_stop_knows_every_metric_of_log_and_eval_rows(tiny, tmp_path):
-    """The known metrics include every number of a log row except the speeds, and every number of
-    an evaluation row, which has those of each validation set.
-
-    Break: train.py: for name in [*scalars(given), *added]} => for name in scalars(given)}
-    """
-    (tmp_path / "other.txt").write_text("12 34 " * 300)
-    cfg = tiny(steps=2, val_data=(f"a={tmp_path}/other.txt",))
-    train.main(cfg)
-    run = train.setup_run(cfg)
-    opened = data.open_text(("train", "val"), run["cfg"])
-    run |= {"train_data": opened["train"]}
-    shapes = steplib.lower_steps(*train.step_args(run))["train_step"]().out_info[1]
-    logged, evaluated = (rows(tiny().out_dir, event)[-1] for event in ("log", "eval"))
-    timers = train.init_timers(0.0)
-    timers["seconds"]["step"] = 1.0
-    speeds = {*train.throughput(run, 3, timers, logged)}
-    names = {*train.numbers(logged)} - speeds | {*train.numbers(evaluated)}
-    assert {"loss", "ppl", "val_loss", "val_bits_per_byte/a", "lr", "grad_norm"} <= names
-    for name in names - {"step"}:
-        known = train.check_metric_names(
-            run, {"stop": {name}}, shapes, opened["train"], opened["val"])
-        assert names - {"step"} <= known
 
 
 def test_on_a_cpu_the_evaluation_is_compiled_when_it_is_first_needed(tiny, caplog):
@@ -812,13 +751,15 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
     assert "since the checkpoint" not in printed and printed.count("\nexample ") == 1
     train.main(tiny(steps=5))
     printed = capsys.readouterr().out
-    assert "since the checkpoint" not in printed and "\nexample " not in printed
+    assert "since the checkpoint: steps was 4, is 5\n" in printed and "\nexample " not in printed
+    assert "up to rounding" not in printed
     machine = steplib.describe_machine
     monkeypatch.setattr(steplib, "describe_machine", lambda device: machine(device) | {
         "threads": 99, "driver": "new"})
     train.main(tiny(steps=6))
-    assert (f"since the checkpoint: threads was {meta['machine']['threads']}, is 99; driver was "
-            "empty, is new. The run continues") in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"since the checkpoint: threads was {meta['machine']['threads']}, is 99; " in printed
+    assert "is 'new'. The run continues" in printed
 
 
 def test_modes_without_training_refuse_another_architecture(tiny):
@@ -829,7 +770,7 @@ def test_modes_without_training_refuse_another_architecture(tiny):
     """
     train.main(tiny(steps=1, eval_every=0))
     for mode in ("eval", "sample", "export"):
-        with pytest.raises(ValueError, match=r"ckpt: rope_theta is 10000.0 in the saved config"):
+        with pytest.raises(ValueError, match=r"ckpt: rope_theta was 10000.0, is "):
             train.main(tiny(mode=mode, rope_theta=10.0, export=tiny().out_dir + "_hf"))
     train.main(tiny(mode="eval", rope_theta=10.0, allow_change=("rope_theta",)))
 
@@ -875,8 +816,8 @@ def test_a_hook_may_replace_the_state_of_each_step(tiny):
     """A hook restores the first parameters after each of three steps. The checkpoint of step 3
     holds these parameters.
 
-    Break: train.py: state = run_hooks(run["hooks"], "state", state) =>
-    run_hooks(run["hooks"], "state", state)
+    Break: train.py: state = run_hooks(run["hooks"], "state", new_state) =>
+    state = new_state
     """
     first = []
 
@@ -988,7 +929,7 @@ def test_lora_tunes_a_trained_model(tiny, tmp_path):
                             if event == "load" else None])
     assert same({f"params/{k}": v for k, v in began[0].items()}, {k: new[k] for k in params})
     for change, words in ((dict(lora_rank=0), "has LoRA updates; set its --lora_rank"),
-                          (dict(lora_alpha=8.0), "lora_alpha is 16.0 in the saved config, 8.0 ")):
+                          (dict(lora_alpha=8.0), "lora_alpha was 16.0, is 8.0")):
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(more, **change, out_dir=str(tmp_path / "none")))
 
@@ -1460,7 +1401,7 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
                 "val_loss/b/c.txt": 3.0, "eval_s": 2.5, "eval_pixels_per_s": 2345.6}
     end = row | evaluated | best | {
         "reason": "SIGTERM", "exit_code": 0, "wall_s": 61.6, "checkpoint": "it",
-        "time_s": {"start": 10.0, "compile": 0.25, "wasted": 989.75}}
+        "time_s": {"start": 10.0, "compile": 0.25, "other": 989.75}}
     events = [("start", start), ("step", row), ("log", row), ("eval", evaluated | in_parts),
               ("sample", {"step": 4, "texts": ["one", "two"]}),
               ("sample", {"step": 4, "texts": [], "error": "no sample: none left"}),
@@ -1473,7 +1414,7 @@ def test_the_console_prints_lines_or_a_progress_bar(monkeypatch, capsys):
             "             evaluated in 2.5 s, 2,346 pixels/s\n"
             "-------- sample --------\none\n-------- sample --------\ntwo\n"
             "------------------------\nstep      4  no sample: none left\n")
-    table = ("   start compile  wasted  total\n"
+    table = ("   start compile   other  total\n"
              "    1.0%    0.0%   99.0%  1,000 s\n")
     done = (table + "step 4, validation loss 2.5000, 1.500 bits/byte, training loss 2.3457\n"
             "best validation loss 2.2500, of step 3\n{}; 62 s, saved in out/ckpt\n")
@@ -1548,9 +1489,9 @@ def test_the_summary_shows_how_many_parameters_are_trained(tiny):
     """
     run = train.setup_run(tiny(freeze=("embed",)))
     summary = train.run_summary(run)
-    assert summary.startswith("0.02M parameters (0.01M trained) on 8 x cpu, mesh dp=8")
+    assert summary.startswith("0.02M parameters (0.01M trained) on 1 x cpu, mesh dp=1")
     table = {name: {"shape": row["shape"]} for name, row in run["table"].items()}
-    assert train.run_summary(run | {"table": table}).startswith("0.02M parameters on 8 x cpu")
+    assert train.run_summary(run | {"table": table}).startswith("0.02M parameters on 1 x cpu")
 
 
 # ---- bad numbers
@@ -1642,7 +1583,7 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
     evaluates and continues; metrics.jsonl has each event once. Launches that would start over a
     finished run are refused.
 
-    Break: train.py: step, _ = ckpt.newest_meta(root) => step = 0
+    Break: train.py: step, meta = ckpt.newest_meta(root) => step, meta = 0, {}
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
@@ -1757,17 +1698,20 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
-    """A run is stopped between its last save and its last evaluation. The same command evaluates
-    and ends, and only then is the run finished.
+    """A signal stops a run at its last step before its last evaluation. The same command evaluates,
+    saves and ends, and only then is the run finished.
 
-    Break: train.py: ended = last["event"] == "end" and last["reason"] == => ended = True or
+    Break: train.py: if is_due_at_end(cfg, event) and event not in done] =>
+    if event not in done][:0]
     """
     assert train.main(tiny(), hooks=[stop_at(8)])["reason"] == "SIGTERM"
     assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4]
     summary = train.main(tiny())
     assert summary["reason"] == "all 8 steps are done" and "val_loss" in summary
     assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4, 8]
-    assert train.main(tiny())["reason"] == "already finished"
+    finished = train.main(tiny())
+    assert finished["reason"] == "already finished"
+    assert finished["val_loss"] == summary["val_loss"] and "val_step" not in finished
 
 
 @pytest.mark.slow
@@ -2052,11 +1996,10 @@ def counting(counts):
 @pytest.mark.slow
 def test_the_state_of_a_hook_resumes_with_its_run(tiny):
     """A hook counts the events of a run, keeps the counts in the checkpoints, and requests a
-    sample and an evaluation. The run crashes before the first evaluation of step 4, then after
-    it, when the checkpoint does not know of it. At the end the counts, the log
-    and the losses are those of a run without a crash.
+    sample and an evaluation. The run crashes after the save of step 4. At the end the counts, the
+    log and the losses are those of a run without a crash: the checkpoint has all of step 4.
 
-    Break: train.py: if event in ("save", "eval", "sample", "export"): => if event == "save":
+    Break: train.py: progress["requests"].update(saved["requests"]) => pass
     """
     def crash_at(at, step):
         def hook(event, value):
@@ -2070,66 +2013,14 @@ def test_the_state_of_a_hook_resumes_with_its_run(tiny):
 
     straight, crashed = {}, {}
     train.main(make("straight"), hooks=[counting(straight)])
-    for at, step in (("before_eval", 4), ("dispatch", 5)):
-        with pytest.raises(RuntimeError, match="crash"):
-            train.main(make("crashed"), hooks=[counting({}), crash_at(at, step)])
+    with pytest.raises(RuntimeError, match="crash"):
+        train.main(make("crashed"), hooks=[counting({}), crash_at("dispatch", 5)])
     train.main(make("crashed"), hooks=[counting(crashed)])
     assert straight["eval"] == straight["before_eval"] == straight["sample"] == 3
-    assert straight["before_epoch"] > 1 and crashed == straight
+    assert straight["before_epoch"] > 1
+    assert straight.pop("save") == crashed.pop("save") + 1 == 2  # it comes after the checkpoint
+    assert crashed == straight
     assert losses(make("crashed").out_dir) == losses(make("straight").out_dir)
-
-
-def test_hooks_get_the_events_after_a_save_again(tmp_path):
-    """Of the log, hooks get the rows after the last save of the step, with NaN, and as they were
-    before hooks changed them. A stop that they request then counts, unless the run had stopped or
-    been launched again since.
-
-    Break: train.py: if event in ("start", "stop"): => if event == "start":
-    """
-    save = {"event": "save", "step": 4, "kind": "save"}
-    sample = {"event": "sample", "step": 4, "val_x": None, "stop": "old", "request": ["save"]}
-    written = [{"event": "sample", "step": 4}, save | {"step": 3}, save, save | {"kind": "weights"},
-               {"event": "log", "step": 5}, sample, {"event": "stop", "step": 4}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    logged = train.rows_after_save(tmp_path, 4, [print])
-    assert logged == [written[i] for i in (2, 3, 5, 6)]
-    assert train.rows_after_save(tmp_path, 3, [print]) == [written[1]]
-    assert train.rows_after_save(tmp_path, 4, []) == train.rows_after_save(tmp_path, 9, [1]) == []
-
-    def hook(event, row):
-        seen.append((event, row))
-        return row | {"stop": "enough"} if event == "sample" else None
-
-    meta = {"step": 4, "hooks": {"key": 1}}
-    for rows_of, stops in ((logged, []), (logged[:3], ["enough"]),
-                           ([*logged[:3], {"event": "start", "step": 4}], [])):
-        seen, progress = [], train.init_progress(0.0)
-        train.resume_hooks({"hooks": [hook]}, progress, meta, rows_of)
-        assert progress["hook_stops"] == stops and not progress["requests"]
-        assert [event for event, _ in seen] == ["resume", "save", "save", "sample"]
-        assert seen[0][1] == meta and repr(seen[3][1]) == "{'step': 4, 'val_x': nan}"
-
-
-def test_a_process_without_hooks_takes_part_in_the_broadcasts_of_one_with_hooks(monkeypatch):
-    """Process 0 may have a hook that the others lack, such as one that forwards rows. A broadcast
-    for one process alone would be mixed up with the next one.
-
-    Break: train.py: rows = ckpt.broadcast_from_main(lambda: logged) =>
-    rows = ckpt.broadcast_from_main(lambda: logged) if run["hooks"] else []
-    """
-    n_broadcasts = []
-
-    def broadcast(decide):
-        n_broadcasts[-1] += 1
-        return decide()
-
-    monkeypatch.setattr(ckpt, "broadcast_from_main", broadcast)
-    for hooks in ([lambda event, row: None], []):
-        n_broadcasts.append(0)
-        run, progress = {"hooks": hooks}, train.init_progress(0.0)
-        train.resume_hooks(run, progress, {"step": 4}, [{"event": "save", "step": 4}])
-        train.run_before_hooks(run, "save", {"step": 4, "hooks": {}}, progress)
-    assert n_broadcasts == [2, 2]
 
 
 @pytest.mark.parametrize("event, row, added, words", [
@@ -2246,17 +2137,17 @@ def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
     summary = train.main(tiny())
     saved = ckpt.restore(Path(summary["checkpoint"]).parent, 8, summary["state"])
     assert all(map(np.array_equal, jax.tree.leaves(saved), jax.tree.leaves(summary["state"])))
-    assert summary["mesh"].shape["dp"] == 8 and summary["checkpoint"].endswith("000000008")
+    assert summary["mesh"].shape["dp"] == 1 and summary["checkpoint"].endswith("000000008")
 
 
 @pytest.mark.parametrize("before, after, words", [
-    ({}, dict(n_heads=8, n_kv_heads=2, head_dim=4, qk_norm=False), ["n_heads is 4 in the saved",
-     "head_dim is 8 in the saved", "layers.q_norm is not a parameter", "qk_norm is True"]),
+    ({}, dict(n_heads=8, n_kv_heads=2, head_dim=4, qk_norm=False), ["n_heads was 4, is 8",
+     "head_dim was 8, is 4", "layers.q_norm is not a parameter", "qk_norm was True"]),
     pytest.param(dict(tie_embeddings=False, qkv_bias=True), {}, [
-        "unembed is not a parameter", "tie_embeddings is False", "layers.bq is not a"],
+        "unembed is not a parameter", "tie_embeddings was False", "layers.bq is not a"],
                  marks=pytest.mark.slow),
     pytest.param(dict(rope_theta=5e5, norm_eps=1e-5), {}, [
-        "rope_theta is 500000.0 in the saved config, 10000.0", "norm_eps is 1e-05 in"],
+        "rope_theta was 500000.0, is 10000.0", "norm_eps was 1e-05"],
                  marks=pytest.mark.slow),
 ])
 def test_parameters_of_another_architecture_are_refused(tiny, tmp_path, before, after, words):
@@ -2296,7 +2187,7 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
     """On a file system without flock the run prints a notice and continues. It creates nested
     folders, and a tiny fraction of an epoch is one step.
 
-    Break: ckpt.py: NO_LOCKS = (errno.ENOLCK, => NO_LOCKS = (errno.EPERM,
+    Break: ckpt.py: log(f"{field}: its file system => raise OSError(f"{field}: its file system
     """
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -2313,7 +2204,7 @@ def test_a_partial_save_of_weights_is_deleted(tiny):
     Break: ckpt.py: clean(each, log) => clean(root, log)
     """
     cfg = tiny(steps=1, eval_every=0)
-    left = Path(cfg.out_dir, "ckpt/weights/000000007/0a1b2c3d")
+    left = Path(cfg.out_dir, "ckpt/weights/000000007/save-0a1b2c3d")
     left.mkdir(parents=True)
     train.main(cfg)
     assert not left.parent.exists()
@@ -2646,7 +2537,8 @@ def test_a_resume_with_another_batch_size_says_so(tiny, capsys, batch_size):
     assert "since the checkpoint" not in capsys.readouterr().out
     cfg = dataclasses.replace(cfg, steps=3, batch_size=batch_size, allow_change=("batch_size",))
     train.main(cfg, [collect])
-    assert f"since the checkpoint: batch_size was 16, is {batch_size}" in capsys.readouterr().out
+    words = f"since the checkpoint: steps was 2, is 3; batch_size was 16, is {batch_size}\n"
+    assert words in capsys.readouterr().out
     first, second, resumed = batches
     assert len(resumed) == batch_size
     assert resumed.isdisjoint(first | second) if batch_size == 24 else resumed < second
@@ -2752,9 +2644,6 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
     assert origin == "its own checkpoint" and values(state) == {4}
     assert ckpt.steps(tmp_path / "out/ckpt") == [4, 8] and ckpt.steps(root) == [5, 6]
     assert capsys.readouterr().out.count("skipping a corrupted checkpoint: ") == 2
-    with pytest.raises(ValueError, match=f"start from --config {tmp_path}/out/config.json"):
-        ckpt.restore_run(cfg.out_dir, f"{cfg.out_dir}/ckpt",
-                      {"step": jax.ShapeDtypeStruct((2,), np.int32)}, set(), {})
     over = dataclasses.replace(cfg, resume="overwrite")
     root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.repeatable(over))
     assert ckpt.find_start(cfg.out_dir, root, over.resume) == (None, {})
@@ -3025,6 +2914,20 @@ def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
     assert capsys.readouterr().out.count("metrics.jsonl: [Errno") == 1
 
 
+def test_a_folder_that_cannot_be_synced_is_refused_at_the_start(tiny, monkeypatch, capsys):
+    """A file system that refuses to sync a folder would refuse each save.
+
+    Break: ckpt.py: for path in (folder, lock_path): => for path in ():
+    """
+    def refuse(descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ValueError, match="out_dir .*: cannot be written: Invalid argument"):
+        train.main(tiny())
+    assert "compiling" not in capsys.readouterr().out
+
+
 def test_a_full_disk_at_the_start_is_a_sentence(tiny, capsys):
     """No file can grow beyond 5 bytes: exit code 2 and one sentence, before the compilation.
 
@@ -3090,7 +2993,7 @@ def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tm
     """Checkpoints hold only the LoRA factors. A resumed run loads the other parameters from
     init_from, prints this, and ends bit-identical to an uninterrupted run.
 
-    Break: ckpt.py: arrays = flatten(first)[0] | restored => arrays = restored | flatten(first)[0]
+    Break: train.py: paths = ckpt.paths_of(start["missing"], wanted) => paths = set()
     """
     base = tiny(steps=5, eval_every=0)
     train.main(base)
@@ -3119,6 +3022,44 @@ def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tm
         train.main(make(steps=9, out_dir=half.out_dir))
 
 
+def test_saved_arrays_that_a_run_lacks_are_an_error(tiny, capsys):
+    """A checkpoint with a parameter, a moment or another leaf that the state lacks, as after an
+    edit of the model, is refused before the compilation. --allow_change state drops them.
+
+    Break: ckpt.py: if unknown and not drops_unknown: => if False:
+    """
+    cfg = tiny(steps=1, eval_every=0, dtype="float32")
+    train.main(cfg)
+    root = f"{cfg.out_dir}/ckpt"
+    tree, meta = ckpt.restore(root, 1), ckpt.read_meta(root, 1)
+    for key in ("step", "folder", "arrays"):
+        meta.pop(key)
+    tree["params"]["old"] = tree["opt"]["0"]["mu"]["old"] = tree["ema"] = np.zeros(3)
+    ckpt.wait(ckpt.save(root, 1, tree, meta))
+    capsys.readouterr()
+    more = dataclasses.replace(cfg, steps=2)
+    with pytest.raises(ValueError, match="lacks: ema, opt/0/mu/old, params/old; to drop"):
+        train.main(more)
+    with pytest.raises(ValueError, match="lacks: params/old; to drop them on purpose: --allow_ch"):
+        train.main(dataclasses.replace(cfg, mode="eval"))
+    assert "compiling" not in capsys.readouterr().out
+    assert train.main(dataclasses.replace(more, allow_change=("state",)))["step"] == 2
+    assert "params/old" not in ckpt.read_meta(root, 2)["arrays"]
+
+
+def test_the_scale_of_float16_starts_where_a_checkpoint_has_none(tiny):
+    """A run resumes in float16 from float32 with the first loss scale, and back without it.
+
+    Break: train.py: if path.startswith("scale/") and path not => if False and path not
+    """
+    for steps, dtype in enumerate(("float32", "float16", "float32"), 1):
+        cfg = tiny(steps=steps, eval_every=0, dtype=dtype, allow_change=("dtype",))
+        state = train.main(cfg)["state"]
+        assert int(state["step"]) == steps and ("scale" in state) == (dtype == "float16")
+        if dtype == "float16":
+            assert float(state["scale"]["value"]) == float(steplib.init_loss_scale()["value"])
+
+
 def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
     """A parameter that is trained but excluded from checkpoints is printed at the launch. A resume
     initializes it again, and an evaluation raises an error.
@@ -3130,7 +3071,7 @@ def test_a_trained_parameter_that_is_not_saved_is_printed(tiny, capsys):
     assert "save_exclude: embed will be trained and not saved: " in capsys.readouterr().out
     train.main(tiny(steps=2, eval_every=0, save_exclude=("embed",)))
     assert "1 of 13 parameters from a fresh initialization: embed" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="000000002 has no params/embed: start from"):
+    with pytest.raises(ValueError, match="000000002 has no params/embed; to start from"):
         train.main(tiny(mode="eval", save_exclude=("embed",)))
 
 
@@ -3363,7 +3304,8 @@ def test_a_resumed_float16_run_is_bit_identical(tiny, tmp_path, monkeypatch):
     """The loss scale doubles every three finite steps. A checkpoint between two doublings holds
     the scale and the count, and the resumed run ends bit-identical to an uninterrupted run.
 
-    Break: train.py: tree[name] = x => tree[name] = 0 * x if "scale" in name else x
+    Break: train.py: tree = {path: x for path, x in arrays.items() if path => tree = {path: 0 * x if
+    "scale" in path else x for path, x in arrays.items() if path
     """
     monkeypatch.setattr(steplib, "FP16_PATIENCE", 3)
     monkeypatch.setattr(steplib, "FP16_SCALE", 2.0**4)
@@ -3442,42 +3384,71 @@ def test_a_run_killed_at_any_moment_ends_bit_identical(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", ["eval", "export"])
-def test_a_run_killed_after_a_save_makes_up_for_the_evaluation_or_export(tiny, tmp_path, event):
-    """A run is killed after the save of step 4 is committed and before the evaluation or export of
-    that step. The next launch runs it first, on the state of step 4.
+def test_an_error_in_an_evaluation_saves_first(tiny):
+    """A hook raises in the evaluation of step 3, for which no save is due. The state of step 3 is
+    saved, the next launch evaluates it, and the run ends like one without an error. An error before
+    the first step saves nothing.
 
-    Break: train.py: progress["last_done"][event] = (step, 0.0) => progress["last_done"] |=
-    dict.fromkeys(config.EVENTS, (step, 0.0))
+    Break: train.py: mark_done(progress, "eval", step) => pass
     """
-    hook = tmp_path / "hook.py"
-    hook.write_text("import os, pathlib, signal, time\ndef kill(event, row):\n"
-                    "    once = pathlib.Path(__file__).with_suffix('.killed')\n"
-                    "    if event == 'dispatch' and row['step'] == 5: raise RuntimeError('late')\n"
-                    "    if event != 'save' or row['step'] != 4 or once.exists(): return\n"
-                    f"    meta = pathlib.Path({tiny().out_dir!r}, 'ckpt/000000004/meta.json')\n"
-                    "    while not meta.exists(): time.sleep(0.01)\n"
-                    "    once.touch()\n"
-                    "    os.kill(os.getpid(), signal.SIGKILL)\n")
-    hf = str(tmp_path / "hf")
-    cfg = tiny(steps=4, hooks=(f"{hook}:kill",), eval_every=4 * (event == "eval"),
-               **{"export": hf, "export_every": 4} if event == "export" else {})
-    run = command(cfg)
-    code, output = ended(*run)
-    assert code == -signal.SIGKILL, output
-    assert ckpt.steps(f"{cfg.out_dir}/ckpt") == [4]
-    assert not rows(cfg.out_dir, event) and not Path(hf).exists()
-    code, output = ended(*command(cfg))
-    assert code == 0, output
-    assert event_steps(cfg.out_dir, f"start {event}") == [("start", 0), ("start", 4), (event, 4)]
-    if event == "eval":
-        straight = tiny(steps=4, out_dir=str(tmp_path / "straight"))
-        assert ended(*command(straight))[0] == 0
-        assert losses(cfg.out_dir)[1] == losses(straight.out_dir)[1]
-    else:
-        exported = safetensors.numpy.load_file(f"{hf}/model.safetensors")
-        np.testing.assert_array_equal(
-            exported["model.embed_tokens.weight"], arrays(cfg.out_dir)["params/embed"])
+    def crash(event, row):
+        if event == "val_data" and not crashed:
+            crashed.append(event)
+            raise RuntimeError("crash")
+
+    straight = tiny(out_dir=f"{tiny().out_dir}/straight", eval_every=3, save_every=4)
+    train.main(straight)
+    cfg, crashed = tiny(eval_every=3, save_every=4), []
+    with pytest.raises(RuntimeError, match="crash"):
+        train.main(cfg, [crash])
+    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [3]
+    assert rows(cfg.out_dir, "save")[-1]["why"] == "error"
+    train.main(cfg)
+    assert event_steps(cfg.out_dir, "eval") == [("eval", 3), ("eval", 6), ("eval", 8)]
+    assert losses(cfg.out_dir) == losses(straight.out_dir)
+
+    cfg = tiny(out_dir=f"{tiny().out_dir}/early")
+    with pytest.raises(ZeroDivisionError):
+        train.main(cfg, [lambda event, value: 1 / 0 if event == "data" else None])
+    assert not ckpt.steps(Path(cfg.out_dir) / "ckpt")
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
+    """With other validation data, or another number of batches, the best values begin again.
+
+    Break: train.py: or best["validation"] != validation: => or False:
+    """
+    for name, text in (("easy", "a" * 4000), ("hard", "The quick brown fox. " * 200)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    base = dict(keep_best="val_loss", eval_every=4, eval_batches=2, n_layers=1)
+    train.main(tiny(**base, steps=4, val_data=(f"{tmp_path}/easy.txt",)))
+    summary = train.main(tiny(**base, steps=8, val_data=(f"{tmp_path}/hard.txt",),
+                              allow_change=("val_data",)))
+    assert summary["best_val_step"] == 8
+    assert ckpt.steps(Path(tiny().out_dir) / "ckpt" / "best") == [8]
+    cfg = tiny(**base | {"eval_batches": 1}, steps=9, val_data=(f"{tmp_path}/hard.txt",))
+    assert train.main(cfg)["best_val_step"] == 9
+
+
+@pytest.mark.slow
+def test_a_stop_condition_that_holds_already_ends_a_resume_at_once(tiny):
+    """The newest metrics of a run are in its checkpoints. A metric that the run does not have is an
+    error at the first row that could have it, and in a finished run.
+
+    Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
+    """
+    cfg = tiny(stop=("val_loss<9",))
+    assert train.main(cfg)["step"] == train.main(cfg)["step"] == 4
+    summary = train.main(tiny(stop=("los<1",)))
+    assert summary["exit_code"] == 2 and "unknown metric los (nearest: loss)" in summary["reason"]
+    train.main(tiny())
+    for change in ({"stop": ("val_lossy<1",)}, {"keep_best": "val_lossy"}):
+        with pytest.raises(ValueError, match="val_lossy: the run has no such .*nearest: val_loss"):
+            train.main(tiny(**change))
+    with pytest.raises(ValueError, match="keep_best val_lossy: evaluations have no such metric"):
+        train.main(tiny(keep_best="val_lossy", out_dir=f"{cfg.out_dir}/other"))
+
 
 
 @pytest.mark.slow
@@ -3875,14 +3846,14 @@ def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, m
     requests |= {"sample", "save"}
     assert poll(None, [])["events"] == [] and poll(3, [])["events"] == ["save", "sample"]
     assert poll(4, [])["events"] == [] and not requests
-    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.save_only(["SIGINT"])
+    assert poll(3, ["SIGINT"])["signal"] == "SIGINT" and train.signal_received(["SIGINT"])
     stop = Path(tiny().out_dir) / "stop"
     stop.parent.mkdir()
     stop.touch()
     assert poll(3, [])["stop_file"] is True
     stop.unlink()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not train.save_only(["SIGINT"]) and not gathered
+    assert not train.signal_received(["SIGINT"]) and not gathered
     before = {"step": 7, "elapsed_s": 5.0}
     requests.add("eval")
     for step in (8, 7):
@@ -3903,7 +3874,7 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     """A signal arrives in the first batch of the evaluation at the last step. The evaluation ends
     without a result, and the next launch runs it.
 
-    Break: train.py: return save_only(signals) => return False
+    Break: train.py: return signal_received(signals) => return False
     """
     def open_text(parts, cfg):
         val = (sources := data.open_text(parts, cfg))["val"]
@@ -3921,7 +3892,7 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     assert summary["exit_code"] == 0 and "val_loss" not in summary
     assert event_steps(cfg.out_dir, "save eval") == [("save", 2)]
     assert "val_loss" in train.main(cfg)
-    assert event_steps(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2)]
+    assert event_steps(cfg.out_dir, "save eval") == [("save", 2), ("eval", 2), ("save", 2)]
 
 
 def test_a_signal_before_the_loop_raises_keyboard_interrupt():
@@ -4165,7 +4136,7 @@ def test_a_signal_ends_the_wait_for_a_window(days):
 def test_an_error_in_the_data_loses_no_step(tiny, tmp_path):
     """If a data file changes during a run, the run saves its state and ends with an error.
 
-    Break: train.py: except (ValueError, OSError): => except ZeroDivisionError:
+    Break: train.py: except Exception: => except ZeroDivisionError:
     """
     (path := tmp_path / "ids.bin").write_bytes(np.arange(3000, dtype=np.uint16).tobytes())
     cfg = tiny(data=(str(path),), vocab_size=3000, steps=99, eval_every=0, save_every=0)
@@ -4283,8 +4254,8 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     for flags, words in {
         "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6; nearest: 30 or 36",
         "--n_kv_heads 3": "n_heads 4: must be a multiple of n_kv_heads = 3",
-        "--tp 3": "must multiply to 8 devices; one may be -1",
-        "--batch_size 9":
+        "--dp 3 --tp 3": "must multiply to 8 devices; one may be -1",
+        "--dp 8 --batch_size 9":
             "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8; nearest: 8",
         "--attention pallas":
             "attention pallas: needs a TPU, and head_dim and seq_len multiples of 128",
@@ -4440,9 +4411,9 @@ def test_a_step_that_does_not_fit_is_refused_before_allocation(tiny, monkeypatch
     needed, output = cost["memory"]["total"], capsys.readouterr().out.splitlines()
     assert (cost["step"], cost["reason"], cost["exit_code"], cost["fits"]) == (0, "plan", 0, True)
     flops, recomputed, formula = model.flops_per_token(train.setup_run(cfg)["cfg"], 16)
-    assert list(cost["flop"].items()) == [  # 64 x 16 tokens over 8 devices
-        (f"model: {formula}", flops * 128), ("recomputed by remat", recomputed * 128)]
-    assert output[0].startswith("0.02M parameters on 8 x cpu")
+    assert list(cost["flop"].items()) == [  # 64 x 16 tokens
+        (f"model: {formula}", flops * 1024), ("recomputed by remat", recomputed * 1024)]
+    assert output[0].startswith("0.02M parameters on 1 x cpu")
     assert output[1].endswith(", 1,024 tokens per step; for each device:")
     assert output[2:4] == [f"  {n / 1e12:10,.4g} TFLOP  {of}" for of, n in cost["flop"].items()]
     in_all = {"in all during a step": needed,
@@ -4600,7 +4571,7 @@ def test_an_evaluation_that_does_not_fit_loses_no_step(tiny, monkeypatch):
     """An evaluation that does not fit is refused before it runs. The run saves its state first,
     although no save was due.
 
-    Break: train.py: if progress["saved_step"] != step: => if False:
+    Break: train.py: if step and progress["saved_step"] != step: => if False:
     """
     def shrink(event, value):
         if event == "start":
@@ -4722,7 +4693,7 @@ def test_a_run_stops_as_requested_and_continues(tiny, capsys):
     metric; each time it saves. A metric that no row has ends the run, saved, at the first row that
     should have it.
 
-    Break: train.py: Path(cfg.out_dir, "stop").unlink(missing_ok=True) => pass
+    Break: train.py: os.unlink(f"{cfg.out_dir}/stop") => pass
     """
     cfg = tiny(stop=("+2",), save_every=0, eval_every=0)
     out = Path(cfg.out_dir)
@@ -4757,7 +4728,7 @@ def test_a_metric_that_meets_a_stop_condition_once_stops_the_run(tiny):
 
     Break: train.py: progress["last_metrics"]) or stop => progress["last_metrics"])
     """
-    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0)
+    cfg = tiny(stop=("odd>0",), log_every=1, save_every=0, eval_every=0, dp=8)
     summary = train.main(cfg, [lambda event, row: row | {"odd": float(row["step"] == 3)}
                                if event == "log" else None])
     assert (summary["step"], summary["exit_code"]) == (4, 0)
@@ -4842,9 +4813,9 @@ def test_a_hook_that_fails_is_named(tiny):
 
 
 def test_the_time_of_all_launches_is_counted_once(monkeypatch):
-    """Time of steps that a restart repeats is wasted. Time before these steps stays in its bucket.
+    """A resumed run adds the time up to its checkpoint, by bucket.
 
-    Break: train.py: if row_step <= step: => if row_step:
+    Break: train.py: progress["timers"]["seconds"][bucket] += seconds => pass
     """
     now = [50.0]
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
@@ -4855,10 +4826,12 @@ def test_the_time_of_all_launches_is_counted_once(monkeypatch):
     spent = train.time_by_bucket(timers)
     nothing = dict.fromkeys(train.TIME_BUCKETS, 0)
     assert spent == nothing | {"start": 10, "compile": 3, "step": 2, "other": 4}
-    later = spent | {"step": 32.0, "wasted": 5.0}
-    train.restore_timers(timers, [[1, "log", spent], [2, "save", None], [3, "log", later]], 2)
+    progress = train.init_progress(40.0) | {"timers": timers}
+    saved = {"done": [], "requests": [], "last_metrics": {}, "validation": {},
+             "best_validation": {}, "time_s": spent}
+    train.restore_progress(progress, 2, {"progress": saved}, {})
     assert train.time_by_bucket(timers) == nothing | {
-        "start": 20, "compile": 6, "step": 4, "other": 8, "wasted": 35}
+        "start": 20, "compile": 6, "step": 4, "other": 8}
     assert timers["logged"] == {"step": 2, "step_s": 4, "data_s": 0}
 
 
@@ -4932,8 +4905,7 @@ def test_tensorboard_reads_back_the_logged_values(tiny):
     cfg = tiny(track=("tensorboard",), steps=6)
 
     def crash(event, value):
-        if event == "step" and value["step"] == 6:
-            wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4])
+        if event == "state" and value["step"] == 6:
             raise RuntimeError("as if killed")
 
     with pytest.raises(RuntimeError):
