@@ -1605,7 +1605,7 @@ def _find_source_checkpoint(path, which=""):
             return root, meta
     raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                      "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
-                     "hf://ORG/NAME")
+                     f"hf://{path}")
 
 
 def _has_checkpoint(root):

@@ -3331,8 +3331,8 @@ def _why_no_tokenizer(name):
     """Return why a path is not a tokenizer, and what to do."""
     folder = name if os.path.isdir(name) else os.path.dirname(name)
     if not os.path.exists(name):
-        return ("no such file or folder; must be bytes, a tokenizer.json, a folder with one, "
-                "a meta.pkl of nanoGPT, or tiktoken:NAME")
+        return ("no such file or folder; must be bytes, a tokenizer.json, a folder with one, a "
+                f"meta.pkl of nanoGPT, tiktoken:{name} or hf://{name}")
     if os.path.isfile(os.path.join(name, "meta.pkl")):
         return f"has no tokenizer.json; name the file {os.path.join(name, 'meta.pkl')}"
     return (f"has no tokenizer.json. Make one: python -c \"from transformers import AutoTokenizer "

@@ -429,6 +429,8 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # Show examples of the user's own files at the first launch.
     print_data_summary(opened, print0, bool(cfg.data or cfg.mix) and not saved_meta)
     warn_unsaved(unsaved, setup["table"])
+    if cfg.warmup_steps >= cfg.steps:
+        print0(f"warmup_steps {cfg.warmup_steps:g}: lr rises in all {cfg.steps} steps")
     if cfg.param_dtype == "bfloat16":
         print0("param_dtype bfloat16: a step that moves a parameter by less than 1/256 of its "
                "size may not move it at all; with --param_dtype float32 every step counts")

@@ -2534,7 +2534,9 @@ def test_a_resume_with_another_batch_size_says_so(tiny, capsys, batch_size):
     # Sequences of 64 tokens: all differ.
     cfg = tiny(steps=2, batch_size=16, seq_len=64, eval_every=0, save_every=0)
     train.main(cfg, [collect])
-    assert "since the checkpoint" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "since the checkpoint" not in printed
+    assert "warmup_steps 2: lr rises in all 2 steps" in printed
     cfg = dataclasses.replace(cfg, steps=3, batch_size=batch_size, allow_change=("batch_size",))
     train.main(cfg, [collect])
     words = f"since the checkpoint: steps was 2, is 3; batch_size was 16, is {batch_size}\n"
