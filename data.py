@@ -15,7 +15,6 @@ import glob
 import gzip
 import hashlib
 import importlib
-import inspect
 import io
 import json
 import os
@@ -378,7 +377,7 @@ def _make_source(dataset, build_batch, cfg, tokenizer):
         "fingerprint": fingerprint(dataset),
         "summary": describe(dataset),
         "examples": lambda: show_examples(dataset, tokenizer),  # optional: examples
-        "bytes_per_token": bytes_per_token(dataset, tokenizer),
+        "bytes_per_token": bytes_per_token(dataset),
         "prompt": lambda: preview_prompt(dataset),  # optional: prompts of samples
     }
 
@@ -498,9 +497,12 @@ def expand(patterns, lenient=False, field="data"):
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
                 paths[os.path.realpath(name)] = Path(name)
                 n_found += 1
+        if not lenient and not n_found and os.path.isdir(pattern):
+            raise ValueError(f"{field} {pattern!r}: is a folder; name its files, as in "
+                             f"'{pattern}/*.txt' or, of nanoGPT, --data {pattern}/train.bin "
+                             f"--val_data {pattern}/val.bin")
         if not lenient and not n_found:
-            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as "
-                             "a glob; name the files of a folder as in 'folder/*.txt'")
+            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a glob")
     return list(paths.values())
 
 
@@ -535,6 +537,8 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
         "name": for messages,
         "tokens": a mapped file, [tokens],
         "documents": int64 [documents, 2], first token of each and the one after its last,
+        "bytes_at": int64 [n, 2], number of tokens and of bytes of their text at the start and
+            after each piece of text; a bos or eos counts as one byte,
         "ignored": uint8 [tokens], 1 for tokens that are not labels; absent: all are labels,
         "token_offset": number of tokens before tokens[0]; not 0 in the second part of a split,
         "counts": {name: number of documents read, of documents skipped, ...},
@@ -564,7 +568,8 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
 def _read_shard(folder, tokenizer):
     """Map the arrays of a tokenized shard; None if they are missing or incomplete."""
     # The pair (np.int64, 2) makes the memmap of "documents" two-dimensional, [documents, 2].
-    dtypes = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "ignored": np.uint8}
+    dtypes = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "ignored": np.uint8,
+              "bytes_at": (np.int64, 2)}
     shard = {}
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -582,9 +587,11 @@ def _read_shard(folder, tokenizer):
 def _write_shard(paths, tokenizer, columns, folder):
     """Tokenize documents into the files of a shard, and write index.json after them."""
     with (open(folder / "tokens", "wb") as tokens, open(folder / "ignored", "wb") as ignored,
-          open(folder / "documents", "wb") as documents):
+          open(folder / "documents", "wb") as documents,
+          open(folder / "bytes_at", "wb") as bytes_at):
         pieces = _encode_files(paths, tokenizer, columns)
-        counts, labelled_files = _write_documents(pieces, tokenizer, tokens, ignored, documents)
+        counts, labelled_files = _write_documents(
+            pieces, tokenizer, tokens, ignored, documents, bytes_at)
     sizes = {}
     for path in folder.iterdir():
         if path.stat().st_size:  # an empty file cannot be mapped
@@ -597,9 +604,9 @@ def _write_shard(paths, tokenizer, columns, folder):
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _write_documents(pieces, tokenizer, tokens, ignored, documents):
-    """Write documents end to end into three files; return (counts of documents, numbers of the
-    files with a label).
+def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
+    """Write documents end to end into the files of a shard; return (counts of documents, numbers of
+    the files with a label).
 
     Two texts A and B become these tokens. `documents` gets [first, last) of each:
 
@@ -620,6 +627,9 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
     labelled_files = set()
     is_first = True  # the next piece begins a document
     after_chat = False
+    n_bytes = 0  # of text so far
+    n_text = 0  # tokens of text so far
+    bytes_at.write(np.int64((0, 0)))
     for piece in pieces:
         is_chat = piece["is_chat"]
         if is_first and piece["is_last"] and not len(piece["ids"]):
@@ -634,6 +644,9 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
             first = n if is_chat else n - 1
             documents.write(np.int64(first))
         n = append(piece["ids"], piece["ignored"])
+        n_bytes += piece["n_bytes"]
+        n_text += len(piece["ids"])
+        bytes_at.write(np.int64((n, n_bytes + n - n_text)))  # n - n_text: those of one byte
         for fact, n_found in piece["facts"].items():
             counts[fact] = counts.get(fact, 0) + n_found
         if not np.all(piece["ignored"]):
@@ -660,6 +673,7 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents):
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
         documents.write(np.int64((0, 0)))
+    bytes_at.write(np.int64((n, n_bytes + n - n_text)))
     if ignored.tell():
         # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
         ignored.truncate(n)
@@ -688,8 +702,8 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 
 
 def _encode_files(paths, tokenizer, columns):
-    """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "is_last",
-    "file": its number, "facts": {name: number} to count}.
+    """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "n_bytes" (of the
+    text), "is_last", "file": its number, "facts": {name: number} to count}.
 
     The last piece of a document has is_last. Many rows are encoded together, since a tokenizer's
     library uses all cores for a list. Another thread calls it. Meanwhile this thread reads the next
@@ -709,7 +723,7 @@ def _encode_files(paths, tokenizer, columns):
             some_rows, examples = _read_some(rows, tokenizer)
             encoding = pool.submit(encode_examples, examples, tokenizer)
             if pending:
-                yield from _pieces(*pending, is_table, tokenizer)
+                yield from _pieces(*pending, is_table)
                 bar.update(sum(len(example["text"]) for example in pending[1]))
             if not some_rows:
                 return
@@ -736,12 +750,13 @@ def _read_some(rows, tokenizer):
     return some_rows, examples
 
 
-def _pieces(rows, examples, encoding, is_table, tokenizer):
+def _pieces(rows, examples, encoding, is_table):
     """Yield the pieces of rows, see `_encode_files`. encoding: the future of their ids."""
     for (file, _, _, is_last), example, (ids, ignored) in zip(rows, examples, encoding.result()):
-        facts = _facts_of(example, is_table[file], tokenizer)
+        facts = _facts_of(example, is_table[file])
         yield {"ids": ids, "ignored": ignored, "is_chat": example["kind"] == "chat",
-               "is_last": is_last, "file": file, "facts": facts}
+               "n_bytes": len(example["text"].encode()), "is_last": is_last, "file": file,
+               "facts": facts}
 
 
 def _rows_of_files(paths, size, columns):
@@ -751,7 +766,7 @@ def _rows_of_files(paths, size, columns):
             yield i, where, row, is_last
 
 
-def _facts_of(example, is_table, tokenizer):
+def _facts_of(example, is_table):
     """Return what the summary counts about an example."""
     facts = {}
     if is_table:
@@ -759,11 +774,10 @@ def _facts_of(example, is_table, tokenizer):
     # Optional: chats with tools.
     if example.get("lacks_tools"):
         facts["chats with tools that the chat template does not render"] = 1
-    # Optional: a tokenizer that drops characters.
-    if tokenizer["count_dropped"]:
-        text = example["text"] + example.get("completion", "")
-        facts["characters"] = len(text)
-        facts["characters that the tokenizer drops"] = tokenizer["count_dropped"](text)
+    # Optional: chats with a date. `fingerprint` has the names of these counts.
+    if example.get("has_date"):
+        date = time.strftime("%Y-%m-%d")
+        facts[f"chats whose template may hold the date, {date} (strftime_now)"] = 1
     return facts
 
 
@@ -774,7 +788,8 @@ def read_example(row, where, tokenizer):
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
         "completion": of a pair,
         "spans": of a chat: [first, last) of the characters that are labels,
-        "lacks_tools": of a chat: whether a tool or a call of one is not in the text}.
+        "lacks_tools": of a chat: whether a tool or a call of one is not in the text,
+        "has_date": of a chat: whether the template may hold today's date}.
 
     Raises: ValueError naming `where` for a row without these columns, and for broken text.
     """
@@ -882,9 +897,9 @@ def _file_kind(path):
 
 
 @contextlib.contextmanager
-def _open_utf8(path):
+def _open_utf8(path, newline="\n"):
     """Open a text file; errors in reading it are ValueErrors that name it."""
-    with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n") as file:
+    with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline=newline) as file:
         try:
             yield file
         except UnicodeDecodeError as e:
@@ -893,7 +908,7 @@ def _open_utf8(path):
                              ".tsv (also as .gz, .zst), .bin, .npy, .parquet, .arrow, or by "
                              "datasets.save_to_disk") from None
         except (OSError, EOFError, zlib.error) as e:
-            raise ValueError(f"{path}: corrupted: {e}") from None
+            raise ValueError(f"{path}: cannot be read (cut off, or zstd --long?): {e}") from None
 
 
 def _open_bytes(path):
@@ -968,32 +983,29 @@ def _token_cache_folder(cfg):
     return folders[-1]
 
 
-def _readers():
-    """List the functions that decide which tokens come from a file and a tokenizer."""
-    readers = (
-        rows_in, _file_kind, _open_utf8, _open_bytes, _text_pieces, read_example, _find_form,
-        encode_examples, _encode_files, _read_some, _pieces, _rows_of_files, _facts_of,
-        _write_shard, _write_documents, _ids_before, _append_ids,
-    )
-    return readers + CHAT_READERS + FORMAT_READERS
+# Sections of this file that decide which tokens come from a file and a tokenizer. Whoever edits
+# them gets other tokens.
+READER_SECTIONS = ("text files to tokens", "prompts and chats", "file formats", "tokenizers")
 
 
 def _cache_key(paths, tokenizer, columns):
     """Name the tokens of these files: a hash of their content, the columns, the tokenizer, and the
-    readers.
-
-    The source of the readers is part of it: who edits how a format is read gets other tokens.
+    source of READER_SECTIONS.
     """
-    code = [zlib.crc32(inspect.getsource(function).encode()) for function in _readers()]
+    source = Path(__file__).read_text(encoding="utf-8")
+    sections = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
+    code = [zlib.crc32(text.encode()) for banner, text in zip(sections[1::2], sections[2::2])
+            if banner in READER_SECTIONS]
     content = []
     for path in paths:
         # A folder written by the datasets library has files.
         for file in (path, *sorted(path.glob("*"))):
             if file.is_file():
                 identity = [file.suffixes[-2:], *_content_id(file)]
-                # The time of the last change stands for the content beyond the first MiB.
+                # The time of the last change stands for the content beyond the first MiB. It is the
+                # one that no program can set, since archives and images have fixed times.
                 if file.stat().st_size > 2**20:
-                    identity.append(file.stat().st_mtime_ns)
+                    identity.append(file.stat().st_ctime_ns)
                 content.append(identity)
     key = json.dumps([*code, tokenizer["key"], *columns, *content])
     return hashlib.sha256(key.encode()).hexdigest()[:20]
@@ -1039,14 +1051,14 @@ def make_tokenizer(name, eos_token=""):
         "encode_continuations": the same for texts that continue another one,
         "encode_with_offsets": list of texts -> [(ids, first character of each, the one after it)],
         "decode": ids -> text; ids that the tokenizer lacks are shown as numbers, <300>,
-        "n_bytes": ids -> number of bytes of their text,
-        "count_dropped": text -> number of its characters that have no token; None: all have,
         "vocab_size", "dtype": of the ids,
         "bos", "eos": ids around a document; bos None: an eos stands before it, too; eos None: the
             tokenizer can only be used with token files,
         "start": the id before the first one of a sample, where "bos" and "eos" are None,
         "stops": ids that end a sample,
         "special_tokens": {text: id},
+        "openings": ids that may begin a prompt: those of special_tokens, but not of all that were
+            added, such as runs of spaces,
         "chat": None, or a function that loads the chat template,
         "piece": characters of the pieces in which a text is encoded; -1: in one,
         "key": a JSON value that identifies the tokenizer,
@@ -1085,15 +1097,13 @@ def _read_tokenizer(name, eos_token, file_states):
             pieces.append(decode_some(list(some_ids)))
         return "".join(pieces)
 
-    def n_bytes(ids):
-        return len(decode(ids).encode())
-
     defaults = {
-        "encode_continuations": encode_batch, "encode_with_offsets": None, "n_bytes": n_bytes,
-        "count_dropped": None, "bos": None, "stops": {library["eos"]}, "special_tokens": {},
+        "encode_continuations": encode_batch, "encode_with_offsets": None,
+        "bos": None, "stops": {library["eos"]}, "special_tokens": {},
         "chat": None, "key": name, "start": library["eos"] or 0,
     }
     tokenizer = defaults | library
+    tokenizer.setdefault("openings", set(tokenizer["special_tokens"].values()))
     tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode,
                   "key": [tokenizer["key"], eos_token], "name": name}
     tokenizer["stops"] = tokenizer["stops"] - {None}
@@ -1120,8 +1130,11 @@ def _can_cut(encode_batch, special_tokens):
     if any(re.search(r"\S\s", token) for token in special_tokens):
         return False
     pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
-    whole = encode_batch(["".join(pieces)])[0]
-    return np.array_equal(whole, np.concatenate(encode_batch(pieces)))
+    try:
+        whole = encode_batch(["".join(pieces)])[0]
+        return np.array_equal(whole, np.concatenate(encode_batch(pieces)))
+    except ValueError:  # it has no token for a part of these
+        return False
 
 
 def check_has_end(tokenizer, where):
@@ -1137,8 +1150,8 @@ def _bytes_tokenizer(eos_token):
     if eos_token:
         raise ValueError(f"eos_token {eos_token!r}: the tokenizer bytes has no named tokens: leave "
                          "it out, or set --tokenizer")
-    return {"encode_batch": _encode_bytes, "decode": _decode_bytes, "n_bytes": len,
-            "vocab_size": 256, "eos": 0, "piece": 2**18}
+    return {"encode_batch": _encode_bytes, "decode": _decode_bytes, "vocab_size": 256,
+            "eos": 0, "piece": 2**18}
 
 
 def _encode_bytes(texts):
@@ -1160,6 +1173,17 @@ def make_cfg_tokenizer(cfg):
         tokenizer |= {"encode": partial(_refuse_text, patterns), "decode": _decode_numbers,
                       "eos": eos, "stops": {eos} - {None}}
     return tokenizer
+
+
+def find_meta_pkl(cfg):
+    """Return the path of the meta.pkl that nanoGPT wrote beside the token files of a config; None
+    without one, or with a tokenizer.
+    """
+    if cfg.tokenizer == "bytes" and has_only_token_files(cfg):
+        for file in expand(cfg.data, lenient=True)[:1]:
+            if (file.parent / "meta.pkl").is_file():
+                return str(file.parent / "meta.pkl")
+    return None
 
 
 def has_only_token_files(cfg):
@@ -1237,27 +1261,31 @@ def fingerprint(dataset):
             if name in shard:
                 crc = zlib.crc32(np.ascontiguousarray(shard[name][:n]), crc)
                 crc = zlib.crc32(np.ascontiguousarray(shard[name][-n:]), crc)
-    return f"{dataset['lengths'].sum()} tokens in {len(shards)} shards, crc32 {crc:08x}"
+    counts = [name for shard in shards for name in shard.get("counts", ())]
+    dates = [name for name in counts if "strftime_now" in name]
+    size = f"{dataset['lengths'].sum()} tokens in {len(shards)} shards"
+    return "; ".join([f"{size}, crc32 {crc:08x}", *dates])
 
 
-def bytes_per_token(dataset, tokenizer):
-    """Count the bytes of text per token in the first 2^20 tokens of each shard.
+def bytes_per_token(dataset):
+    """Count the bytes of the texts themselves per token; bos and eos are one byte each.
 
     Returns None if a shard is not text, or has tokens that are not labels.
     """
-    special = [tokenizer[name] for name in ("bos", "eos") if tokenizer[name] is not None]
     n_bytes = 0
     n_tokens = 0
     for shard in dataset["shards"]:
         if "documents" not in shard or "ignored" in shard:
             return None
-        # When packed documents are split, both sides keep all tokens: begin at the first document.
-        first = shard["documents"][0, 0] if "spans" in shard else 0
-        ids = shard["tokens"][first : first + 2**20]
-        is_special = np.isin(ids, special)  # each counts as one byte
-        n_bytes += tokenizer["n_bytes"](ids[~is_special]) + int(is_special.sum())
-        n_tokens += len(ids)
-    return n_bytes / n_tokens
+        first = shard["token_offset"]
+        last = first + len(shard["tokens"])
+        # When packed documents are split, both sides keep all tokens: count those of its documents.
+        if "spans" in shard:
+            first, last = shard["documents"][0, 0] + 1, shard["documents"][-1, 1]
+        before, through = np.interp([first, last], *shard["bytes_at"].T)
+        n_bytes += through - before
+        n_tokens += last - first
+    return n_bytes / n_tokens if n_tokens else None
 
 
 N_SEARCHED = 10_000  # documents of a shard in which one with a label is searched
@@ -2203,7 +2231,8 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
     tools = _parsed(row.get("tools"), f"{where}: tools")
     text, spans = render_chat(messages, tools or None, tokenizer, where)
     return {"kind": "chat", "text": text, "spans": spans,
-            "lacks_tools": _lacks_tools(messages, tools, text)}
+            "lacks_tools": _lacks_tools(messages, tools, text),
+            "has_date": _chat_template(tokenizer)["has_date"]}
 
 
 def _messages_in(value):
@@ -2701,15 +2730,6 @@ def _describe_labels(dataset):
     return facts
 
 
-CHAT_READERS = (
-    _read_prompt_or_chat, _messages_in, _alpaca_instruction, _named_columns, _parsed, _join_prompt,
-    messages_of_pair, _with_role, _clean_messages, _content_text, _takes_weight, _chat_template,
-    render_chat, _lacks_tools, _without_markers, _check_order, _undecided, _answer_span,
-    _find_start, _find_end, _n_common, _n_common_tokens, _marked_copies, _marked_functions,
-    _split_at_marker, _ignore_outside,
-)
-
-
 # ---- examples
 
 N_SHOWN = 2  # examples to show
@@ -2792,9 +2812,21 @@ def sample_prompts(cfg, tokenizer, source=None):
     elif cfg.prompt or not source or "prompt" not in source:
         texts = [cfg.prompt]
     else:
-        ids = source["prompt"]().tolist()
+        ids = _whole_characters(source["prompt"]().tolist(), tokenizer["decode"])
         return [_make_prompt(tokenizer["decode"](ids), ids, tokenizer)]
     return [_make_prompt(text, prompt_ids(text, tokenizer), tokenizer) for text in texts]
+
+
+def _whole_characters(ids, decode):
+    """Return ids without those, at both ends, that are only a part of a character: such a part is
+    decoded to U+FFFD. A character has at most four bytes, and a token at least one.
+    """
+    for _ in range(3):
+        if len(ids) > 1 and decode(ids).endswith("\ufffd"):
+            ids = ids[:-1]
+        if len(ids) > 1 and decode(ids).startswith("\ufffd"):
+            ids = ids[1:]
+    return ids
 
 
 def _make_prompt(text, ids, tokenizer):
@@ -2815,7 +2847,7 @@ def prompt_ids(text, tokenizer):
     if first is None:
         first = tokenizer["eos"]
     # A prompt that begins with a special token, as a rendered chat does, needs no other one.
-    begins = bool(ids) and ids[0] in tokenizer["special_tokens"].values()
+    begins = bool(ids) and ids[0] in tokenizer["openings"]
     if first is not None and not begins:
         ids.insert(0, first)
     return ids or [tokenizer["start"]]
@@ -2941,22 +2973,23 @@ def _row_reader(path, columns=()):
     if path.is_dir() or kind.endswith((".parquet", ".arrow")):
         return partial(_table_rows, columns=columns)
     if kind.endswith((".csv", ".tsv")):
-        return _csv_rows
+        return partial(_csv_rows, columns=columns)
     if kind.endswith(JSON_FILES) or _has_json_lines(path):
         return _json_rows
     return None
 
 
 def _has_json_lines(path):
-    """Return whether each line of a file is a JSON object, whatever the name of the file is."""
-    n_objects = 0
+    """Return whether most of the first 100 lines of a file are JSON objects, whatever its name. The
+    others are errors then, not text.
+    """
+    is_object = []
     with _open_utf8(path) as file:
-        for line in file:
-            text = line.strip()
-            if text and not _is_json(text, dict):
-                return False
-            n_objects += bool(text)
-    return n_objects > 0
+        for line in islice(file, 100):
+            text = line.strip().strip("[],")  # as in an array of objects
+            if text:
+                is_object.append(_is_json(text, dict))
+    return sum(is_object) > len(is_object) / 2
 
 
 def _is_json(text, kind):
@@ -3011,29 +3044,36 @@ def _parse_json(text, where):
         raise ValueError(f"{where}: corrupted, or not JSON: {e}") from None
 
 
-def _csv_rows(path):
+def _csv_rows(path, columns=()):
     """Yield the rows of a .csv or .tsv file as {name in the first line: text}."""
     delimiter = "\t" if _file_kind(path).endswith(".tsv") else ","
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
-    with _open_utf8(path) as file:
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-        if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
-            raise ValueError(f"{path}: two columns have one name: {', '.join(reader.fieldnames)}")
-        # csv.Error is not a ValueError. It has no line: the reader has.
-        while True:
-            try:
-                row = next(reader, None)
-            except csv.Error as e:
-                raise ValueError(f"{path} line {reader.line_num}: not {delimiter!r}-separated: "
-                                 f"{e}") from None
-            if row is None:
-                return
-            where = f"{path} line {reader.line_num}"
-            if None in row or None in row.values():
-                raise ValueError(f"{where}: does not have the {len(reader.fieldnames)} columns of "
-                                 "the first line; put quotes around a text that has a "
-                                 f"{delimiter!r}")
-            yield where, row
+    # newline "": a line may end with \r alone, as on old Macs.
+    with _open_utf8(path, newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        line = 0  # the last one of the row before
+        try:
+            names = next(reader, [])
+            with as_value_error(path, ValueError):
+                _known_names(names, columns)
+            line = reader.line_num
+            for values in reader:
+                first_line = line + 1
+                line = reader.line_num
+                if not values:
+                    continue
+                has_columns = len(values) == len(names)
+                # In a .tsv, quotes may be characters: they must not join rows of one line each.
+                if delimiter == "\t" and line > first_line and len(names) > 1:
+                    parts = "\t".join(values).splitlines()
+                    has_columns &= any(part.count("\t") + 1 != len(names) for part in parts)
+                if not has_columns:
+                    raise ValueError(f"{path} line {first_line}: does not have the {len(names)} "
+                                     "columns of the first line; put quotes around a text with a "
+                                     f"line end or a {delimiter!r}, and write a quote in it twice")
+                yield f"{path} line {first_line}", dict(zip(names, values))
+        except csv.Error as e:  # which is not a ValueError
+            raise ValueError(f"{path} line {line + 1}: not {delimiter!r}-separated: {e}") from None
 
 
 def _table_rows(path, columns):
@@ -3049,7 +3089,7 @@ def _table_rows(path, columns):
     with as_value_error(f"{path}: not a .parquet or .arrow file or a folder of datasets",
                         OSError, KeyError, ValueError, TypeError, OverflowError):
         for batch in _arrow_batches(path, parquet, ipc):
-            batch = _known_columns(batch, columns, path)
+            batch = batch.select(_known_names(batch.schema.names, columns))
             types = {field.name: field.type for field in batch.schema}
             for row in batch.to_pylist():
                 number += 1
@@ -3065,10 +3105,9 @@ def known_columns(columns):
     return known.union(*FORMS.values())
 
 
-def _known_columns(batch, columns, path):
-    """Return the columns of a batch of Arrow that rows are read by."""
+def _known_names(names, columns):
+    """Return the columns of a table that rows are read by. Raises ValueError without one."""
     known = known_columns(columns)
-    names = batch.schema.names
     kept = [name for name in names if name in known]
     if len(set(kept)) < len(kept):
         raise ValueError(f"two columns have one name, of {', '.join(kept)}")
@@ -3076,7 +3115,7 @@ def _known_columns(batch, columns, path):
         raise ValueError(f"no column is {', '.join(sorted(known))}; the file has "
                          f"{', '.join(names) or 'no columns'}. Name another one as in --columns "
                          "text=content")
-    return batch.select(kept)
+    return kept
 
 
 def _plain_value(value, arrow_type):
@@ -3146,12 +3185,6 @@ def _choose_split(folder, field):
                      f"is {' or '.join(names)}; name one, as in {folder}/{splits[0]}")
 
 
-FORMAT_READERS = (
-    _row_reader, _has_json_lines, _is_json, _json_rows, _json_values, _parse_json, _csv_rows,
-    _table_rows, known_columns, _known_columns, _plain_value, _arrow_batches, _ipc_batches,
-)
-
-
 # ---- tokenizers
 
 TOKENIZER_FILES = ("*token*.json", "*token*.model", "vocab.*", "merges.txt", "chat_template*",
@@ -3189,9 +3222,16 @@ def _hf_tokenizer(name, eos_token):
     # The library may raise any exception.
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         tok = library.Tokenizer.from_file(str(path))
-        settings = _read_settings(name, "special_tokens_map.json")
-        settings |= _read_settings(name, "tokenizer_config.json")
+        special_tokens = _read_settings(name, "special_tokens_map.json")
+        config = _read_settings(name, "tokenizer_config.json")
         generation = _read_settings(name, "generation_config.json")
+        named = _named_tokens(special_tokens) | _named_tokens(config)
+        named.update(_read_settings(name, "added_tokens.json"))
+        # As transformers does: a token that is named is not cut into pieces.
+        tok.add_special_tokens(sorted(text for text in named if tok.token_to_id(text) is not None))
+    settings = special_tokens | config
+    if hasattr(tok.model, "dropout"):  # of BPE; it would draw at random
+        tok.model.dropout = None
     tok.no_truncation()  # a tokenizer.json keeps both as they were last used
     tok.no_padding()
 
@@ -3208,6 +3248,10 @@ def _hf_tokenizer(name, eos_token):
         eos = _find_token(eos_name, tok.token_to_id(eos_name), name)
     else:
         eos = known[0] if known else None  # None: it can only be used with token files
+    missing = sorted(text for text in named if tok.token_to_id(text) is None)
+    if missing:
+        raise ValueError(f"tokenizer {name!r}: its settings name tokens that tokenizer.json lacks: "
+                         f"{', '.join(missing)}; {_HOW_TO_MAKE.format(name)}")
     # A model that was tuned on chats may end a text by several ids.
     stops = {eos, *known[:1]}
     more_stops = generation.get("eos_token_id") or []
@@ -3216,20 +3260,31 @@ def _hf_tokenizer(name, eos_token):
     stops.update(i for i in more_stops if isinstance(i, int))
 
     # The first id that it puts before a text, other than eos, is its bos.
-    plain_ids = tok.encode("a", add_special_tokens=False).ids
-    framed_ids = tok.encode("a").ids
+    probe = "a" if eos is None else tok.id_to_token(eos)
+    plain_ids = tok.encode(probe, add_special_tokens=False).ids
+    framed_ids = tok.encode(probe).ids
     first_ids = framed_ids[: framed_ids.index(plain_ids[0])] if plain_ids else framed_ids
     bos = first_ids[0] if first_ids and first_ids[0] != eos else None
 
+    # BPE without an unknown token drops what it lacks. A name that is no token makes it an error.
+    if getattr(tok.model, "unk_token", "") is None:
+        tok.model.unk_token = "for unknown text"
+
+    def encoded(encode, texts):
+        with as_value_error(f"tokenizer {name!r}: has no token for a part of the text", Exception):
+            return encode(texts, add_special_tokens=False)
+
     def encode_batch(texts):
-        encodings = tok.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [encoding.ids for encoding in encoded(tok.encode_batch_fast, texts)]
 
     continuing = _without_first_space(library, tok)
 
     def encode_continuations(texts):
-        encodings = continuing.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = encoded(continuing.encode_batch_fast, texts)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def encode_with_offsets(texts):
+        return [_with_offsets(encoding) for encoding in encoded(tok.encode_batch, texts)]
 
     # A tokenizer.json alone has no chat template.
     files = _tokenizer_files(name)
@@ -3239,18 +3294,18 @@ def _hf_tokenizer(name, eos_token):
     if not files:
         files = [path]
 
-    special_tokens = {token.content: i for i, token in tok.get_added_tokens_decoder().items()}
+    added_tokens = tok.get_added_tokens_decoder()
     return {
         "encode_batch": encode_batch,
         "encode_continuations": encode_continuations,
-        "encode_with_offsets": partial(_encode_with_offsets, tok),
+        "encode_with_offsets": encode_with_offsets,
         "decode": partial(tok.decode, skip_special_tokens=False),
-        "count_dropped": _make_count_dropped(tok),
         "vocab_size": max(tok.get_vocab().values()) + 1,  # ids may have gaps
         "bos": bos,
         "eos": eos,
         "stops": stops,
-        "special_tokens": special_tokens,
+        "special_tokens": {token.content: i for i, token in added_tokens.items()},
+        "openings": {i for i, token in added_tokens.items() if token.special},
         "chat": chat,
         "key": [zlib.crc32(file.read_bytes()) for file in files],
     }
@@ -3335,8 +3390,23 @@ def _why_no_tokenizer(name):
                 f"meta.pkl of nanoGPT, tiktoken:{name} or hf://{name}")
     if os.path.isfile(os.path.join(name, "meta.pkl")):
         return f"has no tokenizer.json; name the file {os.path.join(name, 'meta.pkl')}"
-    return (f"has no tokenizer.json. Make one: python -c \"from transformers import AutoTokenizer "
-            f"as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\"")
+    return f"has no tokenizer.json. {_HOW_TO_MAKE.format(folder)}"
+
+
+_HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as T; "
+                "T.from_pretrained('{0}').save_pretrained('{0}')\"")
+
+
+def _named_tokens(settings):
+    """Return the texts of the tokens that a settings file names."""
+    entries = [*settings.get("added_tokens_decoder", {}).values()]
+    for field, value in settings.items():
+        if field.endswith("_token"):
+            entries.append(value)
+        elif field.endswith("special_tokens"):  # additional_special_tokens, extra_special_tokens
+            entries += value.values() if isinstance(value, dict) else value
+    texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    return {text for text in texts if isinstance(text, str) and text}
 
 
 def _read_settings(folder, name):
@@ -3347,14 +3417,11 @@ def _read_settings(folder, name):
     return dict(json.loads(path.read_bytes()))
 
 
-def _encode_with_offsets(tok, texts):
-    """Return [(ids, first character of each, the one after its last)] of texts."""
-    encoded = []
-    for encoding in tok.encode_batch(texts, add_special_tokens=False):
-        numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
-        offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
-        encoded.append((np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]))
-    return encoded
+def _with_offsets(encoding):
+    """Return (ids, first character of each, the one after its last)."""
+    numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
+    offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
+    return np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]
 
 
 def _without_first_space(library, tok):
@@ -3378,35 +3445,12 @@ def _without_first_space(library, tok):
     return library.Tokenizer.from_str(json.dumps(settings))
 
 
-def _make_count_dropped(tok):
-    """Make the function that counts the characters of a text which have no token, or the token for
-    unknown text. Spaces do not count. None if the tokenizer keeps rare characters.
-    """
-    rare = "\u00e9\u4e09\u07c7\U0001f642\ue000"
-    kept = tok.decode(tok.encode(rare, add_special_tokens=False).ids, skip_special_tokens=False)
-    if all(character in kept for character in rare):
-        return None
-    settings = json.loads(tok.to_str())["model"]
-    unknown = settings.get("unk_id")
-    if settings.get("unk_token"):
-        unknown = tok.token_to_id(settings["unk_token"])
-
-    def count_dropped(text):
-        encoding = tok.encode(text, add_special_tokens=False)
-        has_token = np.zeros(len(text), bool)
-        for i, (first, last) in zip(encoding.ids, encoding.offsets):
-            if i != unknown:
-                has_token[first:last] = True
-        return sum(not text[i].isspace() for i in np.flatnonzero(~has_token))
-
-    return count_dropped
-
-
 def _load_chat_template(name):
     """Return the chat template of a folder, or None: {
         "render": (messages, tools, add_generation_prompt) -> text,
         "render_marked": (messages, tools) -> (text, [first, last) of what {% generation %} marks),
-        "marks_answers": tools -> whether the template has such marks}.
+        "marks_answers": tools -> whether the template has such marks,
+        "has_date": whether the template may hold today's date}.
 
     Only the template comes from transformers: its class for a folder may encode text in another
     way than the folder's tokenizer.json.
@@ -3435,7 +3479,8 @@ def _load_chat_template(name):
         template = re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
 
-    return {"render": render, "render_marked": render_marked, "marks_answers": marks_answers}
+    return {"render": render, "render_marked": render_marked, "marks_answers": marks_answers,
+            "has_date": "strftime_now" in str(settings.chat_template)}
 
 
 def _tokenizer_files(folder):

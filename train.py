@@ -323,6 +323,11 @@ def prepare(cfg, hooks, rows=None):
     if not cfg.out_dir:  # from Python: the command line has chosen one
         cfg = dataclasses.replace(cfg, out_dir=config.derive_out_dir(cfg))
     cfg = resolve_hub_names(cfg)
+    # Optional: the characters of nanoGPT's token files.
+    meta_pkl = data.find_meta_pkl(cfg)
+    if meta_pkl:
+        print0(f"tokenizer: {meta_pkl}, which nanoGPT wrote beside the data")
+        cfg = dataclasses.replace(cfg, tokenizer=meta_pkl)
     hooks = (*hooks, *load_hooks(cfg.hooks))
     return cfg, hooks
 

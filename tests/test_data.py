@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import fcntl
 import gzip
-import inspect
+import importlib
 import io
 import json
 import os
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from itertools import count
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -382,7 +383,7 @@ def test_token_files(kind, tmp_path):
     opened = dataset["shards"][0]
     np.testing.assert_array_equal(opened["tokens"], TOKENS)
     assert isinstance(opened["tokens"].base, np.memmap)
-    assert opened["name"] == str(path) and data.bytes_per_token(dataset, BYTES) is None
+    assert opened["name"] == str(path) and data.bytes_per_token(dataset) is None
 
 
 def test_text_and_globs(tmp_path):
@@ -399,7 +400,7 @@ def test_text_and_globs(tmp_path):
     dataset = data.open_dataset(patterns, BYTES, folder=tmp_path / "p")
     text = "\0één\0zwei\0three\0vier\n\0fünf\0".encode()
     assert [bytes(s["tokens"]) for s in dataset["shards"]] == [text]
-    assert data.bytes_per_token(dataset, BYTES) == 1
+    assert data.bytes_per_token(dataset) == 1
     assert [s["name"] for s in dataset["shards"]] == [f"{tmp_path}/a.txt and 3 more"]
 
 
@@ -426,7 +427,7 @@ def test_token_files_and_text(tmp_path):
     dataset = data.open_dataset(paths, BYTES, folder=tmp_path)
     assert dataset["lengths"].tolist() == [3000, 6]
     assert [s["name"] for s in dataset["shards"]] == [str(paths[1]), str(paths[0])]
-    assert data.bytes_per_token(dataset, BYTES) is None
+    assert data.bytes_per_token(dataset) is None
 
 
 def test_shortest_files(tmp_path):
@@ -476,7 +477,7 @@ def npy(array):
     ("key.jsonl", b'{"txt": "a"}\n', "line 1: not an object"),
     ("type.jsonl", b'\n{"text": 5}\n', "line 2: not an object"),
     ("list.jsonl", b'["text"]\n', "row 1: 'text' is not an object"),
-    ("", None, "name the files of a folder as in 'folder/*.txt'"),
+    ("", None, "is a folder; name its files, as in '"),
     ("absent*.txt", None, "no such file, and no file matches it as a glob"),
 ])
 def test_errors_name_the_file(name, content, words, tmp_path):
@@ -623,7 +624,7 @@ def test_tokenizer_json(tmp_path):
     wanted = [1, *encode("lowest"), 1, *encode(text), 1]
     assert dataset["shards"][0]["tokens"].tolist() == wanted
     n_bytes = len(("lowest" + text).encode()) + 3  # an end counts as one
-    assert data.bytes_per_token(dataset, ours) == n_bytes / len(wanted)
+    assert data.bytes_per_token(dataset) == n_bytes / len(wanted)
 
 
 def test_truncation_and_padding_of_a_tokenizer_are_off(tmp_path):
@@ -780,35 +781,29 @@ def test_text_is_tokenized_again_by_another_reader(tmp_path, monkeypatch):
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     tokenized(path, folder=tmp_path / "p")
-
-    def rows_in(path, size, columns):
-        yield str(path), {"text": path.read_text().upper()}, True
-
-    monkeypatch.setattr(data, "rows_in", rows_in)
-    shard = tokenized(path, folder=tmp_path / "p")["shards"][0]
+    source = Path(data.__file__).read_text(encoding="utf-8")
+    line = 'yield str(path), {"text": text}, is_last'
+    assert source.count(line) == 1
+    edited_line = line.replace("text}", "text.upper()}")
+    (tmp_path / "edited.py").write_text(source.replace(line, edited_line))
+    monkeypatch.syspath_prepend(tmp_path)
+    edited = importlib.import_module("edited")
+    shard = edited.open_dataset([path], BYTES, folder=tmp_path / "p")["shards"][0]
     assert bytes(shard["tokens"]) == b"\0A TEXT THAT IS LONG ENOUGH\0"
 
 
-def test_the_cache_key_covers_all_readers():
-    """Each function of data.py that tokenizing calls is in the list of readers, but for those that
-    only raise errors or import a package; the list has no other function.
+def test_a_change_beyond_the_first_mebibyte_is_noticed(tmp_path):
+    """A file with other content beyond its first MiB is tokenized again, though its size and its
+    time of modification are the same.
 
-    Break: data.py: _json_rows, _json_values, => _json_rows,
+    Break: data.py: identity.append(file.stat().st_ctime_ns) => pass
     """
-    def names_in(code):
-        nested = [names_in(x) for x in code.co_consts if hasattr(x, "co_names")]
-        return set(code.co_names).union(*nested)
-
-    found, queue = set(), [data._write_shard]
-    while queue:
-        function = queue.pop()
-        if function not in found:
-            found.add(function)
-            for name in names_in(inspect.unwrap(function).__code__):
-                called = vars(data).get(name)
-                if inspect.isfunction(called) and called.__module__ == "data":
-                    queue.append(called)
-    assert found - {data.as_value_error, data.require} == set(data._readers())
+    path = write(tmp_path / "a.txt", b"x" * 2**21)
+    for end in (b"y", b"z"):
+        path.write_bytes(path.read_bytes()[:-1] + end)
+        os.utime(path, (10**9, 10**9))
+        shard = tokenized(path, folder=tmp_path / "p")["shards"][0]
+        assert bytes(shard["tokens"][-2:]) == end + b"\0"
 
 
 def test_text_is_tokenized_once(tmp_path):
@@ -1082,7 +1077,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     ("x.jsonl", b'{"text": "a"}\n{"text": "a\\u0000b"}\n', "line 2: has a zero byte"),
     ("x.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n',
      "line 2: has a zero byte or a lone surrogate"),
-    ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "x.txt.gz: corrupted"),
+    ("x.txt.gz", gzip.compress(b"text " * 999, mtime=0)[:-20], "x.txt.gz: cannot be read"),
     ("x.parquet", b"PAR1....", "not a .parquet or .arrow file"),
     ("x.JSONL", b'["text"]\n', "row 1: 'text' is not an object with fields"),
     ("x.jsonl", b'{"text": null, "id": 5}\n', "it has text (NoneType), id (int)"),
@@ -1126,9 +1121,12 @@ def test_a_truncated_or_corrupted_zst(tmp_path):
     path = write(tmp_path / "x.txt.zst", frames)
     whole, = tokenized(path, folder=tmp_path / "p")["shards"]
     assert bytes(whole["tokens"]) == b"\0" + b"one two\n" * 999 + b"three\n\0"
-    for bad in (frames[:-3], frames[:20] + b"xx" + frames[22:]):
+    options = zstandard.ZstdCompressionParameters(window_log=28)
+    stream = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    long = stream.compress(b"one two\n" * 9) + stream.flush()  # as of zstd --long=28
+    for bad in (long, frames[:-3], frames[:20] + b"xx" + frames[22:]):
         path.write_bytes(bad)
-        with pytest.raises(ValueError, match="x.txt.zst: corrupted"):
+        with pytest.raises(ValueError, match="x.txt.zst: cannot be read"):
             tokenized(path, folder=tmp_path / "p")
 
 
@@ -1190,22 +1188,44 @@ for _ in range(2):
     assert "a.bin: was deleted during training: [Errno 2] No such file" in run.stdout
 
 
+@pytest.mark.parametrize("kind", ["lower case", "no decoder"])
+def test_bytes_are_those_of_the_text(kind, tmp_path):
+    """Bytes per token count the text itself, also where ids are not decoded to it.
+
+    Break: data.py: len(example["text"].encode()) => len(example["text"])
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    tok = small_bpe(tmp_path / "t.json", "<|endoftext|>")
+    if kind == "lower case":
+        tok.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents()])
+    else:
+        tok.decoder = None
+    tok.save(str(tmp_path / "t.json"))
+    path = tmp_path / "a.txt"
+    path.write_text("größer als früher")
+    dataset = tokenized(path, tokenizer=data.make_tokenizer(str(tmp_path / "t.json")),
+                        folder=tmp_path / "p")
+    n_bytes = len("größer als früher".encode()) + 2
+    assert data.bytes_per_token(dataset) == n_bytes / len(dataset["shards"][0]["tokens"])
+
+
 def test_bytes_per_token_of_a_split(tmp_path):
     """Bytes per token are those of the part itself, also if the cut is within a document.
 
-    Break: data.py: ids = shard["tokens"][first : first + 2**20] => ids = shard["tokens"][:9]
+    Break: data.py: first = shard["token_offset"]\n => first = 0\n
     """
     pytest.importorskip("tokenizers")
     small_bpe(tmp_path / "t.json", "<|endoftext|>")
     tok = data.make_tokenizer(str(tmp_path / "t.json"))
     path = tmp_path / "a.txt"
-    path.write_text("low lower lowest " * 50 + "q w e r t z u i " * 50)
+    path.write_text("low lower lowest " * 9000 + "q w e r t z u i " * 9000)
     parts = data.split(tokenized(path, tokenizer=tok, folder=tmp_path / "p"), 0.4)
     for part in parts:
         ids = part["shards"][0]["tokens"]
         n_bytes = len(tok["decode"](ids).replace("<|endoftext|>", "0").encode())
-        assert data.bytes_per_token(part, tok) == n_bytes / len(ids)
-    assert data.bytes_per_token(parts[0], tok) > 1.5 * data.bytes_per_token(parts[1], tok)
+        assert np.isclose(data.bytes_per_token(part), n_bytes / len(ids), rtol=1e-3)
+    assert data.bytes_per_token(parts[0]) > 1.5 * data.bytes_per_token(parts[1])
 
 
 # ---- packing

@@ -322,7 +322,9 @@ FILES = {
     "jl": ("a.JL", LINES, (), BOTH),
     "lines of JSON in a text file": ("a.txt", LINES, (), BOTH),
     "lines of JSON without a suffix": ("a", "\n" + LINES, (), BOTH),
-    "one line is not JSON": ("a.txt", LINES + "{x\n", (), [LINES + "{x\n"]),
+    "one line is not JSON": ("a.txt", LINES + "{x\n", (), "line 3: corrupted, or not JSON"),
+    "the first line is not JSON": ("a", "{x\n" + LINES, (), "line 1: corrupted, or not JSON"),
+    "an array without a suffix": ("a", json.dumps(TEXTS).replace(", {", ",\n{"), (), BOTH),
     "a line is a number": ("a.txt", '{"text": "a"}\n7\n', (), ['{"text": "a"}\n7\n']),
     "objects without a text": ("a.log", '{"event": "a"}\n', (), "it has event (str)"),
     "pretty": ("a.json", json.dumps(TEXTS[1], indent=2), (), BOTH[1:]),
@@ -337,7 +339,12 @@ FILES = {
     "csv with too many": ("a.csv", "id,text\n1,one, two\n", (), "line 2: " + TOO_FEW),
     "csv with too few": ("a.csv", "id,text\n1\n", (), TOO_FEW),
     "csv, an open quote": ("a.csv", 'id,text\n1,"one\n', (), "not ','-separated"),
-    "csv of other columns": ("a.csv", "id,body\n1,one two\n", (), "it has id (str), body (str)"),
+    "csv, an open quote in the first line": ("a.csv", 'id,"text\n1,one\n', (), "line 1: not ','-s"),
+    "csv of old Macs": ("a.csv", "id,text\r1,one two\r\r2,\"drei\nvier\"", (), BOTH),
+    "csv of other columns": ("a.csv", "id,body\n1,one two\n", (), "the file has id, body"),
+    "tsv, quotes that are characters": ("a.tsv", 'text\tid\n"one\t1\ntwo"\t2\n', (),
+                                        "line 2: " + TOO_FEW),
+    "tsv, a quoted text of two lines": ("a.tsv", 'id\ttext\n1\t"drei\nvier"\n', (), BOTH[1:]),
     "a named column": ("a.csv", "id,body\n1,one two\n", ("text=body",), BOTH[:1]),
     "tsv": ("a.tsv", "text\tid\none two\t1\n", (), BOTH[:1]),
     "csv.gz": ("a.csv.gz", gzip.compress(b"text\none two\n"), (), BOTH[:1]),
@@ -766,8 +773,7 @@ def test_chats_have_the_ids_of_tokenizer_json(tmp_path):
     """The class that transformers takes for a folder may encode text in another way: chats have the
     ids of tokenizer.json, as texts do.
 
-    Break: data.py: for encoding in tok.encode_batch(texts, add_special_tokens=False): =>
-    for encoding in tok.encode_batch(texts):
+    Break: data.py: in encoded(tok.encode_batch, texts)] => in encoded(tok.encode_batch, ['a'])]
     """
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("transformers")
@@ -815,6 +821,81 @@ def test_the_end_of_a_document(case, tmp_path):
     tokenizer = data.make_tokenizer(folder, named)
     assert tokenizer["eos"] == tok.token_to_id(wanted)
     assert tokenizer["eos"] in tokenizer["stops"]
+
+
+# {case: (file, its content)}: each names a token that tokenizer.json lacks.
+NAMES = {
+    "added": ("added_tokens.json", {"<|new|>": 900}),
+    "decoder": ("tokenizer_config.json", {"added_tokens_decoder": {"900": {"content": "<|new|>"}}}),
+    "padding": ("tokenizer_config.json", {"pad_token": "<|new|>"}),
+    "extra": ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<|new|>"}}),
+    "map": ("special_tokens_map.json", {"additional_special_tokens": [{"content": "<|new|>"}]}),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_token_that_tokenizer_json_lacks(case, tmp_path):
+    """A token that another file of the folder names and tokenizer.json lacks is an error: it would
+    be cut into pieces. One that the vocabulary has is one id.
+
+    Break: data.py: if tok.token_to_id(text) is None) => if False)
+    """
+    file, settings = NAMES[case]
+    folder = save_folder(tmp_path / "t", None, pad_token="st")
+    assert make_bpe().token_to_id("st") in data.make_tokenizer(folder)["encode"]("lowest").tolist()
+    path = tmp_path / "t" / file
+    old = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(old | settings))
+    with pytest.raises(ValueError, match=r"tokenizer.json lacks: <\|new\|>; Make one"):
+        data.make_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe", "unigram"])
+def test_a_tokenizer_without_an_unknown_token(kind, tmp_path):
+    """Text that a tokenizer has no token for is an error, which names the tokenizer. Other text is
+    encoded.
+
+    Break: data.py: tok.model.unk_token = "for unknown text" => pass
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    if kind == "words":
+        tok = make_words("[UNK]")
+    elif kind == "bpe":
+        tok = tokenizers.Tokenizer(tokenizers.models.BPE({"l": 0, "o": 1, "w": 2, "</s>": 3}, []))
+    else:
+        tok = tokenizers.Tokenizer(tokenizers.models.Unigram(
+            [("l", -1.0), ("o", -1.0), ("w", -1.0), ("</s>", -2.0)]))
+    folder = save_folder(tmp_path / "t", None, tok, eos_token="</s>")
+    tokenizer = data.make_tokenizer(folder)
+    assert tokenizer["decode"](tokenizer["encode"]("low")).replace(" ", "") == "low"
+    with pytest.raises(ValueError, match="t': has no token for a part of the text"):
+        tokenizer["encode"]("low q")
+
+
+def test_dropout_of_a_tokenizer_is_off(tmp_path):
+    """A tokenizer.json with dropout encodes as one without.
+
+    Break: data.py: tok.model.dropout = None => pass
+    """
+    tok = make_bpe()
+    wanted = tok.encode("low lower lowest" * 9).ids
+    tok.model.dropout = 0.9
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
+    assert tokenizer["encode"]("low lower lowest" * 9).tolist() == wanted
+
+
+def test_only_special_tokens_begin_a_prompt(tmp_path):
+    """A prompt that begins with an added token which is not special gets the token that begins a
+    document.
+
+    Break: data.py: for i, token in added_tokens.items() if token.special => for i in added_tokens
+    """
+    tok = make_bpe()
+    tok.add_tokens(["    "])
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, tok))
+    ids = data.prompt_ids("    low", tokenizer)
+    assert ids[:2] == [tokenizer["eos"], tok.token_to_id("    ")]
+    assert data.prompt_ids("<|im_start|>low", tokenizer)[0] == tok.token_to_id("<|im_start|>")
 
 
 def test_gemma_has_a_tag_that_looks_like_an_end(tmp_path):
@@ -934,6 +1015,21 @@ def test_a_pickle_that_is_no_table_of_characters(case, tmp_path, monkeypatch):
         data.make_tokenizer(str(tmp_path / "meta.pkl"))
     assert words in str(e.value)
     assert not (tmp_path / "pwned").exists()
+
+
+def test_the_characters_beside_token_files_of_nanogpt(tmp_path, capsys):
+    """Without --tokenizer, the meta.pkl beside train.bin is the tokenizer, and that is printed.
+
+    Break: train.py: cfg = dataclasses.replace(cfg, tokenizer=meta_pkl) => pass
+    """
+    make_meta(tmp_path / "meta.pkl")
+    path = tmp_path / "train.bin"
+    np.arange(99, dtype=np.uint16).tofile(path)
+    cfg = config.Config(data=(str(path),), out_dir=str(tmp_path / "run"))
+    cfg, _ = train.prepare(cfg, ())
+    assert cfg.tokenizer == str(tmp_path / "meta.pkl")
+    assert "meta.pkl, which nanoGPT wrote beside the data" in capsys.readouterr().out
+    assert data.find_meta_pkl(config.Config(data=(str(path),), tokenizer="tiktoken:gpt2")) is None
 
 
 def test_samples_of_characters(tmp_path):
@@ -1156,6 +1252,35 @@ def test_a_preview_begins_as_the_data_does(tmp_path):
     assert len(prompt["ids"]) == (len(document) + 1) // 2
 
 
+def test_a_prompt_of_the_data_has_whole_characters(tmp_path):
+    """A prompt that begins or ends within a character is shortened to whole ones.
+
+    Break: data.py: if len(ids) > 1 and decode(ids).endswith => if decode(ids).startswith
+    """
+    tokenizer = data.make_tokenizer("bytes")
+    text = "\u3042" * 4
+    for first, last in ((0, 11), (1, 12), (2, 10), (0, 12), (0, 2)):
+        ids = list(text.encode()[first:last])
+        source = {"prompt": lambda ids=ids: np.array(ids)}
+        prompt, = data.sample_prompts(config.Config(), tokenizer, source)
+        n = (last // 3) - -(-first // 3)
+        assert prompt["text"] == "\u3042" * n or (n == 0 and len(prompt["ids"]) == 1)
+
+
+def test_a_template_with_the_date_of_today(tmp_path, monkeypatch):
+    """The fingerprint of chats names the date that their template may hold, so that a resume on
+    another day says why its data differs.
+
+    Break: data.py: for name in counts if "strftime_now" in name] => for name in ()]
+    """
+    pytest.importorskip("transformers")
+    template = "{{ strftime_now('%Y-%m-%d') }}" + SIMPLE_TEMPLATE
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "low")]}])
+    dataset = data.open_dataset([path], tokenizer, folder=tmp_path / "p")
+    assert f"may hold the date, {time.strftime('%Y-%m-%d')}" in data.fingerprint(dataset)
+
+
 def test_a_preview_and_examples_after_a_cut(monkeypatch):
     """They begin in the first document after the cut, however many are before it, and not in a
     document that the cut has left without its beginning.
@@ -1202,24 +1327,6 @@ def test_special_tokens_in_a_text(tmp_path):
     finally:
         del tiktoken.registry.ENCODINGS["t"]
     assert tokenizer["encode"]("a<|endoftext|>").tolist() == [97, 256]
-
-
-@pytest.mark.parametrize("kind, n_dropped", [("words", 9), ("byte level", 0), ("metaspace", 0)])
-def test_dropped_characters_are_counted(kind, n_dropped, tmp_path):
-    """The summary of the data counts the characters, without spaces, that have no token.
-
-    Break: data.py: if i != unknown: => if True:
-    """
-    make = {"words": make_words, "byte level": make_bpe, "metaspace": make_metaspace}[kind]
-    eos = "<|endoftext|>" if kind == "byte level" else "</s>"
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", None, make(), eos_token=eos))
-    path = tmp_path / "a.txt"
-    path.write_text("low drei lower\n vier\u00e9 low")
-    shard, _ = tokenized(path, tokenizer, tmp_path)
-    assert shard["counts"].get("characters that the tokenizer drops", 0) == n_dropped
-    if n_dropped:
-        summary = data.describe(data.make_dataset([shard], {"seq_len": 2}))
-        assert "25 characters, 9 characters that the tokenizer drops" in summary
 
 
 @pytest.mark.parametrize("name", [
