@@ -193,40 +193,6 @@ def test_the_kubernetes_job_is_a_command_line_of_every_process():
 TINY_RUN = ["--steps", "1", "--d_model", "32", "--n_layers", "1", "--n_heads", "2", "--batch_size",
             "4", "--seq_len", "16", "--eval_batches", "1"]
 # A process that becomes a user without an entry in the list of users, once all is imported.
-WITHOUT_HOME = """
-import os, sys, train
-os.setreuid(54321, -1)  # still with the rights of root, to read Python's library
-print("exit code", train.cli(["--out_dir", "~/x"]))
-print("exit code", train.cli(["--cache_dir", "~/x"]))
-print("exit code", train.cli(sys.argv[1:]))
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user of any number")
-def test_without_a_home_folder(tmp_path):
-    """A user without a home folder: the default cache is not used, which one line says, and the
-    tokens are kept in out_dir. A `~` in a flag is an error. No folder named `~` is made.
-
-    Break: step.py: if folder.startswith("~"): => if False:
-    """
-    env = {k: v for k, v in os.environ.items() if k != "HOME"} | ONE | {"PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o777)
-        Path(folder, "a.txt").write_text("to be, or not to be " * 99)
-        run = subprocess.run([sys.executable, "-c", WITHOUT_HOME, *TINY_RUN, "--data", "a.txt",
-                              "--sample_tokens", "0"],
-                             cwd=folder, env=env, capture_output=True, text=True)
-        assert sorted(os.listdir(folder)) == ["a.txt", "out"], run.stdout + run.stderr
-        run_folder, = Path(folder, "out").iterdir()
-        assert len(os.listdir(run_folder / "data")) == 2  # the tokens and their lock
-    codes = [line[-1] for line in run.stdout.splitlines() if line.startswith("exit code")]
-    assert codes == ["2", "2", "0"], run.stdout + run.stderr
-    assert "out_dir '~/x': this user has no home folder; write the whole path" in run.stderr
-    assert "cache_dir '~/x': this user has no home folder; write the whole path" in run.stderr
-    words = "'~/.cache/sixfile': cannot be written: this user has no home folder; compiled programs"
-    assert run.stdout.count(words) == 1
-
-
 def test_a_locale_without_utf_8(tmp_path, cache_dir):
     """In the locale C, a run with a data file, a text, a prompt and a hook that are not ASCII
     trains and prints escapes.
