@@ -1173,7 +1173,8 @@ def divisor_errors(name, value, rule, total):
 
 # Names that the formats of data.py know.
 COLUMNS = ("text", "prompt", "completion", "messages", "conversations", "instruction", "input",
-           "output", "system", "tools", "chosen", "rejected")
+           "output", "system", "tools", "chosen", "rejected", "input_ids", "labels",
+           "attention_mask")
 
 
 def rule_errors(cfg):

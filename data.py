@@ -618,7 +618,8 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
 
     Without a bos id, one eos stands between two texts and is part of both.
     With a bos id, each text has a bos and an eos of its own.
-    A chat is written as its template renders it; an eos around it is not part of it.
+    A chat is written as its template renders it, and ids as they are; an eos around them is not
+    part of them.
     """
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
@@ -626,22 +627,23 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
     counts = {"documents": 0, "empty skipped": 0}
     labelled_files = set()
     is_first = True  # the next piece begins a document
-    after_chat = False
+    last_kind = ""
     n_bytes = 0  # of text so far
     n_text = 0  # tokens of text so far
     bytes_at.write(np.int64((0, 0)))
     for piece in pieces:
-        is_chat = piece["is_chat"]
+        is_whole = piece["kind"] in ("chat", "ids")
         if is_first and piece["is_last"] and not len(piece["ids"]):
             counts["empty skipped"] += 1
             continue
 
         # Begin a document: write its first token, [first. n is the number of tokens so far.
         if is_first:
-            # After a chat, the id before a document is not a label.
-            n = append(_ids_before(bos, eos, is_chat), after_chat)
+            # After a chat or ids, the id before a document is not a label.
+            before = _ids_before(bos, eos, piece["kind"], last_kind)
+            n = append(before, last_kind in ("chat", "ids"))
             # The id before a text is part of it.
-            first = n if is_chat else n - 1
+            first = n if is_whole else n - 1
             documents.write(np.int64(first))
         n = append(piece["ids"], piece["ignored"])
         n_bytes += piece["n_bytes"]
@@ -655,21 +657,21 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
         if piece["is_last"]:
             # The eos after a text is part of it. Without a bos id it is written later: before the
             # next document, or below.
-            last = n if is_chat else n + 1
+            last = n if is_whole else n + 1
             documents.write(np.int64(last))
-            if bos is not None and not is_chat:
+            if bos is not None and not is_whole:
                 n = append([eos], False)
             counts["documents"] += 1
             # Of a text or a pair, at least the eos after it is a label.
-            if is_chat and np.all(piece["ignored"]):
+            if is_whole and np.all(piece["ignored"]):
                 fact = "documents without a label"
                 counts[fact] = counts.get(fact, 0) + 1
-            after_chat = is_chat
+            last_kind = piece["kind"]
         is_first = piece["is_last"]
 
     # The eos after the last document.
-    if bos is None:
-        n = append([eos], after_chat)
+    if bos is None and last_kind != "ids":
+        n = append([eos], last_kind == "chat")
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
         documents.write(np.int64((0, 0)))
@@ -680,11 +682,13 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
     return counts, labelled_files
 
 
-def _ids_before(bos, eos, is_chat):
-    """Return the ids to write before a document."""
+def _ids_before(bos, eos, kind, last_kind):
+    """Return the ids to write before a document of this kind."""
+    if kind == "ids" and last_kind not in ("text", "pair"):
+        return []
     if bos is None:
         return [eos]  # it also ends the document before
-    if is_chat:
+    if kind in ("chat", "ids"):
         return []  # the template writes all
     return [bos]
 
@@ -702,7 +706,7 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 
 
 def _encode_files(paths, tokenizer, columns):
-    """Yield the documents of these files in pieces: {"ids", "ignored", "is_chat", "n_bytes" (of the
+    """Yield the documents of these files in pieces: {"ids", "ignored", "kind", "n_bytes" (of the
     text), "is_last", "file": its number, "facts": {name: number} to count}.
 
     The last piece of a document has is_last. Many rows are encoded together, since a tokenizer's
@@ -754,9 +758,10 @@ def _pieces(rows, examples, encoding, is_table):
     """Yield the pieces of rows, see `_encode_files`. encoding: the future of their ids."""
     for (file, _, _, is_last), example, (ids, ignored) in zip(rows, examples, encoding.result()):
         facts = _facts_of(example, is_table[file])
-        yield {"ids": ids, "ignored": ignored, "is_chat": example["kind"] == "chat",
-               "n_bytes": len(example["text"].encode()), "is_last": is_last, "file": file,
-               "facts": facts}
+        text = example["text"] + example.get("completion", "")
+        n_bytes = example.get("n_bytes", len(text.encode()))
+        yield {"ids": ids, "ignored": ignored, "kind": example["kind"], "n_bytes": n_bytes,
+               "is_last": is_last, "file": file, "facts": facts}
 
 
 def _rows_of_files(paths, size, columns):
@@ -771,9 +776,6 @@ def _facts_of(example, is_table):
     facts = {}
     if is_table:
         facts[f"rows read as {example['form']}"] = 1
-    # Optional: chats with tools.
-    if example.get("lacks_tools"):
-        facts["chats with tools that the chat template does not render"] = 1
     # Optional: chats with a date. `fingerprint` has the names of these counts.
     if example.get("has_date"):
         date = time.strftime("%Y-%m-%d")
@@ -783,37 +785,61 @@ def _facts_of(example, is_table):
 
 def read_example(row, where, tokenizer):
     """Return the example of a row: {
-        "kind": "text", "pair" or "chat",
+        "kind": "text", "pair", "chat" or "ids",
         "form": the columns from which it was read, for the summary,
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
         "completion": of a pair,
         "spans": of a chat: [first, last) of the characters that are labels,
-        "lacks_tools": of a chat: whether a tool or a call of one is not in the text,
-        "has_date": of a chat: whether the template may hold today's date}.
+        "has_date": of a chat: whether the template may hold today's date,
+        "ids", "ignored", "n_bytes": of token ids, see encode_examples}.
 
-    Raises: ValueError naming `where` for a row without these columns, and for broken text.
+    Raises: ValueError naming `where` for a row without these columns, for a column that would reach
+    no token, and for broken text.
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {str(row)[:60]!r} is not an object with fields")
     form = _find_form(row, where)
     if form == "text":
         example = {"kind": "text", "text": row["text"]}
+    elif form == "input_ids":  # optional: token ids
+        example = _read_ids(row, where, tokenizer)
     else:  # optional: prompts and chats
         example = _read_prompt_or_chat(form, row, where, tokenizer)
     text = example["text"] + example.get("completion", "")
     if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
         raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
+    for name in UNREAD_COLUMNS:
+        if name not in example.get("used", ()) and not _is_empty(row.get(name)):
+            raise ValueError(f"{where}: no token would hold the column {name} of a row read as "
+                             f"{form}; remove it, or name the columns to use, as in --columns "
+                             + " ".join(f"{column}={column}" for column in FORMS[form]))
     return example | {"form": form}
 
 
-# {form of a row: the columns that it must have}. Lists of messages may also be written as JSON.
+# {form of a row: the columns that it must have}. Lists may also be written as JSON.
 FORMS = {
     "text": ("text",),
     "prompt, completion": ("prompt", "completion"),
     "messages": ("messages",),
     "conversations": ("conversations",),  # ShareGPT
     "instruction, output": ("instruction", "output"),  # Alpaca
+    "input_ids": ("input_ids",),
 }
+# Columns that a row may have beside those of its form.
+OPTIONAL_COLUMNS = ("system", "tools", "input", "labels", "attention_mask")
+# Columns that tell a model or a trainer something: an error in a row that does not use them.
+UNREAD_COLUMNS = (
+    "system", "tools", "input", "history", "system_prompt", "functions", "function_call",
+    "tool_calls", "documents", "reasoning_content", "chat_template", "chat_template_kwargs",
+    "weight", "loss_mask", "completion_mask", "assistant_masks", "position_ids",
+)
+
+
+def _is_empty(value):
+    """Return whether a row has no value: null, NaN as in tables, or an empty text or list."""
+    if isinstance(value, str):
+        return value.strip() in ("", "[]", "{}", "null")
+    return value is None or value != value or value in ([], {})
 
 
 def _find_form(row, where):
@@ -842,7 +868,7 @@ def encode_examples(examples, tokenizer):
     label, or one bool for all ids.
     """
     # All texts in one list: a tokenizer's library uses all cores for a list.
-    texts = [example["text"] for example in examples if example["kind"] != "chat"]
+    texts = [example["text"] for example in examples if example["kind"] in ("text", "pair")]
     encoded = iter(tokenizer["encode_batch"](texts))
     # Optional: completions of prompts, and chats.
     completions = [example["completion"] for example in examples if example["kind"] == "pair"]
@@ -858,6 +884,8 @@ def encode_examples(examples, tokenizer):
             pairs.append(_ignore_outside(next(chats), example, tokenizer))
         elif example["kind"] == "pair":
             pairs.append(_join_prompt(next(encoded), next(completions)))
+        elif example["kind"] == "ids":
+            pairs.append((example["ids"], example["ignored"]))
         else:
             pairs.append((next(encoded), False))
     return pairs
@@ -985,7 +1013,8 @@ def _token_cache_folder(cfg):
 
 # Sections of this file that decide which tokens come from a file and a tokenizer. Whoever edits
 # them gets other tokens.
-READER_SECTIONS = ("text files to tokens", "prompts and chats", "file formats", "tokenizers")
+READER_SECTIONS = ("text files to tokens", "rows of token ids", "prompts and chats", "file formats",
+                   "tokenizers")
 
 
 def _cache_key(paths, tokenizer, columns):
@@ -2203,58 +2232,345 @@ def _map_llmc(path, size, header):
     return np.memmap(path, dtype, "r", 1024, (count,))
 
 
+# ---- rows of token ids
+
+def _read_ids(row, where, tokenizer):
+    """Return the example of a row of token ids. Ids whose attention_mask is 0 are padding."""
+    ids = _integers(row, "input_ids", where)
+    labels = ids if _is_empty(row.get("labels")) else _integers(row, "labels", where)
+    mask = np.ones_like(ids)
+    if not _is_empty(row.get("attention_mask")):
+        mask = _integers(row, "attention_mask", where)
+    if not len(ids) == len(labels) == len(mask):
+        raise ValueError(f"{where}: input_ids has {len(ids)} ids, labels {len(labels)} and "
+                         f"attention_mask {len(mask)}; must be as many")
+    wrong = ids[(ids < 0) | (ids >= tokenizer["vocab_size"])]
+    if len(wrong):
+        raise ValueError(f"{where}: input_ids has {wrong[0]}, not an id of the tokenizer "
+                         f"{tokenizer['name']!r}; set --tokenizer to the one that made these rows")
+    if np.any((labels != ids) & (labels != IGNORE)) or np.any((mask != 0) & (mask != 1)):
+        raise ValueError(f"{where}: labels must be input_ids or {IGNORE} at each place, not "
+                         "shifted, and attention_mask 0 or 1")
+    used = mask == 1
+    return {"kind": "ids", "text": "", "ids": ids[used], "ignored": labels[used] == IGNORE,
+            "n_bytes": tokenizer["n_bytes"](ids[used])}
+
+
+def _integers(row, name, where):
+    """Return a column of a row as a 1-D array of integers."""
+    with as_value_error(f"{where}: {name} must be a list of integers", ValueError, OverflowError):
+        array = np.asarray(_parsed(row[name], where))
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            raise ValueError(f"it is {str(row[name])[:80]}")
+    return array.astype(np.int64)
+
+
 # ---- prompts and chats
 
 def _read_prompt_or_chat(form, row, where, tokenizer):
     """Return the example of a row that is not a plain text; see `read_example`."""
     system = row.get("system")
-    if not isinstance(system, str):
-        system = ""
     if form == "prompt, completion":
-        prompt, completion = (_messages_in(row[name]) for name in ("prompt", "completion"))
+        prompt = messages_in(row["prompt"])
+        completion = messages_in(row["completion"])
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"kind": "pair", "text": prompt, "completion": completion}
         messages = messages_of_pair(prompt, completion, where)
     elif form == "instruction, output":
-        instruction = _alpaca_instruction(row, where)
+        instruction = row["instruction"]
+        if not _is_empty(row.get("input")):
+            instruction += "\n\n" + _content_text(row["input"], f"{where}: input")
         # A tokenizer without a chat template gets a prompt and a completion.
         if not _chat_template(tokenizer):
-            opening = f"{system}\n\n" if system else ""
-            return {"kind": "pair", "text": f"{opening}{instruction}\n\n",
-                    "completion": row["output"]}
+            if not _is_empty(system):
+                instruction = _content_text(system, f"{where}: system") + "\n\n" + instruction
+            return {"kind": "pair", "text": f"{instruction}\n\n", "completion": row["output"],
+                    "used": ("system", "input")}
         messages = [{"role": "user", "content": instruction},
                     {"role": "assistant", "content": row["output"]}]
     else:
-        messages = _parsed(row[form], f"{where}: {form}")
-    if system and isinstance(messages, list):
+        messages = messages_in(row[form])
+    if not _is_empty(system) and isinstance(messages, list):
         messages = [{"role": "system", "content": system}, *messages]
-    tools = _parsed(row.get("tools"), f"{where}: tools")
-    text, spans = render_chat(messages, tools or None, tokenizer, where)
-    return {"kind": "chat", "text": text, "spans": spans,
-            "lacks_tools": _lacks_tools(messages, tools, text),
+    text, spans = render_chat(messages, row.get("tools"), tokenizer, where)
+    used = ("system", "tools", "input") if form == "instruction, output" else ("system", "tools")
+    return {"kind": "chat", "text": text, "spans": spans, "used": used,
             "has_date": _chat_template(tokenizer)["has_date"]}
 
 
-def _messages_in(value):
-    """Return the list of messages that a text holds as JSON; another value as it is."""
+def messages_in(value):
+    """Return the list of messages in a value, or in its JSON text; another value as it is."""
     if isinstance(value, str) and value.lstrip().startswith("[") and _is_json(value.strip(), list):
-        messages = [_with_role(message) for message in json.loads(value)]
-        if messages and all(isinstance(x, dict) and "role" in x for x in messages):
-            return messages
+        messages = json.loads(value)
+        if messages and all(isinstance(x, dict) and {"role", "from"} & {*x} for x in messages):
+            value = messages
+    if isinstance(value, list):
+        value = [_with_role(message) for message in value]
     return value
 
 
-def _alpaca_instruction(row, where):
-    """Return the instruction of a row of Alpaca with its input."""
-    if _parsed(row.get("history") or None, f"{where}: history"):
-        raise ValueError(f"{where}: has a history, which is not read; make it a list 'messages'")
-    more = row.get("input")
-    if more is None or more == "" or more != more:  # tables have NaN for a missing text
-        return row["instruction"]
-    if not isinstance(more, str):
-        raise ValueError(f"{where}: input is {str(more)[:80]!r} ({type(more).__name__}); must be a "
-                         "text")
-    return row["instruction"] + "\n\n" + more
+# Names of roles in ShareGPT's form, {"from", "value"}.
+SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
+    "bing": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
+}
+
+
+def _with_role(message):
+    """Return a message with "role" and "content" instead of ShareGPT's "from" and "value"."""
+    if not isinstance(message, dict) or "from" not in message or "role" in message:
+        return message
+    message = dict(message)
+    role = message.pop("from")
+    message["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if "value" in message:
+        message["content"] = message.pop("value")
+    return message
+
+
+def messages_of_pair(prompt, completion, where):
+    """Join the messages of a prompt and of its completion. Only the completion has labels."""
+    for name, messages in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(messages, list):
+            raise ValueError(f"{where}: {name} is {str(messages)[:80]!r}; must be a text or a list "
+                             "of messages, as the other one is")
+    unlabelled = []
+    for message in prompt:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message = message | {"weight": 0}
+        unlabelled.append(message)
+    return [*unlabelled, *completion]
+
+
+# Keys of a message that no template has to render.
+ROUTINE_KEYS = ("role", "content", "weight", "id", "tool_call_id", "timestamp")
+
+
+def _clean_messages(messages, source, where):
+    """Return (messages as a chat template expects them, numbers of those without labels).
+
+    source: of the chat template. Empty values are dropped, parts of text are joined, and JSON in
+    tool calls is parsed.
+    Raises ValueError for a message that is not an object, has a role out of order, content that is
+    not text, a weight other than 0 and 1, or a key that the template does not name.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: has no list of messages: {str(messages)[:80]}")
+    roles = ["system", "developer", "user"]  # of the first message
+    cleaned = []
+    unlabelled = set()
+    for i, message in enumerate(messages):
+        at = f"{where}: message {i + 1}"
+        if not isinstance(message, dict) or message.get("role") not in roles:
+            raise ValueError(f"{at} must have a role of {', '.join(roles)}: {str(message)[:80]}")
+        roles = ["system", "developer", "user", "assistant", "tool"]
+        content = message.get("content")
+        message = {name: x for name, x in message.items() if not _is_empty(x)}
+        for name in message:
+            if name not in ROUTINE_KEYS and not _names(source, name):
+                raise ValueError(f"{at}: {name} is not known to the chat template, so that no "
+                                 "token would hold it; remove it. A message with \"weight\": 0 has "
+                                 "no labels")
+
+        is_answer = message["role"] == "assistant"
+        weight = message.pop("weight", int(is_answer))
+        if weight not in (0, 1) or weight > is_answer:
+            raise ValueError(f"{at}: weight is {weight!r}; must be 0, or 1 for a message of the "
+                             "assistant")
+        if weight == 0:
+            unlabelled.add(i)
+        if "tool_calls" in message:
+            message["tool_calls"] = _functions(message["tool_calls"], f"{at}: tool_calls")
+        if content is not None or not (is_answer and "tool_calls" in message):
+            message["content"] = _content_text(content, at)
+        cleaned.append(message)
+    return cleaned, unlabelled
+
+
+def _names(source, name):
+    """Return whether the source of a template has this name."""
+    return bool(re.search(rf"\b{re.escape(name)}\b", source))
+
+
+def _content_text(content, at):
+    """Return the content of a message as a text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and part.get("type") == "text"
+               and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError(f"{at}: content is {str(content)[:80]!r} ({type(content).__name__}); must "
+                         "be a text or a list of parts of type text, and may be missing only "
+                         "beside tool_calls")
+    return "".join(part["text"] for part in parts)
+
+
+def _functions(holders, where):
+    """Return tools, or calls of tools, with the JSON texts in them parsed."""
+    holders = _parsed(holders, where)
+    if not isinstance(holders, list):
+        raise ValueError(f"{where} is {str(holders)[:80]!r}; must be a list")
+    parsed = []
+    for holder in holders:
+        holder = _parsed(holder, where)
+        function = holder
+        if isinstance(holder, dict) and "function" in holder:
+            function = holder["function"]
+        if not isinstance(function, dict):
+            raise ValueError(f"{where} has {str(holder)[:80]!r}; must be an object")
+        for name in ("arguments", "parameters"):
+            if isinstance(function.get(name), str):
+                value = _parsed(function[name] or "{}", f"{where}: {name}")
+                function = function | {name: value}
+        if "function" in holder:
+            function = holder | {"function": function}
+        parsed.append(function)
+    return parsed
+
+
+def _chat_template(tokenizer):
+    """Return the chat template of a tokenizer as `_load_chat_template` does; None without one."""
+    return tokenizer["chat"]() if tokenizer["chat"] else None
+
+
+def _require_template(tokenizer, where):
+    template = _chat_template(tokenizer)
+    if not template:
+        raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
+                         "that transformers saved with one")
+    return template
+
+
+def render_chat(messages, tools, tokenizer, where):
+    """Render a conversation in the tokenizer's chat template: (text, spans).
+
+    spans: [first, last) of the characters of the text that are labels: the messages of the
+    assistant, each with the mark that ends it. They are those that the template marks by
+    {% generation %}; or else each is found by `_answer_span`. tools: None, a list, or its JSON.
+    Raises: ValueError naming `where`, also when it cannot find a message in the text.
+    """
+    template = _require_template(tokenizer, where)
+    tools = _clean_tools(tools, template, where)
+    messages, unlabelled = _clean_messages(messages, template["source"](tools), where)
+
+    def render(messages, add_generation_prompt=False):
+        # A template may raise any exception.
+        with as_value_error(f"{where}: the chat template refuses it", Exception):
+            return template["render"](messages, tools, add_generation_prompt)
+
+    text = render(messages)
+    _check_rendered(messages, text, where)
+    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template["source"](tools))
+    labelled = []
+    excluded = []
+    end = 0
+    for i, message in enumerate(messages):
+        # Of a template with marks, only messages without labels have to be found.
+        if message["role"] != "assistant" or (is_marked and i not in unlabelled):
+            continue
+        first, last = _answer_span(render, messages, text, i, tokenizer)
+        is_lost = first >= last and message.get("content", "").strip()
+        if first < end or is_lost:
+            raise ValueError(
+                f"{where}: message {i + 1}: cannot determine which characters of the rendered chat "
+                "it became; use a template that marks answers by {% generation %}")
+        end = last
+        spans = excluded if i in unlabelled else labelled
+        spans.append((first, last))
+    if is_marked:
+        with as_value_error(f"{where}: the chat template refuses it", Exception):
+            _, labelled = template["render_marked"](messages, tools)
+        for first, last in excluded:
+            labelled = [span for span in labelled if span[1] <= first or span[0] >= last]
+    return text, labelled
+
+
+def _clean_tools(tools, template, where):
+    """Return a list of tools, or None, from what a row has."""
+    if _is_empty(tools):
+        return None
+    tools = _functions(tools, f"{where}: tools")
+    if not _names(template["source"](tools), "tools"):
+        raise ValueError(f"{where}: tools are not known to the chat template; remove them")
+    return tools
+
+
+def _check_rendered(messages, text, where):
+    """Raise ValueError for a text that the chat template has not rendered."""
+    if not text:
+        raise ValueError(f"{where}: the chat template renders it to nothing; remove the row")
+    for i, message in enumerate(messages):
+        if message["role"] in ("system", "developer", "user"):
+            for name in ("content", "name"):
+                if str(message.get(name, "")).strip() not in text:
+                    raise ValueError(f"{where}: message {i + 1}: the chat template does not render "
+                                     f"its {name}; remove it")
+
+
+def _answer_span(render, messages, text, i, tokenizer):
+    """Find where message i of the assistant begins and ends in `text`, the rendered conversation;
+    (0, -1) if it cannot be decided.
+
+    In a copy of the conversation, message i is a single mark. The text around the mark shows what
+    is before and after the answer. What the prompt for it has in common with the text before is not
+    a part of it. What follows the mark where the conversation ends with it is a part of it.
+    """
+    message = messages[i]
+    mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+    marked = {"role": "assistant", "content": mark}
+    if "tool_calls" in message:
+        *calls, call = message["tool_calls"]
+        change = {"arguments": {"a": mark}}
+        if "function" in call:
+            change = {"function": call["function"] | change}
+        marked = {"role": "assistant", "content": "", "tool_calls": [*calls, call | change]}
+    before, _, after = render([*messages[:i], marked, *messages[i + 1 :]]).partition(mark)
+    _, found, ending = render([*messages[:i], marked]).partition(mark)
+    ending = ending.rstrip()
+    prompt = render(messages[:i], add_generation_prompt=True)
+
+    first = len(prompt)
+    n_ending = len(ending)
+    if not (text.startswith(prompt) and after.startswith(ending)):
+        shorter = render(messages[:i])
+        opening = prompt[len(shorter) :].lstrip() if prompt.startswith(shorter) else ""
+        header = _special_token(opening, tokenizer) or opening.partition(" ")[0]
+    # Earlier messages lose a thought when others follow, or the prompt opens one: the answer begins
+    # where its header ends.
+    if not text.startswith(prompt):
+        first = before.rfind(header) if header else len(before)
+        first += _n_common(before[first:], opening)
+        is_call = "tool_calls" in message and not header  # its begin is not in the copy
+        if is_call or not text.startswith(before[:first]):
+            return 0, -1
+    # The last message ends in another way: take what is common, or another token if the header of a
+    # message follows it.
+    if not after.startswith(ending):
+        n_ending = _n_common(after, ending)
+        for token in tokenizer["special_tokens"]:  # of which a part is common
+            start = ending.rfind(token)
+            if -1 < start < n_ending < start + len(token):
+                n_ending = start
+        n_ending = len(after[:n_ending].rstrip())
+        token = _special_token(after, tokenizer)
+        if not n_ending and header and after[len(token) :].lstrip().startswith(header):
+            n_ending = len(token)
+    rest = after[n_ending:]
+    if not found or not text.endswith(rest):
+        return 0, -1
+    return first, len(text) - len(rest)
+
+
+def _n_common(a, b):
+    """Return the number of characters that two texts have in common at their beginning."""
+    differ = (i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+    return next(differ, min(len(a), len(b)))
+
+
+def _special_token(text, tokenizer):
+    """Return the special token with which a text begins, or an empty text."""
+    found = [token for token in tokenizer["special_tokens"] if text.startswith(token)]
+    return max(found, key=len, default="")
 
 
 def _named_columns(row, columns, where):
@@ -2266,7 +2582,7 @@ def _named_columns(row, columns, where):
         name, _, column = entry.partition("=")
         if column in row:
             named[name] = row[column]
-        elif name not in ("tools", "system", "input"):  # not every row has them
+        elif name not in OPTIONAL_COLUMNS:  # not every row has them
             raise ValueError(f"{where}: has no column {column!r}, which --columns {entry} names; "
                              f"it has {', '.join(map(str, row)) or 'no fields'}")
     return named
@@ -2283,379 +2599,6 @@ def _join_prompt(prompt, completion):
     return np.concatenate([prompt, completion]), ignored
 
 
-def messages_of_pair(prompt, completion, where):
-    """Join the messages of a prompt and of its completion. Only the completion has labels."""
-    for name, messages in (("prompt", prompt), ("completion", completion)):
-        if not isinstance(messages, list):
-            raise ValueError(f"{where}: {name} is {str(messages)[:80]!r}; must be a text or a list "
-                             "of messages, as the other one is")
-    unlabelled = []
-    for message in map(_with_role, prompt):
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            message = message | {"weight": 0}
-        unlabelled.append(message)
-    return [*unlabelled, *completion]
-
-
-def _with_role(message):
-    """Return a message with "role" and "content" instead of ShareGPT's "from" and "value"."""
-    if not isinstance(message, dict) or "from" not in message or "role" in message:
-        return message
-    message = dict(message)
-    role = message.pop("from")
-    message["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    if "value" in message:
-        message["content"] = message.pop("value")
-    return message
-
-
-# Names of roles in ShareGPT's form, {"from", "value"}.
-SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
-    "bing": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
-}
-# Keys of a message that say whether it is trained on. Only weight has an effect.
-UNKNOWN_WEIGHTS = ("train", "training", "loss_mask", "mask", "loss", "trainable", "loss_weight",
-                   "train_detail")
-
-
-def _clean_messages(messages, where):
-    """Return (messages as a chat template expects them, numbers of those without labels).
-
-    Messages of ShareGPT get "role" and "content", parts of text are joined, and keys without a
-    value are dropped, as transformers does. Raises ValueError for a message that is not an object,
-    has a role out of order, content that is not text, or a weight other than 0 and 1.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: has no list of messages: {str(messages)[:80]}")
-    roles = ["system", "developer", "user"]  # of the first message
-    cleaned = []
-    unlabelled = set()
-    for i, message in enumerate(messages):
-        at = f"{where}: message {i + 1}"
-        if isinstance(message, dict):
-            message = {name: x for name, x in message.items() if x is not None}
-        message = _with_role(message)
-        if not isinstance(message, dict) or message.get("role") not in roles:
-            raise ValueError(f"{at} must have a role of {', '.join(roles)}: {str(message)[:80]}")
-        roles = ["system", "developer", "user", "assistant", "tool"]
-
-        if not isinstance(message.get("tool_calls", []), list):
-            raise ValueError(f"{at}: tool_calls is {str(message['tool_calls'])[:80]!r}; must be a "
-                             "list")
-        is_answer = message["role"] == "assistant"
-        if "content" in message or not (is_answer and message.get("tool_calls")):
-            message["content"] = _content_text(message.get("content"), at)
-        if _takes_weight(message, at) == 0:
-            unlabelled.add(i)
-        message.pop("weight", None)
-        cleaned.append(message)
-    return cleaned, unlabelled
-
-
-def _content_text(content, at):
-    """Return the content of a message as a text."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            break
-        texts.append(part.get("text"))
-    else:
-        if all(isinstance(text, str) for text in texts):
-            return "".join(texts)
-    raise ValueError(f"{at}: content is {str(content)[:80]!r} ({type(content).__name__}); must be "
-                     "a text or a list of parts of type text, and may be missing only beside "
-                     "tool_calls")
-
-
-def _takes_weight(message, at):
-    """Return the weight of a message: 1, or 0 for a message without labels."""
-    for name in UNKNOWN_WEIGHTS:
-        if name in message:
-            raise ValueError(f"{at}: {name} is not known; set weight to 0 for a message without "
-                             "labels, or leave it out")
-    weight = message.get("weight", 1)
-    if weight not in (0, 1) or ("weight" in message and weight and message["role"] != "assistant"):
-        raise ValueError(f"{at}: weight is {weight!r}; must be 0, or 1 for a message of the "
-                         "assistant")
-    return weight
-
-
-def _chat_template(tokenizer):
-    """Return the chat template of a tokenizer as `_load_chat_template` does; None without one."""
-    return tokenizer["chat"]() if tokenizer["chat"] else None
-
-
-def render_chat(messages, tools, tokenizer, where):
-    """Render a conversation in the tokenizer's chat template: (text, spans).
-
-    spans: [first, last) of the characters of the text that are labels: the messages of the
-    assistant, each with the mark that ends it. They are those that the template marks by
-    {% generation %}; or else each is found by `_answer_span`. tools: None, or a list.
-    Raises: ValueError naming `where`, also when it cannot find a message in the text.
-    """
-    messages, unlabelled = _clean_messages(messages, where)
-    template = _chat_template(tokenizer)
-    if not template:
-        raise ValueError(f"{where}: messages need a chat template; set --tokenizer to a folder "
-                         "that transformers saved with one")
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{where}: tools is {str(tools)[:80]!r}; must be a list")
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-    def span_of(i):
-        return _answer_span(render, markable, text, i, where, tokenizer)
-
-    def render(messages, add_generation_prompt=False):
-        # A template may raise any exception.
-        with as_value_error(f"{where}: the chat template refuses it", Exception):
-            return template["render"](messages, tools, add_generation_prompt)
-
-    rendered = render(messages)
-    if not rendered:
-        raise ValueError(f"{where}: the chat template renders it to nothing; remove the row")
-    markable, text = _without_markers(messages, rendered, render)
-    if template["marks_answers"](tools):
-        with as_value_error(f"{where}: the chat template refuses it", Exception):
-            _, spans = template["render_marked"](messages, tools)
-        for i in sorted(unlabelled.intersection(answers)):
-            first, last = span_of(i)
-            spans = [span for span in spans if span[1] <= first or span[0] >= last]
-    else:
-        spans = [span_of(i) for i in answers]
-        _check_order(spans, answers, messages, where)
-        spans = [span for i, span in zip(answers, spans) if i not in unlabelled]
-    return rendered, spans
-
-
-def _lacks_tools(messages, tools, text):
-    """Return whether the chat template has not rendered a tool or a call of one."""
-    names = []
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    for holder in [*(tools or ()), *calls]:
-        function = holder.get("function", holder) if isinstance(holder, dict) else {}
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            names.append(function["name"])
-    return any(name not in text for name in names)
-
-
-def _without_markers(messages, text, render):
-    """Return messages and their rendering in which no text has a marker: other characters that
-    nobody uses take their places.
-    """
-    if MARKER not in text and ANSWER not in text:
-        return messages, text
-    unused = (chr(i) for i in range(0xE000, 0xF8FE) if chr(i) not in text)
-    table = {ord(MARKER): next(unused), ord(ANSWER): next(unused)}
-    # With non-ASCII characters as they are, since escapes would hide them.
-    messages = json.loads(json.dumps(messages, ensure_ascii=False).translate(table))
-    return messages, render(messages)
-
-
-def _check_order(spans, answers, messages, where):
-    """Raise ValueError for a message that became no text, or text before an earlier one."""
-    end = 0
-    for i, (first, last) in zip(answers, spans):
-        is_empty = first >= last and messages[i].get("content", "").strip()
-        if first < end or is_empty:
-            raise _undecided(where, i)
-        end = last
-
-
-def _undecided(where, i):
-    return ValueError(
-        f"{where}: message {i + 1}: cannot determine which characters of the rendered chat it "
-        "became, since the chat template renders it, or the messages before, differently when more "
-        "messages follow; use a template that marks answers by {% generation %}")
-
-
-def _answer_span(render, messages, text, i, where, tokenizer):
-    """Find where in `text`, the rendered conversation, message i of the assistant begins and ends.
-
-    Most templates render message after message: then the text begins with the rendering of the
-    messages before, with the prompt for an answer, and with the rendering up to message i.
-    """
-    prompt = render(messages[:i], add_generation_prompt=True)
-    if text.startswith(prompt):
-        first = len(prompt)
-    else:
-        first = _find_start(render, messages, text, i, where)
-    is_last = i == len(messages) - 1
-    through = text if is_last else render(messages[: i + 1])
-    # Without space at the end, unless it is the answer's own.
-    content = messages[i].get("content", "")
-    if not content.strip() or not through.endswith(content):
-        through = through.rstrip()
-    if text.startswith(through):
-        return first, len(through)
-    return first, _find_end(render, messages, text, i, where, tokenizer)
-
-
-# Characters that no text has: they are reserved for private use. In a copy of the conversation the
-# first one shows where the content of a message ends in the rendered text; the other one stands for
-# an answer.
-MARKER, ANSWER = "\uf8ff", "\uf8fe"
-
-
-def _find_start(render, messages, text, i, where):
-    """Find where message i begins if the text does not begin with the prompt for it: the prompt
-    opens a thought that this message lacks, or earlier messages lose their thoughts.
-
-    A marker at the end of message i - 1 shows where the text after it begins, in the whole
-    conversation and in the prompt. What both have in common there comes before the answer.
-    """
-    # The answer is another character here, so that it has nothing in common with a thought.
-    answer = messages[i] | {"content": ANSWER}
-    for before in _marked_copies(render, messages, i - 1):
-        try:
-            whole = render([*messages[: i - 1], before, answer, *messages[i + 1 :]])
-            prompt = render([*messages[: i - 1], before], add_generation_prompt=True)
-            as_last = render([*messages[: i - 1], before])
-        except ValueError:  # the template refuses such a copy
-            continue
-        n_before, after = _split_at_marker(text, whole)
-        n_prompt, prompt_after = _split_at_marker(prompt, prompt)
-        n_last, end_of_before = _split_at_marker(as_last, as_last)
-        if None in (n_before, n_prompt, n_last) or not prompt_after.startswith(end_of_before):
-            continue
-        # The end of message i - 1 has to be in common, and a part of the prompt that follows it.
-        # An answer with a thought and a prompt with an empty one part within the thought.
-        opening = prompt_after[len(end_of_before) :]
-        header = after[: _n_common(after, prompt_after)]
-        n = _n_common(text[n_before:], header)
-        if n >= len(end_of_before) + min(1, len(opening)):
-            return n_before + n
-        # The end of message i - 1 differs when others follow. Then the opening of the answer has to
-        # stand between it and the answer, once.
-        to_answer = after.partition(ANSWER)[0]
-        opening = opening.strip()
-        if opening and to_answer.count(opening) == 1:
-            n = to_answer.index(opening) + len(opening)
-            if not to_answer[n:].strip():
-                n = len(to_answer)
-            if text.startswith(to_answer[:n], n_before):
-                return n_before + n
-    raise _undecided(where, i)
-
-
-def _find_end(render, messages, text, i, where, tokenizer):
-    """Find where message i ends if the template renders it in another way when others follow.
-
-    A marker at the end of its content shows the text after it, once as the last message, when only
-    the mark that ends a message follows, and once with the next messages. What both have in common
-    there belongs to the message.
-    """
-    for marked in _marked_copies(render, messages, i):
-        try:
-            whole = render([*messages[:i], marked, *messages[i + 1 :]])
-            as_last = render([*messages[:i], marked])
-        except ValueError:  # the template refuses such a copy
-            continue
-        n_content, after = _split_at_marker(text, whole)
-        n_last, mark = _split_at_marker(as_last, as_last)
-        if None not in (n_content, n_last) and text[n_content:] == after:
-            break
-    else:
-        raise _undecided(where, i)
-    mark = mark.rstrip()
-
-    tokens = tokenizer["special_tokens"]
-    n = _n_common_tokens(after, mark, tokens)
-
-    # A template may end the last message by one token and all others by another one. It is the
-    # first token after the message, if the header of the next message follows it. The prompt for
-    # an answer begins as that header does.
-    other_mark = next((token for token in tokens if after.startswith(token)), "")
-    if n == 0 and mark in tokens and other_mark:
-        header = after[len(other_mark) :].lstrip()
-        before = render(messages[:i])
-        prompt = render(messages[:i], add_generation_prompt=True)
-        opening = prompt[len(before) :]
-        first_token = next((token for token in tokens if opening.startswith(token)), "")
-        if first_token and header.startswith(first_token):
-            n = len(other_mark)
-    return n_content + n
-
-
-def _n_common(a, b):
-    """Return the number of characters that two texts have in common at their beginning."""
-    n_equal = 0
-    n_most = min(len(a), len(b))
-    while n_equal < n_most:
-        middle = (n_equal + n_most + 1) // 2
-        if a[n_equal:middle] == b[n_equal:middle]:
-            n_equal = middle
-        else:
-            n_most = middle - 1
-    return n_equal
-
-
-def _n_common_tokens(after, mark, tokens):
-    """Return the number of characters that two texts have in common at their beginning, without
-    white space at the end, and without a part of a special token.
-    """
-    n = _n_common(after, mark)
-    for text in (after, mark):
-        for token in tokens:
-            start = text.find(token, max(0, n - len(token) + 1), n + len(token))
-            if -1 < start < n < start + len(token):
-                n = start
-    return len(after[:n].rstrip())
-
-
-def _marked_copies(render, messages, i):
-    """Return copies of message i, each with a marker near the end of what it is rendered to.
-
-    The marker is in the last tool call; or at the end of the content, if the template renders no
-    tool calls: it may render the content before them, or after the answers of the tools.
-    """
-    message = messages[i]
-    copies = []
-    calls = message.get("tool_calls")
-    if calls and isinstance(calls[-1], dict) and isinstance(calls[-1].get("function"), dict):
-        function = calls[-1]["function"]
-        for change in _marked_functions(function):
-            call = calls[-1] | {"function": function | change}
-            copies.append(message | {"tool_calls": [*calls[:-1], call]})
-    for copy in copies:
-        with contextlib.suppress(ValueError):  # the template refuses such a copy
-            if MARKER in render([*messages[:i], copy]):
-                return copies
-    return [message | {"content": message.get("content", "") + MARKER}]
-
-
-def _marked_functions(function):
-    """Return changes of a tool call's function: a marker in its last argument, or in its name."""
-    changes = [{"name": str(function.get("name")) + MARKER}]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        changes.append({"arguments": arguments + MARKER})
-    elif isinstance(arguments, dict) and arguments:
-        name, value = list(arguments.items())[-1]
-        if isinstance(value, str):
-            changes.append({"arguments": arguments | {name: value + MARKER}})
-    return changes
-
-
-def _split_at_marker(text, marked):
-    """Return (number of characters of `text` before the marker in `marked`, what follows it there).
-
-    `marked` is the same rendering, but with a marker. `text` may lack space before it. The number
-    is None if the marker stands elsewhere, or more than once.
-    """
-    if marked.count(MARKER) != 1:
-        return None, ""
-    before, _, after = marked.partition(MARKER)
-    n = len(before)
-    if text != marked:
-        n = _n_common(text, marked)
-    if before[n:].strip():  # they differ before the marker
-        n = None
-    return n, after
-
-
 def _ignore_outside(encoded, example, tokenizer):
     """Return (ids, ignored) of a chat: only tokens in the spans of the example are labels.
 
@@ -2663,7 +2606,7 @@ def _ignore_outside(encoded, example, tokenizer):
     """
     ids, starts, ends = encoded
     # A token may span the border of an answer. But a special token that takes the space beside it
-    # is where its own text is.
+    # is where its own text is, and it is a label where it ends.
     is_special = np.isin(ids, [*tokenizer["special_tokens"].values()])
     for k in np.flatnonzero(is_special).tolist():
         piece = example["text"][starts[k] : ends[k]]
@@ -2671,7 +2614,7 @@ def _ignore_outside(encoded, example, tokenizer):
         ends[k] = starts[k] + len(piece.strip())
     ignored = np.ones(len(ids), np.uint8)
     for first, last in example["spans"]:
-        ignored[(ends > first) & (starts < last) & ~(is_special & (starts < first))] = 0
+        ignored[(ends > first) & (starts < last) & ~(is_special & (ends > last))] = 0
     return ids, ignored
 
 
@@ -2889,20 +2832,20 @@ def _prompt_of_row(row, where, tokenizer):
 
 
 def chat_prompt(messages, tools, tokenizer, where):
-    """Render a conversation up to the next answer, which a sample writes. tools: None, or a list.
+    """Render a conversation up to the next answer, which a sample writes. tools: as in render_chat.
 
     Raises: ValueError naming `where`.
     """
-    template = _chat_template(tokenizer)
-    if not template:
-        raise ValueError(f"{where}: a question needs a chat template; set --tokenizer to a folder "
-                         "that transformers saved with one, or use --prompt")
-    messages, _ = _clean_messages(messages, where)
+    template = _require_template(tokenizer, where)
+    tools = _clean_tools(tools, template, where)
+    messages, _ = _clean_messages(messages_in(messages), template["source"](tools), where)
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the last message is the assistant's; must be one that a sample "
                          "can answer")
     with as_value_error(f"{where}: the chat template refuses it", Exception):
-        return template["render"](messages, tools, True)
+        text = template["render"](messages, tools, True)
+    _check_rendered(messages, text, where)
+    return text
 
 
 def turn_ends(tokenizer):
@@ -3101,8 +3044,8 @@ def known_columns(columns):
     """Return the names of the columns that rows are read by. columns: see `rows_in`."""
     if columns:
         return {entry.partition("=")[2] for entry in columns}
-    known = {"tools", "system", "input", "history", "prompt", "chosen", "rejected"}
-    return known.union(*FORMS.values())
+    names = ("prompt", "chosen", "rejected", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS)
+    return set(names).union(*FORMS.values())
 
 
 def _known_names(names, columns):
@@ -3183,6 +3126,103 @@ def _choose_split(folder, field):
         splits = [*map(str, json.load(file)["splits"]), ""]
     raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits[:-1])}, none of which "
                      f"is {' or '.join(names)}; name one, as in {folder}/{splits[0]}")
+
+
+# ---- rows from Python
+
+def write_rows(folder, given, columns=(), log=print):
+    """Write rows, or the splits of a dict such as a DatasetDict, as .jsonl files; return their
+    paths {"data": path, "val_data": path}. Splits that are not used are named.
+    """
+    if not isinstance(given, dict):
+        given = {"train": given}
+    if "train" not in given:
+        names = ", ".join(map(repr, given)) or "no keys"
+        raise ValueError(f"data: has {names}; must be rows, or a dict of rows by split, with "
+                         "'train' and, for validation, 'validation' or 'test'")
+    used = {"data": "train"}
+    if val_split_of(given):
+        used["val_data"] = val_split_of(given)
+    unused = [repr(name) for name in given if name not in used.values()]
+    if unused:
+        log(f"data: {' and '.join(map(repr, used.values()))} are used, and not {', '.join(unused)}")
+    return {field: _write_split(folder, name, given[name], columns) for field, name in used.items()}
+
+
+def val_split_of(given):
+    """Return the name of the split for validation in a dict of rows; None without one."""
+    names = given if isinstance(given, dict) else ()
+    return next((name for name in VAL_SPLITS if name in names), None)
+
+
+def _write_split(folder, name, rows, columns):
+    """Write the columns of rows that are read as a .jsonl file, and return its path.
+
+    The file is named after its content, so that a resumed run finds the same one.
+    """
+    known = known_columns(columns)
+    temporary = folder / f"{name}.{os.getpid()}.partial"
+    digest = hashlib.sha256()
+    number = 0
+    try:
+        with as_value_error(f"data: cannot be written to {folder}", OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                for number, row in enumerate(_python_rows(rows, name), 1):
+                    kept = {column: x for column, x in row.items() if column in known}
+                    if not kept:
+                        raise ValueError(f"data: {name} row {number} has no known column; it has "
+                                         f"{', '.join(map(str, row))}. Name another one as in "
+                                         "--columns text=content")
+                    with as_value_error(f"data: {name} row {number}", TypeError, ValueError):
+                        line = json.dumps(kept, default=_as_json).encode() + b"\n"
+                    digest.update(line)
+                    file.write(line)
+            if not number:
+                raise ValueError(f"data: {name} has no row")
+            path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+            # A file that is kept keeps its time, which the cache of tokens knows it by.
+            if not path.exists() or path.stat().st_size != temporary.stat().st_size:
+                temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return str(path)
+
+
+def _python_rows(rows, name):
+    """Yield the rows of an iterable, or of an object with a length and rows by index.
+
+    Of a data set of Hugging Face, a field that is null counts as missing: Arrow adds such fields.
+    """
+    is_from_arrow = hasattr(rows, "features")
+    if not hasattr(rows, "__iter__") and hasattr(rows, "__getitem__"):
+        rows = map(rows.__getitem__, range(len(rows)))
+    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
+        raise ValueError(f"data: {name} is {rows!r:.80}; must be rows: dicts in an iterable, or by "
+                         "index. Files are named in data and val_data of the config")
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"data: {name} has a row that is {type(row).__name__}; must be a "
+                             "dict, as {'text': ...}")
+        yield _without_nulls(row) if is_from_arrow else row
+
+
+def _without_nulls(value):
+    """Return a value without the fields of objects that are None."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    if isinstance(value, list):
+        return [_without_nulls(x) for x in value]
+    return value
+
+
+def _as_json(value):
+    """Return the list or number that an array or scalar of NumPy, pandas or Arrow stands for."""
+    if hasattr(value, "as_py"):
+        return _without_nulls(value.as_py())
+    if hasattr(value, "tolist"):
+        return _without_nulls(value.tolist())
+    raise TypeError(f"{value!r:.80} ({type(value).__name__}) has no form in JSON")
 
 
 # ---- tokenizers
@@ -3449,7 +3489,7 @@ def _load_chat_template(name):
     """Return the chat template of a folder, or None: {
         "render": (messages, tools, add_generation_prompt) -> text,
         "render_marked": (messages, tools) -> (text, [first, last) of what {% generation %} marks),
-        "marks_answers": tools -> whether the template has such marks,
+        "source": tools -> text of the template, without comments,
         "has_date": whether the template may hold today's date}.
 
     Only the template comes from transformers: its class for a folder may encode text in another
@@ -3475,11 +3515,10 @@ def _load_chat_template(name):
     def render_marked(messages, tools):
         return render_one(messages, tools, marked=True)
 
-    def marks_answers(tools):
-        template = re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
-        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+    def source(tools):
+        return re.sub(r"(?s)\{#.*?#\}", "", settings.get_chat_template(None, tools))
 
-    return {"render": render, "render_marked": render_marked, "marks_answers": marks_answers,
+    return {"render": render, "render_marked": render_marked, "source": source,
             "has_date": "strftime_now" in str(settings.chat_template)}
 
 

@@ -30,7 +30,6 @@ import ctypes
 import dataclasses
 import errno
 import fractions
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -2702,127 +2701,22 @@ def write_samples(path, texts, prompts):
 
 # ---- rows from Python
 
-
 def write_rows(cfg, given):
-    """cfg whose data are the given rows, written as .jsonl to out_dir/rows, or to out/rows.
-    A file is named after its content, so that a resumed run finds the same one, and the command
-    line can resume it. given: see `main`.
+    """cfg whose data are the given rows, which process 0 writes to out_dir/rows, or to out/rows, so
+    that the command line can resume the run. given: see `main`.
 
     Raises ValueError when cfg names files too, or a row is not an object of JSON values.
     """
-    fields = {"train": "data", "val": "val_data"}
-    parts = choose_parts(given)
     taken = [name for name in ("data", "mix") if getattr(cfg, name)]
-    if "val" in parts and cfg.val_data:
+    if cfg.val_data and data.val_split_of(given):
         taken.append("val_data")
     if taken:
         raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
                          "config; leave that empty")
     folder = Path(cfg.out_dir or config.RUNS_DIR, "rows")
-    paths = {}
-    for part, rows in parts.items():
-        # Process 0 writes, and the others wait for the name.
-        name = ckpt.broadcast_from_main(partial(write_part, folder, part, rows, cfg.columns))
-        paths[fields[part]] = (str(folder / name),)
-    return dataclasses.replace(cfg, **paths)
-
-
-def choose_parts(given):
-    """{"train": rows, "val": rows} of rows or a dict of splits, such as a DatasetDict; without
-    "val" if there is no split for validation. Other splits are not used, and named.
-    """
-    if not isinstance(given, dict):
-        return {"train": given}
-    if "train" not in given:
-        names = ", ".join(map(repr, given)) or "no keys"
-        raise ValueError(f"data: has {names}; must be rows, or a dict of rows by split, with "
-                         "'train' and, for validation, 'validation' or 'test'")
-    parts = {"train": given["train"]}
-    used = ["train"]
-    for name in data.VAL_SPLITS:
-        if name in given and "val" not in parts:
-            parts["val"] = given[name]
-            used.append(name)
-    unused = [repr(name) for name in given if name not in used]
-    if unused:
-        print0(f"data: {' and '.join(map(repr, used))} are used, and not {', '.join(unused)}")
-    return parts
-
-
-def write_part(folder, part, rows, columns):
-    """Write rows as a .jsonl file, and return its name."""
-    temporary = folder / f"{part}.{os.getpid()}.partial"
-    digest = hashlib.sha256()
-    n_rows = 0
-    excluded = set()
-    try:
-        with data.as_value_error(f"data: cannot be written to {folder}", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                for row in iterate_rows(rows, part):
-                    line, no_json = row_as_json(row, f"data: {part} row {n_rows}", columns)
-                    digest.update(line)
-                    file.write(line)
-                    excluded |= no_json
-                    n_rows += 1
-            if not n_rows:
-                raise ValueError(f"data: {part} has no row")
-            path = folder / f"{part}-{digest.hexdigest()[:16]}.jsonl"
-            # A file that is kept keeps its time, which the cache of tokens knows it by.
-            if not path.exists() or path.stat().st_size != temporary.stat().st_size:
-                temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if excluded:
-        print0(f"data: {part}: excluded from rows that are not JSON: {', '.join(sorted(excluded))}")
-    return path.name
-
-
-def iterate_rows(rows, part):
-    """Yield the rows of an iterable, or of an object with a length and rows by index. Of a data set
-    of Hugging Face, a field that is null counts as missing: Arrow adds such fields to each row.
-    """
-    if isinstance(rows, str | bytes | Path):
-        raise ValueError(f"data: {part} is {rows!r:.80}; must be rows. The config names files: set "
-                         "data and val_data there")
-    is_from_arrow = hasattr(rows, "features")
-    if not hasattr(rows, "__iter__"):
-        if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
-            raise ValueError(f"data: {part} is {type(rows).__name__}; must be an iterable of "
-                             "dicts, or have a length and dicts by index")
-        rows = map(rows.__getitem__, range(len(rows)))
-    for row in rows:
-        yield without_nulls(row) if is_from_arrow else row
-
-
-def without_nulls(value):
-    """A value without the fields of objects that are None."""
-    if isinstance(value, dict):
-        return {name: without_nulls(x) for name, x in value.items() if x is not None}
-    if isinstance(value, list):
-        return [without_nulls(x) for x in value]
-    return value
-
-
-def row_as_json(row, where, columns):
-    """(the line of a .jsonl file that holds a row, names of excluded columns). Of a row
-    with values that are not JSON, such as images, only the columns that are read are kept.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: is {type(row).__name__}; must be a dict, as {{'text': ...}}")
-    try:
-        return (json.dumps(row) + "\n").encode(), set()
-    except (TypeError, ValueError) as e:
-        error = f"{where}: {e}; it has the columns {', '.join(map(str, row))}"
-    read = data.known_columns(columns)
-    kept = {name: x for name, x in row.items() if name in read}
-    try:
-        line = json.dumps(kept) + "\n"
-    except (TypeError, ValueError):
-        kept = {}
-    if not kept:
-        raise ValueError(error)
-    return line.encode(), set(row) - set(kept)
+    paths = ckpt.broadcast_from_main(
+        partial(data.write_rows, folder, given, cfg.columns, log=print0))
+    return dataclasses.replace(cfg, **{field: (path,) for field, path in paths.items()})
 
 
 # ---- sparse rows

@@ -607,7 +607,7 @@ def test_tokenizer_json(tmp_path):
     """A tokenizer.json encodes as Hugging Face's library does. Text becomes documents between its
     end-of-document ids.
 
-    Break: data.py: append(_ids_before(bos, eos, is_chat), => append([],
+    Break: data.py: before = _ids_before(bos, eos, piece["kind"], last_kind) => before = []
     """
     pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<pad>", "<|endoftext|>")
@@ -1085,12 +1085,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
     ("x.json", b'{"text":\n "a}', "line 1: corrupted, or not JSON"),
     ("x.jsonl", b'{"text": ' + b"[" * 10**5, "line 1: corrupted, or not JSON"),
     ("x.jsonl", b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}", "line 2: corrupted, or not JSON"),
-    ("x.jsonl", b'{"messages": [{"role": "assistant", "content": "a"}]}\n',
-     "line 1: message 1 must have a role of system, developer, user"),
-    ("x.jsonl", b'{"text": "a"}\n{"messages": [{"role": "robot", "content": "a"}]}\n',
-     "line 2: message 1 must have a role of system, developer, user"),
-    ("x.jsonl", b'{"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}\n',
-     "line 1: message 2 must have a role of system, developer, user, assistant, tool"),
     ("x.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n',
      "line 1: messages need a chat template"),
     ("x.jsonl", b'\n{"text": ""}\n', "has 2 tokens, and no sequence"),
@@ -1446,7 +1440,7 @@ def test_chat_labels(family, marked, tmp_path):
     """Labels are the tokens that transformers marks as the assistant's in the template: each
     message with the id that ends it. Without such marks they are found in the rendered text.
 
-    Break: data.py: through = through.rstrip() => pass
+    Break: data.py: ending = ending.rstrip() => pass
     """
     library = chat_folder(tmp_path / family, family)
     if not marked:
@@ -1456,7 +1450,8 @@ def test_chat_labels(family, marked, tmp_path):
         library.chat_template = template
     ours = data.make_tokenizer(str(tmp_path / family))
     for name, messages in CHATS.items():
-        tools = [{"name": "scale"}] if name == "tool" else None
+        has_tools = name == "tool" and "tools" in library.chat_template
+        tools = [{"name": "scale"}] if has_tools else None
         wanted = library.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         is_ended = family == "ends as a whole" and messages[-1]["role"] == "assistant"
@@ -1498,11 +1493,11 @@ def test_chat_errors(tmp_path):
     """A conversation that the template refuses, or one that it renders differently when more
     messages follow, is an error with its line.
 
-    Break: data.py: if None in (n_before, n_prompt, n_last) or not => if not
+    Break: data.py: if not found or not text.endswith(rest): => if not found:
     """
     library = chat_folder(tmp_path / "t", "chatml")
     for template, words in (("{{ raise_exception('no system') }}", "refuses it: no system"),
-                            ("{{ messages | length }} {{ messages[-1].content }}",
+                            ("{{ messages }} {{ messages[-1].content | length }}",
                              "message 2: cannot determine which characters")):
         library.chat_template = template
         library.save_pretrained(tmp_path / "t")
@@ -1517,7 +1512,7 @@ def test_texts_beside_chats(tmp_path):
     """Between a chat and a text is an eos that is not a label. Packed, a chat is as its template
     writes it and a text has its eos ids.
 
-    Break: data.py: after_chat = is_chat => pass
+    Break: data.py: last_kind = piece["kind"] => pass
     """
     library = chat_folder(tmp_path / "t", "chatml")
     ours = data.make_tokenizer(str(tmp_path / "t"), "<|endoftext|>")

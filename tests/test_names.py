@@ -144,6 +144,7 @@ JUMPS = {
         "packing": ["_cut_documents", "_describe_packing", "_pack_shards", "_packed_batch"],
         "token files": ["_open_token_files"],
         "prompts of samples": ["preview_prompt"],
+        "rows of token ids": ["_read_ids"],
         "prompts and chats": ["_check_eval_labels", "_check_labels", "_describe_labels",
                               "_ignore_outside", "_join_prompt",
                               "_named_columns", "_read_prompt_or_chat"],

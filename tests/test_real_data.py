@@ -175,6 +175,14 @@ CONVERSATIONS = {
 }
 
 
+def rendered_keys(messages, template):
+    """The messages without thoughts, if the template does not render them: these are refused."""
+    if "reasoning_content" in template:
+        return messages
+    return [{name: x for name, x in message.items() if name != "reasoning_content"}
+            for message in messages]
+
+
 def make_bpe(special_tokens=SPECIAL_TOKENS):
     """Train a byte-level tokenizer with the real library on one line."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -226,13 +234,14 @@ def shown(ids, is_label, tokenizer):
 def test_labels_are_those_of_transformers(family, name, tmp_path):
     """Without marks in the template the labels are those that transformers takes from its marks.
 
-    Break: data.py: n = len(other_mark) => n = 0
+    Break: data.py: n_ending = len(token) => pass
     """
     transformers = pytest.importorskip("transformers")
     messages = CONVERSATIONS[name]
     if family == "gemma" and name == "tools":
         messages = CONVERSATIONS["thoughts"][:3]  # its template refuses tools
     template = FAMILIES[family]
+    messages = rendered_keys(messages, template)
     tok = make_bpe()
     folder = save_folder(tmp_path / "t", re.sub("{% (end)?generation %}", "", template), tok,
                          bos_token="<s>")
@@ -276,7 +285,7 @@ def test_no_other_role_is_labelled(family, tmp_path):
     """In random conversations no token outside the answers becomes a label, but for white space
     after an answer. A conversation that cannot be decided is refused, which is rare.
 
-    Break: data.py: if -1 < start < n < start + len(token): => if False:
+    Break: data.py: if -1 < start < n_ending < start + len(token): => if False:
     """
     transformers = pytest.importorskip("transformers")
     rng = random.Random(family)
@@ -291,6 +300,7 @@ def test_no_other_role_is_labelled(family, tmp_path):
     n_labels = 0
     for _ in range(60):
         messages = random_conversation(rng, with_tools=family != "gemma")
+        messages = rendered_keys(messages, template)
         wanted = library.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True)
         try:
@@ -542,6 +552,11 @@ def test_tables(case, tmp_path):
 USER = said("user", "low")
 SIMPLE_TEMPLATE = (
     CHATML_HEAD + "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT)
+# One with calls, which has the names tools, tool_calls and name.
+CALLING_TEMPLATE = (
+    "{% set known = tools %}" + CHATML_HEAD + "{{ m.content or '' }}{% for c in m.tool_calls or [] "
+    "%}{% set f = c.function or c %}{{ f.name }}{{ f.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT)
 
 # {case: (row, the labels or a part of the error)}
 CHAT_ROWS = {
@@ -556,6 +571,10 @@ CHAT_ROWS = {
     "an object": ({"messages": [USER, said("assistant", {"a": 1})]}, "message 2: content is"),
     "no messages": ({"messages": []}, "has no list of messages"),
     "a text instead of a list": ({"messages": '"hi"'}, "has no list of messages"),
+    "an answer first": ({"messages": [said("assistant", "a")]},
+                        "message 1 must have a role of system, developer, user: "),
+    "no role": ({"messages": [USER, {"content": "a"}]},
+                "message 2 must have a role of system, developer, user, assistant, tool: "),
     "weight 0": ({"messages": [USER, said("assistant", "a", weight=0), USER,
                                said("assistant", "b", weight=1)]}, "b<|im_end|>"),
     "weight 0 of a question": ({"messages": [USER | {"weight": 0}, said("assistant", "a")]},
@@ -565,9 +584,9 @@ CHAT_ROWS = {
     "weight 0.5": ({"messages": [USER, said("assistant", "a", weight=0.5)]},
                    "message 2: weight is 0.5; must be 0, or 1"),
     "train": ({"messages": [USER, said("assistant", "a", train=False)]},
-              "message 2: train is not known; set weight to 0"),
+              "message 2: train is not known to the chat template"),
     "loss_mask": ({"messages": [USER, said("assistant", "a", loss_mask=0)]},
-                  "message 2: loss_mask is not known"),
+                  "message 2: loss_mask is not known to the chat"),
     "a zero byte": ({"messages": [USER, said("assistant", "a\0")]}, "has a zero byte"),
     "half a character": ({"messages": [said("user", "\ud83d"), said("assistant", "a")]},
                          "has a zero byte or a lone surrogate"),
@@ -582,7 +601,7 @@ CHAT_ROWS = {
     "ShareGPT by roles": ({"conversations": [USER, said("assistant", "a")]}, "a<|im_end|>"),
     "Alpaca": ({"instruction": "low", "input": "er", "output": "a"}, "a<|im_end|>"),
     "Alpaca with a history": ({"instruction": "low", "output": "a", "history": [["b", "c"]]},
-                              "has a history"),
+                              "no token would hold the column history"),
     "prompt and completion": ({"prompt": [USER, said("assistant", "b"), USER],
                                "completion": [said("assistant", "a")]}, "a<|im_end|>"),
     "a prompt of text, messages after it": ({"prompt": "a", "completion": [said("user", "b")]},
@@ -598,9 +617,10 @@ CHAT_ROWS = {
         "a<|im_end|>"),
     "a role that is a list": ({"conversations": [{"from": ["x"], "value": "a"}]},
                               "message 1 must have a role of"),
-    "tool_calls that are no list": ({"messages": [USER, said("assistant", "", tool_calls={})]},
-                                    "message 2: tool_calls is '{}'; must be a list"),
-    "a number in Alpaca": ({"instruction": "low", "input": 5, "output": "a"}, "input is '5' (int)"),
+    "tool_calls that are no list": (
+        {"messages": [USER, said("assistant", "", tool_calls={"a": 1})]}, "message 2: tool_calls"),
+    "a number in Alpaca": ({"instruction": "low", "input": 5, "output": "a"},
+                           "input: content is '5' (int)"),
     "Alpaca without an input": ({"instruction": "low", "input": math.nan, "output": "a"},
                                 "a<|im_end|>"),
     "an empty history": ({"instruction": "low", "history": "[]", "output": "a"}, "a<|im_end|>"),
@@ -608,6 +628,36 @@ CHAT_ROWS = {
         said("user", "\uf8ff low"), said("assistant", "\uf8fea\uf8ff")]},
         "\uf8fea\uf8ff<|im_end|>"),
     "no tools": ({"messages": [USER, said("assistant", "a")], "tools": "[]"}, "a<|im_end|>"),
+    "arguments as JSON": ({"messages": [USER, said("assistant", None, tool_calls=[
+        {"function": {"name": "f", "arguments": '{"a": "x"}'}}])]}, 'f{"a": "x"}<|im_end|>'),
+    "arguments that are no JSON": ({"messages": [USER, said("assistant", None, tool_calls=[
+        {"function": {"name": "f", "arguments": "{x"}}])]}, "message 2: tool_calls: arguments"),
+    "calls and a tool as JSON": ({"tools": [json.dumps({"name": "f", "parameters": "{}"})],
+        "messages": [USER, said("assistant", None, tool_calls=json.dumps(
+            [{"name": "f", "arguments": ""}]))]}, "f{}<|im_end|>"),
+    "a name of a user": ({"messages": [USER | {"name": "Ann"}, said("assistant", "a")]},
+                         "message 1: the chat template does not render its name"),
+    "function_call": ({"messages": [USER, said("assistant", None, function_call={"name": "f"})]},
+                      "message 2: function_call is not known to the chat template"),
+    "a thought": ({"messages": [USER, said("assistant", "a", reasoning_content="b")]},
+                  "message 2: reasoning_content is not known to the chat template"),
+    "ids and empty keys of messages": ({"messages": [USER | {"id": "1", "tool_calls": []}, said(
+        "assistant", "a", id="2", refusal=None, annotations=[], audio={})]}, "a<|im_end|>"),
+    "metadata of a row": ({"messages": [USER, said("assistant", "a")], "id": 1, "source": "b",
+                           "url": "c", "timestamp": "d", "weight": math.nan}, "a<|im_end|>"),
+    "functions of a row": ({"messages": [USER, said("assistant", "a")], "functions": [TOOL]},
+                           "no token would hold the column functions"),
+    "system in parts": ({"messages": [USER, said("assistant", "a")],
+                         "system": [{"type": "text", "text": "be"}]}, "a<|im_end|>"),
+    "a system that is a number": ({"messages": [USER, said("assistant", "a")], "system": 7},
+                                  "message 1: content is '7'"),
+    "system beside texts": ({"system": "be", "prompt": "a", "completion": "b"},
+                            "no token would hold the column system"),
+    "system beside a text": ({"system": "be", "text": "a"},
+                             "no token would hold the column system of a row read as text"),
+    "tools beside a text": ({"tools": [TOOL], "text": "a"}, "no token would hold the column tools"),
+    "an empty text for tools": ({"messages": [USER, said("assistant", "a")], "tools": ""},
+                                "a<|im_end|>"),
     "tools that are no list": ({"messages": [USER, said("assistant", "a")], "tools": {"a": 1}},
                                "tools is"),
 }
@@ -622,11 +672,13 @@ def test_rows_of_chats(case, marked, tmp_path):
     Break: data.py: unlabelled.add(i) => pass
     """
     pytest.importorskip("transformers")
-    template = SIMPLE_TEMPLATE
+    template = CALLING_TEMPLATE
     if marked:
-        template = template.replace("{{ m.content + '<|im_end|>\n' }}", (
-            "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
-            "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"))
+        body = template[template.index("{{ m.content or") : template.index("{{ '<|im_end|>")]
+        template = template.replace(body, (
+            "{% if m.role == 'assistant' %}{% generation %}" + body + "{{ '<|im_end|>' }}"
+            "{% endgeneration %}{{ '\n' }}{% else %}" + body)).replace(
+            "{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endif %}")
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", template))
     row, wanted = CHAT_ROWS[case]
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [USER, said("assistant", "x")]}, row])
@@ -664,7 +716,7 @@ def test_marks_in_the_template_for_tools_alone(tmp_path):
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
     more = tmp_path / "t/additional_chat_templates"
     more.mkdir()
-    (more / "tool_use.jinja").write_text(FAMILIES["llama"])
+    (more / "tool_use.jinja").write_text("{# tools #}{% if tools %}{% endif %}" + FAMILIES["llama"])
     tokenizer = data.make_tokenizer(folder)
     messages = [USER, said("assistant", "a")]
     plain = data.read_example({"messages": messages}, "row", tokenizer)
@@ -703,7 +755,7 @@ def test_marks_that_take_the_space_beside_them(lstrip, rstrip, tmp_path):
 def test_a_long_chat_with_many_special_tokens(tmp_path):
     """The end of an answer is found among thousands of special tokens that the tokenizer may have.
 
-    Break: data.py: if -1 < start < n < start + len(token): => if False:
+    Break: data.py: if not n_ending and header => if header
     """
     pytest.importorskip("transformers")
     tok = make_bpe((*SPECIAL_TOKENS, *(f"<unused{i}>" for i in range(6000))))
@@ -718,7 +770,7 @@ def test_a_long_chat_with_many_special_tokens(tmp_path):
 def test_a_chat_without_text(tmp_path):
     """A chat that the template renders to nothing is an error with its line.
 
-    Break: data.py: if not rendered: => if False:
+    Break: data.py: if not text: => if False:
     """
     pytest.importorskip("transformers")
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", "{% if false %}a{% endif %}"))
@@ -740,6 +792,77 @@ def test_alpaca_without_a_template(tmp_path):
     assert with_system["text"] == "be\n\nlow\n\ner\n\n"
     assert bytes(i for i, on in zip(ids, is_label) if on) == b"\0yes\0"
     assert shard["counts"]["rows read as instruction, output"] == 1
+
+
+# ---- rows of token ids
+
+# {case: (row, the ids or a part of the error, which of them are labels)}
+ID_ROWS = {
+    "ids": ({"input_ids": [5, 6, 7]}, [5, 6, 7], [1, 1, 1]),
+    "labels": ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, [5, 6, 7], [0, 1, 1]),
+    "padding": ({"input_ids": [0, 5, 6, 7, 0], "labels": [-100, -100, 6, 7, -100],
+                 "attention_mask": [0, 1, 1, 1, 0]}, [5, 6, 7], [0, 1, 1]),
+    "JSON in a table": ({"input_ids": "[5, 6]", "labels": "", "attention_mask": "[1, 1]"},
+                        [5, 6], [1, 1]),
+    "lengths": ({"input_ids": [5, 6], "labels": [6]}, "input_ids has 2 ids, labels 1", None),
+    "a mask of another length": ({"input_ids": [5], "attention_mask": [1, 1]},
+                                 "attention_mask 2; must be as many", None),
+    "a large id": ({"input_ids": [5, 256]}, "input_ids has 256, not an id of the tokenizer 'bytes'",
+                   None),
+    "a negative id": ({"input_ids": [-100]}, "input_ids has -100, not an id", None),
+    "a huge id": ({"input_ids": [2**70]}, "input_ids must be a list of integers", None),
+    "floats": ({"input_ids": [5.0, 6.0]}, "input_ids must be a list of integers: it is [5.0", None),
+    "booleans": ({"input_ids": [True]}, "input_ids must be a list of integers", None),
+    "texts": ({"input_ids": ["5"]}, "input_ids must be a list of integers", None),
+    "lists of lists": ({"input_ids": [[5, 6]]}, "input_ids must be a list of integers", None),
+    "float labels": ({"input_ids": [5], "labels": [5.0]}, "labels must be a list of", None),
+    "shifted labels": ({"input_ids": [5, 6], "labels": [6, -100]}, "not shifted", None),
+    "a mask of 2": ({"input_ids": [5], "attention_mask": [2]}, "attention_mask 0 or 1", None),
+    "another mask": ({"input_ids": [5], "completion_mask": [0]},
+                     "no token would hold the column completion_mask", None),
+    "a text too": ({"text": "a", "input_ids": [5]}, "has text and also input_ids", None),
+}
+
+
+@pytest.mark.parametrize("case", ID_ROWS)
+def test_rows_of_token_ids(case, tmp_path):
+    """Ids, labels and attention_mask are read as they are, without an id between rows, from a file
+    of JSON and from Python; or the row is refused by name.
+
+    Break: data.py: "ignored": labels[used] == IGNORE => "ignored": False
+    """
+    row, wanted, is_label = ID_ROWS[case]
+    tokenizer = data.make_tokenizer("bytes")
+    arrays = {name: np.array(x) if isinstance(x, list) else x for name, x in row.items()}
+    if case == "a huge id":
+        arrays = row
+    for given in (row, arrays):
+        path = Path(data.write_rows(tmp_path, [{"input_ids": [9]}, given])["data"])
+        if isinstance(wanted, str):
+            with pytest.raises(ValueError) as e:
+                tokenized(path, tokenizer, tmp_path)
+            assert f"{path} line 2: " in str(e.value) and wanted in str(e.value), str(e.value)
+            continue
+        shard, (_, (ids, found)) = tokenized(path, tokenizer, tmp_path)
+        assert (ids, found) == (wanted, [bool(x) for x in is_label])
+        assert shard["tokens"].tolist() == [9, *wanted]
+
+
+def test_token_ids_beside_texts_in_parquet(tmp_path):
+    """Between ids and a text is the end of the text or its beginning, as between chats and texts.
+
+    Break: data.py: if kind == "ids" and last_kind not in ("text", "pair"): =>
+    if kind == "ids":
+    """
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": "a"}, {"input_ids": [5, 6]}, {"input_ids": [7]}, {"text": "b"}]
+    parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema([
+        ("text", arrow.string()), ("input_ids", arrow.list_(arrow.int32()))])),
+        tmp_path / "a.parquet")
+    shard, documents = tokenized(tmp_path / "a.parquet", data.make_tokenizer("bytes"), tmp_path)
+    assert bytes(shard["tokens"]) == b"\0a\0\5\6\7\0b\0"
+    assert [bytes(ids) for ids, _ in documents] == [b"\0a\0", b"\5\6", b"\7", b"\0b\0"]
 
 
 # ---- tokenizers
@@ -1166,8 +1289,8 @@ def test_prompts_of_a_file(tmp_path):
     """Each line is a prompt; each row of a .jsonl is a text or a chat, rendered as transformers
     does, and so is --chat. Errors name the field, or the file and the line.
 
-    Break: data.py: return template["render"](messages, tools, True) =>
-    return template["render"](messages, tools, False)
+    Break: data.py: text = template["render"](messages, tools, True) =>
+    text = template["render"](messages, tools, False)
     """
     transformers = pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
@@ -1209,7 +1332,7 @@ def test_prompts_of_a_file(tmp_path):
             read("b.jsonl", text)
     with pytest.raises(ValueError, match="absent': no such file; must be a text with one prompt"):
         data.sample_prompts(config.Config(prompts=str(tmp_path / "absent")), tokenizer)
-    with pytest.raises(ValueError, match="chat 'low': a question needs a chat template"):
+    with pytest.raises(ValueError, match="chat 'low': messages need a chat template"):
         data.sample_prompts(config.Config(chat="low"), plain)
 
 
@@ -1520,26 +1643,29 @@ def test_labels_are_counted_and_shown(tmp_path):
 
 
 def test_chats_with_tools_that_are_not_rendered(tmp_path):
-    """The summary counts the chats whose tools or calls the chat template skips.
+    """Tools, or calls of them, that the chat template does not name are refused by name.
 
-    Break: data.py: return any(name not in text for name in names) => return False
+    Break: data.py: if not _names(template["source"](tools), "tools"): => if False:
     """
     pytest.importorskip("transformers")
-    path = write_rows(tmp_path / "a.jsonl", tool_rows())
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", TOOLS_TEMPLATE))
-    shard, _ = tokenized(path, tokenizer, tmp_path)
-    fact = "chats with tools that the chat template does not render"
-    assert fact not in shard["counts"]
-    template = SIMPLE_TEMPLATE.replace("m.content", "(m.content or '')")
+    tokenizer = data.make_tokenizer(save_folder(tmp_path / "t", SIMPLE_TEMPLATE))
+    row = tool_rows()[0]
+    with pytest.raises(ValueError, match="row: tools are not known to the chat template"):
+        data.read_example(row, "row", tokenizer)
+    with pytest.raises(ValueError, match="message 2: tool_calls is not known to the chat"):
+        data.read_example(row | {"tools": []}, "row", tokenizer)
+    template = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}" \
+        "{% endfor %}"
     tokenizer = data.make_tokenizer(save_folder(tmp_path / "u", template))
-    shard, _ = tokenized(path, tokenizer, tmp_path)
-    assert shard["counts"][fact] == 2
+    row = {"system": "be", "messages": [USER, said("assistant", "a")]}
+    with pytest.raises(ValueError, match="message 1: the chat template does not render its cont"):
+        data.read_example(row, "row", tokenizer)
 
 
 def test_an_empty_completion_has_its_end_as_a_label(tmp_path):
     """A pair with an empty completion does not count as a document without a label.
 
-    Break: data.py: if is_chat and np.all(piece["ignored"]): => if np.all(piece["ignored"]):
+    Break: data.py: if is_whole and np.all(piece["ignored"]): => if np.all(piece["ignored"]):
     """
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": ""}])
     shard, _ = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
@@ -1711,7 +1837,7 @@ def test_rows_from_python(tiny, tmp_path):
     """Rows given by a Python program train as the same rows in a file do, and the run resumes from
     them, by index as from an iterator.
 
-    Break: train.py: rows = map(rows.__getitem__, range(len(rows))) => rows = []
+    Break: data.py: rows = map(rows.__getitem__, range(len(rows))) => rows = []
     """
     rows = [{"text": f"row {i} of the text"} for i in range(80)]
     cfg = tiny(data=(), val_frac=0.1, steps=2, seq_len=16, sample_tokens=0, vocab_size=0)
@@ -1743,13 +1869,13 @@ def test_rows_from_python_name_a_run(tmp_path, monkeypatch):
 
 # {case: (config fields, what a program gives, a part of the error)}
 WRONG_ROWS = {
-    "not JSON": ({}, [{"text": "a"}, {"text": {1}}],
-                 r"data: train row 1: Object of type set .* it has the columns text"),
+    "not JSON": ({}, [{"text": "a"}, {"text": {1}}], r"train row 2: \{1\} \(set\) has no form"),
+    "other columns": ({}, [{"body": "a"}], "data: train row 1 has no known column; it has body"),
     "no rows": ({}, iter(()), "data: train has no row"),
     "no train": ({}, {"text": ["a"]}, "data: has 'text'; must be rows, or a dict of rows by split"),
     "a path": ({}, "rows.jsonl", "data: train is 'rows.jsonl'; must be rows"),
-    "a number": ({}, 3, "data: train is int; must be an iterable of dicts"),
-    "texts": ({}, ["a"], "data: train row 0: is str; must be a dict"),
+    "a number": ({}, 3, "data: train is 3; must be rows"),
+    "texts": ({}, ["a"], "data: train has a row that is str; must be a dict"),
     "files too": (dict(data=("a.txt",)), [{"text": "a"}], "together with data of the config"),
     "two validations": (dict(val_data=("a.txt",)),
                         {"train": [{"text": "a"}], "val": [{"text": "a"}]},
@@ -1761,7 +1887,7 @@ WRONG_ROWS = {
 def test_wrong_rows_from_python(case, tmp_path):
     """What is no rows is refused by name, and leaves no file.
 
-    Break: train.py: temporary.unlink(missing_ok=True) => pass
+    Break: data.py: temporary.unlink(missing_ok=True) => pass
     """
     fields, given, words = WRONG_ROWS[case]
     cfg = config.Config(out_dir=str(tmp_path / "out"), mode="data", **fields)
@@ -1774,7 +1900,7 @@ def test_splits_of_rows_from_python(tmp_path, capsys):
     """Of a dict of splits, the validation split becomes val_data, and the test split if there is no
     other. Splits that are not used are named.
 
-    Break: train.py: if name in given and "val" not in parts: => if name in given:
+    Break: data.py: used["val_data"] = val_split_of(given) => pass
     """
     def read(given, **fields):
         cfg = config.Config(out_dir=str(tmp_path / "out"), **fields)
@@ -1794,29 +1920,54 @@ def test_splits_of_rows_from_python(tmp_path, capsys):
     assert read(splits["train"], val_data=(str(path),)) == [["train"], ["file"]]
 
 
-def test_a_row_from_python_with_other_columns(tmp_path, capsys):
-    """Columns that are not read may have values that JSON has not. Of a data set of Arrow, which
-    says its features, a field that is null counts as missing.
+# {case: (a row as a library gives it, the row in JSON)}
+LIBRARY_ROWS = {
+    "columns that are not read": ({"text": "a", "day": np.datetime64("2026-01-01"), "image": {1}},
+                                  {"text": "a"}),
+    "pandas": ({"messages": np.array([{"role": "user", "tool_calls": np.array([
+        {"function": {"arguments": {"a": "x", "b": None}}}], object)}], object)},
+        {"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": {"a": "x"}}}]}]}),
+    "NumPy": ({"input_ids": np.arange(3), "labels": np.int64([-100, 1, 2]), "weight": np.int32(1)},
+              {"input_ids": [0, 1, 2], "labels": [-100, 1, 2], "weight": 1}),
+    "null in Python": ({"messages": [{"role": "user", "name": None}]},
+                       {"messages": [{"role": "user", "name": None}]}),
+}
 
-    Break: train.py: yield without_nulls(row) if is_from_arrow else row => yield row
+
+@pytest.mark.parametrize("case", LIBRARY_ROWS)
+def test_rows_of_libraries(case, tmp_path):
+    """Arrays are lists, a field that Arrow added is missing, and other columns may have any value.
+
+    Break: data.py: return _without_nulls(value.tolist()) => return value.tolist()
     """
-    day = np.datetime64("2026-01-01")
-    table = ByIndex([{"messages": [{"role": "user", "name": None}], "day": day, "body": "b"}])
-    line, excluded = train.row_as_json(table[0], "row", ())
-    assert json.loads(line) == {"messages": [{"role": "user", "name": None}]}
-    assert excluded == {"day", "body"}
-    assert json.loads(train.row_as_json(table[0], "row", ("text=body",))[0]) == {"body": "b"}
+    row, wanted = LIBRARY_ROWS[case]
+    paths = data.write_rows(tmp_path, [row])
+    assert json.loads(Path(paths["data"]).read_text()) == wanted
+
+
+def test_rows_of_arrow(tmp_path):
+    """Scalars of Arrow are values. Of a data set that says its features, a null counts as missing.
+
+    Break: data.py: yield _without_nulls(row) if is_from_arrow else row => yield row
+    """
+    table = ByIndex([{"messages": [{"role": "user", "name": None}], "body": "b"}])
     table.features = {}
-    name = train.write_part(tmp_path, "train", table, ())
-    assert json.loads((tmp_path / name).read_text()) == {"messages": [{"role": "user"}]}
-    assert "excluded from rows that are not JSON: body, day" in capsys.readouterr().out
+    paths = data.write_rows(tmp_path, table)
+    assert json.loads(Path(paths["data"]).read_text()) == {"messages": [{"role": "user"}]}
+    paths = data.write_rows(tmp_path, table, ("text=body",))
+    assert json.loads(Path(paths["data"]).read_text()) == {"body": "b"}
+    arrow = pytest.importorskip("pyarrow")
+    for value in ([1, 2], [{"role": "user", "name": None}]):
+        paths = data.write_rows(tmp_path, [{"messages": arrow.scalar(value)}])
+        row = json.loads(Path(paths["data"]).read_text())
+        assert row["messages"] == data._without_nulls(value)
 
 
 def test_rows_of_datasets(tmp_path):
     """A Dataset, a DatasetDict and an IterableDataset of Hugging Face's library are read as their
     rows.
 
-    Break: train.py: if not isinstance(given, dict): => if True:
+    Break: data.py: given = {"train": given} => pass
     """
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     rows = [{"text": f"row {i}", "day": datetime.date(2026, 1, 1)} for i in range(9)]

@@ -3,11 +3,10 @@
 
 python tests/recipes/dpo.py --data pairs.jsonl --init_from out/default --beta 0.1
 
-A row {"prompt", "chosen", "rejected"} has three texts, which are tokenized like a prompt and its
-completion, or three lists of messages, which are rendered by the chat template. "prompt" may be
-missing beside messages: then it is what both conversations begin with. The labels are the answer
-and its end. A pair that exceeds seq_len loses the beginning of its prompt, then the end of an
-answer.
+A row {"prompt", "chosen", "rejected"} has texts or messages, each pair in one of the forms that
+train.py reads as a prompt and its completion, with "system" and "tools". "prompt" may be missing
+beside messages: then it is what both conversations begin with. The labels are the answer and its
+end. A pair that exceeds seq_len loses the beginning of its prompt, then the end of an answer.
 """
 import sys
 import zlib
@@ -92,11 +91,9 @@ def read_pairs(patterns, cfg):
     n_cut = 0
     for path in data.expand(patterns):
         for where, row, _ in data.rows_in(path, -1, cfg.columns):
-            if is_conversation(row):
-                answers = encode_conversations(row, tokenizer, where)
-            else:
-                data.check_has_end(tokenizer, where)
-                answers = encode_texts(check_row(row, where), tokenizer)
+            answers = []
+            for name, answer_row in rows_of_pair(row, where).items():
+                answers.append(encode_answer(answer_row, tokenizer, f"{where}: {name}"))
             pair = cut_pair(answers, cfg.seq_len)
             ids = np.concatenate([ids for ids, _ in pair])
             data.check_ids(ids[None], cfg.vocab_size, [{"name": where}])
@@ -110,77 +107,59 @@ def read_pairs(patterns, cfg):
     return pairs
 
 
-def check_row(row, where):
-    """The texts [prompt, chosen, rejected] of a row. Raises ValueError with its errors."""
-    if not isinstance(row, dict):
-        row = {}
+def rows_of_pair(row, where):
+    """{"chosen": row, "rejected": row}, each with a prompt and a completion for data.read_example.
+    """
+    values = {}
     errors = []
     for name in ("prompt", "chosen", "rejected"):
-        text = row.get(name)
-        if isinstance(text, str) and (text or name == "prompt"):
+        value = row.get(name) if isinstance(row, dict) else None
+        values[name] = data.messages_in(value)
+        # Conversations may have the prompt within.
+        if name == "prompt" and value in (None, "") and isinstance(row, dict):
             continue
-        value = "missing"
-        if name in row:
-            value = repr(text)[:60]
-        errors.append(f"{name} is {value}; must be a string, and an answer must not be empty: "
-                      "correct this line or delete it")
+        if not isinstance(value, str | list) or not value:
+            errors.append(f"{name} is {value!r:.60}; must be a text or a list of messages")
+    prompt, chosen, rejected = values.values()
+    if not errors and isinstance(chosen, list) and isinstance(rejected, list):
+        prompt, chosen, rejected = split_conversations(prompt, chosen, rejected)
+    elif prompt is None:
+        errors.append("prompt is missing beside answers of text")
     config.raise_if_errors(errors, where)
-    return [row["prompt"], row["chosen"], row["rejected"]]
+    others = {name: row[name] for name in row if name in data.UNREAD_COLUMNS}
+    return {"chosen": others | {"prompt": prompt, "completion": chosen},
+            "rejected": others | {"prompt": prompt, "completion": rejected}}
 
 
-def encode_texts(texts, tokenizer):
-    """[(ids, which of them are labels)] of both answers, each with the prompt in front."""
-    prompt = tokenizer["encode"](texts[0])
-    begin = tokenizer["bos"]
-    if begin is None:
-        begin = tokenizer["eos"]
-    prompt = np.append(np.int32(begin), np.int32(prompt))
-    encoded = []
-    for answer in tokenizer["encode_continuations"](texts[1:]):
-        answer = np.append(np.int32(answer), np.int32(tokenizer["eos"]))
-        is_label = np.repeat([False, True], [len(prompt), len(answer)])
-        encoded.append((np.append(prompt, answer), is_label))
-    return encoded
-
-
-def is_conversation(row):
-    """Whether a row has lists of messages."""
-    if not isinstance(row, dict):
-        return False
-    answers = [row.get("chosen"), row.get("rejected")]
-    return all(isinstance(x, list) and x and isinstance(x[0], dict) for x in answers)
-
-
-def encode_conversations(row, tokenizer, where):
-    """As encode_texts, for lists of messages. Labels are the assistant's messages of an answer."""
-    chosen, rejected = row["chosen"], row["rejected"]
-    prompt = row.get("prompt") or []
-    if isinstance(prompt, str):
+def split_conversations(prompt, chosen, rejected):
+    """The messages before both answers, and those of each. The conversations may repeat the prompt.
+    """
+    n_common = 0
+    while n_common < min(len(chosen), len(rejected)) and chosen[n_common] == rejected[n_common]:
+        n_common += 1
+    common = chosen[:n_common]
+    if isinstance(prompt, str) and prompt:
         prompt = [{"role": "user", "content": prompt}]
-    # The conversations may repeat the prompt, or have it alone.
-    repeated = chosen[0].get("role") != "assistant" or rejected[0].get("role") != "assistant"
-    if repeated:
-        n_common = 0
-        for a, b in zip(chosen, rejected):
-            if a != b:
-                break
-            n_common += 1
-        prompt, chosen, rejected = chosen[:n_common], chosen[n_common:], rejected[n_common:]
-    examples = []
-    for answer in (chosen, rejected):
-        messages = data.messages_of_pair(prompt, answer, where)
-        text, spans = data.render_chat(messages, row.get("tools"), tokenizer, where)
-        examples.append({"kind": "chat", "text": text, "spans": spans})
-    encoded = []
-    for name, (ids, ignored) in zip(("chosen", "rejected"),
-                                    data.encode_examples(examples, tokenizer)):
-        is_label = np.asarray(ignored) == 0
-        if not is_label.any():
-            config.raise_if_errors([
-                f"{name} has no label: it needs a message of the assistant of its own whose weight "
-                "is not 0: correct this line or delete it"], where)
-        encoded.append((np.int32(ids), is_label))
-    return encoded
+    prompt = prompt or []
+    if prompt not in (common[: len(prompt)], common[len(common) - len(prompt) :]):
+        common = prompt + common
+    return common, chosen[n_common:], rejected[n_common:]
+
+
+def encode_answer(row, tokenizer, where):
+    """(ids, which of them are labels) of a row with a prompt and its completion."""
+    example = data.read_example(row, where, tokenizer)
+    (ids, ignored), = data.encode_examples([example], tokenizer)
+    if example["kind"] == "pair":
+        data.check_has_end(tokenizer, where)
+        begin = tokenizer["eos"] if tokenizer["bos"] is None else tokenizer["bos"]
+        ids = np.concatenate([[begin], ids, [tokenizer["eos"]]])
+        ignored = np.concatenate([[1], ignored, [0]])
+    is_label = np.asarray(ignored) == 0
+    if not is_label.any():
+        raise ValueError(f"{where} has no label: it needs a message of the assistant of its own "
+                         "whose weight is not 0")
+    return np.int32(ids), is_label
 
 
 def cut_pair(answers, T):
