@@ -2253,7 +2253,7 @@ def _read_ids(row, where, tokenizer):
                          "shifted, and attention_mask 0 or 1")
     used = mask == 1
     return {"kind": "ids", "text": "", "ids": ids[used], "ignored": labels[used] == IGNORE,
-            "n_bytes": tokenizer["n_bytes"](ids[used])}
+            "n_bytes": len(tokenizer["decode"](ids[used]).encode())}
 
 
 def _integers(row, name, where):
