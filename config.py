@@ -36,9 +36,6 @@ Interval = Annotated[int | str, (
     "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
-Slices = Annotated[int | str, (
-    lambda x: parses(parse_slices, x),
-    "at least 1, or a number for each axis that crosses slices, as in dp=2,fsdp=4")]
 
 
 # The comment beside or above a field is its text in --help; `# ---- name` begins a group there.
@@ -246,8 +243,7 @@ class Config:
     tp: Axis = 1  # devices along tp, which splits heads, MLP width and vocabulary
     sp: Axis = 1  # devices along sp, which splits the sequence (Ulysses) and weights
     # TPU slices or groups of hosts joined by a slow network; they split dp, or fsdp where dp is 1.
-    # dp=2,fsdp=4: eight of them, which split these axes
-    slices: Slices = 1
+    slices: PosInt = 1
     # address of process 0 as host:port; auto: found by Slurm, Open MPI or Kubernetes; empty: the
     # run has one process
     coordinator: str = ""
@@ -1108,44 +1104,14 @@ def mesh_sizes(cfg, n_devices):
         mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
     n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    errors = slice_errors(cfg, sizes)
+    sliced = "fsdp" if sizes["dp"] == 1 else "dp"
+    errors = divisor_errors("slices", cfg.slices, sliced, sizes[sliced])
     errors += multiple_errors(
         "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
     n_row_parts = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     errors += multiple_errors(
         "eval_batch_size", cfg.eval_batch_size, "dp x fsdp x ep", n_row_parts)
     return sizes, errors
-
-
-def parse_slices(value):
-    """{axis: number of slices along it} of cfg.slices; a number alone has the axis "". Raises
-    ValueError when malformed.
-    """
-    text = str(value).replace(" ", "")
-    found = {}
-    if "=" not in text:
-        found[""] = int(text)
-    else:
-        for part in text.split(","):
-            axis, _, number = part.partition("=")
-            if axis not in MESH or axis in found:
-                raise ValueError(f"slices {value!r}: {axis!r} is no axis, or comes twice")
-            found[axis] = int(number)
-    if min(found.values()) < 1:
-        raise ValueError(f"slices {value!r}: must be at least 1")
-    return found
-
-
-def slice_errors(cfg, sizes):
-    """Errors: the axes that the slices cannot split evenly. sizes: {axis: size} of the mesh."""
-    errors = []
-    for axis, n in parse_slices(cfg.slices).items():
-        if axis:
-            errors += divisor_errors(f"slices {axis}", n, axis, sizes[axis])
-        else:
-            axis = "fsdp" if sizes["dp"] == 1 else "dp"
-            errors += divisor_errors("slices", n, axis, sizes[axis])
-    return errors
 
 
 def multiple_errors(name, value, rule, divisor):
@@ -1476,72 +1442,72 @@ def architecture_mismatch(saved, current):
 
 # ---- names in other trainers
 
-# What to write, and the names of it in nanoGPT, Hugging Face and others.
-OTHER_TRAINERS = {
-    "--out_dir": "output_dir run_name",
-    "--resume overwrite": "overwrite_output_dir",
-    "--resume": "resume_from_checkpoint",
-    "--mode eval": "eval_only do_eval",
-    "--mode train": "do_train",
-    "--init_from": "model_name_or_path model_name pretrained_model_name_or_path",
-    "--seed": "data_seed",
-    "--data": "dataset data_dir train_file",
-    "--data 'hf://datasets/ORG/NAME/*.parquet'": "dataset_name",
-    "--val_data": "validation_file",
-    "--columns text=NAME": "dataset_text_field",
-    "--tokenizer": "tokenizer_name tokenizer_name_or_path",
-    "not needed: batches are made in the background": "dataloader_num_workers",
-    "--steps": "max_iters max_steps num_steps train_steps",
-    "--epochs": "num_train_epochs num_epochs",
-    "--batch_size, of all devices together": "per_device_train_batch_size",
-    "--batch_size": "train_batch_size",
-    "--eval_batch_size, of all devices together": "per_device_eval_batch_size",
-    "--grad_accum_steps, parts of one --batch_size": "gradient_accumulation_steps",
-    "--seq_len": "block_size max_seq_length max_seq_len max_length model_max_length",
-    "--n_layers": "n_layer num_layers num_hidden_layers",
-    "--n_heads": "n_head num_heads num_attention_heads",
-    "--n_kv_heads": "num_key_value_heads",
-    "--d_model": "n_embd hidden_size",
-    "--d_ff": "intermediate_size",
-    "--norm_eps": "rms_norm_eps",
-    "--tie_embeddings": "tie_word_embeddings",
-    "--qkv_bias, of queries, keys and values": "bias",
-    "--lora_rank": "lora_r use_peft",
-    "--lora_targets": "lora_target_modules target_modules",
-    "--dtype bfloat16": "bf16",
-    "--dtype float16": "fp16",
-    "--remat full": "gradient_checkpointing",
-    "--attention": "attn_implementation",
-    "not needed: steps are always compiled": "compile torch_compile",
-    "the environment variable JAX_PLATFORMS": "device",
-    "--lr": "learning_rate",
-    "--optimizer": "optim",
-    "--schedule": "lr_scheduler_type decay_lr",
-    "--warmup_steps": "warmup_iters",
-    "--warmup_steps, below 1 a fraction of steps": "warmup_ratio",
-    "--steps, the horizon of the schedule": "lr_decay_iters",
-    "--min_lr_frac, a fraction of lr, as 0.1": "min_lr",
-    "--b1": "beta1 adam_beta1",
-    "--b2": "beta2 adam_beta2",
-    "--eps": "adam_epsilon",
-    "--clip_norm": "grad_clip max_grad_norm",
-    "--label_smoothing": "label_smoothing_factor",
-    "--log_every": "log_interval logging_steps",
-    "--eval_every": "eval_interval eval_steps",
-    "--eval_every, as 250 or 1epoch": "eval_strategy evaluation_strategy",
-    "--eval_batches": "eval_iters",
-    "--save_every": "save_steps save_interval always_save_checkpoint",
-    "--save_every, as 250 or 1epoch": "save_strategy",
-    "--max_to_keep": "save_total_limit",
-    "--keep_best": "load_best_model_at_end metric_for_best_model",
-    "--track": "report_to",
-    "--track wandb": "wandb_log wandb",
-    "the environment variable WANDB_PROJECT": "wandb_project",
-    "the environment variable WANDB_NAME": "wandb_run_name",
-    "--prompt": "start",
-    "--n_samples": "num_samples",
-    "--sample_tokens": "max_new_tokens",
-}
+# What to write: the names of it in nanoGPT, Hugging Face and others.
+OTHER_TRAINERS = """
+--out_dir <- output_dir run_name
+--resume overwrite <- overwrite_output_dir
+--resume <- resume_from_checkpoint
+--mode eval <- eval_only do_eval
+--mode train <- do_train
+--init_from <- model_name_or_path model_name pretrained_model_name_or_path
+--seed <- data_seed
+--data <- dataset data_dir train_file
+--data 'hf://datasets/ORG/NAME/*.parquet' <- dataset_name
+--val_data <- validation_file
+--columns text=NAME <- dataset_text_field
+--tokenizer <- tokenizer_name tokenizer_name_or_path
+not needed: batches are made in the background <- dataloader_num_workers
+--steps <- max_iters max_steps num_steps train_steps
+--epochs <- num_train_epochs num_epochs
+--batch_size, of all devices together <- per_device_train_batch_size
+--batch_size <- train_batch_size
+--eval_batch_size, of all devices together <- per_device_eval_batch_size
+--grad_accum_steps, parts of one --batch_size <- gradient_accumulation_steps
+--seq_len <- block_size max_seq_length max_seq_len max_length model_max_length
+--n_layers <- n_layer num_layers num_hidden_layers
+--n_heads <- n_head num_heads num_attention_heads
+--n_kv_heads <- num_key_value_heads
+--d_model <- n_embd hidden_size
+--d_ff <- intermediate_size
+--norm_eps <- rms_norm_eps
+--tie_embeddings <- tie_word_embeddings
+--qkv_bias, of queries, keys and values <- bias
+--lora_rank <- lora_r use_peft
+--lora_targets <- lora_target_modules target_modules
+--dtype bfloat16 <- bf16
+--dtype float16 <- fp16
+--remat full <- gradient_checkpointing
+--attention <- attn_implementation
+not needed: steps are always compiled <- compile torch_compile
+the environment variable JAX_PLATFORMS <- device
+--lr <- learning_rate
+--optimizer <- optim
+--schedule <- lr_scheduler_type decay_lr
+--warmup_steps <- warmup_iters
+--warmup_steps, below 1 a fraction of steps <- warmup_ratio
+--steps, the horizon of the schedule <- lr_decay_iters
+--min_lr_frac, a fraction of lr, as 0.1 <- min_lr
+--b1 <- beta1 adam_beta1
+--b2 <- beta2 adam_beta2
+--eps <- adam_epsilon
+--clip_norm <- grad_clip max_grad_norm
+--label_smoothing <- label_smoothing_factor
+--log_every <- log_interval logging_steps
+--eval_every <- eval_interval eval_steps
+--eval_every, as 250 or 1epoch <- eval_strategy evaluation_strategy
+--eval_batches <- eval_iters
+--save_every <- save_steps save_interval always_save_checkpoint
+--save_every, as 250 or 1epoch <- save_strategy
+--max_to_keep <- save_total_limit
+--keep_best <- load_best_model_at_end metric_for_best_model
+--track <- report_to
+--track wandb <- wandb_log wandb
+the environment variable WANDB_PROJECT <- wandb_project
+the environment variable WANDB_NAME <- wandb_run_name
+--prompt <- start
+--n_samples <- num_samples
+--sample_tokens <- max_new_tokens
+"""
 
 
 def hint_for_name(name, fields):
@@ -1549,7 +1515,8 @@ def hint_for_name(name, fields):
 
     fields: the names of all fields. A fork may have a field of that name.
     """
-    for text, names in OTHER_TRAINERS.items():
+    for line in OTHER_TRAINERS.strip().splitlines():
+        text, _, names = line.partition(" <- ")
         if name in names.split() and name not in fields:
             return f"use {text}" if text.startswith("--") else text
     return ""

@@ -349,7 +349,8 @@ AXES = ("dp", "fsdp", "ep", "tp", "sp")
 def make_mesh(cfg, devices=None):
     """Make a mesh of all devices over AXES. One size in cfg may be -1.
 
-    cfg.slices is the number of groups of devices with a slow network between them, see slice_sizes.
+    cfg.slices is the number of groups of devices with a slow network between them, which split dp,
+    or fsdp where dp is 1.
 
     Raises ValueError when the sizes do not use every device, or when the devices of a TPU belong to
     another number of slices.
@@ -751,25 +752,6 @@ def _axis_names(axes):
     return jax.tree.leaves(axes)
 
 
-def slice_sizes(slices, sizes):
-    """Return {axis: number of slices along it} for all axes.
-
-    slices: a number of slices, which split dp, or fsdp where dp is 1; or a text with the axes that
-    they split, as "dp=2,fsdp=4". sizes: {axis: size} of the mesh.
-    """
-    text = str(slices)
-    if "=" not in text:
-        axis = "fsdp" if sizes["dp"] == 1 else "dp"
-        text = f"{axis}={text}"
-    found = dict.fromkeys(AXES, 1)
-    for part in text.replace(" ", "").split(","):
-        axis, _, n = part.partition("=")
-        if axis not in AXES:
-            raise ValueError(f"slices {slices!r}: {axis!r} is no axis; legal: {', '.join(AXES)}")
-        found[axis] = int(n)
-    return found
-
-
 def _device_grid(devices, sizes, cfg):
     """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""
     # The slice of each device; only TPUs have one.
@@ -780,26 +762,19 @@ def _device_grid(devices, sizes, cfg):
             index = 0
         slices.append(index)
     n_found = len(set(slices))
-    n_along = slice_sizes(cfg.slices, sizes)
-    n_slices = prod(n_along.values())
-    if devices[0].platform == "tpu" and n_slices != n_found:
+    if devices[0].platform == "tpu" and cfg.slices != n_found:
         raise ValueError(f"slices {cfg.slices}: the devices have {n_found}; set it to {n_found}")
 
-    # The grid of each slice.
-    sizes_within = [sizes[axis] // n_along[axis] for axis in AXES]
+    # The grid of each slice, then one slice after the other along the axis that they split.
+    axis = "fsdp" if sizes["dp"] == 1 else "dp"
+    sizes_within = sizes | {axis: sizes[axis] // cfg.slices}
     by_slice = devices[np.argsort(slices, kind="stable")]
     grids = []
-    for group in np.split(by_slice, n_slices):
+    for group in np.split(by_slice, cfg.slices):
         # Not jax.make_mesh: it refuses an axis of 8 on a slice whose every side is 16 long.
         grids.append(mesh_utils.create_device_mesh(
-            sizes_within, list(group), allow_split_physical_axes=True))
-
-    # Join them: along each axis one slice after the other. First an array with the dims of the
-    # slices, then those within a slice; each axis has one of both.
-    n_axes = len(AXES)
-    joined = np.stack(grids).reshape(*n_along.values(), *sizes_within)
-    pairs = [(i, n_axes + i) for i in range(n_axes)]
-    return joined.transpose(sum(pairs, ())).reshape(list(sizes.values()))
+            list(sizes_within.values()), list(group), allow_split_physical_axes=True))
+    return np.concatenate(grids, axis=AXES.index(axis))
 
 
 # ---- compilation

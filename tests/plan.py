@@ -147,7 +147,7 @@ def planned_devices(cfg):
                 # Such programs can be written to the cache, but not read.
                 jax.config.update("jax_enable_compilation_cache", False)
                 return gpus(name, *hosts_and_gpus(cfg.plan_for))
-            return slice_devices(cfg.plan_for, math.prod(config.parse_slices(cfg.slices).values()))
+            return slice_devices(cfg.plan_for, cfg.slices)
         except (RuntimeError, ValueError) as e:
             error = f"unknown ({str(e).splitlines()[0]}); legal are {legal}"
     config.raise_if_errors([config.field_error(cfg, "plan_for", error)])
@@ -246,7 +246,7 @@ def measure(run):
     if compiled_step is None:  # it does not fit, or cannot be compiled
         return cost | {"collectives": {}, "sent_bytes": 0, "memory_traffic_bytes": 0,
                        "host_bytes": 0}
-    n_slices = math.prod(steplib.slice_sizes(run["cfg"].slices, mesh.shape).values())
+    n_slices = run["cfg"].slices
     plan_for = run["cfg"].plan_for
     if plan_for.partition(":")[0] in GPUS:  # the slow network is between hosts
         n_slices, _ = hosts_and_gpus(plan_for)
