@@ -6,25 +6,6 @@ modes and the command line. The only file that imports the others. Refuses a tas
 and a config that cannot run. Invariant: every exit except a crash saves a checkpoint and logs its
 reason.
 """
-import os
-import signal
-import sys
-
-if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit(f"Sixfile needs Python 3.11 or later, as JAX does; this is {sys.version.split()[0]}")
-
-
-def end_import(number, frame):
-    """End the process on Ctrl-C while it imports JAX, without a traceback."""
-    os.write(2, b"\nSIGINT: ended during the imports; nothing to save\n")
-    os._exit(128 + signal.SIGINT)
-
-
-# Only as a script, and not where SIGINT is ignored; until `cli` is called.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, end_import)
-
-import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -34,9 +15,12 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import queue
 import resource
 import runpy
+import signal
+import sys
 import textwrap
 import threading
 import time
@@ -44,28 +28,8 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-# ---- the process: skip this at a first reading; it must run before JAX is imported
-
-# A daemon may start with its standard streams closed. Connect them to /dev/null: otherwise the
-# first files that are opened get the descriptors 0, 1 and 2, and receive all that is printed.
-for stream_name, stream_mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-    if getattr(sys, stream_name) is None:
-        stream = open(os.devnull, stream_mode, encoding="utf-8")  # noqa: SIM115
-        os.set_inheritable(stream.fileno(), True)
-        setattr(sys, stream_name, stream)
-
-
-def escape_unprintable():
-    """Have stdout and stderr print characters that they cannot encode as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # the stdout of a notebook cannot do it
-            stream.reconfigure(errors="backslashreplace")
-
-
-escape_unprintable()
-
-# Have glibc keep freed memory, before JAX starts its threads. On a CPU, new pages took from a
-# third to two thirds of the time of a step.
+# Before JAX is imported: have glibc keep freed memory. On a CPU, new pages took from a third to two
+# thirds of the time of a step.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD = -4, -1, -2  # of malloc.h
 with contextlib.suppress(OSError, AttributeError):  # another C library
     libc = ctypes.CDLL(None)
@@ -73,88 +37,24 @@ with contextlib.suppress(OSError, AttributeError):  # another C library
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     libc.mallopt(M_TOP_PAD, 2**28)
 
-# Memory of a GPU that JAX does not get: CUDA, cuDNN and NCCL need it.
-GPU_RESERVED_BYTES = 4 * 2**30
-
-
-def gpu_memory():
-    """[(total, free) bytes] of each visible NVIDIA GPU, from its driver; [] where that is unknown.
-    """
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    n_gpus = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(n_gpus))
-    names = [str(i) for i in range(n_gpus.value)]
-    if os.environ.get("CUDA_VISIBLE_DEVICES"):
-        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    found = []
-    for name in names:  # a number or a UUID
-        gpu = ctypes.c_void_p()
-        if name.isdigit():
-            nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
-        else:
-            nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
-        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
-        if not gpu or nvml.nvmlDeviceGetMemoryInfo(gpu, memory) != 0:
-            return []
-        found.append((memory[0], memory[1]))
-    return found
-
-
-def raise_gpu_memory(gpus):
-    """Have JAX use all memory of the GPUs that is free now, except GPU_RESERVED_BYTES. Its own
-    limit, which stays where less is free or the user has set one, is 75% of the total.
-
-    gpus: [(total, free) bytes].
-    """
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    if not gpus or any(name in os.environ for name in names):
-        return
-    fraction = min((free - GPU_RESERVED_BYTES) / total for total, free in gpus)
-    if fraction > 0.75:
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.3f}"
-
-
-raise_gpu_memory(gpu_memory())
+# The share of a GPU's memory that JAX takes, unless the user has set it; its own default is 75%.
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-# The five files beside this one have common names. Where `import config` means another file, since
-# that was imported before or its folder comes first on sys.path, this project's file is imported
-# under the name sixfile_config. Elsewhere `import config` still gives the other file, and
-# train.config is this project's.
-project_folder = os.path.dirname(os.path.abspath(__file__))
-if project_folder not in sys.path:  # under `python -I`
-    sys.path.append(project_folder)
-other_modules = {}  # {name: the other module of that name, None if it is not imported yet}
-for module_name in ("ckpt", "config", "data", "model", "step"):
-    project_path = os.path.join(project_folder, f"{module_name}.py")
-    found_path = importlib.util.find_spec(module_name).origin or ""
-    if os.path.realpath(found_path) != os.path.realpath(project_path):
-        other_modules[module_name] = sys.modules.get(module_name)
-        spec = importlib.util.spec_from_file_location(f"sixfile_{module_name}", project_path)
-        project_module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = project_module
-        sys.modules[module_name] = project_module  # for the statements below
-        spec.loader.exec_module(project_module)
-
+# The five files beside this one have common names: its folder comes first while they are imported.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 import ckpt
 import config
 import data
 import model
 import step as steplib
 
-for module_name, other_module in other_modules.items():
-    del sys.modules[module_name]
-    if other_module:
-        sys.modules[module_name] = other_module
+del sys.path[0]
 
 # A hook file that imports `train` gets this module, also when it runs as a script.
 sys.modules.setdefault("train", sys.modules[__name__])
@@ -775,6 +675,10 @@ def log_step(run, state, progress):
         values |= metric_means(metric_sums(values))
     row = log_event("step", {"step": step} | scalars(values))
 
+    # The first step of a launch is slower: no rate counts it.
+    if step == run["first_step"] + 1 and not is_logged:
+        begin_rates(timers, step)
+
     # A loss or gradient that is not finite.
     if not finite:
         if last_metrics.get("finite", True):  # the first one
@@ -1139,9 +1043,7 @@ def restore_progress(progress, step, meta, validation):
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
     progress["window"] = new_window(meta.get("since_log", {}))
-    seconds = progress["timers"]["seconds"]
-    progress["timers"]["logged"] = {
-        "step": step, "step_s": seconds["step"], "data_s": seconds["data"]}
+    begin_rates(progress["timers"], step)
 
 
 def mark_done(progress, event, step):
@@ -1932,15 +1834,21 @@ def time_by_bucket(timers):
     return dict(timers["seconds"])
 
 
+def begin_rates(timers, step):
+    """Have the next log row count from this step on."""
+    seconds = time_by_bucket(timers)
+    timers["logged"] = {"step": step, "step_s": seconds["step"], "data_s": seconds["data"]}
+
+
 def throughput(run, step, timers, means):
     """Progress, speed and memory for a log row. means: of the row, for the FLOPs."""
     cfg, task = run["cfg"], run["task"]
     unit, units_per_step = task["unit"], task["units_per_step"](cfg)
 
     # Since the last log row.
-    seconds = time_by_bucket(timers)
     last = timers["logged"]
-    timers["logged"] = {"step": step, "step_s": seconds["step"], "data_s": seconds["data"]}
+    begin_rates(timers, step)
+    seconds = time_by_bucket(timers)
     n_steps = step - last["step"]
     data_s = seconds["data"] - last["data_s"]
     all_s = seconds["step"] - last["step_s"] + data_s
@@ -2161,6 +2069,11 @@ def is_main():
     return jax.process_index() == 0
 
 
+def is_terminal(stream):
+    """Whether a stream is a terminal. A logger in place of a stream may have no isatty."""
+    return getattr(stream, "isatty", bool)()
+
+
 def numbers(row):
     """The entries of a row that are numbers, as Python numbers. Hooks may add those of NumPy."""
     found = {}
@@ -2283,7 +2196,7 @@ def console(cfg):
             mib = row["memory_bytes_per_device"]["total"] / 2**20
             print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
                    f"{row['origin']}, at step {row['step']}")
-            bar = tqdm(total=cfg.steps, initial=row["step"], disable=not sys.stderr.isatty(),
+            bar = tqdm(total=cfg.steps, initial=row["step"], disable=not is_terminal(sys.stderr),
                        bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}")
         elif event == "step":
             bar.update()
@@ -2410,7 +2323,7 @@ def eval_bar(n_batches):
     """Show a progress bar on a terminal once an evaluation has taken LONG_EVAL_S, gone afterwards.
     Yield a function that counts a batch and returns it.
     """
-    is_shown = is_main() and sys.stderr.isatty()
+    is_shown = is_main() and is_terminal(sys.stderr)
     bar = tqdm(total=n_batches, disable=not is_shown, delay=LONG_EVAL_S, leave=False,
                bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}")
 
@@ -2432,7 +2345,7 @@ def print_samples(texts, prompts=()):
         shown = printable(text)
         if i < len(prompts) and prompts[i]:
             n = len(prompts[i])
-            shown = mark_labels([(text[:n], False), (text[n:], True)], sys.stdout.isatty())
+            shown = mark_labels([(text[:n], False), (text[n:], True)], is_terminal(sys.stdout))
         print0(f"{' sample '.center(24, '-')}\n{shown}")
     if texts:
         print0("-" * 24)
@@ -2525,7 +2438,7 @@ def print_data_summary(opened, log, with_examples):
     source = opened["train"]
     if not with_examples or not source or "examples" not in source:
         return
-    in_terminal = sys.stdout.isatty()
+    in_terminal = is_terminal(sys.stdout)
     marks = "all but labels dimmed" if in_terminal else "labels within {+ +}"
     for i, pieces in enumerate(source["examples"](), 1):
         log(f"example {i}, {marks}:\n{mark_labels(pieces, in_terminal)}")
@@ -3449,7 +3362,7 @@ def peaks_with(setup, added, changes):
 
 def load_hooks(texts):
     """The functions that texts "file.py:function" name. Each file runs once, and may import files
-    beside it, but none whose name has another meaning already, such as config.py.
+    beside it.
     """
     namespaces = {}
     hooks = []
@@ -3461,7 +3374,6 @@ def load_hooks(texts):
             sys.path.append(os.path.dirname(os.path.abspath(path)))
             namespaces[path] = {}
             if Path(path).is_file():
-                config.raise_if_errors(hidden_import_errors(Path(path)), f"hooks {text!r}")
                 namespaces[path] = runpy.run_path(path)
         functions = [key for key, value in namespaces[path].items()
                      if callable(value) and not key.startswith("__")]
@@ -3473,26 +3385,6 @@ def load_hooks(texts):
                              f"({config.did_you_mean(name, functions)})")
         hooks.append(namespaces[path][name])
     return hooks
-
-
-def hidden_import_errors(path):
-    """Errors: the files beside a hook file that it imports, while their name means another file."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_bytes(), path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    errors = []
-    for name in sorted(names):
-        beside = path.parent / f"{name}.py"
-        if not beside.is_file():
-            continue
-        found_path = importlib.util.find_spec(name).origin or ""
-        if os.path.realpath(found_path) != os.path.realpath(beside):
-            errors.append(f"imports {name}, which is {found_path} and not {beside.absolute()}; "
-                          "rename the latter, or import the former from train")
-    return errors
 
 
 # ---- compilation cache
@@ -3818,7 +3710,10 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; return the exit code. A user error is printed without a traceback, every
     other exception with it.
     """
-    escape_unprintable()  # here too, for streams that were replaced since
+    # Print characters that a stream cannot encode as escapes.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # not every replacement of a stream can do it
+            stream.reconfigure(errors="backslashreplace")
     try:
         return main(config.parse(argv, kind), hooks, task)["exit_code"]
     except Exception as e:
@@ -3855,6 +3750,4 @@ def is_user_error(error):
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is end_import:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(cli(sys.argv[1:]))

@@ -155,18 +155,6 @@ def test_copied_alone(name, tmp_path):
 
 SMALL_RUN = ("--steps 1 --d_model 32 --n_layers 1 --n_heads 2 --batch_size 4 --seq_len 16 "
              "--eval_batches 1 --sample_tokens 0 --data a.txt --cache_dir=").split()
-OWN_SCRIPT = """
-import pickle
-import config, model  # before train
-import train
-import data, step  # after it
-from train import config as config_of_train
-assert (config.NAME, model.NAME, data.NAME, step.NAME) == ("config", "model", "data", "step")
-assert config_of_train is train.config and train.config.__file__.startswith(ROOT)
-assert pickle.loads(pickle.dumps(train.config.Config())) == train.config.Config()
-"""
-
-
 @pytest.fixture
 def other_project(tmp_path):
     """A folder with files that have the names of ours, a text, and copies of three recipes."""
@@ -187,22 +175,10 @@ def run_there(folder, *args):
                           text=True)
 
 
-def test_a_script_beside_files_of_our_names(other_project):
-    """The script gets its own config.py and so on, imported before train or after it, and train has
-    ours. A config can be pickled.
-
-    Break: train.py: spec_from_file_location(f"sixfile_{module_name}", project_path) =>
-    spec_from_file_location(f"{module_name}", project_path)
-    """
-    (other_project / "own.py").write_text(f"ROOT = {str(ROOT)!r}\n" + OWN_SCRIPT)
-    run = run_there(other_project, "own.py")
-    assert run.returncode == 0, run.stderr[-2000:]
-
-
 def test_a_recipe_copied_beside_files_of_our_names(other_project):
     """dpo.py prints its help, which is read from the source of config.py and of the recipe.
 
-    Break: train.py: sys.modules[module_name] = project_module => pass
+    Break: train.py: sys.path.insert(0, os.path.dirname( => sys.path.append(os.path.dirname(
     """
     run = run_there(other_project, "dpo.py", "--help")
     assert run.returncode == 0, run.stderr[-2000:]
@@ -237,15 +213,16 @@ def test_a_recipe_in_a_folder_of_the_root():
 
 
 def test_isolated(tmp_path):
-    """`python -I train.py` works, although the folder of the script is not on sys.path. A hook file
-    that imports train gets the running module, not a second one.
+    """`python -I train.py` works, although the folder of the script is not on sys.path, and through
+    a link. A hook file that imports train gets the running module, not a second one.
 
-    Break: train.py: if project_folder not in sys.path: => if False:
+    Break: train.py: os.path.realpath(__file__) => os.path.abspath(__file__)
     """
+    (tmp_path / "linked.py").symlink_to(ROOT / "train.py")
     (tmp_path / "my_hooks.py").write_text(
         "import sys, train, config\nprint(train is sys.modules['__main__'], config.__file__)\n"
         "raise ValueError('imported')\n")
-    run = subprocess.run([sys.executable, "-I", str(ROOT / "train.py"), "--hooks", "my_hooks.py:f"],
+    run = subprocess.run([sys.executable, "-I", "linked.py", "--hooks", "my_hooks.py:f"],
                          cwd=tmp_path, capture_output=True, text=True)
     assert run.stderr.endswith("ValueError: imported\n"), run.stderr[-2000:]
     assert run.stdout == f"True {ROOT}/config.py\n"

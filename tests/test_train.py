@@ -2098,23 +2098,6 @@ def test_a_hook_file_is_loaded_once_and_may_import_its_neighbors(tmp_path):
     assert two("log", {}) == ["beside"]
 
 
-def test_a_hook_file_may_not_import_a_neighbor_whose_name_is_taken(tmp_path):
-    """`import config` in a hook file is the project's config.py, so a config.py beside the hook
-    file is an error that names both. `from train import config` is none.
-
-    Break: train.py: if os.path.realpath(found_path) != os.path.realpath(beside): => if False:
-    """
-    (tmp_path / "config.py").write_text("NAME = 1\n")
-    taken, fine = tmp_path / "taken.py", tmp_path / "fine.py"
-    taken.write_text("import os, config\ndef f(event, value): pass\n")
-    fine.write_text("from train import config\ndef f(event, value): return config.Config\n")
-    words = f"taken.py:f'?: imports config, which is {config.__file__} and not {tmp_path}/config.py"
-    with pytest.raises(ValueError, match=words):
-        train.load_hooks([f"{taken}:f"])
-    f, = train.load_hooks([f"{fine}:f"])
-    assert f("log", {}) is config.Config
-
-
 def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
     """A tracker that is added to TRACKERS receives the events, although no package has its name.
 
@@ -2322,88 +2305,6 @@ def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
 
 def train_files():
     return [f"{name}.py" for name in "train config model step data ckpt".split()]
-
-
-def test_the_lines_before_the_import_of_jax(monkeypatch):
-    """On an old Python the program exits with one sentence before it imports anything that needs a
-    newer one. On a newer Python it configures malloc to keep freed memory, with the constants of
-    glibc's malloc.h.
-
-    Break: train.py: if sys.version_info < (3, 11): => if False:
-    """
-    head, mallopt_calls = (ROOT / "train.py").read_text().split("\nimport jax\n")[0], []
-
-    def library(name):
-        if name:  # NVIDIA's
-            raise OSError
-        return types.SimpleNamespace(mallopt=lambda *pair: mallopt_calls.append(pair))
-
-    monkeypatch.setattr(ctypes, "CDLL", library)
-    for version in ((3, 10, 9), (2, 12)):
-        monkeypatch.setattr(sys, "version_info", version)
-        with pytest.raises(SystemExit, match="Sixfile needs Python 3.11 or later, as JAX does"):
-            exec(head, {})
-    assert not mallopt_calls
-    for version in ((3, 11, 0), (3, 11)):
-        monkeypatch.setattr(sys, "version_info", version)
-        exec(head, {})
-    mmap_max, trim_threshold, top_pad, mib = -4, -1, -2, 2**20
-    assert mallopt_calls == 2 * [(mmap_max, 0), (trim_threshold, -1), (top_pad, 256 * mib)]
-
-
-@pytest.mark.parametrize("gpus, user, expected", [
-    ([(80, 79)], "", "0.938"), ([(80, 79), (80, 74)], "", "0.875"),
-    # Another process or a display has so much that JAX's default is better; an old GPU; none.
-    ([(80, 79), (80, 63)], "", None), ([(8, 8)], "", None), ([], "", None),
-    ([(80, 79)], "XLA_CLIENT_MEM_FRACTION", "0.5"),
-    ([(80, 79)], "XLA_PYTHON_CLIENT_MEM_FRACTION", None)])
-def test_jax_gets_the_free_memory_of_the_gpus(monkeypatch, gpus, user, expected):
-    """All of it but 4 GiB, of the GPU with the least, as a fraction of the total, where that is
-    more than 75%. A fraction that the user has set stays.
-
-    Break: train.py: if fraction > 0.75: => if fraction > 0:
-    """
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # restored at the end, whatever the function sets
-        monkeypatch.delenv(name)
-    if user:
-        monkeypatch.setenv(user, "0.5")
-    train.raise_gpu_memory([(total * 2**30, free * 2**30) for total, free in gpus])
-    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == expected
-
-
-@pytest.mark.parametrize("visible, expected", [
-    ("", [(80, 79), (80, 50)]), ("1", [(80, 50)]), ("GPU-a,0", [(40, 39), (80, 79)]),
-    ("GPU-b", []), ("7", [])])
-def test_the_memory_of_the_visible_gpus(monkeypatch, visible, expected):
-    """Total and free bytes of the GPUs in CUDA_VISIBLE_DEVICES, by number or UUID, or of all; none
-    where one of them is unknown, or without a driver.
-
-    Break: train.py: if name.isdigit(): => if True:
-    """
-    gpus = {"0": (80, 79, 1), "1": (80, 50, 30), "GPU-a": (40, 39, 1)}
-    names = list(gpus)
-
-    def count(n_gpus):
-        n_gpus._obj.value = 2
-
-    def find(name, gpu):
-        if str(name) in gpus:
-            gpu._obj.value = 1 + names.index(str(name))
-
-    def read(gpu, memory):
-        memory[:] = gpus[names[gpu.value - 1]]
-        return 0
-
-    nvml = types.SimpleNamespace(
-        nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count, nvmlDeviceGetHandleByIndex_v2=find,
-        nvmlDeviceGetHandleByUUID=lambda name, gpu: find(name.decode(), gpu),
-        nvmlDeviceGetMemoryInfo=read)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert train.gpu_memory() == expected
-    nvml.nvmlInit_v2 = lambda: 9
-    assert train.gpu_memory() == []
 
 
 @pytest.mark.slow
@@ -3436,12 +3337,19 @@ def test_the_best_checkpoint_belongs_to_its_validation_data(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_stop_condition_that_holds_already_ends_a_resume_at_once(tiny):
     """The newest metrics of a run are in its checkpoints. A metric that the run does not have is an
-    error at the first row that could have it, and in a finished run.
+    error at the first row that could have it, and in a finished run. Folders named stop and save
+    request nothing, and rows of metrics.jsonl that were added by hand do no harm.
 
     Break: train.py: progress["last_metrics"] = saved["last_metrics"] => pass
     """
     cfg = tiny(stop=("val_loss<9",))
-    assert train.main(cfg)["step"] == train.main(cfg)["step"] == 4
+    for name in ("stop", "save"):
+        Path(cfg.out_dir, name).mkdir(parents=True)
+    assert train.main(cfg)["step"] == 4
+    with open(f"{cfg.out_dir}/metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 9, "note": 1}\n{"event": "eval", "step": "2"}\n[]\n')
+        file.write('{"event": "log", "step": 2, "time_s": 5}\n')
+    assert train.main(cfg)["step"] == 4
     summary = train.main(tiny(stop=("los<1",)))
     assert summary["exit_code"] == 2 and "unknown metric los (nearest: loss)" in summary["reason"]
     train.main(tiny())
@@ -3450,7 +3358,6 @@ def test_a_stop_condition_that_holds_already_ends_a_resume_at_once(tiny):
             train.main(tiny(**change))
     with pytest.raises(ValueError, match="keep_best val_lossy: evaluations have no such metric"):
         train.main(tiny(keep_best="val_lossy", out_dir=f"{cfg.out_dir}/other"))
-
 
 
 @pytest.mark.slow
@@ -3626,41 +3533,6 @@ def test_processes_agree_on_the_length_of_the_data_and_on_a_stop(tiny):
 
 # ---- signals
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_ctrl_c_during_the_imports_is_one_line(tmp_path, ignored):
-    """SIGINT while a real process imports its packages: one line and exit code 130. A process that
-    ignores SIGINT, as one in the background of a script does, continues: here to a flag that is
-    unknown.
-
-    Break: train.py: signal.signal(signal.SIGINT, end_import) => pass
-    """
-    # A module before the real tqdm, which waits for a file: the signal comes during the imports.
-    (tmp_path / "tqdm.py").write_text(f"""
-import pathlib, sys, time
-folder = pathlib.Path({str(tmp_path)!r})
-(folder / "imports").touch()
-while not (folder / "continue").exists():
-    time.sleep(0.01)
-sys.path.remove(str(folder))
-del sys.modules["tqdm"]
-import tqdm
-""")
-    start = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
-    run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), "--nothing", "1"], text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=start,
-                           env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    wait_for((tmp_path / "imports").exists)
-    run.send_signal(signal.SIGINT)
-    if ignored:
-        (tmp_path / "continue").touch()
-    stdout, stderr = run.communicate(timeout=60)
-    if ignored:
-        assert run.returncode == 2 and "nothing" in stdout + stderr
-    else:
-        assert (run.returncode, stdout) == (130, "")
-        assert stderr == "\nSIGINT: ended during the imports; nothing to save\n"
-
-
 def test_a_platform_without_a_device_is_a_sentence(tmp_path):
     """JAX_PLATFORMS=cuda on a machine without a GPU: one sentence and exit code 2.
 
@@ -3752,6 +3624,14 @@ def test_a_console_that_is_not_utf_8_shows_escapes(monkeypatch):
     assert b"\n\xe9\\u2192\n" in sys.stdout.buffer.getvalue()
 
 
+def test_a_logger_in_place_of_a_stream_is_no_terminal():
+    """A stream may have no isatty.
+
+    Break: train.py: getattr(stream, "isatty", bool)() => stream.isatty()
+    """
+    assert not train.is_terminal(types.SimpleNamespace(write=print))
+
+
 def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
     """A broken pipe or a closed terminal ends no run, with lines or with the progress bar, and no
     error occurs at exit. On a full disk printing works again when space is available.
@@ -3781,43 +3661,6 @@ def test_a_closed_terminal_ends_no_run(tiny, monkeypatch):
         train.print0("a line")
         assert os.readlink(f"/proc/self/fd/{stdout.fileno()}") == "/dev/full"
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
-
-
-@pytest.mark.slow
-def test_closed_standard_streams_end_no_run(tiny, tmp_path):
-    """A run with closed standard streams, as in a daemon, trains, saves and exits with 0. Output
-    of the run and of a child process goes to the open stream and into no file of the run.
-
-    Break: train.py: os.set_inheritable(stream.fileno(), True) => pass
-    """
-    (tmp_path / "child.py").write_text(
-        "import subprocess\n"
-        "def echo(event, value):\n"
-        "    if event == 'end':\n"
-        "        subprocess.run('echo a child && echo a child >&2', shell=True, check=True)\n")
-    started = []
-    for number, closed in enumerate((">&-", "2>&-", "<&- >&- 2>&-")):
-        cfg = tiny(steps=4, out_dir=str(tmp_path / str(number)),
-                   hooks=(f"{tmp_path}/child.py:echo",))
-        Path(cfg.out_dir + ".json").write_text(config.to_json(cfg))
-        logs = [Path(f"{cfg.out_dir}.{stream}") for stream in ("stdout", "stderr")]
-        with open(logs[0], "w") as stdout, open(logs[1], "w") as stderr:
-            run = subprocess.Popen(
-                ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, ROOT / "train.py",
-                 "--config", cfg.out_dir + ".json"], stdout=stdout, stderr=stderr)
-        started.append((run, Path(cfg.out_dir), logs))
-    printed = []
-    for run, out, logs in started:
-        code = run.wait(120)
-        stdout, stderr = [log.read_text() for log in logs]
-        assert code == 0, stdout + stderr
-        assert ckpt.latest(out / "ckpt") == rows(out, "end")[-1]["step"] == 4
-        for path in out.rglob("*"):
-            content = path.read_bytes() if path.is_file() else b""
-            assert b"a child" not in content and b"compiled in" not in content, path
-        printed.append(("a child" in stdout, "compiled in" in stdout, "a child" in stderr))
-    assert printed == [(False, False, True), (True, True, False), (False, False, False)]
-    assert losses(started[0][1]) == losses(started[1][1]) == losses(started[2][1])
 
 
 def test_processes_combine_their_stop_requests_at_multiples_of_log_every(tiny, monkeypatch):
