@@ -419,7 +419,7 @@ def test_a_command_runs(command, project):
 def test_each_command_is_legal(tmp_path, monkeypatch):
     """The flags of each command parse, and their values are legal on some number of devices.
 
-    Break: tests/COMMANDS.md: --optimizer adamw => --optimizer adamwx
+    Break: tests/COMMANDS.md: --packing best_fit --seq_len => --packing best --seq_len
     """
     monkeypatch.chdir(tmp_path)
     kinds = {
