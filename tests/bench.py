@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare this project with other libraries, in speed and memory.
 
-The rows are steps, launches, checkpoints, data loaders, tokenization, attention and the loss.
+The rows are steps, launches, checkpoints, safetensors, data loaders, tokens, chats and clicks.
 
     python tests/bench.py [--only WORD ...] [--runs 3] [--json FILE]
 
@@ -283,106 +283,25 @@ def first_torch_compile():
 
 # ---- checkpoints: a state of 124M parameters and two moments
 
-def one_parameter():
-    """Return a task whose step takes almost no time."""
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import PartitionSpec as P
-
-    def loss(params, batch, cfg):
-        y = (params["w"] * batch["x"]).sum()
-        return {"objective": y, "loss": y}, {"objective": 1.0, "loss": 1.0}
-
-    source = {"n": 10**9, "fingerprint": "ones",
-              "batch": lambda step, rows: {"x": np.ones(len(rows), np.float32)}}
-    return {"table": lambda cfg: {"w": dict(shape=(1,), spec=P(), init=("normal", 1.0))},
-            "init": lambda key, cfg: {"w": jnp.ones(1)}, "loss": loss,
-            "batch": lambda cfg: {"x": ((1,), np.float32, P())},
-            "open": lambda parts, cfg: {"train": source, "val": None}}
-
-
-def loop_ours(*track, n=20_000):
-    """Return the microseconds per step of a model with one parameter, by its log."""
-    import train
-    os.environ["WANDB_MODE"] = "offline"
-    with scratch() as folder, contextlib.redirect_stdout(sys.stderr):
-        cfg = train.config.Config(out_dir=str(folder), steps=n, batch_size=1, eval_every=0,
-                                  save_every=0, log_every=100, track=track)
-        train.main(cfg, task=one_parameter())
-        rows = [row for row in train.ckpt.read_log(folder) if row["event"] == "log"]
-    spent = [sum(row["time_s"].values()) for row in rows]
-    return (spent[-1] - spent[0]) / (rows[-1]["step"] - rows[0]["step"]) * 1e6
-
-
-def sweep_ours(*changes):
-    """Return the seconds of a second run of 20 steps in one process, with these fields changed."""
-    import train
-    values = {"lr": 2e-3, "steps": 20}
-    for change in changes:
-        name, _, value = change.partition("=")
-        values[name] = type(values[name])(value)
-    with scratch() as folder, contextlib.redirect_stdout(sys.stderr):
-        shared = dict(data=(str(ROOT / "README.md"),), cache_dir=f"{folder}/cache", eval_every=0,
-                      sample_tokens=0)
-        train.main(train.config.Config(out_dir=f"{folder}/1", lr=1e-3, steps=20, **shared))
-        began = time.perf_counter()
-        train.main(train.config.Config(out_dir=f"{folder}/2", **values, **shared))
-        return time.perf_counter() - began
-
-
-def loop_tracked():
-    return loop_ours("tensorboard", "wandb")
-
-
-def loop_bare(n=20_000):
-    """Call the same compiled step on one batch n times and read one flag of each step."""
-    import jax
-
-    import train
-    run = train.setup_run(train.config.Config(batch_size=1), one_parameter())
-    programs = train.steplib.compile_steps(*train.step_args(run))
-    state, flag = programs["init"](jax.random.key(0)), True
-    batch = {name: jax.device_put(x, run["batch"][name].sharding)
-             for name, x in run["task"]["open"]((), None)["train"]["batch"](0, range(1)).items()}
-    began = time.perf_counter()
-    for _ in range(n):
-        state, metrics = programs["train_step"](state, batch)
-        bool(flag)
-        flag = metrics["finite"]
-    return (time.perf_counter() - began) / n * 1e6
-
-
-def state_like(case="state"):
-    """Return an iterator over two trees of shapes and shardings: to save and to restore.
-
-    "state" has 124M parameters and two moments, "params" has the parameters. "mesh" has the
-    parameters over 8 devices, saved split by rows and restored split by columns. "leaves" has
-    10,000 arrays of 100 numbers.
-    """
-    if case == "mesh":
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+def state_like():
+    """Return {name: shape and dtype} of 124M parameters and two moments, on one device."""
     import jax
 
     import train  # noqa: F401  configures malloc as in every run
-    shapes = [(50304, 768)] + [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
-    shapes.append((12, 2048, 768))
-    kinds = ("params", "mu", "nu") if case == "state" else ("params",)
-    shapes = {f"{kind}/{i}": shape for kind in kinds for i, shape in enumerate(shapes)}
-    if case == "leaves":
-        shapes = {f"layer_{i}": (100,) for i in range(10000)}
-    mesh = jax.make_mesh((8 if case == "mesh" else 1,), ("x",))
-    return ({name: jax.ShapeDtypeStruct(shape, "float32", sharding=jax.sharding.NamedSharding(
-        mesh, jax.P(*[None] * (len(shape) - 2), *axes[-len(shape):])))
-        for name, shape in shapes.items()} for axes in (("x", None), (None, "x")))
+    shapes = [(50304, 768), (12, 2048, 768)]
+    shapes += [(12, 768, n) for n in (768, 768, 768, 768, 2048, 2048)]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {f"{kind}/{i}": jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+            for kind in ("params", "mu", "nu") for i, shape in enumerate(shapes)}
 
 
-def state_124m(case="state"):
-    """Return random arrays for the saved state of `state_like`."""
+def state_124m():
+    """Return random arrays for `state_like`."""
     import jax
     import numpy as np
     rng = np.random.default_rng(0)
     return {name: jax.device_put(rng.random(x.shape, np.float32), x.sharding)
-            for name, x in next(state_like(case)).items()}
+            for name, x in state_like().items()}
 
 
 @contextlib.contextmanager
@@ -393,9 +312,9 @@ def scratch():
         yield Path(folder)
 
 
-def save_times(folder, case, peer):
+def save_times(folder, peer):
     """Return the seconds that a save blocks and takes, by this project or by Orbax."""
-    state = state_124m(case)
+    state = state_124m()
     if peer == "orbax":
         import orbax.checkpoint as ocp
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -411,11 +330,11 @@ def save_times(folder, case, peer):
     return {"blocked s": blocked_s, "committed s": time.perf_counter() - began}
 
 
-def ckpt_ours(folder, case="state", peer="ours"):
+def ckpt_ours(folder, peer="ours"):
     """Return `save_times` of another process, and the seconds of a restore into new memory."""
-    saved = subprocess.run([sys.executable, __file__, "--one", "save_times", folder, case, peer],
+    saved = subprocess.run([sys.executable, __file__, "--one", "save_times", folder, peer],
                            check=True, stdout=subprocess.PIPE).stdout
-    _, like = state_like(case)
+    like = state_like()
     import jax
     if peer == "orbax":
         import orbax.checkpoint as ocp
@@ -433,66 +352,6 @@ def ckpt_ours(folder, case="state", peer="ours"):
 
 def ckpt_orbax(folder):
     return ckpt_ours(folder, peer="orbax")
-
-
-def ckpt_mesh(folder, peer="ours"):
-    return ckpt_ours(folder, "mesh", peer)
-
-
-def ckpt_mesh_orbax(folder):
-    return ckpt_mesh(folder, "orbax")
-
-
-def ckpt_leaves(folder, peer="ours"):
-    return ckpt_ours(folder, "leaves", peer)
-
-
-def ckpt_leaves_orbax(folder):
-    return ckpt_leaves(folder, "orbax")
-
-
-def ckpt_memory(folder, peer="ours"):
-    """Return the peak host memory of a save, divided by the size of the state."""
-    import jax
-    state = state_124m("params")
-    jax.block_until_ready(state)
-
-    def kb(key):
-        return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
-
-    if peer == "orbax":
-        import orbax.checkpoint as ocp
-        checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-    else:
-        import ckpt
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before_kb = kb("VmRSS")
-    if peer == "orbax":
-        checkpointer.save(folder / "1", args=ocp.args.StandardSave(state))
-        checkpointer.wait_until_finished()
-    else:
-        ckpt.wait(ckpt.save(folder, 1, state))
-    return (kb("VmHWM") - before_kb) * 1024 / sum(x.nbytes for x in state.values())
-
-
-def ckpt_memory_orbax(folder):
-    return ckpt_memory(folder, "orbax")
-
-
-def ckpt_raw(folder):
-    """Write the same bytes once with fsync, and read them once."""
-    import numpy as np
-    payload = b"".join(np.asarray(x).tobytes() for x in state_124m().values())
-    path = folder / "raw"
-    began = time.perf_counter()
-    with open(path, "wb") as f:
-        f.write(payload)
-        f.flush()
-        os.fsync(f.fileno())
-    committed_s = time.perf_counter() - began
-    began = time.perf_counter()
-    path.read_bytes()
-    return {"committed s": committed_s, "restored s": time.perf_counter() - began}
 
 
 # ---- safetensors: 1.2 GB in Llama's shapes, in the page cache
@@ -576,33 +435,6 @@ def loader_rate(batch, seconds=4.0):
 def loader_ours():
     import data
     source = data.open_dataset([token_file()], data.make_tokenizer("bytes"), {"seq_len": 1024})
-    return loader_rate(lambda i: data.batch_at(source, i, 12))
-
-
-def loader_shards():
-    """Load from 1,000 files of 100,000 tokens."""
-    import numpy as np
-
-    import data
-    folder = Path(tempfile.gettempdir()) / "sixfile_bench_shards"
-    folder.mkdir(exist_ok=True)
-    tokens = np.memmap(token_file(), np.uint16, "r")
-    for i in range(1000):
-        path = folder / f"{i:03d}.bin"
-        if not path.exists():
-            tokens[i * 10**5 : (i + 1) * 10**5].tofile(path)
-    source = data.open_dataset([folder / "*.bin"], data.make_tokenizer("bytes"), {"seq_len": 1024})
-    return loader_rate(lambda i: data.batch_at(source, i, 12))
-
-
-def loader_mix():
-    """Load from 5 datasets of 200 files each, at 50, 20, 10, 10 and 10%."""
-    import data
-    loader_shards()  # makes the files
-    folder, tok = Path(tempfile.gettempdir()) / "sixfile_bench_shards", data.make_tokenizer("bytes")
-    parts = [data.open_dataset([folder / f"[{i}{i + 5}]*.bin"], tok, {"seq_len": 1024})
-             for i in range(5)]
-    source = data.mix(parts, ["0.5", "0.2", "0.1", "0.1", "0.1"])
     return loader_rate(lambda i: data.batch_at(source, i, 12))
 
 
@@ -774,60 +606,6 @@ def chats_transformers():
     return 1500 / (time.perf_counter() - began)
 
 
-def pack_ours():
-    """Measure packing of 10 million documents of 5 to 300 tokens into rows of 1,024."""
-    import numpy as np
-
-    import data
-    lengths = np.random.default_rng(0).integers(5, 300, 10**7)
-    began = time.perf_counter()
-    bounds, _ = data.pack(lengths, 1024)
-    padding = 1 - lengths.sum() / (1024 * (len(bounds) - 1))
-    return {"s": time.perf_counter() - began, "padding %": 100 * padding}
-
-
-# ---- memory of a step's temporaries, vocabulary 50304
-
-def memory_mib(tiles):
-    cfg = our_config("30M", "float32", logit_tiles=tiles, batch_size=8)
-    return our_programs(cfg)[1]["memory"]["temporaries"] / 2**20
-
-
-def memory_ours():
-    return memory_mib(8)
-
-
-def memory_dense():
-    return memory_mib(1)
-
-
-# ---- attention, forward and backward: 8192 tokens, 4 heads of 64, float32
-
-def attention_rate(T, dense_len):
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import config
-    import model
-    import train  # noqa: F401  configures malloc as in every run
-    model.DENSE_LEN, T = dense_len, int(T)
-    rng, cfg = np.random.default_rng(0), config.Config()
-    qkv = [jnp.asarray(rng.normal(size=(8192 // T, 4, T, 64)), jnp.float32) for _ in range(3)]
-    attn_inputs = {"segments": None, "window": 0}
-    grad = jax.jit(jax.grad(
-        lambda *qkv: (model._attend_xla(*qkv, attn_inputs, cfg) ** 2).sum(), (0, 1, 2)))
-    return rate(lambda: jax.block_until_ready(grad(*qkv)), 8192)
-
-
-def attention_in_blocks(T):
-    return attention_rate(T, 0)
-
-
-def attention_dense(T):
-    return attention_rate(T, 8192)
-
-
 # ---- a click model whose steps change few rows
 
 def click_config(rows=10**6, **changes):
@@ -930,31 +708,16 @@ ROWS = {  # name: (unit, whether more is better, {contestant: function}); this p
     "start cold": ("s", False, {"ours": "start_ours_cold", "torch": "start_torch",
                                 "torch.compile": "start_torch_compile"}),
     "start warm": ("s", False, {"ours": "start_ours_warm", "torch": "start_torch"}),
-    "sweep": ("s", False, {"ours": "sweep_ours", "the same rate": "sweep_ours lr=1e-3"}),
-    "loop": ("us a step", False, {"ours": "loop_ours", "tracked": "loop_tracked",
-                                  "bare": "loop_bare"}),
-    "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax", "raw": "ckpt_raw"}),
+    "ckpt": ("", False, {"ours": "ckpt_ours", "orbax": "ckpt_orbax"}),
     "safetensors": ("GB/s", True, {"ours": "tensors_ours", "load_file": "tensors_load_file"}),
-    "ckpt mesh": ("", False, {"ours": "ckpt_mesh", "orbax": "ckpt_mesh_orbax"}),
-    "ckpt 10,000 leaves": ("", False, {"ours": "ckpt_leaves", "orbax": "ckpt_leaves_orbax"}),
-    "ckpt memory": ("of the state", False, {"ours": "ckpt_memory", "orbax": "ckpt_memory_orbax"}),
     "loader": ("Mtokens/s", True, {"ours": "loader_ours", "nanoGPT": "loader_nanogpt",
                                    "grain": "loader_grain", "torch": "loader_torch"}),
-    **{f"attention {T}": ("tokens/s", True, {
-        "ours": f"attention_in_blocks {T}", "dense": f"attention_dense {T}"})
-       for T in (1024, 8192)},
-    "1,000 files": ("Mtokens/s", True, {"ours": "loader_shards", "one file": "loader_ours"}),
-    "mixture": ("Mtokens/s", True, {"ours": "loader_mix", "one file": "loader_ours"}),
     "prepare bytes": ("MB/s", True, {"ours": "prepare_bytes", "copy": "prepare_copy"}),
     "prepare BPE": ("MB/s", True, {"ours": "prepare_bpe", "library": "prepare_library"}),
     "chats": ("chats/s", True, {
         "ours": "chats_ours", "one core": "chats_ours unmarked 1", "marked": "chats_ours marked",
         "transformers": "chats_transformers"}),
-    "pack": ("", False, {"ours": "pack_ours"}),
     "clicks": ("examples/s", True, {"ours": "clicks_ours", "torch": "clicks_torch"}),
-    "rows": ("examples/s", True, {"ours": "clicks_ours 10000000", "of 10,000 rows":
-                                  "clicks_ours 10000"}),
-    "memory": ("MiB", False, {"ours": "memory_ours", "dense": "memory_dense"}),
 }
 
 
