@@ -18,12 +18,10 @@ import re
 import shutil
 import socket
 import sys
-import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import islice
 from math import isfinite, prod
 from pathlib import Path
 
@@ -37,16 +35,14 @@ CHUNK_BYTES = 2**20  # largest part of a file that has its own checksum and can 
 SMALL_BYTES = 2**16  # unsplit arrays up to this size share one array of bytes
 SMALL = ".small"  # name of that array
 READERS = 32  # number of arrays that are read at a time
-META_BYTES = 2**24  # largest meta.json; that of 10,000 arrays has about 2**21
 
 
 # ---- save
 
 def flatten(tree):
     """Return ({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and
-    names that cannot be saved, TypeError for tensors of PyTorch.
+    names that cannot be saved.
     """
-    check_no_tensors(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays = {}
     for path, x in leaves:
@@ -77,8 +73,8 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     "folder" and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets
     a message for whatever cannot be deleted.
 
-    Raises TypeError for a reserved entry or a tensor of PyTorch, ValueError for a tree that cannot
-    be saved. The Future has all other errors: see `wait`.
+    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. The Future
+    has all other errors: see `wait`.
     """
     arrays, _ = flatten(tree)
 
@@ -210,8 +206,6 @@ def _commit(root, store, meta, temporary):
 
     content = {"crc32": _checksum(meta), "body": meta}
     text = json.dumps(content, indent=1).encode()
-    if len(text) > META_BYTES:
-        raise ValueError(f"meta.json is too long, {len(text):,} bytes: use fewer arrays, less meta")
 
     # The file "temporary" marks a checkpoint that the next one replaces. A kill may come between
     # any two of these writes, so their order is:
@@ -261,23 +255,16 @@ def newest_meta(root):
 def read_meta(root, step):
     """Return the meta given to `save`, with "step", "folder" and "arrays".
 
-    Raises ValueError when meta.json is missing, corrupted, or has content that `save` never writes:
-    the folder may be malicious.
+    Raises ValueError when meta.json is missing or corrupted, or was written by another version.
     """
     try:
-        store = _open(root, _step_name(step))
-        if _is_local(root) and Path(store.path, "meta.json").stat().st_size > META_BYTES:
-            raise ValueError(f"it is larger than {META_BYTES:,} bytes")
-        content = json.loads(_read(store, "meta.json"))
+        content = json.loads(_read(_open(root, _step_name(step)), "meta.json"))
         meta = content["body"]
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
-        if meta["step"] != step or not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
-            raise ValueError("its step or folder is not one that a save writes")
-        for name, layout in meta["arrays"].items():
-            if not _is_valid_layout(name, layout):
-                raise ValueError(f"not an entry that a save writes: {name!r}: {layout}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        if not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
+            raise ValueError(f"{meta['folder']!r} is not a folder of this version")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         path = join_path(root, _step_name(step), "meta.json")
         raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
     return meta
@@ -360,9 +347,9 @@ def _load(root, meta, small, name, like):
 
 
 # ---- supporting
-# Sections: layout of arrays, copies of arrays, parts of a save, checks of meta.json, tensors of
-# PyTorch, parts of a restore, values from process 0, paths, list of checkpoints, TensorStore,
-# retention and clean-up, run folder, parameters of a run, files, patterns of names.
+# Sections: layout of arrays, copies of arrays, parts of a save, parts of a restore, values from
+# process 0, paths, list of checkpoints, TensorStore, retention and clean-up, run folder, parameters
+# of a run, files, patterns of names.
 
 # ---- layout of arrays
 
@@ -475,55 +462,6 @@ def _abort(root, store, meta, error, pending, log):
                 _delete(root, log, f"{step_name}/{save_id}", f"{step_name}/{save_id}.0")
         if jax.process_count() > 1:
             _announce_failure(store, save_id, error)
-
-
-# ---- checks of meta.json
-
-def _is_valid_layout(name, layout):
-    """Return whether `save` writes such an entry of "arrays". A value of a wrong type, such as a
-    shape that is no list, raises KeyError or TypeError, which `read_meta` catches.
-    """
-    shape, dtype = layout["shape"], layout["dtype"]
-    if not _is_path(name):
-        return False
-    if not isinstance(dtype, str) or np.dtype(dtype).itemsize == 0:
-        return False
-    if not all(_is_count(n) for n in shape):
-        return False
-    if "offset" in layout:
-        return _is_count(layout["offset"])
-    file = layout["file"]
-    chunk = layout.get("chunk", file)
-    return _is_part(file, shape) and _is_part(chunk, file)
-
-
-def _is_count(n):
-    return type(n) is int and n >= 0  # isinstance would accept True
-
-
-def _is_part(part, shape):
-    """Return whether each dim of a part is at least 1 and not longer than that of the shape."""
-    if len(part) != len(shape):
-        return False
-    for n, limit in zip(part, shape):
-        if not _is_count(n) or not 1 <= n <= max(limit, 1):
-            return False
-    return True
-
-
-# ---- tensors of PyTorch
-
-def check_no_tensors(tree):
-    """Raise TypeError that names all tensors of PyTorch in a tree, and says how to convert them."""
-    names = []
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        modules = [cls.__module__.split(".")[0] for cls in type(x).__mro__]
-        if "torch" in modules:
-            names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-    if names:
-        raise TypeError(f"{', '.join(names)}: tensors of PyTorch; convert each to NumPy by "
-                        "x.detach().cpu().numpy(), one in bfloat16 by "
-                        "x.detach().cpu().float().numpy()")
 
 
 # ---- parts of a restore
@@ -920,87 +858,48 @@ def lock_folders(out_dir, root, log=print):
     """Make out_dir, and a root on this machine; keep other runs from writing to them and to a
     bucket. Process 0 does it for all processes. Delete the remains of interrupted saves.
 
-    Yield check(), which raises ValueError once another run has taken over the bucket.
+    Yield check(), which raises ValueError once a newer process of this run writes to the bucket.
     """
     if jax.process_index():
         yield lambda: None
         return
-
-    # One lock where both are the same folder.
-    folders = {}
-    for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
-        if _is_local(path):
-            folders[os.path.realpath(path)] = f"{field} {path!r}"
-    owner = os.urandom(4).hex()
-
-    def check():
-        pass
-
     with contextlib.ExitStack() as locks:
+        # One lock where both are the same folder.
+        folders = {}
+        for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
+            if _is_local(path):
+                folders[os.path.realpath(path)] = f"{field} {path!r}"
         for folder, field in folders.items():
+            lock_file = locks.enter_context(_open_lock_file(folder, field))
             try:
-                is_new = not os.path.exists(folder)
-                os.makedirs(folder, exist_ok=True)
-                lock_path = os.path.join(folder, ".lock")
-                lock_file = locks.enter_context(open(lock_path, "a+", encoding="utf-8"))
-                if is_new:
-                    locks.callback(_remove_unused, folder)
-                for path in (folder, lock_path):  # as each save does
-                    _sync(path)
-                if not _is_local(root):
-                    owner = _lock_owner(lock_file, owner)
-            except OSError as e:
-                raise ValueError(
-                    f"{field}: cannot be written: {e.strerror}; choose another") from None
-            try:
-                _take_file_lock(lock_file)
+                # The system unlocks it when the process ends, in whatever way.
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{field}: another run is writing to it; choose another") from None
             except OSError as e:
                 log(f"{field}: its file system has no locks ({e.strerror}); make sure that no "
                     "other run writes to it")
-        if not _is_local(root):
-            about = (f"process {os.getpid()} on {socket.gethostname()}, out_dir "
-                     f"{os.path.realpath(out_dir)}")
-            check = locks.enter_context(lock_bucket(root, owner, about, log))
-        for each in roots(root).values():
-            clean(each, log)
-        for folder, field in folders.items():
-            _check_room(folder, field)
+        check = locks.enter_context(lock_bucket(root, out_dir))
+        for kind_root in roots(root).values():
+            clean(kind_root, log)
         yield check
 
 
-def _check_room(folder, name):
-    """Raise ValueError when a folder has no room for the first files of a run. name: of its field
-    and the folder.
+def _open_lock_file(folder, field):
+    """Open the file .lock in a folder. Raises ValueError when the folder cannot be written or
+    synced, or has no room for the first files of a run.
     """
-    probe = Path(folder, ".room")
     try:
-        probe.write_bytes(bytes(FIRST_BYTES))
+        os.makedirs(folder, exist_ok=True)
+        lock_file = open(os.path.join(folder, ".lock"), "a", encoding="utf-8")  # noqa: SIM115
+        lock_file.write(" " * FIRST_BYTES)
+        lock_file.flush()
+        lock_file.truncate(0)
+        for path in (lock_file.name, folder):  # as each save does
+            _sync(path)
     except OSError as e:
-        raise ValueError(f"{name}: cannot be written: {e.strerror}; make room, or choose another "
-                         "folder") from None
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _take_file_lock(lock_file):
-    """Lock a file, which the system unlocks when the process ends, in whatever way. Raises
-    BlockingIOError when another process has the lock; a tool may have it for an instant.
-    """
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(0.1)
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _remove_unused(folder):
-    """Delete the folder of a run that has ended before it wrote anything."""
-    with contextlib.suppress(OSError):
-        if os.listdir(folder) == [".lock"]:
-            os.unlink(os.path.join(folder, ".lock"))
-            os.rmdir(folder)
+        raise ValueError(f"{field}: cannot be written: {e.strerror}; choose another") from None
+    return lock_file
 
 
 def begin_out_dir(out_dir, root, config_text, overwrite=False, log=print):
@@ -1246,55 +1145,33 @@ def _agree_on_error(error, step):
 
 # ---- one folder for all processes
 
-SHARE_TIMEOUT_S = 5  # how long process 0 looks for the files of the others
-NAME_BYTES = 1024  # of a process's name, which all processes exchange
+SHARE_TIMEOUT_S = 5  # how long a process looks for the file of process 0
 
 
 def find_outsiders(root):
-    """Return the names of the processes whose files process 0 does not find in root, as texts; the
-    same on every process. root: a folder or a bucket, as in `save`.
+    """Return the processes that do not find in root a file that process 0 writes there, the same on
+    every process. root: a folder or a bucket, as in `save`.
 
-    Each process writes a file, by the same means as a checkpoint. Process 0 looks for a file only
-    once it is written: a client of NFS may remember for half a minute that a file was missing.
+    A process looks only once the file is written: a client of NFS may remember for half a minute
+    that a file was missing. Raises ValueError when process 0 cannot write.
     """
     if jax.process_count() == 1:
         return []
-    local_rank = jax.process_index()
-    token = broadcast_from_main(lambda: os.urandom(4).hex())
-    keys = [f".{token}.{rank}" for rank in range(jax.process_count())]
-    path = os.path.abspath(root) if _is_local(root) else root
-    name = f"process {local_rank} on {socket.gethostname()} (in {path})"
-    store = None
-    try:
-        store = _open(root)
-        store.write(keys[local_rank], b"written").result()
-    except (ValueError, OSError) as e:
-        name += f", which cannot write: {_message(e)}"
 
-    # Exchange the names. This also waits until every process has written.
-    padded = np.frombuffer(name.encode()[:NAME_BYTES].ljust(NAME_BYTES), np.uint8)
-    gathered = multihost_utils.process_allgather(padded)
-    names = [row.tobytes().decode(errors="replace").rstrip() for row in gathered]
-    ranks = broadcast_from_main(partial(_take_files, store, keys))
-    if store and local_rank in ranks:
-        with contextlib.suppress(ValueError, OSError):
-            store.write(keys[local_rank], None).result()
-    return [names[rank] for rank in ranks]
+    def write():
+        name = f".{os.urandom(4).hex()}"
+        _open(root).write(name, b"written").result()
+        return name
 
-
-def _take_files(store, keys):
-    """Delete these files; return the indices of those that do not appear in SHARE_TIMEOUT_S."""
-    missing = list(range(len(keys)))
+    name = broadcast_from_main(write)
+    store = _open(root)
     deadline = time.monotonic() + SHARE_TIMEOUT_S
-    while store:
-        for i in list(missing):
-            if _read(store, keys[i]):
-                store.write(keys[i], None).result()
-                missing.remove(i)
-        if not missing or time.monotonic() > deadline:
-            break
+    while not _read(store, name) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return missing
+    found = multihost_utils.process_allgather(np.array(bool(_read(store, name))))
+    if jax.process_index() == 0:
+        store.write(name, None).result()
+    return np.flatnonzero(~found).tolist()
 
 
 # ---- buckets
@@ -1345,177 +1222,51 @@ def _delete_keys(root, name):
 
 # ---- locks of buckets
 
-LOCK = ".lock"  # the object, beside the checkpoints
-HEARTBEAT_S = 10  # between heartbeats
-STALE_S = 60  # how long a lock goes without a heartbeat before another run may take it
-ANSWER_S = 10  # how long a heartbeat waits for the server
+LOCK = ".lock"  # an object beside the checkpoints
 
 
 @contextlib.contextmanager
-def lock_bucket(root, owner, about, log=print):
-    """Keep other runs from writing to a bucket. The lock is an object in the bucket with an owner
-    and a heartbeat. Yield check(), which raises ValueError once another run has taken the lock.
+def lock_bucket(root, out_dir):
+    """Keep other runs from writing to a bucket: an object in it names the run, by its out_dir, and
+    the newest process of that run. Yield check(), which raises ValueError in an older process.
 
-    owner: a text that no other living run has. A lock of the same owner is taken at once, since its
-    process must have ended. A lock of another owner is taken once its heartbeat has not changed for
-    STALE_S, by the reader's clock; `log` gets a message before that wait. about: describes the
-    holder. A thread renews the lock. A failed heartbeat is logged and tried again.
-
-    Raises ValueError when another run is alive, or the bucket cannot be written to.
+    Raises ValueError when another run has the bucket.
     """
-    lock = {
-        "root": root,
-        "path": join_path(root, LOCK),
-        "store": _open(root),
-        "owner": owner,
-        "about": about,
-        "log": log,
-        "ended": threading.Event(),  # set when the run ends
-        "renewed_at": time.monotonic(),
-        "lost": "",  # the error message, once another run has the lock
-    }
-    try:
-        live_holder = _take_lock(lock)
-    except (ValueError, OSError) as e:
-        raise ValueError(f"{lock['path']} cannot be written: {_message(e)}") from None
-    if live_holder:
-        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {live_holder}; "
-                         "choose another")
-    thread = threading.Thread(target=_renew_lock, args=(lock,), daemon=True)
-    thread.start()
-    try:
-        yield partial(_check_lock, lock)
-    finally:
-        lock["ended"].set()
-        thread.join(3 * ANSWER_S)  # the server may not answer the thread
-        _release_lock(lock)
-
-
-def _lock_owner(lock_file, new):
-    """Return the text in out_dir/.lock, at first `new`, with the number of the file.
-
-    A copy of the folder has another file number. A process that has locked this file and finds a
-    bucket locked under this text knows that the process of that lock has ended.
-    """
-    lock_file.seek(0)
-    text = lock_file.read()
-    if not text:
-        text = new
-        lock_file.write(text)
-        lock_file.flush()
-    return f"{text}.{os.fstat(lock_file.fileno()).st_ino}"
-
-
-def _take_lock(lock):
-    """Write the lock; return None, or who holds it when that run is alive. Takes up to STALE_S."""
-    first_seen = None
-    seen_at = None
-    while True:
-        holder, generation = _read_lock(lock["store"])
-        # This run wrote it below, or a process of this run that has ended.
-        has_lock = holder.get("owner") == lock["owner"]
-        if has_lock:
-            return None
-        is_stale = holder == first_seen and time.monotonic() - seen_at > STALE_S
-        if not holder or is_stale:
-            _write_lock(lock["store"], _lock_content(lock, 0), generation)
-            continue  # to read who has it: another run may have written first
-        if first_seen is None:
-            first_seen = holder
-            seen_at = time.monotonic()
-            lock["log"](f"{lock['path']} is held by {holder.get('about')}: waiting up to "
-                        f"{STALE_S:g} s to see whether it is alive")
-        if holder != first_seen:
-            return holder.get("about")
-        time.sleep(HEARTBEAT_S / 10)
-
-
-def _renew_lock(lock):
-    """Write a heartbeat every HEARTBEAT_S, until the run has ended or lost the lock."""
-    beat = 0
-    unreachable = False
-    while not lock["ended"].is_set():
-        try:
-            holder, generation = _read_lock(lock["store"], ANSWER_S)
-            _note_if_lost(lock, holder)
-            if lock["lost"]:
-                return
-            beat += 1
-            _write_lock(lock["store"], _lock_content(lock, beat), generation, ANSWER_S)
-            lock["renewed_at"] = time.monotonic()
-            unreachable = False
-        except (ValueError, OSError) as e:
-            if not unreachable:  # log it once, however long it lasts
-                lock["log"](f"{lock['path']} cannot be renewed: {_lock_error(e)}; retrying "
-                            f"every {HEARTBEAT_S:g} s")
-            unreachable = True
-        lock["ended"].wait(HEARTBEAT_S)
-
-
-def _check_lock(lock):
-    """Raise ValueError when another run has taken the lock."""
-    # A process that was stopped may have lost the lock before its thread runs again: read it here.
-    silent_s = time.monotonic() - lock["renewed_at"]
-    if not lock["lost"] and silent_s > STALE_S:
-        with contextlib.suppress(ValueError, OSError):  # without a server the save will fail
-            holder, _ = _read_lock(lock["store"], ANSWER_S)
-            _note_if_lost(lock, holder)
-    if lock["lost"]:
-        raise ValueError(lock["lost"])
-
-
-def _note_if_lost(lock, holder):
-    """Set lock["lost"] when another run has the lock, or had it and deleted it at its end."""
-    if holder.get("owner") == lock["owner"] or lock["lost"]:
+    if _is_local(root):
+        yield lambda: None
         return
-    lock["lost"] = (
-        f"ckpt_dir {str(lock['root'])!r}: another run has taken it over, "
-        f"{holder.get('about', 'and has ended since')}, because this run wrote no heartbeat for "
-        f"{STALE_S:g} s; this run saves nothing more there")
-    lock["log"](lock["lost"])
+    store = _open(root)
+    path = join_path(root, LOCK)
+    this = {"out_dir": os.path.realpath(out_dir),
+            "process": f"{os.getpid()} on {socket.gethostname()}, {os.urandom(4).hex()}"}
 
+    def read():
+        return json.loads(_read(store, LOCK) or "{}")
 
-def _release_lock(lock):
-    """Delete the lock, unless another run has it."""
+    def check():
+        try:
+            holder = read()
+        except (ValueError, OSError):  # without a server the save will fail
+            return
+        if holder != this:  # a newer process, or its run has ended
+            raise ValueError(f"{path} names another process, {holder}: this one saves no more")
+
     try:
-        holder, generation = _read_lock(lock["store"], ANSWER_S)
-        if holder.get("owner") == lock["owner"]:
-            _write_lock(lock["store"], None, generation, ANSWER_S)
+        holder = read()
+        if not holder or holder["out_dir"] == this["out_dir"]:
+            store.write(LOCK, json.dumps(this).encode()).result()
+            holder = this
     except (ValueError, OSError) as e:
-        lock["log"](f"{lock['path']} could not be deleted: {_lock_error(e)}")
-
-
-def _lock_error(error):
-    return _message(error) or "no answer"  # a timeout has no message
-
-
-def _lock_content(lock, beat):
-    return {"owner": lock["owner"], "about": lock["about"], "beat": beat}
-
-
-def _read_lock(store, timeout_s=None):
-    """Return ({"owner", "about", "beat"}, generation of the object); {} when there is no lock."""
-    found = store.read(LOCK).result(timeout=timeout_s)
-    if found.state != "value":
-        return {}, found.stamp.generation
+        raise ValueError(f"{path} cannot be written: {_message(e)}") from None
+    if holder != this:
+        raise ValueError(f"ckpt_dir {str(root)!r}: another run is writing to it, {holder}; choose "
+                         f"another, or delete {path} if that run has ended")
     try:
-        holder = json.loads(found.value)
-    except ValueError:
-        holder = None
-    if not isinstance(holder, dict):  # another program wrote it: treat it as another run
-        holder = {"owner": None, "about": repr(found.value[:80])}
-    return holder, found.stamp.generation
-
-
-def _write_lock(store, holder, generation, timeout_s=None):
-    """Write the lock, or delete it for None, unless it has changed since it was read. The next read
-    shows who has it. A server that refuses conditions gets a plain write.
-    """
-    value = None if holder is None else json.dumps(holder).encode()
-    try:
-        store.write(LOCK, value, if_equal=generation).result(timeout=timeout_s)
-    except ValueError:
-        store.write(LOCK, value).result(timeout=timeout_s)
+        yield check
+    finally:
+        with contextlib.suppress(ValueError, OSError):
+            if read() == this:
+                store.write(LOCK, None).result()
 
 
 # ---- sources of weights
@@ -1778,69 +1529,39 @@ def _raise_if_errors(errors, where):
 
 # ---- verify
 
-VERIFY_BYTES = 2**30  # largest file that verify reads
-MAX_ERRORS = 100  # of an array that verify looks for
-
-
 def verify(root, log=print):
-    """Read every chunk of every checkpoint in root, and in the folders of `roots` where a run keeps
-    those of its parameters alone; return the errors, at most MAX_ERRORS of each array. `log` gets a
-    line for each checkpoint. Memory is bounded, whatever the folder claims.
+    """Read every array of every checkpoint in root, and in the folders of `roots` where a run keeps
+    those of its parameters alone; return the errors. `log` gets a line for each checkpoint.
     """
-    found = []
-    for folder in roots(root).values():
-        found += [(folder, step) for step in steps(folder)]
-    if not found:
-        return [f"{root} holds no checkpoint; name the folder of checkpoints, such as "
-                "out/default/ckpt"]
     errors = []
-    for folder, step in found:
-        errors += _verify_step(folder, step, log)
+    n_checkpoints = 0
+    for folder in roots(root).values():
+        for step in steps(folder):
+            found = _verify_step(folder, step)
+            log(f"{join_path(folder, _step_name(step))}: errors: {len(found)}")
+            errors += found
+            n_checkpoints += 1
+    if not n_checkpoints:
+        errors.append(f"{root} holds no checkpoint; name the folder of checkpoints, such as "
+                      "out/default/ckpt")
     return errors
 
 
-def _verify_step(root, step, log):
-    """Read a checkpoint; log how many arrays and errors it has; return the errors."""
-    errors = []
-    n_arrays = 0
+def _verify_step(root, step):
+    """Return the errors of a checkpoint, one for each array that cannot be read."""
     try:
         meta = read_meta(root, step)
-        for name, layout in meta["arrays"].items():
-            if "file" in layout:
-                errors += islice(_array_errors(root, meta, name), MAX_ERRORS)
-            if name != SMALL:
-                n_arrays += 1
     except ValueError as e:
-        errors.append(str(e))
-    log(f"{join_path(root, _step_name(step))}: arrays read: {n_arrays}, errors: {len(errors)}")
-    return errors
-
-
-def _array_errors(root, meta, name):
-    """Yield the errors of a stored array, which is read file by file."""
-    layout = meta["arrays"][name]
-    path = join_path(root, _step_name(meta["step"]), name)
-    file_bytes = prod(layout["file"]) * np.dtype(layout["dtype"]).itemsize
-    try:
-        if file_bytes > VERIFY_BYTES:
-            raise ValueError(f"not read, its files of {file_bytes:,} bytes are too large")
-        array = ts.open(_zarr_spec(root, meta, name), open=True, read=True).result()
-    except ValueError as e:
-        yield f"{path}: {_message(e)}"
-        return
-
-    # Read several files at a time, as many as memory allows.
-    files = _file_slices(layout["shape"], layout["file"])
-    n_at_once = min(16, VERIFY_BYTES // file_bytes)
-    while True:
-        reads = [array[part].read() for part in islice(files, n_at_once)]
-        if not reads:
-            return
-        for read in reads:
+        return [str(e)]
+    errors = []
+    for name, layout in meta["arrays"].items():
+        if "file" in layout:
+            like = jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
             try:
-                read.result()
+                _load(root, meta, None, name, like)
             except ValueError as e:
-                yield f"{path}: {_message(e)}"
+                errors.append(str(e))
+    return errors
 
 
 # ---- safetensors

@@ -1668,7 +1668,6 @@ def open_sources(setup, wanted=None):
 
 def place_state(state, like):
     """A copy of a given state, in the shardings of `like`."""
-    ckpt.check_no_tensors(state)
     check_state(state, like)
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.device_put(state, shardings, may_alias=False)
@@ -1689,7 +1688,6 @@ def place_params(params, like):
     if not isinstance(params, dict):
         raise ValueError(f"the given parameters: are {type(params).__name__}, must be a dict "
                          "{name: array}")
-    ckpt.check_no_tensors(params)
     params = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in params.items()}
     errors = []
     for name in params:
@@ -3456,9 +3454,9 @@ def check_shared_folders(cfg, root):
 
 def unshared_folder(cfg, field, outsiders):
     """A sentence about a folder that some processes do not share."""
-    return (f"{field} {getattr(cfg, field)!r}: the processes do not share this folder: process 0 "
-            f"does not find the files of {', '.join(outsiders)}; give the whole path of a folder "
-            "on a disk that all of them share")
+    return (f"{field} {getattr(cfg, field)!r}: the processes do not share this folder: {outsiders} "
+            "do not find a file of process 0; give the whole path of a folder on a disk that all "
+            "of them share")
 
 
 def start_heartbeats(cfg, observers):

@@ -158,7 +158,7 @@ JUMPS = {
         "several processes": ["_agree_on_error", "_announce_failure", "_broadcast",
                               "_report_and_wait_for_commit", "_wait_for_shards"],
         "buckets": ["_bucket_kvstore", "_delete_keys", "_join_url", "_list_bucket"],
-        "locks of buckets": ["_lock_owner", "lock_bucket"],
+        "locks of buckets": ["lock_bucket"],
     },
     "train.py": {
         "custom tasks": ["check_table", "complete_task"],

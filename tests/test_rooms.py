@@ -313,10 +313,8 @@ FEATURES = {
     "locks of buckets": {
         "rooms": {"ckpt.py": ["locks of buckets"]},
         "edits": [
-            ("ckpt.py", "            check = locks.enter_context(lock_bucket(root, owner, about, "
-             "log))\n", ""),
-            ("ckpt.py", "                if not _is_local(root):\n"
-             "                    owner = _lock_owner(lock_file, owner)\n", ""),
+            ("ckpt.py", "        check = locks.enter_context(lock_bucket(root, out_dir))\n",
+             "        check = int\n"),
         ],
     },
 }
