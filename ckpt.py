@@ -1556,7 +1556,7 @@ def _verify_step(root, step):
     errors = []
     for name, layout in meta["arrays"].items():
         if "file" in layout:
-            like = jax.ShapeDtypeStruct(layout["shape"], np.dtype(layout["dtype"]))
+            like = jax.ShapeDtypeStruct(layout["shape"], layout["dtype"])
             try:
                 _load(root, meta, None, name, like)
             except ValueError as e:

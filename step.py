@@ -13,12 +13,9 @@ import errno
 import hashlib
 import importlib.metadata
 import inspect
-import json
 import os
 import socket
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
 from math import inf, prod
@@ -1223,7 +1220,7 @@ def _describe_cpu():
 # ---- optional
 #
 # The rooms, in this order: loss scaling for float16, optimizer in host memory, sparse rows, weight
-# statistics, memory estimates, memory advice, processes, heartbeats, profiler, compilation cache,
+# statistics, memory estimates, memory advice, processes, profiler, compilation cache,
 # this file alone.
 
 
@@ -1660,165 +1657,26 @@ def _as_flags(changes, peaks):
 
 # ---- processes
 
-CONNECTING_S = 30  # seconds between the messages of a process that is not connected yet
+HEARTBEAT_TIMEOUT_S = 30  # seconds of silence after which JAX ends the other processes
 
 
 def init_distributed(coordinator, n_processes, process_id):
     """Connect to the other processes of a run. Call it before anything touches a device.
 
     coordinator: host:port of process 0. With "auto", JAX takes all three values from Slurm, Open
-    MPI or Kubernetes.
-
-    JAX ends a process that is not connected after 300 s with exit code 134, and names no missing
-    process. Until then this function prints every CONNECTING_S what must be launched.
+    MPI or Kubernetes. JAX ends a process that is not connected after 300 s with exit code 134, and
+    all processes HEARTBEAT_TIMEOUT_S after one has died.
     """
-    name = f"a process on {socket.gethostname()}"
-    hint = "all processes must be launched, and all must reach the coordinator"
-    if coordinator != "auto":
-        name = f"process {process_id} of {n_processes} on {socket.gethostname()}"
-        hint = (f"each process_id from 0 to {n_processes - 1} must be launched exactly once, and "
-                f"all processes must reach {coordinator}")
-    connected = threading.Event()
-
-    def print_while_waiting():
-        waited_s = 0
-        while not connected.wait(CONNECTING_S):
-            waited_s += CONNECTING_S
-            print(f"{name} is not connected after {waited_s:g} s: {hint}; JAX ends it after 300 s",
-                  file=sys.stderr, flush=True)
-
-    print(f"{name}: connecting to the others ({coordinator}) ...", file=sys.stderr, flush=True)
-    threading.Thread(target=print_while_waiting, daemon=True).start()
-    try:
-        if coordinator == "auto":
-            jax.distributed.initialize()
-        else:
-            jax.distributed.initialize(coordinator, n_processes, process_id)
-    finally:
-        connected.set()
+    name = f"process {process_id} of {n_processes}"
+    addresses = (coordinator, n_processes, process_id)
+    if coordinator == "auto":
+        name = "a process"
+        addresses = ()
+    print(f"{name} on {socket.gethostname()}: connecting to the others ({coordinator}); JAX ends "
+          "it after 300 s unless each of them is launched exactly once and reaches the coordinator",
+          file=sys.stderr, flush=True)
+    jax.distributed.initialize(*addresses, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     check_platform()  # before the first broadcast, which touches a device
-
-
-# ---- heartbeats
-
-HEARTBEAT_BYTES = 4096  # size of a heartbeat file
-HEARTBEAT_TIMEOUT_S = 30  # seconds without a heartbeat after which a process counts as dead
-
-
-def start_heartbeat(folder, token, timeout_s, on_death):
-    """Start heartbeats between the processes of a run. Return the function heartbeat(**changes).
-
-    The loop calls it with what this process is "doing" and at which "step". It is also called with
-    "error", the error that ends this process, or with done=True. A thread writes these values to
-    the folder every second and reads those of the other processes. It ends this process with exit
-    code 1 once another process has ended or sends no heartbeat, or once no process has called
-    heartbeat for timeout_s seconds.
-
-    folder: shared by all processes. A process that cannot write to it is not watched; JAX ends a
-    run some 100 s after such a process died. token: a text that all processes of this run share
-    and no other run has. timeout_s: 0 for no heartbeats. on_death(text): called with the reason
-    before this process ends.
-    """
-    def no_heartbeat(**changes):
-        pass
-
-    if jax.process_count() == 1 or not timeout_s:
-        return no_heartbeat
-    folder = Path(folder)
-    rank = jax.process_index()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / str(rank), os.O_CREAT | os.O_WRONLY)
-    except OSError:  # only process 0 needs the folder
-        return no_heartbeat
-
-    # The heartbeat of this process. n_writes makes each write differ from the one before.
-    name = f"process {rank} (pid {os.getpid()} on {socket.gethostname()})"
-    local = {"name": name, "token": token, "n_calls": 0, "n_writes": 0}
-    peers = {}  # {rank: as in dead_peer_reason}
-    writing = threading.Lock()  # a slow write must not replace a newer one of another thread
-
-    def write():
-        with writing, contextlib.suppress(OSError):
-            local["n_writes"] += 1
-            text = json.dumps(local).encode()[:HEARTBEAT_BYTES].ljust(HEARTBEAT_BYTES)
-            os.pwrite(file, text, 0)  # in place, as that needs no space on a full disk
-            os.fsync(file)  # a client of NFS may otherwise keep it for half a minute
-
-    def heartbeat(**changes):
-        local.update({"n_calls": local["n_calls"] + 1} | changes)
-        if "error" in changes or "done" in changes:
-            write()
-
-    def watch():
-        while "error" not in local and "done" not in local:
-            write()
-            now = time.monotonic()
-            for peer_rank in range(jax.process_count()):
-                newest = _read_heartbeat(folder / str(peer_rank), token)
-                if newest:
-                    _update_peer(peers, peer_rank, newest, now)
-            silent_s = min(local.get("silent_s", HEARTBEAT_TIMEOUT_S), timeout_s)
-            reason = dead_peer_reason(peers.values(), now, timeout_s, silent_s)
-            if reason:
-                heartbeat(error=reason)
-                print(f"{name} ends: {reason}", file=sys.stderr, flush=True)
-                on_death(reason)
-                if rank == 0:  # JAX ends the others with process 0: let them see why
-                    time.sleep(3)
-                os._exit(1)
-            time.sleep(min(1, silent_s / 3))
-
-    threading.Thread(target=watch, daemon=True).start()
-    return heartbeat
-
-
-def _read_heartbeat(path, token):
-    """Return the newest heartbeat in a file, or None without one of this run."""
-    with contextlib.suppress(OSError, ValueError):  # no file yet, or half written
-        newest = json.loads(path.read_text(encoding="utf-8"))
-        if newest.get("token") == token:
-            return newest
-    return None
-
-
-def _update_peer(peers, rank, newest, now):
-    """Note the newest heartbeat of a process, if it differs from the last one."""
-    peer = peers.get(rank)
-    if peer is None:
-        peers[rank] = {"heartbeat": newest, "received_at": now, "called_at": now}
-    elif newest != peer["heartbeat"]:
-        if newest["n_calls"] != peer["heartbeat"]["n_calls"]:
-            peer["called_at"] = now
-        peer["heartbeat"] = newest
-        peer["received_at"] = now
-
-
-def dead_peer_reason(peers, now, timeout_s, silent_s):
-    """Return why a run must end, with the process that caused it; None to continue.
-
-    peers: for each process {"heartbeat": the newest, "received_at": when it came, "called_at": when
-    the process was first seen to have called heartbeat so often}.
-    """
-    for peer in peers:
-        newest = peer["heartbeat"]
-        if "error" in newest:
-            return f"{newest['name']} has ended: {newest['error']}"
-        silence_s = now - peer["received_at"]
-        if silence_s > silent_s and "done" not in newest:
-            return (f"{newest['name']} sent no heartbeat for {silence_s:.0f} s: it is dead, "
-                    "stopped or cut off")
-
-    # A run is stuck when every process is. Before its first call, a process may still compile.
-    stuck = []
-    for peer in peers:
-        if peer["heartbeat"]["n_calls"] and now - peer["called_at"] > timeout_s:
-            stuck.append(peer["heartbeat"])
-    if stuck and len(stuck) == len(peers):
-        last = min(stuck, key=lambda heartbeat: heartbeat["n_calls"])
-        return (f"no process has done anything for {timeout_s:g} s; the furthest behind is "
-                f"{last['name']}, after {last.get('doing')} at step {last.get('step')}")
-    return None
 
 
 # ---- profiler

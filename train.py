@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import faulthandler
 import fractions
 import importlib.metadata
 import importlib.util
@@ -185,7 +186,7 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
         with ckpt.lock_folders(cfg.out_dir, root, print0) as check_lock:
             check_shared_folders(cfg, root)  # optional: several processes
             observers = make_observers(cfg)
-            heartbeat = start_heartbeats(cfg, observers)
+            heartbeat = partial(restart_watchdog, cfg)
             try:
                 with steplib.explain_oom(partial(memory_advice, setup)):
                     started = start_run(
@@ -196,10 +197,10 @@ def main(cfg, hooks=(), task=TEXT, state=None, params=None, data=None):
                     in_loop.set()
                     return train(run, state, progress, signals)
             except BaseException as e:
-                report_crash(e, observers, heartbeat)
+                notify(observers, "error", {"error": f"{type(e).__name__}: {e}"})
                 raise
             finally:
-                heartbeat(done=True)
+                faulthandler.cancel_dump_traceback_later()
                 # The folders stay locked until pending saves are written. With several processes
                 # one that has died would never finish its save.
                 if jax.process_count() == 1:
@@ -292,7 +293,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     """Open the data, compile, and make the initial state: (run, state), or None when the run is
     already finished. run: setup and everything else that is fixed during the loop.
 
-    observers: from make_observers. heartbeat: from start_heartbeats. check_lock: from
+    observers: from make_observers. heartbeat: see restart_watchdog. check_lock: from
     ckpt.lock_folders. state, params: those given by the caller, or None.
     """
     cfg, task, hooks = setup["cfg"], setup["task"], setup["hooks"]
@@ -1117,7 +1118,7 @@ def run_validation(run, state, step, progress, signals, stopped_while_waiting):
         run["programs"]["compile_eval"]()
 
     def stopped():  # called once per batch
-        run["heartbeat"](doing="eval")
+        run["heartbeat"]()
         return signal_received(signals)
 
     with timed(timers, "eval"):
@@ -1280,7 +1281,7 @@ def make_log_event(hooks, observers, heartbeat, progress, impossible):
     logged = set()
 
     def log_event(event, row):
-        heartbeat(doing=event, step=row["step"])
+        heartbeat()
         row = run_row_hooks(hooks, event, row, progress)
         notify(observers, event, row)
         refused = sorted(progress["requests"] & impossible.keys())
@@ -1953,7 +1954,7 @@ def add_save_file(run, requests):
 
 def stop_while_waiting(run, step, progress, signals):
     """stop_reason during a wait for data. Several processes cannot agree then: they wait on."""
-    run["heartbeat"](doing="waiting for data", step=step)
+    run["heartbeat"]()
     if jax.process_count() > 1:
         return None
     requests = poll_requests(run, None, progress, signals)
@@ -3434,55 +3435,20 @@ def check_shared_folders(cfg, root):
     """Raise ValueError in every process if some do not see the folder of the checkpoints. root: of
     ckpt.ckpt_root.
     """
-    if jax.process_count() == 1:
-        return
-    field = "ckpt_dir" if cfg.ckpt_dir else "out_dir"
     outsiders = ckpt.find_outsiders(root)
     if outsiders:
-        raise ValueError(unshared_folder(cfg, field, outsiders))
-    if not cfg.ckpt_dir:
-        return
-
-    # The checkpoints are elsewhere. Then only windows and heartbeats need out_dir.
-    outsiders = ckpt.find_outsiders(cfg.out_dir)
-    if outsiders and cfg.order == "windows":
-        raise ValueError(unshared_folder(cfg, "out_dir", outsiders))
-    if outsiders and cfg.peer_timeout_s:
-        print0(f"{unshared_folder(cfg, 'out_dir', outsiders)}; without one there are no heartbeats "
-               "between these processes, and JAX ends the run some 100 s after one has died")
+        field = "ckpt_dir" if cfg.ckpt_dir else "out_dir"
+        raise ValueError(f"{field} {getattr(cfg, field)!r}: processes {outsiders} do not find a "
+                         "file that process 0 writes there; give the whole path of a folder on a "
+                         "disk that all processes share")
 
 
-def unshared_folder(cfg, field, outsiders):
-    """A sentence about a folder that some processes do not share."""
-    return (f"{field} {getattr(cfg, field)!r}: the processes do not share this folder: {outsiders} "
-            "do not find a file of process 0; give the whole path of a folder on a disk that all "
-            "of them share")
-
-
-def start_heartbeats(cfg, observers):
-    """Start the heartbeats of this run, in out_dir/.alive. Observers get a death as an "error", and
-    a message says how to continue.
+def restart_watchdog(cfg):
+    """Let a process that is stuck end: unless this is called again within cfg.peer_timeout_s, it
+    prints the stack of each of its threads and exits with 1. JAX then ends the other processes.
     """
-    token = ckpt.broadcast_from_main(lambda: os.urandom(4).hex())
-    root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-
-    def print_advice():
-        effect = "the run resumes from the newest checkpoint"
-        if "://" not in root:  # a bucket may not answer, and this process has to end
-            step = ckpt.latest(root)
-            effect = f"the run resumes from step {step}"
-            if step is None:
-                effect = "the run starts again, since it has no checkpoint yet"
-        print(f"to continue, launch all processes again by {same_command(cfg)}: {effect}",
-              file=sys.stderr)
-
-    def on_death(reason):
-        with ignore_stdout_errors():
-            print_advice()
-        notify(observers, "error", {"error": reason})
-
-    return steplib.start_heartbeat(
-        Path(cfg.out_dir, ".alive"), token, cfg.peer_timeout_s, on_death)
+    if jax.process_count() > 1 and cfg.peer_timeout_s:
+        faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2)
 
 
 def log_of_process(cfg):
@@ -3497,18 +3463,6 @@ def log_of_process(cfg):
             print_here(format_log_row(row, format_speed(row, unit)))
 
     return observe
-
-
-def report_crash(error, observers, heartbeat):
-    """Report an exception that ends the run to the observers and the other processes."""
-    is_from_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-    if jax.process_count() > 1 and is_from_jax:
-        # Perhaps another process has died: give the thread of the heartbeats time to see it.
-        heartbeat(silent_s=3.0)
-        time.sleep(8)
-    message = f"{type(error).__name__}: {error}"
-    notify(observers, "error", {"error": message})
-    heartbeat(error=message.splitlines()[0][:500])
 
 
 # ---- profiler

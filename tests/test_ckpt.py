@@ -267,9 +267,9 @@ def test_fractions_are_not_cut_and_steps_are_counts(tmp_path):
     """
     save(tmp_path, 1, tree={"a": np.array([0.5, 300.2]), "b": np.ones(2, np.int32)})
     with pytest.raises(
-            TypeError, match=r"dtypes, in 1 arrays: a is float64\[2\] in the checkpoint, int8\[2\] in"):
+            TypeError, match=r"in 1 arrays: a is float64\[2\] in the checkpoint, int8\[2\] in"):
         ckpt.restore(tmp_path, 1, {"a": np.ones(2, np.int8), "b": np.ones(2)})
-    with pytest.raises(ValueError, match="2/meta.json: missing or corrupted: .*No such file"):
+    with pytest.raises(ValueError, match="2/meta.json: missing or corrupted: ."):
         ckpt.restore(tmp_path, 2, {"a": np.ones(2)})
     for step in (None, "5", -5):
         with pytest.raises(ValueError, match="must be a whole number, at least 0"):
@@ -668,7 +668,7 @@ def test_verify_names_all_errors_at_once(tmp_path, parts, monkeypatch, capsys):
     logged = []
     found = ckpt.verify(tmp_path, logged.append)
     patterns = ["1: array a is .*a/c/0/0.: .*Digest mismatch", "1: array .small .*Digest mismatch",
-                "2: array a is .*zarr.json", "2: array b/c is .*b/c/c/0. is missing",
+                "2: array a is .*zarr.json", "2: array b/c is .*b/c/c/[01]. is missing",
                 "3/meta.json: missing or corrupted"]
     assert len(found) == len(patterns), found
     assert all(re.search(pattern, "\n".join(found)) for pattern in patterns), "\n".join(found)
@@ -1290,7 +1290,7 @@ def test_an_object_store_holds_checkpoints(store):
     ckpt.wait(ckpt.save(weights, 6, tree))
     data = ckpt.read_meta(weights, 6)["folder"]
     ckpt._open(weights, "000000006", data).write("big/c/0", None).result()
-    assert re.search("weights/000000006/big.* is missing", "\n".join(ckpt.verify(root)[1:]))
+    assert re.search("weights/000000006.*big.* is missing", "\n".join(ckpt.verify(root)[1:]))
     ckpt.delete_all(weights)
     assert ckpt.restore_newest(root, tree, logged.append)[0] == 5
     assert "array big is corrupted" in logged[0] and len(logged) == 1
@@ -1361,12 +1361,12 @@ def test_a_bucket_has_one_run_and_its_newest_process(store):
     newer process of the same run takes it, and check() ends the older one. Checkpoints are written,
     listed, cleaned and verified beside the lock, which is deleted at the end.
 
-    Break: ckpt.py: if holder != this:  # a newer process => if False:  # a newer process
+    Break: ckpt.py: {path} names another => {path} is another
     """
     root = store.format("bucket").replace("some/run", "locked")
     with ckpt.lock_bucket(root, "/a") as check:
         assert lock_in(root)["out_dir"] == "/a"
-        with pytest.raises(ValueError, match="another run is writing to it, .*/a.*or delete .*lock"):
+        with pytest.raises(ValueError, match="another run is writing to it, .*/a.* delete .*lock"):
             ckpt.lock_bucket(root.replace("locked", "locked/"), "/b").__enter__()
         save(root, 1, 2, max_to_keep=1)
         ckpt.clean(root)

@@ -124,7 +124,7 @@ def test_star():
 def test_one_class():
     """Config is the only class of the six files.
 
-    Break: ckpt.py: META_BYTES = 2**24 => class Meta: pass; META_BYTES = 2**24
+    Break: ckpt.py: FILE_BYTES = 2**24 => class Meta: pass; FILE_BYTES = 2**24
     """
     trees = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in FILES}
     nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]

@@ -178,8 +178,7 @@ JUMPS = {
         "memory estimates": ["memory_advice", "plan", "text_programs"],
         "hooks from files": ["load_hooks"],
         "compilation cache": ["use_compilation_cache"],
-        "several processes": ["check_shared_folders", "connect_processes", "report_crash",
-                              "start_heartbeats"],
+        "several processes": ["check_shared_folders", "connect_processes", "restart_watchdog"],
         "trackers": ["TRACKERS", "check_trackers"],
         "observers that run": ["make_observers"],
     },
@@ -283,7 +282,7 @@ def test_text_files_are_utf_8_in_every_locale():
     """Each file that is opened as text names its encoding, in the six files and in what users run
     beside them.
 
-    Break: step.py: json.loads(path.read_text(encoding="utf-8")) => json.loads(path.read_text())
+    Break: ckpt.py: partial_path.write_text(text, encoding="utf-8") => partial_path.write_text(text)
     """
     paths = [*ROOT.glob("*.py"), *ROOT.glob("tests/recipes/*.py"), ROOT / "tests/plan.py",
              ROOT / "tests/compare.py", ROOT / "tests/check.py"]

@@ -2031,25 +2031,22 @@ def test_shared_ids_and_optimizers_that_mix_rows_are_refused():
 # ---- processes
 
 def test_a_process_that_waits_for_the_others_prints_what_it_needs():
-    """JAX ends a process that is not connected after 300 s, and names none that is missing. Until
-    then the process prints which one it is, and what must be launched.
+    """A process that connects prints which one it is, and what must be launched, since JAX ends it
+    after 300 s and names none that is missing.
 
-    Break: step.py: while not connected.wait(CONNECTING_S): => while False:
+    Break: step.py: name = f"process {process_id} of {n_processes}" => name = "a process"
     """
-    code = "import step; step.CONNECTING_S = 0.2; step.init_distributed('127.0.0.1:9', 3, 1)"
+    code = "import step; step.init_distributed('127.0.0.1:9', 3, 1)"
     run = subprocess.Popen([sys.executable, "-c", code], cwd=Path(step.__file__).parent,
                            stderr=subprocess.PIPE, text=True)
     timer = threading.Timer(60, run.kill)
     timer.start()
-    lines = [run.stderr.readline(), run.stderr.readline()]
+    line = run.stderr.readline()
     run.kill()
     timer.cancel()
     run.communicate()
-    name = f"process 1 of 3 on {socket.gethostname()}"
-    assert lines == [
-        f"{name}: connecting to the others (127.0.0.1:9) ...\n",
-        f"{name} is not connected after 0.2 s: each process_id from 0 to 2 must be launched "
-        "exactly once, and all processes must reach 127.0.0.1:9; JAX ends it after 300 s\n"]
+    assert line.startswith(f"process 1 of 3 on {socket.gethostname()}: connecting to the others "
+                           "(127.0.0.1:9); JAX ends it after 300 s unless each")
 
 
 # ---- step.py alone

@@ -1291,34 +1291,6 @@ def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, ca
     assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
 
 
-def test_an_observer_that_raises_keeps_no_process_alive(tiny, monkeypatch, capsys):
-    """The heartbeat thread ends this process after another process has failed, even if an observer
-    raises when it receives the reason. The other observers receive the reason, and a line says how
-    to continue.
-
-    Break: train.py: except Exception as error: => except KeyError as error:
-    """
-    def fails(event, row):
-        raise OSError("no room")
-
-    codes, received, cfg = [], [], tiny()
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(ckpt, "broadcast_from_main", lambda make: make())
-    monkeypatch.setattr(jax, "process_index", lambda: 1)  # process 0 would wait for others
-    monkeypatch.setattr(os, "_exit", codes.append)
-    train.start_heartbeats(cfg, [
-        ("chart", fails), ("plain", lambda event, row: received.append(row))])
-    own = Path(cfg.out_dir, ".alive/1")
-    wait_for(lambda: own.exists() and own.read_text())
-    peer = json.loads(own.read_text()) | {"name": "process 0", "error": "its disk is gone"}
-    Path(cfg.out_dir, ".alive/0").write_text(json.dumps(peer))
-    wait_for(lambda: codes)
-    assert codes == [1] and received == [{"error": "process 0 has ended: its disk is gone"}]
-    assert capsys.readouterr().err.endswith(
-        " ends: process 0 has ended: its disk is gone\nto continue, launch all processes again by "
-        "the same command: the run starts again, since it has no checkpoint yet\n")
-
-
 def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
     """A resume at step 2 removes rows of later steps, rows of a stop, an end or an error, and torn
     lines. New rows are written immediately; rows of "step" and "dispatch" are not written.
@@ -4871,97 +4843,12 @@ def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
 
 # ---- many processes
 
-def test_dead_peer_reason_names_the_process_that_ends_the_run():
-    """The reason names a process with an error, a process without a heartbeat, or, if all
-    processes wait, the one furthest behind. A process that is done is not named.
-
-    Break: step.py: key=lambda heartbeat: heartbeat["n_calls"] =>
-    key=lambda heartbeat: -heartbeat["n_calls"]
-    """
-    def reason(*changes):
-        """Return the reason at time 100 for processes with heartbeats and calls at 99."""
-        peers = []
-        for rank, change in enumerate(changes):
-            heartbeat = {"name": f"process {rank}", "n_calls": 9, "doing": "step", "step": 5}
-            peers.append({"heartbeat": heartbeat | change.get("heartbeat", {}),
-                          "received_at": change.get("received_at", 99),
-                          "called_at": change.get("called_at", 99)})
-        return steplib.dead_peer_reason(peers, 100, timeout_s=20, silent_s=3)
-
-    assert reason({}, {}, {}) is None
-    assert reason({}, {"heartbeat": {"error": "OSError: no"}}, {}) == (
-        "process 1 has ended: OSError: no")
-    assert reason({}, {}, {"received_at": 96}) == (
-        "process 2 sent no heartbeat for 4 s: it is dead, stopped or cut off")
-    assert reason({}, {}, {"received_at": 96, "heartbeat": {"done": True}}) is None
-    waits = {"called_at": 79}
-    assert reason(waits, waits, {}) is None
-    assert reason(waits, {"heartbeat": {"n_calls": 8, "doing": "dispatch"}} | waits, waits) == (
-        "no process has done anything for 20 s; the furthest behind is process 1, after dispatch "
-        "at step 5")
-    may_compile = {"heartbeat": {"n_calls": 0}} | waits
-    assert reason(waits, waits, may_compile) is None
-
-
-def n_dirty_pages(path):
-    """The number of pages of a file that the kernel has not written yet; None if it cannot tell."""
-    whole_file, counts = np.zeros(2, np.uint64), np.zeros(5, np.uint64)
-    with open(path) as file:
-        failed = ctypes.CDLL(None).syscall(  # cachestat, since Linux 6.5
-            451, file.fileno(), whole_file.ctypes.data_as(ctypes.c_void_p),
-            counts.ctypes.data_as(ctypes.c_void_p), 0)
-    return None if failed else int(counts[1])
-
-
-def test_a_heartbeat_does_not_stay_in_a_cache(tmp_path, monkeypatch):
-    """The kernel keeps a plain write for half a minute, and a client of NFS may do so. A heartbeat
-    is written out at once.
-
-    Break: step.py: os.fsync(file) => pass
-    """
-    (tmp_path / "plain").write_text("x")
-    if n_dirty_pages(tmp_path / "plain") != 1:
-        pytest.skip("this kernel or file system does not count the pages that are still to write")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    heartbeat = steplib.start_heartbeat(tmp_path, "token", 1800, print)
-    heartbeat(done=True)
-    wait_for(lambda: n_dirty_pages(tmp_path / "0") == 0, 2)
-    assert json.loads((tmp_path / "0").read_text())["done"]
-
-
-def test_the_last_heartbeat_stays(tmp_path, monkeypatch):
-    """A slow write by the thread that sends a heartbeat every second does not replace the last
-    heartbeat, which another thread writes. Otherwise the other processes would count this one as
-    dead.
-
-    Break: step.py: with writing, contextlib => with contextlib
-    """
-    write, began, ended = os.pwrite, threading.Event(), threading.Event()
-
-    def slow_write(file, text, offset):
-        is_last = b"done" in text
-        if not is_last:
-            began.set()
-            time.sleep(0.3)
-        write(file, text, offset)
-        if not is_last:
-            ended.set()
-
-    monkeypatch.setattr(os, "pwrite", slow_write)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    heartbeat = steplib.start_heartbeat(tmp_path, "token", 1800, print)
-    assert began.wait(20)
-    heartbeat(done=True)
-    assert ended.wait(20)
-    assert json.loads((tmp_path / "0").read_text())["done"]
-
-
 @pytest.mark.slow
 def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
-    """With a relative out_dir in two current folders, both processes name the one whose files
-    process 0 does not find, and exit with 2 before anything is compiled. No file is left.
+    """With a relative out_dir in two current folders, both processes name the one that does not
+    find the file of process 0, and exit with 2 before anything is compiled. No file is left.
 
-    Break: train.py: raise ValueError(unshared_folder(cfg, field, outsiders)) => pass
+    Break: train.py: outsiders = ckpt.find_outsiders(root) => outsiders = []
     """
     cfg = tiny(dp=1, fsdp=2)
     hook = Path(cfg.out_dir + "_hook.py")
@@ -4971,35 +4858,11 @@ def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
                     "def nothing(event, value): pass\n")
     runs = two(cfg, "--out_dir", "relative", "--hooks", f"{hook}:nothing")
     found = [ended(*run) for run in runs]
-    sentence = ("error: out_dir 'relative': the processes do not share this folder: process 0 does "
-                f"not find the files of process 1 on {socket.gethostname()} (in {cfg.out_dir}1/"
-                "relative/ckpt); give the whole path of a folder on a disk that all of them share")
+    sentence = "error: out_dir 'relative': processes [1] do not find a file that process 0 writes"
     for code, output in found:
         assert code == 2 and sentence in output and "compiling" not in output, output
     for i in range(2):
         assert not [path for path in Path(f"{cfg.out_dir}{i}").rglob("*") if path.is_file()]
-
-
-def test_only_an_out_dir_without_checkpoints_may_be_unshared(tiny, monkeypatch, capsys):
-    """With the checkpoints in another folder, an out_dir that process 1 does not see is a notice
-    about heartbeats, if there are any. With windows, which stand in it, it is an error.
-
-    Break: train.py: if outsiders and cfg.order == "windows": => if False:
-    """
-    cfg = tiny(ckpt_dir="s3://bucket/x")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        ckpt, "find_outsiders", lambda root: ["process 1 on b"] * (root == cfg.out_dir))
-    train.check_shared_folders(cfg, cfg.ckpt_dir)
-    notice = capsys.readouterr().out
-    assert notice.startswith(f"out_dir {cfg.out_dir!r}: the processes do not share this folder: ")
-    assert "process 1 on b" in notice and "there are no heartbeats" in notice
-    train.check_shared_folders(dataclasses.replace(cfg, peer_timeout_s=0.0), cfg.ckpt_dir)
-    assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="^out_dir .* process 0 does not find the files of proc"):
-        train.check_shared_folders(dataclasses.replace(cfg, order="windows"), cfg.ckpt_dir)
-    with pytest.raises(ValueError, match=f"^ckpt_dir {cfg.out_dir!r}: the processes do not share"):
-        train.check_shared_folders(dataclasses.replace(cfg, ckpt_dir=cfg.out_dir), cfg.out_dir)
 
 
 @pytest.mark.slow
@@ -5019,17 +4882,15 @@ def test_two_processes_killed_at_any_moment_end_bit_identical(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n, how, words", [
-    (2, "KILL", "sent no heartbeat for"), (3, "STOP", "sent no heartbeat for"),
-    (2, "hang", "the furthest behind is process 1"), (2, "raise", "has ended: RuntimeError: oh"),
-    (2, "data", "has ended: ValueError: oh")])
+    (2, "KILL", ""), (3, "STOP", ""), (2, "hang", "_hook.py"), (2, "raise", ""), (2, "data", "")])
 def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
-    """A process is killed, stopped, stuck, or fails in a hook or in its data. Within seconds the
-    others end with exit code 1 and a message that names the process and its host, and the step from
-    which the same command continues. The checkpoints remain.
+    """A process is killed, stopped, stuck, or fails in a hook or in its data. Within a minute the
+    others end. A stuck process prints where it is stuck. The checkpoints remain.
 
-    Break: step.py: os.pwrite(file, text, 0) => (file, text, 0)
+    Break: train.py: faulthandler.dump_traceback_later(cfg.peer_timeout_s, exit=True, file=2) =>
+    pass
     """
-    cfg = tiny(steps=10**6, batch_size=6, dp=n, save_every=2, eval_every=0, peer_timeout_s=4.0)
+    cfg = tiny(steps=10**6, batch_size=6, dp=n, save_every=2, eval_every=0, peer_timeout_s=8.0)
     hook = Path(cfg.out_dir + "_hook.py")
     hook.write_text("import jax, time\ndef lose(event, value):\n"
                     "    late = event == 'step' and value['step'] * jax.process_index() == 6\n"
@@ -5051,38 +4912,13 @@ def test_a_process_that_is_lost_ends_the_others(tiny, n, how, words):
     try:
         if how in ("KILL", "STOP"):
             os.kill(runs[1][0].pid, getattr(signal, f"SIG{how}"))
-        found = [ended(*run, 40) for i, run in enumerate(runs) if i != 1]
+        found = [ended(*run, 90) for i, run in enumerate(runs) if i != 1]
     finally:
         runs[1][0].kill()
-    for i, (code, output) in enumerate(found):  # JAX aborts a process that has lost process 0
-        assert code == 1 or (i and code == -signal.SIGABRT), output
-        process_1 = f"process 1 (pid {runs[1][0].pid} on"
-        assert code != 1 or (words in output and process_1 in output), output
-    resumed = re.search(r"by the same command: the run resumes from step (\d+)\n", found[0][1])
-    # Another save may be committed while the process ends.
-    assert int(resumed[1]) in {row["step"] for row in rows(cfg.out_dir, "save")}
+    for code, output in found:
+        assert code in (1, -signal.SIGABRT), output
+    assert words in found[0][1] + runs[1][1].read_text()
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt")
-    assert "process 1" in rows(cfg.out_dir, "error")[-1]["error"]
-
-
-@pytest.mark.slow
-def test_a_stopped_process_is_found_after_30_s_of_silence(tiny):
-    """With the default limit the run ends after HEARTBEAT_TIMEOUT_S without a heartbeat, not
-    earlier.
-
-    Break: step.py: HEARTBEAT_TIMEOUT_S = 30 => HEARTBEAT_TIMEOUT_S = 5
-    """
-    cfg = tiny(steps=10**6, dp=2, save_every=2, eval_every=0)
-    (main, log), (stopped, _) = two(cfg)
-    wait_for(lambda: ckpt.steps(Path(cfg.out_dir) / "ckpt"))
-    try:
-        os.kill(stopped.pid, signal.SIGSTOP)
-        code, output = ended(main, log)
-    finally:
-        stopped.kill()
-    silence = re.search(rf"process 1 \(pid {stopped.pid} on .*\) sent no heartbeat for "
-                        r"(\d+) s: it is dead, stopped or cut off", output)
-    assert code == 1 and int(silence[1]) >= 30, output
 
 
 @pytest.mark.slow
