@@ -4846,7 +4846,7 @@ def test_a_step_that_runs_out_of_memory_suggests_flags(tiny):
 @pytest.mark.slow
 def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
     """With a relative out_dir in two current folders, both processes name the one that does not
-    find the file of process 0, and exit with 2 before anything is compiled. No file is left.
+    find the file of process 0, and exit with 2 before anything is compiled.
 
     Break: train.py: outsiders = ckpt.find_outsiders(root) => outsiders = []
     """
@@ -4861,8 +4861,6 @@ def test_processes_that_do_not_share_out_dir_do_not_train(tiny):
     sentence = "error: out_dir 'relative': processes [1] do not find a file that process 0 writes"
     for code, output in found:
         assert code == 2 and sentence in output and "compiling" not in output, output
-    for i in range(2):
-        assert not [path for path in Path(f"{cfg.out_dir}{i}").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow
