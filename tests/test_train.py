@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of whole runs through train.py: output, hooks, stops, resumes, kills, many processes."""
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import fcntl
