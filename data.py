@@ -808,12 +808,16 @@ def read_example(row, where, tokenizer):
     text = example["text"] + example.get("completion", "")
     if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
         raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
-    for name in UNREAD_COLUMNS:
-        if name not in example.get("used", ()) and not _is_empty(row.get(name)):
-            raise ValueError(f"{where}: no token would hold the column {name} of a row read as "
-                             f"{form}; remove it, or name the columns to use, as in --columns "
-                             + " ".join(f"{column}={column}" for column in FORMS[form]))
+    _check_columns(row, example.get("used", ()), f"{where}: read as {form}")
     return example | {"form": form}
+
+
+def _check_columns(row, used, where):
+    """Raise ValueError for a column that tells something and is not used."""
+    for name in UNREAD_COLUMNS:
+        if name not in used and not _is_empty(row.get(name)):
+            raise ValueError(f"{where}: no token would hold the column {name}; remove it, or name "
+                             "the columns to use, as in --columns text=text")
 
 
 # {form of a row: the columns that it must have}. Lists may also be written as JSON.
@@ -2269,7 +2273,6 @@ def _integers(row, name, where):
 
 def _read_prompt_or_chat(form, row, where, tokenizer):
     """Return the example of a row that is not a plain text; see `read_example`."""
-    system = row.get("system")
     if form == "prompt, completion":
         prompt = messages_in(row["prompt"])
         completion = messages_in(row["completion"])
@@ -2282,17 +2285,16 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
             instruction += "\n\n" + _content_text(row["input"], f"{where}: input")
         # A tokenizer without a chat template gets a prompt and a completion.
         if not _chat_template(tokenizer):
-            if not _is_empty(system):
-                instruction = _content_text(system, f"{where}: system") + "\n\n" + instruction
+            if not _is_empty(row.get("system")):
+                system = _content_text(row["system"], f"{where}: system")
+                instruction = f"{system}\n\n{instruction}"
             return {"kind": "pair", "text": f"{instruction}\n\n", "completion": row["output"],
                     "used": ("system", "input")}
         messages = [{"role": "user", "content": instruction},
                     {"role": "assistant", "content": row["output"]}]
     else:
         messages = messages_in(row[form])
-    if not _is_empty(system) and isinstance(messages, list):
-        messages = [{"role": "system", "content": system}, *messages]
-    text, spans = render_chat(messages, row.get("tools"), tokenizer, where)
+    text, spans = render_chat(_with_system(messages, row), row.get("tools"), tokenizer, where)
     used = ("system", "tools", "input") if form == "instruction, output" else ("system", "tools")
     return {"kind": "chat", "text": text, "spans": spans, "used": used,
             "has_date": _chat_template(tokenizer)["has_date"]}
@@ -2326,6 +2328,13 @@ def _with_role(message):
     if "value" in message:
         message["content"] = message.pop("value")
     return message
+
+
+def _with_system(messages, row):
+    """Return messages after the text in the column system of their row, if it has one."""
+    if _is_empty(row.get("system")) or not isinstance(messages, list):
+        return messages
+    return [{"role": "system", "content": row["system"]}, *messages]
 
 
 def messages_of_pair(prompt, completion, where):
@@ -2638,35 +2647,18 @@ def _check_eval_labels(dataset, cfg):
 
 
 def _describe_labels(dataset):
-    """Return facts about labels: their fraction, and what has none."""
-    n_labels = 0
-    n_tokens = 0
-    n_empty = 0
-    T = dataset["seq_format"]["seq_len"]
-    files = []
-    for shard in dataset["shards"]:
-        if "ignored" not in shard:
-            n_labels += len(shard["tokens"])
-            n_tokens += len(shard["tokens"])
-            continue
-        files += shard["unlabelled_files"]
-        ignored = shard["ignored"][1:]  # the first token follows no other one
-        if "spans" in shard:  # packed: of the documents that are in sequences
-            starts, stops = shard["spans"].T
-            n_followers = int((stops - starts - 1).sum())
-            n_tokens += n_followers
-            n_labels += n_followers - int(_count_ignored(shard, starts, stops).sum())
-            continue
-        n_tokens += len(ignored)
-        n_labels += len(ignored) - np.count_nonzero(ignored)
-        if dataset["seq_format"]["packing"] == "stream" and len(ignored) > T:
-            starts = np.arange(0, len(ignored), T)  # of the labels of each sequence
-            lengths = np.diff(starts, append=len(ignored))
-            n_ignored = np.add.reduceat(ignored, starts, dtype=np.int64)
-            n_empty += int((n_ignored == lengths).sum())
-    facts = [f"{n_labels / max(n_tokens, 1):.1%} of the tokens are labels"]
+    """Return facts about labels: their fraction in the first sequences, and what has none."""
+    n = min(dataset["n"], 1 + 2**20 // dataset["seq_format"]["seq_len"])
+    batch = _read_sequences(dataset, np.arange(n))
+    is_label = batch["labels"] != IGNORE
+    n_tokens = is_label.size
+    if "segments" in batch:  # without padding
+        n_tokens = np.count_nonzero(batch["segments"])
+    n_empty = n - np.count_nonzero(is_label.any(axis=1))
+    facts = [f"{np.count_nonzero(is_label) / n_tokens:.1%} of the tokens are labels"]
     if n_empty:
-        facts.append(f"{n_empty:,} sequences have no label")
+        facts.append(f"{n_empty:,} of the first {n:,} sequences have no label")
+    files = [name for shard in dataset["shards"] for name in shard.get("unlabelled_files", ())]
     if files:
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
         facts.append(f"{len(files)} files have no label: {', '.join(files[:3])}{more}")
@@ -2817,15 +2809,15 @@ def read_prompts(path, tokenizer):
 
 def _prompt_of_row(row, where, tokenizer):
     """Return the text of a row of a file of prompts."""
-    fields = row if isinstance(row, dict) else {}
-    prompt, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(prompt, str) and prompt and messages is None:
-        text = prompt
-    elif isinstance(messages, list) and messages and prompt is None:
-        text = chat_prompt(messages, fields.get("tools"), tokenizer, where)
-    else:
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ValueError(f"{where}: must be an object with either a text 'prompt' or a list "
                          f"'messages': {str(row)[:80]}")
+    used = ()
+    text = messages_in(row.get("prompt") or row.get("messages"))
+    if not isinstance(text, str) or not text:
+        used = ("system", "tools")
+        text = chat_prompt(_with_system(text, row), row.get("tools"), tokenizer, where)
+    _check_columns(row, used, where)
     if re.search("[\ud800-\udfff]", text):
         raise ValueError(f"{where}: has a lone surrogate, which no text has")
     return text
@@ -2838,7 +2830,7 @@ def chat_prompt(messages, tools, tokenizer, where):
     """
     template = _require_template(tokenizer, where)
     tools = _clean_tools(tools, template, where)
-    messages, _ = _clean_messages(messages_in(messages), template["source"](tools), where)
+    messages, _ = _clean_messages(messages, template["source"](tools), where)
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the last message is the assistant's; must be one that a sample "
                          "can answer")
@@ -2871,8 +2863,7 @@ def turn_ends(tokenizer):
     ends = set()
     for answer in answers:
         after = text.partition(answer)[2].lstrip()
-        found = [token for token in tokenizer["special_tokens"] if after.startswith(token)]
-        end = max(found, key=len, default="")
+        end = _special_token(after, tokenizer)
         if end and end not in after_thought:
             ends.add(tokenizer["special_tokens"][end])
     return ends
@@ -3130,36 +3121,33 @@ def _choose_split(folder, field):
 
 # ---- rows from Python
 
-def write_rows(folder, given, columns=(), log=print):
-    """Write rows, or the splits of a dict such as a DatasetDict, as .jsonl files; return their
-    paths {"data": path, "val_data": path}. Splits that are not used are named.
+def fields_of_splits(splits):
+    """Return the splits to use of a dict such as a DatasetDict: {"data": name, "val_data": name}.
+    "val_data" is missing if there is no split for validation.
     """
-    if not isinstance(given, dict):
-        given = {"train": given}
-    if "train" not in given:
-        names = ", ".join(map(repr, given)) or "no keys"
+    if "train" not in splits:
+        names = ", ".join(map(repr, splits)) or "no keys"
         raise ValueError(f"data: has {names}; must be rows, or a dict of rows by split, with "
                          "'train' and, for validation, 'validation' or 'test'")
-    used = {"data": "train"}
-    if val_split_of(given):
-        used["val_data"] = val_split_of(given)
-    unused = [repr(name) for name in given if name not in used.values()]
-    if unused:
-        log(f"data: {' and '.join(map(repr, used.values()))} are used, and not {', '.join(unused)}")
-    return {field: _write_split(folder, name, given[name], columns) for field, name in used.items()}
+    fields = {"data": "train"}
+    for name in reversed(VAL_SPLITS):
+        if name in splits:
+            fields["val_data"] = name
+    return fields
 
 
-def val_split_of(given):
-    """Return the name of the split for validation in a dict of rows; None without one."""
-    names = given if isinstance(given, dict) else ()
-    return next((name for name in VAL_SPLITS if name in names), None)
+def write_rows(folder, name, rows, columns=()):
+    """Write the columns that are read of rows as a .jsonl file, and return its path.
 
-
-def _write_split(folder, name, rows, columns):
-    """Write the columns of rows that are read as a .jsonl file, and return its path.
-
-    The file is named after its content, so that a resumed run finds the same one.
+    rows: dicts in an iterable, or by index. The file is named after its content, so that a resumed
+    run finds the same one.
     """
+    is_from_arrow = hasattr(rows, "features")  # of Hugging Face: null stands for a missing field
+    if not hasattr(rows, "__iter__") and hasattr(rows, "__getitem__"):
+        rows = map(rows.__getitem__, range(len(rows)))
+    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
+        raise ValueError(f"data: {name} is {rows!r:.80}; must be rows: dicts in an iterable, or by "
+                         "index. Files are named in data and val_data of the config")
     known = known_columns(columns)
     temporary = folder / f"{name}.{os.getpid()}.partial"
     digest = hashlib.sha256()
@@ -3168,14 +3156,8 @@ def _write_split(folder, name, rows, columns):
         with as_value_error(f"data: cannot be written to {folder}", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:
-                for number, row in enumerate(_python_rows(rows, name), 1):
-                    kept = {column: x for column, x in row.items() if column in known}
-                    if not kept:
-                        raise ValueError(f"data: {name} row {number} has no known column; it has "
-                                         f"{', '.join(map(str, row))}. Name another one as in "
-                                         "--columns text=content")
-                    with as_value_error(f"data: {name} row {number}", TypeError, ValueError):
-                        line = json.dumps(kept, default=_as_json).encode() + b"\n"
+                for number, row in enumerate(rows, 1):
+                    line = _row_as_json(row, known, is_from_arrow, f"data: {name} row {number}")
                     digest.update(line)
                     file.write(line)
             if not number:
@@ -3189,22 +3171,18 @@ def _write_split(folder, name, rows, columns):
     return str(path)
 
 
-def _python_rows(rows, name):
-    """Yield the rows of an iterable, or of an object with a length and rows by index.
-
-    Of a data set of Hugging Face, a field that is null counts as missing: Arrow adds such fields.
-    """
-    is_from_arrow = hasattr(rows, "features")
-    if not hasattr(rows, "__iter__") and hasattr(rows, "__getitem__"):
-        rows = map(rows.__getitem__, range(len(rows)))
-    if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
-        raise ValueError(f"data: {name} is {rows!r:.80}; must be rows: dicts in an iterable, or by "
-                         "index. Files are named in data and val_data of the config")
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"data: {name} has a row that is {type(row).__name__}; must be a "
-                             "dict, as {'text': ...}")
-        yield _without_nulls(row) if is_from_arrow else row
+def _row_as_json(row, known, is_from_arrow, where):
+    """Return the line of a .jsonl file that holds the known columns of a row."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: is {type(row).__name__}; must be a dict, as {{'text': ...}}")
+    kept = {name: x for name, x in row.items() if name in known}
+    if not kept:
+        raise ValueError(f"{where}: has no known column, but {', '.join(map(str, row))}; name one "
+                         "as in --columns text=content")
+    if is_from_arrow:
+        kept = _without_nulls(kept)
+    with as_value_error(where, TypeError, ValueError):
+        return json.dumps(kept, default=_as_json).encode() + b"\n"
 
 
 def _without_nulls(value):

@@ -2616,19 +2616,24 @@ def write_samples(path, texts, prompts):
 def write_rows(cfg, given):
     """cfg whose data are the given rows, which process 0 writes to out_dir/rows, or to out/rows, so
     that the command line can resume the run. given: see `main`.
-
-    Raises ValueError when cfg names files too, or a row is not an object of JSON values.
     """
-    taken = [name for name in ("data", "mix") if getattr(cfg, name)]
-    if cfg.val_data and data.val_split_of(given):
-        taken.append("val_data")
+    splits = given if isinstance(given, dict) else {"train": given}
+    fields = data.fields_of_splits(splits)
+    taken = [name for name in (*fields, "mix") if getattr(cfg, name)]
     if taken:
         raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
                          "config; leave that empty")
+    unused = splits.keys() - fields.values()
+    if unused:
+        print0(f"data: {' and '.join(map(repr, fields.values()))} are used, and not "
+               f"{', '.join(map(repr, sorted(unused)))}")
     folder = Path(cfg.out_dir or config.RUNS_DIR, "rows")
-    paths = ckpt.broadcast_from_main(
-        partial(data.write_rows, folder, given, cfg.columns, log=print0))
-    return dataclasses.replace(cfg, **{field: (path,) for field, path in paths.items()})
+    paths = {}
+    for field, name in fields.items():
+        # Process 0 writes, and the others wait for the path.
+        paths[field] = (ckpt.broadcast_from_main(
+            partial(data.write_rows, folder, name, splits[name], cfg.columns)),)
+    return dataclasses.replace(cfg, **paths)
 
 
 # ---- sparse rows

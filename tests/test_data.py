@@ -1186,7 +1186,7 @@ for _ in range(2):
 def test_bytes_are_those_of_the_text(kind, tmp_path):
     """Bytes per token count the text itself, also where ids are not decoded to it.
 
-    Break: data.py: len(text.encode()) => len(example["text"])
+    Break: data.py: len(text.encode()) => len(text)
     """
     tokenizers = pytest.importorskip("tokenizers")
     tok = small_bpe(tmp_path / "t.json", "<|endoftext|>")
