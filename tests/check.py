@@ -204,27 +204,6 @@ def choose(items, words):
     return [item for item in items if item in chosen or item["name"] in needed]
 
 
-# ---- the schedule
-
-def next_item(waiting, running, left_s, n_jobs):
-    """Return (the item to start now, or None; the items for which too little time is left).
-
-    Items start in their order, at most n_jobs at a time. One that is "alone" waits until nothing
-    runs, and nothing starts beside it. One that is "after" another waits for the end of that one;
-    those behind it may start before it.
-    """
-    too_long = [item for item in waiting if item["expected_s"] > left_s]
-    unfinished = [item["name"] for item in waiting + running]
-    ready = [item for item in waiting
-             if item not in too_long and item["after"] not in unfinished]
-    is_full = len(running) >= n_jobs or any(item["alone"] for item in running)
-    if not ready or is_full:
-        return None, too_long
-    if ready[0]["alone"] and running:
-        return None, too_long
-    return ready[0], too_long
-
-
 # ---- the command
 
 def main():
@@ -270,7 +249,8 @@ def main():
             dir=out_dir, prefix="scratch-", ignore_cleanup_errors=True) as scratch:
         began = time.monotonic()
         context = {"began": began, "deadline": began + 60 * args.minutes, "limit_s": args.limit,
-                   "out_dir": out_dir, "scratch": scratch, "machine": machine, "records": []}
+                   "out_dir": out_dir, "scratch": scratch, "machine": machine, "records": [],
+                   "processes": [], "is_interrupted": False, "lock": threading.Lock()}
         if args.limit:
             context["deadline"] = math.inf
         # Items share a GPU, which has the CPUs of its machine for compilation. Only one process at
@@ -307,100 +287,96 @@ def end_with_parent():
 
 
 def run_items(items, context, n_jobs):
-    """Run items by the schedule, and add their records to the context."""
-    waiting, running = list(items), []
-    try:
-        while waiting or running:
-            item, too_long = next_item(
-                waiting, running, context["deadline"] - time.monotonic(), n_jobs)
-            for each in too_long:
-                waiting.remove(each)
-                text = f"takes about {each['expected_s']} s, and less time was left"
-                add_record(each, record("SKIP", "all", with_command(text, each)), context)
-            if item:
-                waiting.remove(item)
-                if lacks_results(item["after"], context):
-                    text = f"needs {item['after']}, which did not end well"
-                    add_record(item, record("SKIP", "all", text), context)
-                else:
-                    running.append(start(item, context))
-                    print_line(context, f"      {item['name']} started")
-                continue
-            time.sleep(0.05)
-            for each in list(running):
-                if poll(each, context):
-                    running.remove(each)
-    finally:
-        # Here after Ctrl-C too.
-        for each in running:
-            kill(each)
-            read_records(each, context)
-            add_record(each, record("SKIP", "all", "interrupted"), context)
-        for each in waiting:
-            add_record(each, record("SKIP", "all", "not run: interrupted"), context)
+    """Run items and add their records to the context: first those that others need, then the others
+    side by side, then timings, each alone.
+    """
+    needed = {item["after"] for item in items}
+    first = [item for item in items if item["name"] in needed]
+    timings = [item for item in items if item["alone"]]
+    others = [item for item in items if item not in first and item not in timings]
+    for group, n_threads in ((first, 1), (others, n_jobs), (timings, 1)):
+        with ThreadPoolExecutor(n_threads) as pool:
+            try:
+                list(pool.map(lambda item: run_item(item, context), group))
+            except SystemExit:  # of a signal
+                interrupt(context)
+                raise
 
 
-def start(item, context):
-    """Start the process of an item; return the item with "process", "began", "output" and "log"."""
+def run_item(item, context):
+    """Run an item in a process of its own, and add each record when it is printed."""
+    left_s = context["deadline"] - time.monotonic()
+    if context["is_interrupted"]:
+        skip(item, "not run: interrupted", context)
+    elif item["expected_s"] > left_s:
+        skip(item, f"takes about {item['expected_s']} s, and less time was left", context)
+    elif lacks_results(item["after"], context):
+        skip(item, f"needs {item['after']}, which did not end well", context)
+    else:
+        print_line(context, f"      {item['name']} started")
+        run_process(item | {"began": time.monotonic()}, left_s, context)
+
+
+def run_process(item, left_s, context):
+    """Run the process of an item, at most to its limit. Add its records, and one if it fails."""
+    log = context["out_dir"] / "logs" / f"{item['name'].replace('/', '-')}.log"
+    process = start(item, log, context)
+    context["processes"].append(process)
+    limit_s = context["limit_s"] or item["limit_s"]
+    timer = threading.Timer(min(limit_s, left_s), kill, [process])
+    timer.start()
+    n_records = 0
+    for line in process.stdout:
+        if line.startswith('{"status": '):  # packages print too
+            add_record(item, json.loads(line), context)
+            n_records += 1
+    timer.cancel()
+    code = process.wait()
+    kill(process)  # what it has started
+
+    seconds = time.monotonic() - item["began"]
+    if context["is_interrupted"]:
+        skip(item, "interrupted", context)
+    elif seconds >= left_s:
+        skip(item, f"not finished in the time that was left; see {log}", context)
+    elif code or not n_records:
+        reason = f"stopped after {limit_s:.0f} s"
+        if seconds < limit_s:
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last_line = next((line for line in reversed(lines) if line), "")
+            reason = f"ended with exit code {code}: {last_line[:300]}"
+        failure = record("FAIL", "all", with_command(f"{reason}; see {log}", item))
+        add_record(item, failure, context)
+
+
+def start(item, log, context):
+    """Start the process of an item, which ends with this one."""
     env = dict(os.environ)
     if not item["alone"]:  # several processes share the memory of a GPU
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     env |= item["env"]
     env |= {"CHECK_SCRATCH": context["scratch"], "CHECK_OUT": str(context["out_dir"])}
-    name = item["name"].replace("/", "-")
-    output = context["out_dir"] / "logs" / f"{name}.jsonl"
-    log = context["out_dir"] / "logs" / f"{name}.log"
-    with open(output, "wb") as stdout, open(log, "wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--run", *item["call"]], env=env, cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True)
-    return item | {"process": process, "began": time.monotonic(), "output": output, "log": log,
-                   "n_read": 0, "n_records": 0}
+    with open(log, "wb") as stderr:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--run", *item["call"]], env=env, cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
 
 
-def poll(item, context):
-    """Add the new records of a running item; end it at its limit. Returns whether it has ended."""
-    code = item["process"].poll()
-    read_records(item, context)
-    if code is None:
-        now = time.monotonic()
-        limit_s = context["limit_s"] or item["limit_s"]
-        if now < min(item["began"] + limit_s, context["deadline"]):
-            return False
-        kill(item)
-        read_records(item, context)
-        if now >= item["began"] + limit_s:
-            failure = record("FAIL", "all", f"stopped after {limit_s:.0f} s")
-        else:
-            failure = record("SKIP", "all", "not finished in the time that was left")
-    elif code == 0 and item["n_records"] > 0:
-        return True
-    else:
-        kill(item)  # what it has started
-        log = item["log"].read_text(encoding="utf-8", errors="replace").strip()
-        last_line = log.rpartition("\n")[2]
-        failure = record("FAIL", "all", f"ended with exit code {code}: {last_line[:300]}")
-    failure["text"] = with_command(f"{failure['text']}; see {item['log']}", item)
-    add_record(item, failure, context)
-    return True
+def interrupt(context):
+    """End the running items; the others are skipped."""
+    context["is_interrupted"] = True
+    for process in context["processes"]:
+        kill(process)
 
 
-def read_records(item, context):
-    """Add the records that a running item has printed since the last call."""
-    text = item["output"].read_text(encoding="utf-8", errors="replace")
-    lines = text.split("\n")[:-1]  # what is behind the last line break is not complete
-    for line in lines[item["n_read"]:]:
-        if line.startswith('{"status": '):  # packages print too
-            add_record(item, json.loads(line), context)
-            item["n_records"] += 1
-    item["n_read"] = len(lines)
-
-
-def kill(item):
-    """Kill the process of an item and what it has started."""
+def kill(process):
+    """Kill a process and what it has started."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(item["process"].pid, signal.SIGKILL)
-    item["process"].wait()
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def skip(item, reason, context):
+    add_record(item, record("SKIP", "all", with_command(reason, item)), context)
 
 
 def with_command(text, item):
@@ -440,9 +416,10 @@ def add_record(item, new, context):
     """Print a record, and rewrite the report with it."""
     began = item.get("began", time.monotonic())
     new = {"part": item["part"], "item": item["name"], "seconds": time.monotonic() - began} | new
-    context["records"].append(new)
-    print_line(context, f"{new['status']}  {new['item']}, {new['name']}: {new['text']}")
-    write_report(context)
+    with context["lock"]:
+        context["records"].append(new)
+        print_line(context, f"{new['status']}  {new['item']}, {new['name']}: {new['text']}")
+        write_report(context)
 
 
 def print_line(context, text):
