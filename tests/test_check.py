@@ -85,7 +85,7 @@ def test_chosen_items_come_with_what_they_need():
     """--only takes parts and items. The references that numbers need run too, and --only memory
     runs the shapes.
 
-    Break: tests/check.py: item["name"] in needed] => item["name"] in []]
+    Break: tests/check.py: or item["name"] in needed] => or item["name"] in []]
     """
     items = check.list_items(MACHINE)
 
