@@ -1497,12 +1497,13 @@ def test_chat_errors(tmp_path):
     """
     library = chat_folder(tmp_path / "t", "chatml")
     for template, words in (("{{ raise_exception('no system') }}", "refuses it: no system"),
-                            ("{{ messages }} {{ messages[-1].content | length }}",
-                             "message 2: cannot determine which characters")):
+                            ("{% for m in messages %}{{ m.content }};{% endfor %}"
+                             "{{ messages | map(attribute='content') | join | length }}",
+                             "message 3: cannot determine which characters")):
         library.chat_template = template
         library.save_pretrained(tmp_path / "t")
         ours = data.make_tokenizer(str(tmp_path / "t"))
-        path = rows_as("jsonl", tmp_path, [{"text": "a"}, {"messages": CHATS["one turn"]}])
+        path = rows_as("jsonl", tmp_path, [{"text": "a"}, {"messages": CHATS["system and turns"]}])
         with pytest.raises(ValueError) as e:
             tokenized(path, tokenizer=ours, folder=tmp_path / "p")
         assert f"{path} line 2: " in str(e.value) and words in str(e.value), str(e.value)
