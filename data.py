@@ -2352,7 +2352,7 @@ def messages_of_pair(prompt, completion, where):
 
 
 # Keys of a message that no template has to render.
-ROUTINE_KEYS = ("role", "content", "weight", "id", "tool_call_id", "timestamp")
+ROUTINE_KEYS = {"role", "content", "weight", "id", "tool_call_id", "timestamp"}
 
 
 def _clean_messages(messages, source, where):
@@ -2375,11 +2375,10 @@ def _clean_messages(messages, source, where):
         roles = ["system", "developer", "user", "assistant", "tool"]
         content = message.get("content")
         message = {name: x for name, x in message.items() if not _is_empty(x)}
-        for name in message:
-            if name not in ROUTINE_KEYS and not _names(source, name):
-                raise ValueError(f"{at}: {name} is not known to the chat template, so that no "
-                                 "token would hold it; remove it. A message with \"weight\": 0 has "
-                                 "no labels")
+        for name in message.keys() - ROUTINE_KEYS:
+            if not _names(source, name):
+                raise ValueError(f"{at}: {name} is not known to the chat template; remove it, and "
+                                 "give a message without labels the weight 0")
 
         is_answer = message["role"] == "assistant"
         weight = message.pop("weight", int(is_answer))
@@ -2461,14 +2460,9 @@ def render_chat(messages, tools, tokenizer, where):
     template = _require_template(tokenizer, where)
     tools = _clean_tools(tools, template, where)
     messages, unlabelled = _clean_messages(messages, template["source"](tools), where)
-
-    def render(messages, add_generation_prompt=False):
-        # A template may raise any exception.
-        with as_value_error(f"{where}: the chat template refuses it", Exception):
-            return template["render"](messages, tools, add_generation_prompt)
-
+    render = partial(_render, template, tools, where)
     text = render(messages)
-    _check_rendered(messages, text, where)
+    _check_rendered(render, messages, text, where)
     is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template["source"](tools))
     labelled = []
     excluded = []
@@ -2504,16 +2498,25 @@ def _clean_tools(tools, template, where):
     return tools
 
 
-def _check_rendered(messages, text, where):
-    """Raise ValueError for a text that the chat template has not rendered."""
+def _render(template, tools, where, messages, add_generation_prompt=False):
+    """Render messages. A template may raise any exception, which becomes a ValueError."""
+    with as_value_error(f"{where}: the chat template refuses it", Exception):
+        return template["render"](messages, tools, add_generation_prompt)
+
+
+def _check_rendered(render, messages, text, where):
+    """Raise ValueError for a message whose content or name has no effect on the rendered text."""
     if not text:
         raise ValueError(f"{where}: the chat template renders it to nothing; remove the row")
     for i, message in enumerate(messages):
-        if message["role"] in ("system", "developer", "user"):
-            for name in ("content", "name"):
-                if str(message.get(name, "")).strip() not in text:
-                    raise ValueError(f"{where}: message {i + 1}: the chat template does not render "
-                                     f"its {name}; remove it")
+        for name in ("content", "name"):
+            value = str(message.get(name, "")).strip()
+            if value in text or (name == "name" and message["role"] == "tool"):
+                continue
+            longer = message | {name: f"{value} and more"}
+            if render([*messages[:i], longer, *messages[i + 1 :]]) == text:
+                raise ValueError(f"{where}: message {i + 1}: the chat template does not render its "
+                                 f"{name}; remove it")
 
 
 def _answer_span(render, messages, text, i, tokenizer):
@@ -2834,9 +2837,9 @@ def chat_prompt(messages, tools, tokenizer, where):
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the last message is the assistant's; must be one that a sample "
                          "can answer")
-    with as_value_error(f"{where}: the chat template refuses it", Exception):
-        text = template["render"](messages, tools, True)
-    _check_rendered(messages, text, where)
+    render = partial(_render, template, tools, where, add_generation_prompt=True)
+    text = render(messages)
+    _check_rendered(render, messages, text, where)
     return text
 
 

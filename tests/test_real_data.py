@@ -1290,8 +1290,7 @@ def test_prompts_of_a_file(tmp_path):
     """Each line is a prompt; each row of a .jsonl is a text or a chat, rendered as transformers
     does, and so is --chat. Errors name the field, or the file and the line.
 
-    Break: data.py: text = template["render"](messages, tools, True) =>
-    text = template["render"](messages, tools, False)
+    Break: data.py: tools, where, add_generation_prompt=True) => tools, where)
     """
     transformers = pytest.importorskip("transformers")
     folder = save_folder(tmp_path / "t", SIMPLE_TEMPLATE)
@@ -1657,12 +1656,20 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
         data.read_example(row, "row", tokenizer)
     with pytest.raises(ValueError, match="message 2: tool_calls is not known to the chat"):
         data.read_example(row | {"tools": []}, "row", tokenizer)
-    template = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}" \
-        "{% endfor %}"
-    tokenizer = data.make_tokenizer(save_folder(tmp_path / "u", template))
-    row = {"system": "be", "messages": [USER, said("assistant", "a")]}
-    with pytest.raises(ValueError, match="message 1: the chat template does not render its cont"):
-        data.read_example(row, "row", tokenizer)
+    # Templates without system messages, answers of tools, and content beside calls.
+    for role in ("system", "tool", "assistant"):
+        template = ("{% for m in messages %}{% if m.role != '" + role + "' %}{{ m.content or '' }}"
+                    "{% elif m.tool_calls %}.{% endif %}{% endfor %}")
+        tokenizer = data.make_tokenizer(save_folder(tmp_path / role, template))
+        row = {"messages": [said("system", "be"), USER, said("assistant", "a", tool_calls=CALL),
+                            said("tool", "3")]}
+        with pytest.raises(ValueError, match="the chat template does not render its content"):
+            data.read_example(row, "row", tokenizer)
+    # A template that changes the text renders it.
+    tokenizer = data.make_tokenizer(save_folder(
+        tmp_path / "upper", "{% for m in messages %}{{ m.content | upper }}.{% endfor %}"))
+    example = data.read_example({"messages": [USER, said("assistant", "a")]}, "row", tokenizer)
+    assert example["text"] == "LOW.A." and example["spans"] == [(4, 6)]
 
 
 def test_an_empty_completion_has_its_end_as_a_label(tmp_path):
