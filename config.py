@@ -949,58 +949,35 @@ def parse_intervals(value):
 
 # ---- stop conditions
 
-# What a condition of cfg.stop can count besides a metric, and the reason to log: {0} is the value,
-# {1} the bound. Conditions are tested in this order, then those on metrics.
-STOP_MESSAGES = {
-    "new_steps": "the limit of new steps, {1:g}, is reached",
-    "step": "step {1:g} is reached",
-    "file": "{1}/stop exists",
-    "second": "the time of {1:g} s is over",
-}
+# What a condition of cfg.stop can count besides a metric.
+STOP_COUNTS = ("step", "new_steps", "second")
+# How a value is compared with a bound, and the words for it.
+COMPARE = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
+STOP_WORDS = {"<": "is below", ">": "is above", ">=": "has reached"}
 
 
 def parse_stop(text):
-    """A condition of cfg.stop: {"name", "test", "bound", "reason", "exit_code"}.
-
-    It holds when test(value of name, bound). reason is a format of the value and the bound.
-    Raises ValueError when the text is malformed.
+    """A condition of cfg.stop, {"name", "sign", "bound"}: it holds when the value of this name
+    compares so with the bound. Raises ValueError when the text is malformed.
     """
     metric = re.fullmatch(r"([^<>]+)([<>])(.+)", text)
     if metric:
         name, sign, bound = metric.groups()
-        return _metric_condition(name, sign, parse_number(bound))
-    unit, bound = parse_interval(text)
-    if unit not in STOP_MESSAGES or bound <= 0:
+        bound = parse_number(bound)
+    else:
+        name, bound = parse_interval(text)
+        sign = ">="
+        if name == "step" and text.startswith("+"):
+            name = "new_steps"
+    is_count = name in STOP_COUNTS
+    if is_count != (sign == ">=") or (is_count and bound <= 0):
         raise ValueError(f"stop {text!r}: not a number of steps, a time or a bound of a metric")
-    name = "new_steps" if unit == "step" and text[0] == "+" else unit
-    return {"name": name, "test": operator.ge, "bound": bound,
-            "reason": STOP_MESSAGES[name], "exit_code": 0}
-
-
-def _metric_condition(name, sign, bound):
-    if name in STOP_MESSAGES:
-        raise ValueError(f"stop {name}{sign}{bound}: {name} is not a metric")
-    if sign == "<":
-        return {"name": name, "test": operator.lt, "bound": bound,
-                "reason": name + " {:.4g} is below {:g}", "exit_code": 0}
-    # A loss above its bound is a failure.
-    return {"name": name, "test": operator.gt, "bound": bound,
-            "reason": name + " {:.4g} is above {:g}", "exit_code": int("loss" in name)}
+    return {"name": name, "sign": sign, "bound": bound}
 
 
 def parse_stops(cfg):
-    """All conditions that end a run, in the order in which they are tested."""
-    conditions = [parse_stop(text) for text in cfg.stop]
-    conditions.append({"name": "file", "test": lambda exists, folder: exists, "bound": cfg.out_dir,
-                       "reason": STOP_MESSAGES["file"], "exit_code": 0})
-    return sorted(conditions, key=_stop_order)
-
-
-def _stop_order(condition):
-    names = list(STOP_MESSAGES)
-    if condition["name"] in names:
-        return names.index(condition["name"]), 0
-    return len(names), condition["exit_code"]
+    """All conditions of cfg.stop."""
+    return [parse_stop(text) for text in cfg.stop]
 
 
 # Words in the names of metrics of which less, or more, is better.
@@ -1026,10 +1003,9 @@ def parse_best(text):
     """
     name = text.rstrip("<>")
     sign = text[len(name):] or better_sign(name)
-    tests = {"<": operator.lt, ">": operator.gt}
-    if not name.startswith("val_") or sign not in tests:
+    if not name.startswith("val_") or sign not in ("<", ">"):
         raise ValueError(f"keep_best {text!r}: not a metric of evaluations with < or >")
-    return {"name": name, "is_better": tests[sign]}
+    return {"name": name, "is_better": COMPARE[sign]}
 
 
 # ---- types and bounds

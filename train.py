@@ -803,18 +803,20 @@ def stop_reason(run, step, requests, metrics):
     if requests["signal"]:
         return requests["signal"], 0
 
-    # The conditions of --stop, and the file out_dir/stop.
+    # The file out_dir/stop, and the conditions of --stop. A loss above its bound is a failure.
+    if requests["stop_file"]:
+        return f"{cfg.out_dir}/stop exists", 0
     values = metrics | {
         "step": step,
         "new_steps": step - run["first_step"],
         "second": requests["elapsed_s"],
-        "file": requests["stop_file"],
     }
     for stop in run["stops"]:
-        name, bound = stop["name"], stop["bound"]
+        name, sign, bound = stop["name"], stop["sign"], stop["bound"]
         if name in values:
-            if stop["test"](values[name], bound):
-                return stop["reason"].format(values[name], bound), stop["exit_code"]
+            if config.COMPARE[sign](values[name], bound):
+                reason = f"{name} {values[name]:g} {config.STOP_WORDS[sign]} {bound:g}"
+                return reason, int(sign == ">" and "loss" in name)
         elif has_been_logged(name, metrics, run["first_step"]):
             return (f"--stop {' '.join(cfg.stop)}: unknown metric {name} "
                     f"({config.did_you_mean(name, sorted(metrics))})"), 2
@@ -1568,7 +1570,7 @@ def has_been_logged(name, metrics, first_step):
 
 def named_metrics(cfg):
     """{field: names of metrics} that cfg.stop and cfg.keep_best have."""
-    names = {"stop": {stop["name"] for stop in config.parse_stops(cfg)} - {*config.STOP_MESSAGES}}
+    names = {"stop": {stop["name"] for stop in config.parse_stops(cfg)} - {*config.STOP_COUNTS}}
     if cfg.keep_best:
         names["keep_best"] = {config.parse_best(cfg.keep_best)["name"]}
     return names

@@ -818,18 +818,3 @@ def test_a_task_without_heads_has_no_rules_of_heads():
     odd = Config(d_model=7, n_heads=3, head_dim=5)
     assert "head_dim 5: must be even" in error_of(odd)
     config.validate(odd, 8, CHOICES)
-
-
-def test_stop_conditions_are_sorted():
-    """New steps, steps in all, the stop file, time, then metrics, with failures last.
-
-    Break: config.py: sorted(conditions, key=_stop_order) =>
-    sorted(conditions, key=lambda each: each["exit_code"])
-    """
-    given = ("loss>9", "2h", "val_loss/a-*.txt<1.5", "500", "+100")
-    found = config.parse_stops(Config(stop=given, out_dir="here"))
-    assert [(each["name"], each["bound"], each["exit_code"]) for each in found] == [
-        ("new_steps", 100, 0), ("step", 500, 0), ("file", "here", 0), ("second", 7200, 0),
-        ("val_loss/a-*.txt", 1.5, 0), ("loss", 9, 1)]
-    assert [each["test"](1, each["bound"]) for each in found if each["name"] != "file"] == [
-        False, False, False, True, False]
