@@ -3580,7 +3580,7 @@ def resolve_hub(text, earlier=()):
         if not commit and other["name"] == hub["name"]:
             commit = other["commit"]
     if not commit:
-        commit = _newest_commit(hub)
+        commit = Path(_fetch(hub, [])).name  # the name of the folder
     return f"{hub['name']}@{commit}{hub['rest']}"
 
 
@@ -3607,35 +3607,9 @@ def parse_hub(text):
             "revision": revision, "commit": commit, "rest": rest}
 
 
-def _newest_commit(hub):
-    """Ask the Hub, or else its cache, for the commit of a revision."""
-    library = require("huggingface_hub", hub["name"])
-    errors = require("huggingface_hub.errors", hub["name"])
-    repo, kind, revision = hub["repo"], hub["kind"], unquote(hub["revision"])
-    with _hub_errors(hub):
-        try:
-            # Almost every repository has this small file. Fetching it also notes the commit of the
-            # branch in the cache, for a later launch without network.
-            path = library.hf_hub_download(
-                repo, ".gitattributes", repo_type=kind, revision=revision)
-            return Path(path).parent.name
-        except errors.LocalEntryNotFoundError:
-            # There is no network: look into the cache, and ask for no file.
-            folder = library.snapshot_download(
-                repo, repo_type=kind, revision=revision, local_files_only=True, allow_patterns=[])
-            return Path(folder).name
-        except errors.EntryNotFoundError:
-            return library.HfApi().repo_info(repo, repo_type=kind, revision=revision).sha
-
-
 @cache
 def _fetch_hub(name, path, weights):
-    """Fetch the files of a name; return the local folder of its repository.
-
-    The library takes them from its cache if it has all of them.
-    """
-    hub = parse_hub(name)
-    library = require("huggingface_hub", hub["name"])
+    """Fetch the files of a name; return the local folder of its repository."""
     # In these patterns, unlike in those of glob, * stands for / too.
     deeper = "*/" * (path.count("/") + 1) + "*"
     if not path:
@@ -3650,37 +3624,18 @@ def _fetch_hub(name, path, weights):
     else:
         wanted = [path, f"{path}/*"]  # a file, or a folder of datasets
         unwanted = []
-    with _hub_errors(hub):
+    return _fetch(parse_hub(name), wanted, unwanted)
+
+
+def _fetch(hub, wanted, unwanted=()):
+    """Fetch the files of these patterns; return the local folder of the repository, whose name is
+    the commit. The library uses its cache where it has the files, or where there is no network.
+    """
+    library = require("huggingface_hub", hub["name"])
+    with as_value_error(hub["name"], Exception):
         return library.snapshot_download(
             hub["repo"], repo_type=hub["kind"], revision=hub["commit"] or unquote(hub["revision"]),
-            allow_patterns=wanted, ignore_patterns=unwanted)
-
-
-@contextlib.contextmanager
-def _hub_errors(hub):
-    """Raise what the library raises as a ValueError that says what to do."""
-    errors = require("huggingface_hub.errors", hub["name"])
-    revision = hub["commit"] or unquote(hub["revision"])
-    try:
-        yield
-    except errors.LocalEntryNotFoundError:
-        options = f"--revision {revision}"
-        if hub["kind"] == "dataset":
-            pattern = re.sub(r"=[\d.]+$", "", hub["rest"]).strip("/")  # without a weight in mix
-            options += f" --repo-type dataset --include '{pattern}'"
-        raise ValueError(
-            f"{hub['name']}: the Hub cannot be reached, and the cache does not have all files; "
-            f"where there is network, run: hf download {hub['repo']} {options}") from None
-    except errors.RevisionNotFoundError:
-        raise ValueError(f"{hub['name']}: the repository has no branch, tag or commit "
-                         f"{revision!r}") from None
-    except errors.RepositoryNotFoundError:
-        raise ValueError(
-            f"{hub['name']}: the Hub has no such {hub['kind']}, or you have no access; check the "
-            "name, accept the conditions on its page, and run hf auth login") from None
-    except Exception as e:  # such as no space, or an answer that is not the Hub's
-        message = str(e).strip().partition("\n")[0]
-        raise ValueError(f"{hub['name']}: {type(e).__name__}: {message}") from None
+            allow_patterns=wanted, ignore_patterns=list(unwanted))
 
 
 # ---- evaluation batches of another size
