@@ -18,6 +18,7 @@ import json
 import math
 import os
 import queue
+import re
 import resource
 import runpy
 import signal
@@ -3016,39 +3017,30 @@ def write_generation_config(path, tokenizer):
 
 # Fields whose texts may begin with one; in val_data, NAME= may stand before it.
 HUB_FIELDS = ("init_from", "tokenizer", "data", "mix", "val_data")
+HUB_NAME = r'hf://[^"\s=]*'
 
 
 def resolve_hub_names(cfg):
     """cfg with a commit in each name on the Hub. If the run in out_dir has chosen a commit for a
     name, it resumes with that one, though the branch may have moved. Process 0 chooses for all.
     """
-    if "hf://" not in config.to_json(cfg):
+    texts = hub_texts(vars(cfg))
+    if "hf://" not in texts:
         return cfg
-    meta = {}
+    saved = {}
     if cfg.resume != "overwrite":
+        # The config of the run in out_dir: of its newest checkpoint, or that of its launch.
         _, meta = ckpt.newest_meta(ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir))
+        saved = meta.get("config") or ckpt.read_json(Path(cfg.out_dir, "config.json"))
+    earlier = re.findall(HUB_NAME, hub_texts(saved))
 
     def resolve():
-        # The config of the run in out_dir: of its newest checkpoint, or that of its launch.
-        saved = meta.get("config")
-        if not saved and cfg.resume != "overwrite":
-            saved = ckpt.read_json(Path(cfg.out_dir, "config.json"))
-        earlier = []
-        for texts in hub_texts(saved or {}).values():
-            names = [config.split_set_name(text)[1] for text in texts]
-            earlier += [name for name in names if name.startswith("hf://")]
-        resolved = {}
-        for field, texts in hub_texts(vars(cfg)).items():
-            resolved[field] = []
-            for text in texts:
-                set_name, name = config.split_set_name(text)
-                resolved[field].append(set_name + data.resolve_hub(name, earlier))
-        return resolved
+        return re.sub(HUB_NAME, lambda name: data.resolve_hub(name[0], earlier), texts)
 
-    changes = {}
-    for name, texts in ckpt.broadcast_from_main(resolve).items():
-        is_text = isinstance(getattr(cfg, name), str)
-        changes[name] = texts[0] if is_text else tuple(texts)
+    changes = json.loads(ckpt.broadcast_from_main(resolve))
+    for name, value in changes.items():
+        if isinstance(value, list):
+            changes[name] = tuple(value)
     return dataclasses.replace(cfg, **changes)
 
 
@@ -3059,12 +3051,8 @@ def peft_base(name):
 
 
 def hub_texts(fields):
-    """{field: its texts} of the fields of a config that may have names on the Hub."""
-    found = {}
-    for name in HUB_FIELDS:
-        value = fields.get(name, ())
-        found[name] = [value] if isinstance(value, str) else list(value)
-    return found
+    """The fields of a config that may have names on the Hub, as JSON."""
+    return json.dumps({name: fields.get(name, ()) for name in HUB_FIELDS})
 
 
 # ---- modes without a loop
