@@ -280,7 +280,7 @@ def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache,
     """The commits come from config.json as long as the run has no checkpoint, but not for
     --resume overwrite.
 
-    Break: train.py: or ckpt.read_json(Path(cfg.out_dir, "config.json")) => saved = {}
+    Break: train.py: or ckpt.read_json(Path(cfg.out_dir, "config.json")) => or {}
     """
     put(cache, "dataset", "o/d", COMMIT_2, {"1.txt": text("b")})
     cfg = tiny(mix=("hf://datasets/o/d/*.txt=0.5", "README.md=0.5"), data=(), tokenizer="hf://o/n")
