@@ -315,7 +315,7 @@ def parse(argv, kind=Config):
     leaves, the defaults of `kind`.
 
     kind: a dataclass that extends Config; its fields become flags too. Raises ValueError for
-    unknown flags, and exits with code 2 for a malformed number. `--help` prints and exits.
+    unknown flags and malformed numbers. `--help` prints and exits.
     """
     if "--help" in argv or "-h" in argv:
         print_help(argv, kind)
@@ -327,7 +327,7 @@ def parse(argv, kind=Config):
     if typed.get("branch_from"):
         branch = branch_values(typed["branch_from"], kind)
     if typed.get("config"):
-        named = load_values(typed["config"], kind)
+        named = load_values(expand_home(typed["config"]), kind)
     cfg = resolve_paths(kind(**merge(branch, named, typed)))
     out_dir = choose_out_dir(cfg, typed)
     run = run_values(out_dir, cfg)
@@ -391,39 +391,43 @@ def typed_values(argv, kind):
     """{field: value} of the flags on a command line, also of those that give a default."""
     import tyro
 
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def number(info):  # numbers may be written as 1Ki, 50% or 2h30m
-        metavars = {int: "N", float: "X"}
-        if info.type not in metavars:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar=metavars[info.type],
-            instance_from_str=lambda args: parse_number(args[0], info.type),
-            is_instance=lambda x: isinstance(x, (int, info.type)),
-            str_from_instance=lambda x: [str(x)])
-
-    # A choice is any text here: validate names the nearest one.
+    # tyro finds the texts of each flag. Choices stay texts: validate names the nearest one.
     types = get_type_hints(kind)
     fields = []
-    for field in dataclasses.fields(kind):
-        flag_type = str if get_origin(types[field.name]) is Literal else types[field.name]
-        fields.append((field.name, flag_type, field.default))
+    for name, hint in types.items():
+        if hint is bool:
+            fields.append((name, bool, False))
+        elif get_origin(hint) is tuple:
+            fields.append((name, tuple[str, ...], ()))
+        else:
+            fields.append((name, str, ""))
     flags, unknown = tyro.cli(
-        dataclasses.make_dataclass("Flags", fields), args=argv, registry=registry,
-        use_underscores=True, add_help=False, return_unknown_args=True)
+        dataclasses.make_dataclass("Flags", fields), args=argv, use_underscores=True,
+        add_help=False, return_unknown_args=True)
     check_unknown(unknown, kind)
 
-    flags = resolve_paths(flags)
     typed = {}
     for arg in argv:
         name = re.sub("^--|=.*", "", arg, flags=re.DOTALL).replace("-", "_")
         if name not in types:
             name = name.removeprefix("no_")  # a switch
         if arg.startswith("--") and name in types:
-            typed[name] = getattr(flags, name)
+            typed[name] = read_flag(name, getattr(flags, name), types[name])
     return typed
+
+
+def read_flag(name, value, hint):
+    """The value of a flag, in which numbers may be written as 1Ki, 50% or 2h30m."""
+    if isinstance(value, tuple):
+        return tuple(read_flag(name, item, get_args(hint)[0]) for item in value)
+    if hint == int | str and value.isdecimal():
+        return int(value)
+    if hint not in (int, float):
+        return value
+    try:
+        return parse_number(value, hint)
+    except ValueError as e:
+        raise ValueError(f"--{name}: {e}") from None
 
 
 def check_unknown(words, kind):
@@ -699,11 +703,10 @@ def nearest_runs(out_dir):
 
 # ---- paths
 
-# Fields with paths that may begin with ~, and those of folders that a run makes.
+# Fields with paths that may begin with ~.
 PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "branch_from", "export", "hooks",
                "cache_dir", "data", "mix", "val_data", "tokenizer", "token_cache", "prompts",
                "samples_file")
-FOLDER_FIELDS = ("out_dir", "ckpt_dir", "export", "cache_dir", "token_cache")
 
 
 def resolve_paths(cfg):
@@ -891,7 +894,7 @@ def parse_number(text, kind=float):
     else:
         value, units = _sum_of_parts(text)
     if kind is int and (value != int(value) or units & TIME_UNITS):
-        raise ValueError(f"{text!r} is {value}, but must be a whole number and not a time")
+        raise ValueError(f"{text!r} is {value}, but must be a whole number")
     return kind(value)
 
 
@@ -1046,12 +1049,13 @@ def describe_type(hint):
 
 def bound_errors(cfg):
     """Errors of numbers outside the bound that their type carries."""
-    hints = get_type_hints(type(cfg), include_extras=True)
-    bounds = {}
-    for name, hint in hints.items():
+    errors = []
+    for name, hint in get_type_hints(type(cfg), include_extras=True).items():
         if get_origin(hint) is Annotated:
-            bounds[name] = hint.__metadata__[0]
-    return value_errors(vars(cfg), bounds)
+            is_legal, rule = hint.__metadata__[0]
+            if not is_legal(getattr(cfg, name)):
+                errors.append(field_error(cfg, name, f"must be {rule}"))
+    return errors
 
 
 def choice_errors(cfg, choices):
@@ -1172,10 +1176,8 @@ def rule_errors(cfg):
     rule("out_dir", "://" not in cfg.out_dir,
          "must be a folder on this machine; for a bucket set --ckpt_dir")
     rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")
-    rule("chat", not cfg.chat or not cfg.prompt,
-         "must be empty with prompt; clear one of them, as in --chat ''")
-    rule("prompts", not cfg.prompts or not (cfg.prompt or cfg.chat),
-         "must be empty with prompt or chat; clear one of them, as in --prompts ''")
+    rule("prompt", bool(cfg.prompt) + bool(cfg.chat) + bool(cfg.prompts) <= 1,
+         "only one of prompt, chat and prompts may be set; clear the others, as in --chat ''")
     rule("samples_file", not cfg.samples_file or cfg.mode == "sample",
          "needs mode sample; the samples of a run are in its metrics.jsonl")
     # Expert capacity is counted over all tokens of a sequence.
@@ -1253,15 +1255,6 @@ def key_errors(where, given, known, required=()):
     errors = [f"{where}unknown key {key!r} ({did_you_mean(key, known)})"
               for key in given if key not in known]
     errors += [f"{where}no {key!r}" for key in required if key not in given]
-    return errors
-
-
-def value_errors(given, rules):
-    """Errors of the values of a dict. rules: {key: (test, rule as text)}."""
-    errors = []
-    for key, (test, rule) in rules.items():
-        if key in given and not test(given[key]):
-            errors.append(f"{key} {given[key]!r:.80}: must be {rule}")
     return errors
 
 

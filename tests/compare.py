@@ -29,7 +29,8 @@ import config
 MEAN_ROWS = 10  # newest log rows over which a training metric is averaged
 # Fields that say nothing about a result: those of one launch, and names of folders. The table has a
 # column for the steps.
-HIDDEN_FIELDS = {*config.LAUNCH_FIELDS, *config.FOLDER_FIELDS, "steps"}
+HIDDEN_FIELDS = {*config.LAUNCH_FIELDS, "out_dir", "ckpt_dir", "export", "cache_dir", "token_cache",
+                 "steps"}
 # Events to read from metrics.jsonl, with the types of the fields that each row of them has.
 EVENTS = {
     "start": {"step": int, "unit": str, "config": dict},
