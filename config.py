@@ -48,7 +48,7 @@ class Config:
     # from it; plan: print memory and FLOPs without allocating; data: tokenize the data;
     # export: write the newest checkpoint as Hugging Face weights
     mode: Literal["train", "eval", "sample", "plan", "data", "export"] = "train"
-    config: str = ""  # JSON file or preset name; its values are the defaults of all other flags
+    config: str = ""  # JSON file or preset name, with values for the flags that are not typed
     # folder of this run: config, metrics, checkpoints, plot. empty: named after the fields that
     # define the run and differ from their defaults, as out/default or out/lr=0.0003,seed=1; modes
     # eval, sample and export take the newest run in out when no such field is set
@@ -56,22 +56,21 @@ class Config:
     # folder of checkpoints, also s3://bucket/path or gs://bucket/path; empty: out_dir/ckpt
     ckpt_dir: str = ""
     seed: Seed = 0  # random seed for initialization, data order and sampling
-    # auto: resume if out_dir has a run, whose config.json has the defaults of all other flags;
+    # auto: resume if out_dir has a run, whose config.json then gives the flags that are not typed;
     # must: fail if it has none; never: fail if it has one; overwrite: delete that run first
     resume: Literal["auto", "must", "never", "overwrite"] = "auto"
     allow_change: tuple[str, ...] = ()  # fields that may differ from the checkpoint's config
     # fields that --init_from may not replace even where they have their defaults; fields that a
     # flag, --config or a resumed run sets are among them
     explicit: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    # sources of initial parameters: folders of runs (DIR, or DIR@best or DIR@400 for that
-    # checkpoint), or of Hugging Face weights, or models on the Hub, as hf://ORG/NAME or
-    # hf://ORG/NAME@REVISION; the last one wins. Options follow within one pair of quotes, as in
-    # 'DIR load=w* strict=no'. load=: patterns of parameters to take; exclude=: patterns of
-    # parameters to skip; rename=SAVED:LOCAL: prefix to replace; strict=no: skip names that do not
-    # fit; dynamic=yes: load again every reload_every
+    # where initial parameters come from; the last one wins. DIR, DIR@best, DIR@400: a run, or this
+    # checkpoint of it; a folder of Hugging Face weights; hf://ORG/NAME or hf://ORG/NAME@REVISION.
+    # Options follow within the same quotes, as in 'DIR load=w* strict=no'. load=: patterns of
+    # parameters to take; exclude=: patterns of parameters to skip; rename=SAVED:LOCAL: prefix to
+    # replace; strict=no: skip names that do not fit; dynamic=yes: load again every reload_every
     init_from: tuple[str, ...] = ()
     # DIR@STEP: begin with the full state that the run in DIR had at this step, in a folder of its
-    # own; its config.json has the defaults of all other flags
+    # own; the config.json in DIR gives the flags that are not typed
     branch_from: str = ""
     # checkpoint that modes eval, sample and export read: latest, best (see keep_best), or a step
     checkpoint: str = "latest"
@@ -79,8 +78,8 @@ class Config:
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
     # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
     export_lora: Literal["merged", "adapter"] = "merged"
-    # before a run with an export, compare the logits of a small model of this form with those that
-    # transformers defines for the exported family
+    # before a run that exports, check a small model: its logits must be those that transformers
+    # computes from the exported weights
     export_check: bool = True
     hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
     # folder of compiled programs and tokenized data; empty: keep no compiled programs
@@ -119,7 +118,7 @@ class Config:
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     # side on which sequences are padded, unless packing is stream
     padding_side: Literal["right", "left"] = "right"
-    # shuffled: all examples, shuffled anew each epoch; windows: one file (a window) after the
+    # shuffled: all examples, in another order each epoch; windows: one file (a window) after the
     # other, shuffled within each, including files that appear during the run
     order: Literal["shuffled", "windows"] = "shuffled"
     windows_per_epoch: NonNegInt = 0  # files per epoch with order windows; 0: all
@@ -263,13 +262,12 @@ class Config:
     eval_batches: NonNegInt = 40
     # sequences per batch of an evaluation, without microbatches; 0: batches as in training
     eval_batch_size: NonNegInt = 0
-    # interval between checkpoints, as 250, 1epoch or 250,10m; a checkpoint made because of a time
-    # is deleted when the next one exists; 0: only at the end
+    # interval between checkpoints, as 250, 1epoch or 250,10m; 0: only at the end. A checkpoint that
+    # a time like 10m made is deleted when the next one exists
     save_every: Interval = 250
-    # save when the run ends. no: not after the last step or a condition of stop
-    save_end: Literal["yes", "no"] = "yes"
-    # metric of evaluations, as val_loss or val_acc: whenever it is better than ever, the parameters
-    # are kept in ckpt/best. val_loss<: less is better; val_acc>: more is. empty: none
+    save_end: bool = True  # save after the last step, and when a condition of stop ends the run
+    # metric of evaluations, as val_loss or val_acc, whose best parameters are kept in ckpt/best.
+    # val_loss<: less is better; val_acc>: more is. empty: none
     keep_best: str = ""
     max_to_keep: NonNegInt = 2  # newest checkpoints to keep; 0: all
     keep_period: NonNegInt = 0  # checkpoints at multiples of this step are never deleted; 0: none
@@ -811,12 +809,9 @@ def json_values(text, where, kind):
     types = get_type_hints(kind)
     errors = []
     for name, value in values.items():
-        hint = hint_for_name(name, types)  # optional: names in other trainers
-        if hint:
-            errors.append(f"{name!r}: {hint.replace('--', '')}")
-        elif name not in types:
-            errors += key_errors("", [name], types)
-        elif isinstance(value, list):
+        if name not in types:
+            errors.append(f"unknown key {name!r} ({suggest_flag(name, kind)})")
+        if isinstance(value, list):
             values[name] = tuple(value)
     raise_if_errors(errors + type_errors(values, types), where)
     for name, value in values.items():

@@ -1466,7 +1466,7 @@ def is_due_at_end(cfg, event):
     if event == "weights":
         return bool(config.parse_intervals(cfg.weights_every))
     if event == "save":
-        return cfg.save_end == "yes"
+        return cfg.save_end
     return event in ("eval", "sample")
 
 
@@ -1475,7 +1475,7 @@ def saves_at_end(run, progress):
     """
     requests = progress["polled"]
     is_stopped = requests["signal"] or requests["stop_file"] or requests["hook_stops"]
-    return run["cfg"].save_end == "yes" or bool(is_stopped) or "save" in requests["events"]
+    return run["cfg"].save_end or bool(is_stopped) or "save" in requests["events"]
 
 
 def completed(run, unit, step):

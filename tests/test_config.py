@@ -82,13 +82,13 @@ def test_json_int_for_a_float():
 
 
 @pytest.mark.parametrize("text, words", [
-    ('{"stepz": 3}', ["stepz", "nearest: steps"]),
+    ('{"stepz": 3}', ["stepz", "nearest: --steps"]),
     ('{"lr": 1, "steps": 2, "lr": 3}', ["comes twice: 'lr'"]),
     ('{"data": [{"a": 1, "a": 2}]}', ["comes twice: 'a'"]),
-    ('{"n_embd": 3, "min_lr": 0.1}', ["'n_embd': use d_model", "'min_lr': use min_lr_frac, a fr"]),
+    ('{"n_embd": 3, "min_lr": 0.1}', ["'n_embd' (use --d_model)", "'min_lr' (use --min_lr_frac, a"]),
     ('{"dtype": "bf16"}', ["dtype 'bf16': must be one of", "nearest: bfloat16"]),
     ('{"stepz": 3, "batchsize": 4, "lr": "fast"}',
-     ["nearest: steps", "nearest: batch_size", "lr 'fast': must be a finite float"]),
+     ["nearest: --steps", "nearest: --batch_size", "lr 'fast': must be a finite float"]),
     ('{"mode": "trian"}', ["mode 'trian'", "must be one of train, eval, sample, plan"]),
     ('{"on_nonfinite": []}', ["on_nonfinite (): must be one of skip, stop, raise"]),
     ('{"steps": "many"}', ["steps 'many': must be of type int"]),

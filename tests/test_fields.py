@@ -575,7 +575,7 @@ FIELDS = {
     "eval_batches": row(dict(eval_batches=1), last("eval", "val_n_labels"), 148, 128, RUN),
     "eval_batch_size": row(dict(eval_batch_size=24), loss_has("tensor<24x16xi32>"), False, True),
     "save_every": row(dict(save_every=3), saves("save"), [2, 4], [3, 6, 8], RUN),
-    "save_end": row(dict(save_end="no"), lambda cfg: train.is_due_at_end({"cfg": cfg}, "save"),
+    "save_end": row(dict(save_end=False), lambda cfg: train.is_due_at_end(cfg, "save"),
                     True, False),
     "keep_best": row(dict(keep_best="val_loss"),
                      lambda cfg: len(ckpt.steps(ckpt.roots(

@@ -313,11 +313,11 @@ def test_a_branch_that_cannot_be(tiny):
 
 def test_saves_on_request_and_none_at_the_end(tiny, capsys):
     """The file out_dir/save and SIGUSR1 each save once, at the next step, and training continues.
-    With --save_end no the last step is not saved, but a stop that is requested is.
+    With --no_save_end the last step is not saved, but a stop that is requested is.
 
     Break: train.py: if number == signal.SIGUSR1: => if False:
     """
-    cfg = tiny(save_every=0, eval_every=0, save_end="no", max_to_keep=0, dp=8)
+    cfg = tiny(save_every=0, eval_every=0, save_end=False, max_to_keep=0, dp=8)
     root = Path(cfg.out_dir, "ckpt")
 
     def request(event, value):
