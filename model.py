@@ -1203,9 +1203,10 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
         for prompt, row in zip(some, rows):
             kept = _before_stop(row, prompt["stops"])
             # Decode the prompt too: some tokenizers drop the space at the start of a text.
+            # At the end, ids of only a part of a character are decoded to U+FFFD.
             n_before = len(decode(prompt["ids"]))
             whole = decode([*prompt["ids"], *kept])
-            samples.append({"prompt": prompt["text"], "text": whole[n_before:]})
+            samples.append({"prompt": prompt["text"], "text": whole[n_before:].rstrip("\ufffd")})
     return samples
 
 
