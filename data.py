@@ -4,7 +4,7 @@
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
 its arguments alone; there is no iterator state. Optional, at the end: named validation sets,
-mixtures, windows, document mask, packing, token files, prompts and chats, examples, prompts of
+mixtures, document mask, packing, token files, prompts and chats, examples, prompts of
 samples, file formats, tokenizers, names on the Hub, evaluation batches of another size, custom
 tasks.
 """
@@ -79,13 +79,13 @@ def batch_at(dataset, step, batch_size, seed=0, rows=None):
     and "positions" (in the document).
     Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
     """
-    draws = _draws(step, batch_size, rows)
+    draws = draws_at(step, batch_size, rows)
     # Optional: the dataset is several, mixed by weight.
     if "mixture" in dataset:
         examples = _mixture_examples(dataset["mixture"], draws, seed)
     else:
-        examples = _shuffled(draws, dataset["n"], seed)
-    return _read_sequences(dataset, examples)
+        examples = shuffled(draws, dataset["n"], seed)
+    return read_sequences(dataset, examples)
 
 
 def make_dataset(shards, seq_format=SEQ_FORMAT):
@@ -112,7 +112,7 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
             "cum_counts": np.cumsum(counts), "lengths": lengths}
 
 
-def _read_sequences(dataset, examples):
+def read_sequences(dataset, examples):
     """Build the batch of the sequences numbered `examples` (int64)."""
     # The shard of each sequence, and which of the shard's sequences it is.
     cum_counts = dataset["cum_counts"]
@@ -172,7 +172,7 @@ def eval_batch_at(dataset, index, batch_size, rows=None):
     After the last sequence, all labels are ignored.
     """
     examples, valid = eval_examples_at(index, batch_size, dataset["n"], rows)
-    batch = _read_sequences(dataset, examples)
+    batch = read_sequences(dataset, examples)
     batch["labels"][~valid] = IGNORE
     return batch
 
@@ -187,7 +187,7 @@ BLOCK = 4096  # examples permuted in one call and cached; one call per batch wou
 EVAL_SEED = "held out"  # determines the order of evaluation batches
 
 
-def _draws(step, batch_size, rows):
+def draws_at(step, batch_size, rows):
     """Return the draws of `rows` (default: all) of batch `step`.
 
     Draw k is row k % batch_size of batch k // batch_size.
@@ -196,10 +196,10 @@ def _draws(step, batch_size, rows):
     return step * batch_size + rows.astype(np.int64)
 
 
-def _shuffled(draws, n, seed):
+def shuffled(draws, n, seed):
     """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
 
-    n may be an array with a number of examples for each draw (mixtures, windows).
+    n may be an array with a number of examples for each draw (mixtures).
     """
     epochs, ranks = np.divmod(draws, n)
     blocks, offsets = np.divmod(ranks, BLOCK)
@@ -224,7 +224,7 @@ def eval_examples_at(index, batch_size, n, rows=None):
     Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
     batches are a fair sample. After the last example they repeat with a mask of False.
     """
-    draws = _draws(index, batch_size, rows)
+    draws = draws_at(index, batch_size, rows)
     examples = []
     for draw in (draws % n).tolist():
         block, offset = divmod(draw, BLOCK)
@@ -272,7 +272,7 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
     stopped(): asked during a wait; the iterator ends early when it is true.
     wait_until_idle(): blocks until the device is idle; the wait is timed from then, so that only
     the time in which the device has nothing to do counts.
-    Data may come later (windows): make(i) returns None while its data is missing, and is then
+    Data may come later: make(i) returns None while its data is missing, and is then
     called again. on_missing(i) is called once when the consumer has to wait for such an item.
     """
     pool = ThreadPoolExecutor(1, "data")
@@ -321,17 +321,13 @@ def open_text(parts, cfg):
         "bytes_per_token": number, or None if it is unknown,
         "prompt": () -> ids with which a sample begins}.
     The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
-    {name: source}. The "train" of windows has more keys: see in_windows.
+    {name: source}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
     eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
     """
     # By default, ids are the bytes of the text.
     tokenizer = make_cfg_tokenizer(cfg)
-    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
-    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
-    open_files = partial(
-        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
-        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
+    open_files = file_opener(cfg, tokenizer)
     # No file may be in two of these. _mixture_files is empty unless datasets are mixed, and
     # _val_set_files unless validation sets have names.
     groups = _mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data}
@@ -346,13 +342,9 @@ def open_text(parts, cfg):
         val_dataset = open_files(cfg.val_data, field="val_data")
         val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
     # Training data was not asked for, and validation does not come from it: open nothing more.
-    if "train" not in parts and (val or cfg.order == "windows"):
+    if "train" not in parts and val:
         return {"train": None, "val": val}
 
-    # Optional: train on one file after the other, each shuffled inside.
-    if cfg.order == "windows":
-        train = _open_windows(cfg, open_files, tokenizer)
-        return {"train": train, "val": val}
     # Optional: several datasets, mixed by weight.
     if cfg.mix:
         return _open_mixture(cfg, open_files, tokenizer, val)
@@ -364,6 +356,15 @@ def open_text(parts, cfg):
         val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
     train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
     return {"train": train, "val": val}
+
+
+def file_opener(cfg, tokenizer):
+    """Return open_dataset with the arguments that a config gives."""
+    seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
+    seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
+    return partial(
+        open_dataset, tokenizer=tokenizer, seq_format=seq_format, dtype=cfg.data_dtype,
+        folder=_token_cache_folder(cfg), eod_id=cfg.eod_id, columns=cfg.columns)
 
 
 def _make_source(dataset, build_batch, cfg, tokenizer):
@@ -976,7 +977,7 @@ def _text_pieces(file, size):
     yield text, True
 
 
-def _content_id(path):
+def content_id(path):
     """Identify the content of a file by its size and a checksum of its first MiB.
 
     A folder written by the datasets library is identified by its state.json.
@@ -1034,7 +1035,7 @@ def _cache_key(paths, tokenizer, columns):
         # A folder written by the datasets library has files.
         for file in (path, *sorted(path.glob("*"))):
             if file.is_file():
-                identity = [file.suffixes[-2:], *_content_id(file)]
+                identity = [file.suffixes[-2:], *content_id(file)]
                 # The time of the last change stands for the content beyond the first MiB. It is the
                 # one that no program can set, since archives and images have fixed times.
                 if file.stat().st_size > 2**20:
@@ -1520,7 +1521,7 @@ def require(module, user):
 
 
 # ---- optional
-# Named validation sets, mixtures, windows, document mask, packing, token files, prompts and chats,
+# Named validation sets, mixtures, document mask, packing, token files, prompts and chats,
 # examples, prompts of samples, file formats, tokenizers, names on the Hub, evaluation batches of
 # another size, custom tasks. A room can be deleted together with the few lines that call it.
 
@@ -1665,7 +1666,7 @@ def _mixture_examples(mixture, draws, seed):
     dataset_of = mixture["dataset_of"][positions]
     # Each dataset counts its own draws.
     draws = cycles * mixture["counts"][dataset_of] + mixture["rank_of"][positions]
-    examples = _shuffled(draws, mixture["sizes"][dataset_of], seed)
+    examples = shuffled(draws, mixture["sizes"][dataset_of], seed)
     return mixture["first_examples"][dataset_of] + examples
 
 
@@ -1676,278 +1677,6 @@ def _describe_mixture(mixture):
         name = dataset["shards"][0]["name"]
         summaries.append(f"{n / n_cycle:.3g} of {name}: {describe(dataset)}")
     return "\n".join(summaries)
-
-
-# ---- windows
-
-def _open_windows(cfg, open_files, tokenizer):
-    """Open the files of a config as training data in windows."""
-    @cache
-    def open_file(name):
-        dataset = open_files([name], may_be_empty=True)
-        if dataset["n"] and not any(map(has_label, dataset["shards"])):
-            tqdm.write(f"{name}: no token is a label")
-            dataset["n"] = 0
-        return dataset
-
-    def size_of(name):
-        return open_file(name)["n"]
-
-    def read(name, examples):
-        return _read_sequences(open_file(name), examples)
-
-    source = in_windows(cfg, size_of, read)
-    first_name = next(filter(size_of, _unseen_files(cfg, ())))
-    first = open_file(first_name)
-    source["summary"] += f"\n{first_name}: {describe(first)}"
-    source["examples"] = lambda: show_examples(first, tokenizer)  # optional: examples
-    return source
-
-
-def in_windows(cfg, size_of, read):
-    """Read training data in windows: one file of cfg.data after the other, each shuffled inside.
-
-    Files are in order of the numbers and letters in their names. Files without an example are
-    skipped. Files that appear later are found when the last window ends.
-    size_of(name): the number of examples in a file. read(name, examples): a batch of these.
-    Process 0 writes each window to out_dir/windows.jsonl before it is used. There the other
-    processes, and the run when it resumes, find it.
-
-    Returns a source, see `open_text`, with these keys more:
-        "windows": step -> records of the windows begun until then,
-        "n_finished": step -> number of windows finished,
-        "next_window": step at which a window ends -> name of the next file; None if it is missing
-            yet, "" if it was read before or no window ends at this step,
-        "restore": continue after these windows, those of a checkpoint.
-    """
-    windows = {
-        "order": [],  # records of the windows begun so far, as in windows.jsonl
-        "path": Path(cfg.out_dir) / "windows.jsonl",
-        "lock": threading.Lock(),  # the loop and the thread that makes batches extend the order
-        "record_of": cache(partial(_window_record, size_of)),
-        "read": read,
-        "wait_began": {},  # {number of windows begun: time at which none was found after them}
-        "looks": {},  # {name: (size and time of the file, when it was first seen with these)}
-    }
-    n_first = cfg.windows_per_epoch or None  # None: all
-    _wait_for_writers(cfg, windows)
-    first = list(islice(_unseen_windows(cfg, windows, epoch=0, seen=()), n_first))
-    if not first:
-        raise ValueError(f"data {' '.join(cfg.data) or '(none)'}: no file has an example")
-    return {
-        "n": sum(window["n"] for window in first) * cfg.window_repeats,
-        "batch": partial(_window_batch, cfg, windows),
-        "fingerprint": "windows",
-        "summary": f"{len(first)} windows, from {first[0]['name']} to {first[-1]['name']}",
-        "restore": partial(_restore_windows, windows),
-        "n_finished": partial(_n_finished, cfg, windows),
-        "next_window": partial(_next_file, cfg, windows),
-        "windows": lambda step: windows["order"][: _n_finished(cfg, windows, step) + 1],
-    }
-
-
-def _window_batch(cfg, windows, step, rows):
-    """Build these rows of training batch `step`; None while a window is missing."""
-    last_draw = step * cfg.batch_size + cfg.batch_size - 1
-    if not _extend_windows(cfg, windows, last_draw):
-        return None
-    order = windows["order"]
-    draws = _draws(step, cfg.batch_size, rows)
-    bounds = _window_bounds(order)
-    window_of = np.searchsorted(bounds[1:], draws, side="right")
-    indices = np.unique(window_of).tolist()
-    for i in indices:
-        _check_window(order[i], windows["record_of"](order[i]["name"]))
-
-    # Each window is an epoch of its own: its index in the order names the permutation.
-    sizes = np.array([window["n"] for window in order])[window_of]
-    offsets = draws - bounds[window_of]
-    examples = _shuffled(window_of * sizes + offsets, sizes, cfg.seed)
-    batches = []
-    for i in indices:
-        batches.append(windows["read"](order[i]["name"], examples[window_of == i]))
-    joined = {}
-    for name in batches[0]:
-        joined[name] = np.concatenate([batch[name] for batch in batches])
-    return joined
-
-
-def _window_bounds(order):
-    """Return [windows + 1]: the first draw of each window, and the one after the last window."""
-    sizes = [window["n"] for window in order]
-    return np.cumsum([0, *sizes])
-
-
-def _extend_windows(cfg, windows, draw):
-    """Begin windows until one has this draw; return whether one has."""
-    with windows["lock"]:
-        if _window_bounds(windows["order"])[-1] <= draw:
-            begun = _read_jsonl(windows["path"])  # by another process, or before a resumption
-            if begun:
-                windows["order"] = begun
-        while _window_bounds(windows["order"])[-1] <= draw:
-            window = _next_window(cfg, windows)
-            if window is None:
-                return False
-            windows["order"].append(window)
-            _write_jsonl(windows["path"], windows["order"])
-        return True
-
-
-def _next_window(cfg, windows):
-    """Choose the window after those begun; None: wait. Only process 0 chooses."""
-    if jax.process_index():
-        return None
-    # The same file again.
-    order = windows["order"]
-    epoch = order[-1]["epoch"] if order else 0
-    seen = [window["name"] for window in order if window["epoch"] == epoch]
-    if seen and seen.count(seen[-1]) < cfg.window_repeats:
-        return order[-1]
-
-    # The next unseen file, unless the epoch has all its windows.
-    epoch_is_full = cfg.windows_per_epoch and len(set(seen)) >= cfg.windows_per_epoch
-    if not epoch_is_full:
-        unseen = _unseen_files(cfg, seen)
-        if unseen and not _has_rested(unseen[0], windows["looks"]):
-            return None
-        window = next(_unseen_windows(cfg, windows, epoch, seen), None)
-        if window is not None:
-            return window
-        if _must_wait(cfg, windows):
-            return None
-    # The first file of the next epoch.
-    return next(_unseen_windows(cfg, windows, epoch + 1, seen=()), None)
-
-
-def _must_wait(cfg, windows):
-    """Return whether to wait for a new file: for wait_s after none was found."""
-    now = time.monotonic()
-    order = windows["order"]
-    wait_began = windows["wait_began"]
-    if len(order) not in wait_began:
-        wait_began[len(order)] = now
-        if cfg.wait_s:
-            tqdm.write(f"no window after {order[-1]['name']} yet: waiting for {cfg.wait_s:g} s")
-    return now - wait_began[len(order)] < cfg.wait_s
-
-
-def _unseen_windows(cfg, windows, epoch, seen):
-    """Yield the windows of files not in `seen`; a file is opened when it is asked for."""
-    for name in _unseen_files(cfg, seen):
-        record = windows["record_of"](name)
-        if record["n"]:
-            yield {"epoch": epoch} | record
-
-
-def _unseen_files(cfg, seen):
-    """Return the names of the files that are not in `seen` and not empty, in order."""
-    names = {str(path) for path in expand(cfg.data, lenient=True)} - set(seen)
-    return [name for name in sorted(names, key=_natural_order) if _size(name)]
-
-
-def _size(name):
-    """Return the size of a file; 0 if it has just been deleted."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.getsize(name)
-    return 0
-
-
-REST_S = 2.0  # how long size and time of a file must stay the same before it is read
-
-
-def _has_rested(name, looks):
-    """Return whether a file has not changed for REST_S: until then somebody may still write it."""
-    try:
-        stat = os.stat(name)
-    except FileNotFoundError:  # it has just been deleted: look again
-        return False
-    state = (stat.st_size, stat.st_mtime_ns)
-    now = time.monotonic()
-    if name not in looks or looks[name][0] != state:
-        if name in looks:
-            tqdm.write(f"{name}: is still being written; waiting until it has rested for "
-                       f"{REST_S:g} s")
-        looks[name] = (state, now)
-    # An old file is taken at once. The clock of its disk may be another one: allow a minute.
-    is_old = time.time() - stat.st_mtime >= 60
-    return is_old or now - looks[name][1] >= REST_S
-
-
-def _wait_for_writers(cfg, windows):
-    """Wait at the start of a run until its files have rested, for at most twice REST_S."""
-    deadline = time.monotonic() + 2 * REST_S
-    while time.monotonic() < deadline:
-        # Look at all of them, so that they rest at the same time.
-        rested = [_has_rested(name, windows["looks"]) for name in _unseen_files(cfg, ())]
-        if all(rested):
-            return
-        time.sleep(0.1)
-
-
-def _natural_order(name):
-    """Sort by the numbers in a name, not by their digits: day2 before day10."""
-    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", name)]
-
-
-def _window_record(size_of, name):
-    """Make the record of a file in windows.jsonl, without its epoch."""
-    n = int(size_of(name))
-    if not n:
-        tqdm.write(f"{name}: has no example; skipped")
-    return {"name": name, "n": n, "bytes": _content_id(Path(name))}
-
-
-def _check_window(window, record):
-    """Raise ValueError if the file of a window differs from its record in windows.jsonl."""
-    for key, value in record.items():
-        if window.get(key, value) != value:
-            raise ValueError(f"{window['name']}: had {window['n']} examples when the run first "
-                             "read it, and its content has changed; restore the file")
-
-
-def _restore_windows(windows, saved):
-    """Continue after the windows of a checkpoint, and in those that a killed run had begun."""
-    begun = _read_jsonl(windows["path"])
-    if saved and begun[: len(saved)] == saved:
-        windows["order"] = begun
-    else:
-        windows["order"] = list(saved)
-    if not jax.process_index():
-        _write_jsonl(windows["path"], windows["order"])
-
-
-def _n_finished(cfg, windows, step):
-    """Count the windows of which all examples were used before `step`."""
-    ends = _window_bounds(windows["order"])[1:]
-    return int(np.searchsorted(ends, step * cfg.batch_size, side="right"))
-
-
-def _next_file(cfg, windows, step):
-    """Name the file of the window that begins at `step`, as "next_window" of in_windows."""
-    if _n_finished(cfg, windows, step) == _n_finished(cfg, windows, step - 1):
-        return ""
-    if not _extend_windows(cfg, windows, step * cfg.batch_size):
-        return None
-    n_begun = _n_finished(cfg, windows, step) + 1
-    names = [window["name"] for window in windows["order"][:n_begun]]
-    name = names.pop()
-    return "" if name in names else name
-
-
-def _read_jsonl(path):
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _write_jsonl(path, rows):
-    """Replace a file in one step, so that no process reads a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_suffix(".tmp")
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    partial_path.write_text(text, encoding="utf-8")
-    partial_path.replace(path)
 
 
 # ---- document mask
@@ -2887,7 +2616,7 @@ def preview_prompt(dataset):
                 return np.asarray(shard["tokens"][first : first + n_before])
 
     examples, _ = eval_examples_at(0, 1, dataset["n"])
-    batch = _read_sequences(dataset, examples)
+    batch = read_sequences(dataset, examples)
     ids = batch["tokens"][0]
     # Optional: rows with several documents. Take the longest one.
     if "segments" in batch:
@@ -3671,4 +3400,4 @@ def examples_at(step, batch_size, n, seed=0, rows=None):
     Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
     epoch is filled from the next epoch.
     """
-    return _shuffled(_draws(step, batch_size, rows), n, seed)
+    return shuffled(draws_at(step, batch_size, rows), n, seed)

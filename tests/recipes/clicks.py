@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
 import jax.numpy as jnp
 import numpy as np
+import windows
 from jax.sharding import PartitionSpec as P
 
 from train import config, data
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClicksConfig(config.Config):
+class ClicksConfig(windows.WindowsConfig):
     # embedding tables as NAME=ROWS or NAME=ROWS:VALUES, with VALUES ids per example
     tables: tuple[str, ...] = ("user=2^17", "item=2^20", "category=2^10", "history=2^20:4")
     hash_ids: bool = True  # hash 64-bit ids to rows of the tables; false: ids are row numbers
@@ -33,7 +34,6 @@ class ClicksConfig(config.Config):
     d_hidden: config.PosInt = 64  # width of the hidden layer
     n_dense: config.PosInt = 4  # number of dense features
     group: str = "user"  # table by whose ids the grouped AUC groups examples
-    order: str = "windows"  # windows: day after day
     val_frac: config.FractionBelow1 = 0.0  # fraction of data for validation; 0: the next day
     eval_every: config.Interval = 0  # interval between evaluations, besides one after each day
     eval_batches: config.NonNegInt = 0  # batches per evaluation; 0: all of the next day
@@ -314,7 +314,7 @@ def open_days(parts, cfg):
 
     days = None
     if "train" in parts:
-        days = data.in_windows(cfg, size_of, read)
+        days = windows.in_windows(cfg, size_of, read)
 
     def next_day_at(step):
         name = days["next_window"](step)
