@@ -118,13 +118,6 @@ class Config:
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     # side on which sequences are padded, unless packing is stream
     padding_side: Literal["right", "left"] = "right"
-    # shuffled: all examples, in another order each epoch; windows: one file (a window) after the
-    # other, shuffled within each, including files that appear during the run
-    order: Literal["shuffled", "windows"] = "shuffled"
-    windows_per_epoch: NonNegInt = 0  # files per epoch with order windows; 0: all
-    window_repeats: PosInt = 1  # passes over each file before the next one, with order windows
-    # with order windows, seconds to wait for a new file before the files are read again
-    wait_s: NonNegFloat = 0.0
     overfit_batch: bool = False  # train on batch 0 alone, to check that the model can learn it
 
     # ---- length and batch
@@ -1161,13 +1154,6 @@ def rule_errors(cfg):
     rule("data", not cfg.mix or not cfg.data, "must be empty with mix, which names the files")
     files = [text.rpartition("=")[0] for text in cfg.mix]
     rule("mix", len({*files}) == len(files), "names the same files twice; add up their weights")
-    rule("mix", not cfg.mix or cfg.order != "windows",
-         "cannot be used with order windows; set --data instead")
-    rule("order", cfg.order != "windows" or cfg.val_data or not cfg.val_frac,
-         "needs --val_data, or --val_frac 0 for no validation")
-    intervals = [str(getattr(cfg, f"{event}_every")) for event in EVENTS]
-    rule("order", cfg.order == "windows" or "window" not in " ".join(intervals),
-         "must be windows for an interval in windows, as in save_every or eval_every")
     rule("out_dir", "://" not in cfg.out_dir,
          "must be a folder on this machine; for a bucket set --ckpt_dir")
     rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")
@@ -1211,7 +1197,6 @@ def unused_errors(cfg, optimizers):
     unused("packing", cfg.packing == "stream", "truncation", "padding_side")
     unused("packing", cfg.packing != "stream", "document_mask")
     unused("document_mask", not cfg.document_mask, "eod_id")
-    unused("order", cfg.order != "windows", "windows_per_epoch", "window_repeats", "wait_s")
     unused("log_every", not cfg.log_every, "watch")
     unused("temperature", not cfg.temperature, "top_k", "top_p")
     unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
@@ -1337,7 +1322,7 @@ def derive_text(cfg):
 RESUMABLE_FIELDS = (
     "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "explicit", "checkpoint",
     "export", "export_dtype", "export_lora", "export_check", "cache_dir",
-    "token_cache", "wait_s", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
+    "token_cache", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",
     "coordinator", "n_processes", "process_id", "peer_timeout_s",

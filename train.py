@@ -102,8 +102,8 @@ TEXT = {
     #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing,
     #   "fingerprint": a text that must not change between a run and its resumption,
     #   "summary": optional, a text to print}.
-    # Sources of data.open_text and data.in_windows have more keys. A "val" whose data comes later
-    # has "source_at" instead: step -> source, None while the data is missing.
+    # Sources of data.open_text and of tests/recipes/windows.py have more keys. A "val" whose data
+    # comes later has "source_at" instead: step -> source, None while the data is missing.
     "open": data.open_text,
 
     # Keys with a default. A lambda calls a function that is defined further down.
@@ -325,7 +325,10 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         like = steplib.lower_steps(*step_args(setup))["state"]
         ckpt.check_run_fits(start["run"], start["root"], start_meta, like,
                             absent_arrays(start, like), "state" in cfg.allow_change)
-    # Optional: windows.
+    # Optional: training data in windows, as of tests/recipes/windows.py.
+    intervals = [str(getattr(cfg, f"{event}_every")) for event in config.EVENTS]
+    if "windows" not in train_data and "window" in " ".join(intervals):
+        raise ValueError("an interval in windows needs data in windows: tests/recipes/windows.py")
     if "restore" in train_data:
         train_data["restore"](start_meta.get("data", {}).get("windows", []))
 

@@ -145,7 +145,8 @@ def test_killed_in_a_window_it_resumes_bit_exactly_over_8_devices(planted):
     """With tables split by rows, parameters, moments and evaluations are those of a run that was
     not killed.
 
-    Break: data.py: _shuffled(window_of * sizes + => _shuffled(os.getpid() + window_of * sizes +
+    Break: tests/recipes/windows.py: data.shuffled(window_of * =>
+    data.shuffled(os.getpid() + window_of *
     """
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
     summary = train.main(cfg, task=clicks.TASK)
@@ -169,7 +170,7 @@ def test_a_day_that_appears_during_the_run_is_evaluated_and_then_trained_on(plan
     """After the only day the run waits, with one event. Once the next day appears, it is evaluated,
     and then trained on. A day that was trained on is not evaluated.
 
-    Break: data.py: return "" if name in names else name => return name
+    Break: tests/recipes/windows.py: return "" if name in names else name => return name
     """
     cfg = planted(1, 1024, wait_s=60.0, steps=10, epochs=0.0)
     events = []

@@ -423,12 +423,6 @@ REJECTED = [
     (dict(decay_mult=("embed=-1",)), "decay_mult ('embed=-1',): must be NAME=NUMBER"),
     (dict(data=("a.txt",), mix=("b.txt=1",)),
      "data ('a.txt',): must be empty with mix, which names the files"),
-    (dict(mix=("a.txt=1",), order="windows", val_frac=0.0),
-     "mix ('a.txt=1',): cannot be used with order windows; set --data"),
-    (dict(order="windows"), "order 'windows': needs --val_data, or --val_frac 0 for no"),
-    (dict(save_every="1window"), "order 'shuffled': must be windows for an interval in windows"),
-    (dict(reload_every="250,2windows", init_from=("a dynamic=yes",)),
-     "order 'shuffled': must be windows for an interval in windows, as in save_every"),
     (dict(mode="export"), "export '': must name a folder in mode export"),
 ]
 
@@ -520,7 +514,6 @@ UNUSED = [
     ("packing", "none", dict(document_mask=True), "stream"),
     ("packing", "best_fit", dict(document_mask=True), "stream"),
     ("document_mask", False, dict(eod_id=7), True),
-    ("order", "shuffled", dict(windows_per_epoch=2, window_repeats=2, wait_s=1.0), "windows"),
     ("log_every", 0, dict(watch=("*",)), 1),
     ("temperature", 0.0, dict(top_k=3, top_p=0.5), 0.1),
     ("rope_factor", 1.0, dict(rope_original_len=50), 2.0),
@@ -540,7 +533,7 @@ UNUSED = [
 def test_each_unused_field(field, value, others, other_value):
     """The other fields are rejected by name with one value of the field, and accepted with another.
 
-    Break: config.py: unused("order", cfg.order != "windows", => unused("order", False,
+    Break: config.py: unused("log_every", not cfg.log_every, => unused("log_every", False,
     """
     def rejected(value):
         words = f"has no effect with {field} {value!r}; leave it at "

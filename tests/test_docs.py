@@ -55,6 +55,7 @@ FLAGS = {
     "digits.py": "--steps 2 --eval_batches 1",
     "dpo.py": SMALL,
     "distill.py": SMALL,
+    "windows.py": SMALL,
     "clicks.py": "--stop 2 --eval_batches 1 --tables user=2^8 item=2^8 category=2^8 history=2^8:4",
     "audit.py": "--first 1 --last 2",
     "chat.py": "--sample_tokens 2",
@@ -424,6 +425,7 @@ def test_each_command_is_legal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kinds = {
         "train.py": config.Config, "plan.py": plan.PlanConfig, "clicks.py": clicks.ClicksConfig,
+        "windows.py": clicks.windows.WindowsConfig,
         "digits.py": digits.DigitsConfig, "distill.py": distill.DistillConfig,
         "dpo.py": dpo.DpoConfig, "tune.py": tune.SweepConfig, "on_ray.py": on_ray.RayConfig}
     n_parsed = 0

@@ -47,11 +47,11 @@ def test_entries_with_names_become_sets(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(packing="best_fit"), dict(packing="none"), dict(order="windows"),
+    dict(packing="best_fit"), dict(packing="none"),
     dict(mix=("text.txt=1", "more.txt=1"), data=())], ids=str)
 def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_path, monkeypatch):
-    """Each set has the batches of its files as the only validation data, with every packing, with
-    windows and with a mixture, from text and from token files. A file may not be in two sets, nor
+    """Each set has the batches of its files as the only validation data, with every packing and
+    with a mixture, from text and from token files. A file may not be in two sets, nor
     in a set and in the training data.
 
     Break: data.py: dataset = open_files(patterns, field=f"val_data {name}") =>

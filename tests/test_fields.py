@@ -43,7 +43,6 @@ RUN = dict(
 FINISHED = RUN | dict(mode="train")  # the first of the two runs, launched again
 LINES = dict(data=("lines.jsonl",), val_frac=0.0)
 WHOLE = LINES | dict(packing="none")
-WINDOWS = dict(data=("[ab].txt",), val_frac=0.0, order="windows", batch_size=128)
 PLAIN = dict(optimizer="sgd", lr=0.5, b1=0.0, weight_decay=0.0, clip_norm=0.0)
 LINEAR = PLAIN | dict(schedule="linear")
 RMS = dict(optimizer="rmsprop", lr=0.5, b2=0.75, weight_decay=0.0, clip_norm=0.0)
@@ -225,19 +224,6 @@ def n_segments(cfg):
 def padded_sides(cfg):
     segments = first_batch(cfg)["segments"]
     return [bool((segments[:, edge] == 0).any()) for edge in (0, -1)]
-
-
-def n_windows(cfg):
-    """Number of different files in the first 4 batches."""
-    train = in_windows(cfg)
-    for i in range(4):
-        train["batch"](i, np.arange(cfg.batch_size))
-    return len({w["name"] for w in train["windows"](4)}) if "windows" in train else 0
-
-
-def in_windows(cfg):
-    Path(cfg.out_dir, "windows.jsonl").unlink(missing_ok=True)
-    return data.open_text(("train", "val"), cfg)["train"]
 
 
 def batch_names(cfg):
@@ -456,11 +442,6 @@ FIELDS = {
     "truncation": row(dict(truncation="error"), outcome_of_opening, "", "has 22 tokens", WHOLE),
     "padding_side": row(dict(padding_side="left"), padded_sides, [False, True], [True, False],
                         WHOLE),
-    "order": row(dict(order="windows"), n_windows, 0, 2, WINDOWS | dict(order="shuffled")),
-    "windows_per_epoch": row(dict(windows_per_epoch=1), n_windows, 2, 1, WINDOWS),
-    "window_repeats": row(dict(window_repeats=5), n_windows, 2, 1, WINDOWS),
-    "wait_s": row(dict(wait_s=1e6), lambda cfg: in_windows(cfg)["batch"](9, np.arange(8)) is None,
-                  False, True, WINDOWS),
     "columns": row(dict(columns=("text=note",)), letters("train"), ["\0", "s"], ["\0", "n"],
                    dict(data=("notes.jsonl",), val_frac=0.0)),
     "eos_token": row(dict(eos_token="a"), eos_id, 0, 1, dict(tokenizer="words.json")),

@@ -1576,33 +1576,6 @@ def test_paths_with_brackets(pattern, n, tmp_path):
     assert len(data.expand([tmp_path / pattern])) == n
 
 
-def test_a_file_that_is_still_copied(tmp_path):
-    """A file of a growing folder is read once its size has rested, not before.
-
-    Break: data.py: return is_old or now - looks[name][1] >= REST_S => return True
-    """
-    folder = tmp_path / "days"
-    folder.mkdir()
-    (folder / "1.txt").write_text("a" * 41)
-    cfg = config.Config(
-        data=(str(folder / "*.txt"),), order="windows", val_frac=0.0, seq_len=8, batch_size=5,
-        wait_s=60.0, out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "cache"))
-    source = data.open_text(("train", "val"), cfg)["train"]
-    rows = np.arange(5)
-    assert (source["batch"](0, rows)["tokens"] == ord("a")).any()
-    with open(folder / "2.txt", "w") as file:
-        for _ in range(4):
-            file.write("b" * 10)
-            file.flush()
-            assert source["batch"](1, rows) is None
-            time.sleep(0.3)
-    deadline = time.monotonic() + 30
-    while source["batch"](1, rows) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert source["windows"](2)[1]["n"] == 6  # of all 42 tokens
-
-
 def few_answers(path):
     """Ten chats, of which the third has an answer."""
     rows = []
@@ -1710,8 +1683,7 @@ def test_documents_whose_labels_are_cut_away(tmp_path):
 @pytest.mark.parametrize("part, packing", [
     ("all", "stream"), ("all", "best_fit"), ("all", "none"), ("weights of 0", "stream"),
     ("validation", "stream"), ("validation", "best_fit"), ("validation", "none"),
-    ("val_data", "stream"), ("val_data", "none"), ("an evaluation", "stream"),
-    ("windows", "stream"), ("windows", "none")])
+    ("val_data", "stream"), ("val_data", "none"), ("an evaluation", "stream")])
 def test_data_without_a_label(part, packing, tmp_path):
     """Data without any label, validation data without one, and an evaluation that reads none are
     errors before training, however documents are packed.
@@ -1739,32 +1711,8 @@ def test_data_without_a_label(part, packing, tmp_path):
         cfg = dataclasses.replace(cfg, val_data=(str(path),), eval_batches=1, batch_size=1,
                                   data=(str(write_rows(none, [{"text": "low"}] * 99)),))
         words = "eval_batches 1: .*a.jsonl: the 1 sequences that an evaluation reads have no label"
-    if part == "windows":
-        cfg = dataclasses.replace(cfg, data=(str(none),), val_frac=0.0, order="windows")
-        words = "no file has an example"
     with pytest.raises(ValueError, match=words):
         data.open_text(("train", "val"), cfg)
-
-
-def test_windows_without_a_label(tmp_path, capsys):
-    """With --order windows, a file without a label is skipped, and says so. The summary and the
-    examples are those of the first file that is not.
-
-    Break: data.py: dataset["n"] = 0 => pass
-    """
-    pytest.importorskip("transformers")
-    none = write_rows(tmp_path / "a1.jsonl", [{"messages": [USER, USER]}] * 9)
-    few_answers(tmp_path / "a2.jsonl")
-    cfg = config.Config(data=(str(tmp_path / "a*"),), order="windows", val_frac=0.0, seq_len=16,
-                        tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE), batch_size=1,
-                        token_cache=str(tmp_path / "cache"), out_dir=str(tmp_path / "out"))
-    source = data.open_text(("train",), cfg)["train"]
-    wanted = f"{none}: no token is a label\n{none}: has no example; skipped\n"
-    assert capsys.readouterr().out == wanted
-    assert source["summary"].startswith("1 windows, from ")
-    assert "% of the tokens are labels" in source["summary"]
-    shown_example, = (train.mark_labels(example, False) for example in source["examples"]())
-    assert shown_example.endswith("assistant\n{+yes<|im_end|>+}\n")
 
 
 @pytest.mark.parametrize("packing", ["stream", "none"])

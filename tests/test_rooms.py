@@ -276,20 +276,10 @@ FEATURES = {
              "        return _open_mixture(cfg, open_files, tokenizer, val)\n", ""),
         ],
     },
-    "windows": {
-        "rooms": {"data.py": ["windows"]},
-        "edits": [
-            ("data.py", '    if cfg.order == "windows":\n'
-             '        train = _open_windows(cfg, open_files, tokenizer)\n'
-             '        return {"train": train, "val": val}\n', ""),
-        ],
-    },
     "examples": {
         "rooms": {"data.py": ["examples"]},
         "edits": [
             ("data.py", '        "examples": lambda: show_examples(dataset, tokenizer),  '
-             "# optional: examples\n", ""),
-            ("data.py", '    source["examples"] = lambda: show_examples(first, tokenizer)  '
              "# optional: examples\n", ""),
         ],
     },

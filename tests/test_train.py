@@ -3767,125 +3767,7 @@ def test_packed_rows_train_the_same_on_any_mesh(tiny, tmp_path):
     assert np.abs(seen["other"] - seen["dp"]).max() > 1e-3
 
 
-# ---- windows, mixtures, packed documents
-
-@pytest.fixture
-def days(tiny, tmp_path):
-    """days(**fields) is a config with windows of 3, 2 and 2 batches, one file a day, and separate
-    validation data.
-    """
-    (tmp_path / "days").mkdir()
-    for day, letter, n in ((1, "a", 24), (2, "b", 16), (9, "c", 16)):
-        (tmp_path / "days" / f"day{day}.txt").write_text(letter * (16 * n - 1))
-    (tmp_path / "next.txt").write_text("abc " * 99)
-
-    def make(**fields):
-        return tiny(**dict(data=(str(tmp_path / "days" / "*.txt"),), order="windows", val_frac=0.0,
-                           val_data=(str(tmp_path / "next.txt"),), eval_every=0, save_every=0,
-                           dtype="float32") | fields)
-
-    return make
-
-
-@pytest.mark.slow
-def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
-    """An evaluation follows each window. A run stops within a window, and new files appear, one of
-    which sorts before the files already read. The resumed run first reads the windows it had
-    planned, then the new files; meta.json lists the windows seen. Hooks get the name of each file
-    before its first batch.
-
-    Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
-    """
-    cfg = days(steps=9, schedule="cosine")
-    train.main(cfg, hooks=[lambda event, row: row | {"stop": "enough"}
-                           if event == "step" and row["step"] == 4 else None])
-    meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]
-    saved, begun = ([Path(window["name"]).name for window in windows] for windows in (
-        meta["data"]["windows"],
-        map(json.loads, Path(cfg.out_dir, "windows.jsonl").read_text().splitlines())))
-    assert meta["step"] == 5 and begun[:2] == ["day1.txt", "day2.txt"]
-    assert begun[: len(saved)] == saved
-    assert begun[2:] in ([], ["day9.txt"])  # batches are prepared some steps ahead
-    for day in ("day0.txt", "day3.txt"):
-        (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
-    letters, files = [], []
-
-    def watch(event, value):
-        if event == "data":
-            letters.append(chr(int(value["tokens"].max())))
-        if event == "before_window":
-            files.append((value["step"], value["window"], Path(value["file"]).name))
-
-    train.main(cfg, hooks=[watch])
-    assert letters == (["c", "c", "d", "d"] if begun[2:] else ["d", "d", "d", "d"])
-    names = ["day9.txt", "day0.txt"] if begun[2:] else ["day0.txt", "day3.txt"]
-    assert files == [(5, 3, names[0]), (7, 4, names[1])]
-    assert [r["step"] for r in rows(cfg.out_dir, "eval")] == [3, 5, 7, 9]
-    (tmp_path / "in_order").mkdir()
-    for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
-        shutil.copy(json.loads(line)["name"], tmp_path / f"in_order/{i}.txt")
-    straight = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "straight"),
-                    data=(str(tmp_path / "in_order/*.txt"),))
-    train.main(straight)
-    assert losses(straight.out_dir) == losses(cfg.out_dir)
-
-
-@pytest.mark.slow
-def test_two_processes_read_the_same_windows(days, tmp_path):
-    """One of two processes chooses the next window and both read it, also a file that appears
-    while they wait. The losses are those of one process to 1e-3 (float32, another mesh, steep
-    gradients).
-
-    Break: data.py: if jax.process_index(): => if not jax.process_index():
-    """
-    cfg = days(dp=1, fsdp=2, steps=9, wait_s=1e6, out_dir=str(tmp_path / "two"))
-    runs = two(cfg)
-    wait_for(lambda: "waiting for 1e+06 s" in runs[0][1].read_text()
-             or not all(run.is_alive() for run, _ in runs), 120)
-    (tmp_path / "new.txt").write_text("d" * (16 * 16 - 1))
-    (tmp_path / "new.txt").rename(tmp_path / "days" / "day10.txt")
-    output = [ended(*run) for run in runs]
-    assert [code for code, _ in output] == [0, 0], output
-    alone = days(dp=1, fsdp=2, tp=4, steps=9, out_dir=str(tmp_path / "alone"))
-    train.main(alone)
-    for both, one in zip(losses(cfg.out_dir)[:2], losses(alone.out_dir)):
-        np.testing.assert_allclose(np.array(both), np.array(one), rtol=1e-3)
-
-
-def test_a_new_run_ignores_the_windows_of_an_earlier_run(days, tmp_path):
-    """A run that was killed before its first save has left a list of windows. A new run ignores
-    this list. A run in another order cannot be resumed with windows.
-
-    Break: train.py: (start_meta.get("data", {}).get("windows", [])) =>
-    (start_meta["data"]["windows"]) if start_meta else None
-    """
-    train.main(days(steps=2, order="shuffled", out_dir=str(tmp_path / "shuffled")))
-    with pytest.raises(ValueError, match="order was 'shuffled', is 'windows'"):
-        train.main(days(steps=4, out_dir=str(tmp_path / "shuffled")))
-    cfg = days(steps=2)
-    before = Path(cfg.out_dir, "windows.jsonl")
-    before.parent.mkdir()
-    before.write_text(json.dumps({"epoch": 0, "name": "other.txt", "n": 99}) + "\n")
-    train.main(cfg)
-    names = [json.loads(line)["name"] for line in before.read_text().splitlines()]
-    assert names and all("/days/" in name for name in names), names
-
-
-@pytest.mark.slow
-def test_a_signal_ends_the_wait_for_a_window(days):
-    """A run that waits for a file prints this. At SIGTERM it saves and exits with 0.
-
-    Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
-    """
-    cfg = days(steps=99, wait_s=1e6)
-    run, log = command(cfg)
-    wait_for(lambda: "waiting for 1e+06 s" in log.read_text() or not run.is_alive(), 120)
-    time.sleep(0.5)
-    os.kill(run.pid, signal.SIGTERM)
-    code, output = ended(run, log)
-    assert code == 0 and "stopped: SIGTERM" in output, output
-    assert ckpt.latest(Path(cfg.out_dir) / "ckpt") == 7
-
+# ---- mixtures, packed documents
 
 @pytest.mark.slow
 def test_an_error_in_the_data_loses_no_step(tiny, tmp_path):
@@ -4069,13 +3951,6 @@ def test_data_mode_tokenizes_without_a_device(tiny):
         f"val data: {n - n_train:,} tokens, {-(-(n - n_train - 1) // 16):,} sequences",
         "example 1, labels within {+ +}:", "\\x00{+" + Path(cfg.data[0]).read_text()[:100] + "+}..."
     ], run.stderr
-    short = Path(cfg.data[0]).with_name("short.txt")
-    short.write_text("a")
-    windows = f"{flags} --order windows --val_frac 0".replace(cfg.data[0], f"{short} {cfg.data[0]}")
-    run = subprocess.run(
-        [sys.executable, ROOT / "train.py", *windows.split(), "--token_cache", cfg.token_cache],
-        env=os.environ | {"JAX_PLATFORMS": "no_such_device"}, capture_output=True, text=True)
-    assert "short.txt: has no example" in run.stdout and "1 windows" in run.stdout, run.stderr
     made = {p: p.stat().st_mtime_ns for p in Path(cfg.token_cache).rglob("*")
             if p.suffix != ".lock"}
     data.open_text(("train", "val"), cfg)
@@ -4505,27 +4380,6 @@ def test_nested_timers_charge_the_innermost_bucket(monkeypatch):
     train.charge_wait(timers, 3.0)
     assert train.time_by_bucket(timers) == dict.fromkeys(train.TIME_BUCKETS, 0) | {
         "step": 4, "save": 11, "other": 100, "data": 3}
-
-
-@pytest.mark.slow
-def test_the_stop_file_ends_the_wait_for_data(days, capsys):
-    """The folder has no new file. The run logs and prints once that it waits for data, and the
-    stop file ends it a second later.
-
-    Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
-    """
-    cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
-
-    def kill(event, value):
-        seen.append(event)
-        if event == "out_of_data":
-            threading.Timer(1, Path(cfg.out_dir, "stop").touch).start()
-
-    summary = train.main(cfg, [kill])
-    assert summary["reason"] == f"{cfg.out_dir}/stop exists" and seen.count("out_of_data") == 1
-    assert [row["step"] for row in rows(cfg.out_dir, "out_of_data")] == [summary["step"]]
-    assert seen.count("window") == len(rows(cfg.out_dir, "window")) > 0
-    assert capsys.readouterr().out.count(f"step {summary['step']:>6}  waiting for data\n") == 1
 
 
 # ---- events, time, trackers

@@ -94,8 +94,8 @@ def in_windows(cfg, size_of, read):
     """
     outsiders = ckpt.find_outsiders(cfg.out_dir)
     if outsiders:
-        raise ValueError(f"out_dir {cfg.out_dir!r}: windows need one that all processes share; "
-                         f"process 0 does not find the files of {', '.join(outsiders)}")
+        raise ValueError(f"out_dir {cfg.out_dir!r}: windows need one that all processes share, "
+                         f"and processes {outsiders} do not")
     windows = {
         "order": [],  # records of the windows begun so far, as in windows.jsonl
         "path": Path(cfg.out_dir) / "windows.jsonl",

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training data in windows: files of a growing folder, one after the other."""
+import dataclasses
+import gzip
+import json
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import ckpt
+import train
+from conftest import ROOT
+
+sys.path[:0] = [str(ROOT / "tests/recipes")]
+import windows
+
+from test_real_data import SIMPLE_TEMPLATE, USER, few_answers, save_folder, write_rows
+from test_train import losses, rows
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """folder(**fields): training data in windows of a folder of small texts, as a task opens it;
+    and a function that adds a file of n letters to it.
+    """
+    (tmp_path / "days").mkdir()
+    monkeypatch.setattr(windows, "REST_S", 0.0)
+
+    def add(name, letter, n):
+        (tmp_path / "days" / name).write_text(letter * n)
+
+    def make(**fields):
+        fields = dict(batch_size=4, seq_len=5,
+                      data=(str(tmp_path / "days" / "*.txt"),)) | fields
+        cfg = windows.WindowsConfig(
+            out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "p"), **fields)
+        return windows.open_text(("train", "val"), cfg)["train"]
+
+    return make, add
+
+
+def letters(train, steps):
+    """The first letter of each row of these batches, a text for each batch."""
+    batches = [train["batch"](step, np.arange(4))["tokens"] for step in steps]
+    return ["".join(chr(max(row)) for row in batch) for batch in batches]
+
+
+def test_windows_come_one_after_the_other(folder, tmp_path, capsys):
+    """Files are read in order of the numbers in their names, each to its end before the next, and
+    again in the next epoch in another order. An empty file is skipped. A file without a sequence,
+    or without a text, is skipped and logged.
+
+    Break: tests/recipes/windows.py: int(word) if word.isdecimal() else word => word
+    """
+    make, add = folder
+    for name, letter, n in (("day10.txt", "c", 29), ("day2.txt", "b", 39), ("day1.txt", "a", 19),
+                            ("day3.txt", "x", 0), ("day4²3.txt", "x", 3)):
+        add(name, letter, n)
+    (tmp_path / "days" / "day5.txt.gz").write_bytes(gzip.compress(b""))
+    train = make(data=(str(tmp_path / "days" / "*.txt*"),))
+    out = capsys.readouterr().out
+    assert out.count("day4²3.txt: has no example; skipped") == 1
+    assert out.count("day5.txt.gz: has no example; skipped") == 1
+    assert "".join(letters(train, range(9))) == 2 * (4 * "a" + 8 * "b" + 6 * "c")
+    days = tmp_path / "days"
+    about = f"3 windows, from {days / 'day1.txt'} to {days / 'day10.txt'}"
+    first = f"{days / 'day1.txt'}: 21 tokens, 4 sequences, 1 documents"
+    assert (train["n"], train["summary"].splitlines()) == (18, [about, first])
+    assert [train["n_finished"](step) for step in range(6)] == [0, 1, 1, 2, 2, 3]
+    (tmp_path / "out/windows.jsonl").unlink()
+    fresh = make()  # asks for the next file just where the first ends
+    assert letters(fresh, [0]) == ["aaaa"]
+    assert fresh["next_window"](1) == str(days / "day2.txt") and fresh["next_window"](2) == ""
+    assert [w["name"][-8:] for w in train["windows"](3)] == ["day1.txt", "day2.txt", "ay10.txt"]
+
+
+@pytest.mark.parametrize("fields, wanted", [
+    (dict(windows_per_epoch=2), "aaaa bbbb aaaa bbbb aaaa"),
+    (dict(window_repeats=2), "aaaa aaaa bbbb bbbb cccc cccc aaaa"),
+    (dict(window_repeats=2, windows_per_epoch=1), "aaaa aaaa aaaa"),
+])
+def test_caps_and_repeats(fields, wanted, folder):
+    """An epoch reads windows_per_epoch windows, each window_repeats times.
+
+    Break: tests/recipes/windows.py: if seen and seen.count(seen[-1]) < cfg.window_repeats: =>
+    if False:
+    """
+    make, add = folder
+    for i, letter in enumerate("abc"):
+        add(f"{i}.txt", letter, 19)
+    train = make(**fields)
+    assert " ".join(letters(train, range(len(wanted.split())))) == wanted
+    epochs = [window["epoch"] for window in train["windows"](len(wanted.split()) - 1)]
+    assert [*dict.fromkeys(epochs)] == list(range(epochs[-1] + 1))
+
+
+def test_a_growing_folder(folder, tmp_path):
+    """A file that appears while an earlier one is read comes next. Opened again, a run has the same
+    batches although the folder has grown, also from the checkpoint's list alone. A file that has
+    changed since is refused, also one with as many examples.
+
+    Break: tests/recipes/windows.py: if begun: => if False:
+    """
+    make, add = folder
+    add("1.txt", "a", 39)
+    add("3.txt", "c", 19)
+    train = make()
+    assert letters(train, [0, 1]) == ["aaaa", "aaaa"]
+    add("4.txt", "d", 19)
+    assert letters(train, [2, 3]) == ["cccc", "dddd"]
+    whole = [train["batch"](step, np.arange(4)) for step in range(5)]
+    seen = train["windows"](4)
+    add("2.txt", "b", 19)  # between those that were read
+    for forget in (False, True):
+        again = make()
+        if forget:
+            (tmp_path / "out" / "windows.jsonl").unlink()
+            again["restore"](seen)
+        for step in (4, 0, 3, 1, 2):
+            batch = again["batch"](step, np.arange(4))
+            assert all((batch[k] == whole[step][k]).all() for k in batch)
+    assert letters(again, [4, 5, 6])[1:] == ["aaaa", "bbbb"]
+    for letter, n in (("c", 50), ("x", 19)):
+        add("3.txt", letter, n)
+        with pytest.raises(ValueError, match="3.txt: had 4 examples when the run first read it, "):
+            letters(make(), [2])
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_killed_run_continues_in_the_windows_that_it_had_begun(process, folder, monkeypatch):
+    """A killed run continues in the windows begun after its last save, although an earlier file has
+    appeared since. A list of windows that does not begin as the checkpoint's is from another run.
+
+    Break: tests/recipes/windows.py: if saved and begun[: len(saved)] == saved: => if False:
+    """
+    make, add = folder
+    add("1.txt", "a", 19)
+    add("3.txt", "c", 19)
+    train = make()
+    assert letters(train, [0, 1]) == ["aaaa", "cccc"]
+    saved = train["windows"](0)
+    assert len(saved) == 1
+    add("2.txt", "b", 19)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: process)
+        again = make()
+        again["restore"](saved)
+        assert letters(again, [0, 1]) == ["aaaa", "cccc"]
+    again = make()
+    again["restore"]([saved[0] | {"epoch": 1}])
+    assert letters(again, [1]) != ["cccc"]
+
+
+def test_one_process_writes_the_list_of_windows(folder, tmp_path, monkeypatch):
+    """Process 1 takes the windows of a checkpoint, and leaves the file to process 0.
+
+    Break: tests/recipes/windows.py: if not jax.process_index(): => if True:
+    """
+    make, add = folder
+    add("1.txt", "a", 19)
+    add("2.txt", "b", 19)
+    train = make()
+    assert letters(train, [0, 1]) == ["aaaa", "bbbb"]
+    log = tmp_path / "out/windows.jsonl"
+    seen, text, inode = train["windows"](1), log.read_text(), log.stat().st_ino
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    again = make()
+    again["restore"](seen[::-1])
+    assert letters(again, [0, 1]) == ["bbbb", "aaaa"]
+    assert (log.read_text(), log.stat().st_ino) == (text, inode)
+
+
+def test_waiting_for_a_window(folder, tmp_path, capsys):
+    """With wait_s there is no batch until a file appears, and then the batch is from that file.
+    After wait_s the wait ends.
+
+    Break: tests/recipes/windows.py: if _must_wait(cfg, windows): => if False:
+    """
+    make, add = folder
+    add("1.txt", "a", 19)
+    train = make(wait_s=1e6)
+    assert letters(train, [0]) == ["aaaa"]
+    assert [train["batch"](1, np.arange(4)) for _ in range(3)] == [None] * 3
+    assert capsys.readouterr().out.count("1.txt yet: waiting for 1e+06 s") == 1
+    add("2.txt", "b", 19)
+    assert letters(train, [1]) == ["bbbb"]
+    (tmp_path / "out" / "windows.jsonl").unlink()
+    train = make(wait_s=0.05)
+    letters(train, [0, 1])
+    assert train["batch"](2, np.arange(4)) is None
+    time.sleep(0.1)
+    assert letters(train, [2]) == ["aaaa"]
+
+
+def test_a_file_that_is_still_copied(tmp_path):
+    """A file of a growing folder is read once its size has rested, not before.
+
+    Break: tests/recipes/windows.py: return is_old or now - looks[name][1] >= REST_S => return True
+    """
+    folder = tmp_path / "days"
+    folder.mkdir()
+    (folder / "1.txt").write_text("a" * 41)
+    cfg = windows.WindowsConfig(
+        data=(str(folder / "*.txt"),), seq_len=8, batch_size=5,
+        wait_s=60.0, out_dir=str(tmp_path / "out"), token_cache=str(tmp_path / "cache"))
+    source = windows.open_text(("train", "val"), cfg)["train"]
+    rows = np.arange(5)
+    assert (source["batch"](0, rows)["tokens"] == ord("a")).any()
+    with open(folder / "2.txt", "w") as file:
+        for _ in range(4):
+            file.write("b" * 10)
+            file.flush()
+            assert source["batch"](1, rows) is None
+            time.sleep(0.3)
+    deadline = time.monotonic() + 30
+    while source["batch"](1, rows) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert source["windows"](2)[1]["n"] == 6  # of all 42 tokens
+
+
+def test_windows_without_a_label(tmp_path, capsys):
+    """A file without a label is skipped, and says so. The summary and the
+    examples are those of the first file that is not.
+
+    Break: tests/recipes/windows.py: dataset["n"] = 0 => pass
+    """
+    pytest.importorskip("transformers")
+    none = write_rows(tmp_path / "a1.jsonl", [{"messages": [USER, USER]}] * 9)
+    few_answers(tmp_path / "a2.jsonl")
+    cfg = windows.WindowsConfig(data=(str(tmp_path / "a*"),), seq_len=16,
+                                tokenizer=save_folder(tmp_path / "t", SIMPLE_TEMPLATE),
+                                batch_size=1,
+                                token_cache=str(tmp_path / "cache"), out_dir=str(tmp_path / "out"))
+    source = windows.open_text(("train",), cfg)["train"]
+    wanted = f"{none}: no token is a label\n{none}: has no example; skipped\n"
+    assert capsys.readouterr().out == wanted
+    assert source["summary"].startswith("1 windows, from ")
+    assert "% of the tokens are labels" in source["summary"]
+    shown_example, = (train.mark_labels(example, False) for example in source["examples"]())
+    assert shown_example.endswith("assistant\n{+yes<|im_end|>+}\n")
+
+
+# ---- runs
+
+@pytest.fixture
+def days(tiny, tmp_path):
+    """days(**fields) is a config with windows of 3, 2 and 2 batches, one file a day, and separate
+    validation data.
+    """
+    (tmp_path / "days").mkdir()
+    for day, letter, n in ((1, "a", 24), (2, "b", 16), (9, "c", 16)):
+        (tmp_path / "days" / f"day{day}.txt").write_text(letter * (16 * n - 1))
+    (tmp_path / "next.txt").write_text("abc " * 99)
+
+    def make(**fields):
+        cfg = tiny(data=(str(tmp_path / "days" / "*.txt"),), val_frac=0.0, eval_every=0,
+                   val_data=(str(tmp_path / "next.txt"),), save_every=0, dtype="float32")
+        return windows.WindowsConfig(**dataclasses.asdict(cfg) | fields)
+
+    return make
+
+
+@pytest.mark.slow
+def test_a_run_in_windows_resumes_after_the_folder_has_grown(days, tmp_path):
+    """An evaluation follows each window. A run stops within a window, and new files appear, one of
+    which sorts before the files already read. The resumed run first reads the windows it had
+    planned, then the new files; meta.json lists the windows seen. Hooks get the name of each file
+    before its first batch.
+
+    Break: train.py: intervals["eval"] = {"window": 1} | intervals["eval"] => pass
+    """
+    cfg = days(steps=9, schedule="cosine")
+    train.main(cfg, task=windows.TASK, hooks=[lambda event, row: row | {"stop": "enough"}
+                           if event == "step" and row["step"] == 5 else None])
+    meta = ckpt.newest_meta(Path(cfg.out_dir) / "ckpt")[1]
+    saved, begun = ([Path(window["name"]).name for window in windows] for windows in (
+        meta["data"]["windows"],
+        map(json.loads, Path(cfg.out_dir, "windows.jsonl").read_text().splitlines())))
+    assert meta["step"] == 5 and begun[:2] == ["day1.txt", "day2.txt"]
+    assert begun[: len(saved)] == saved
+    assert begun[2:] in ([], ["day9.txt"])  # batches are prepared some steps ahead
+    for day in ("day0.txt", "day3.txt"):
+        (tmp_path / "days" / day).write_text("d" * (16 * 16 - 1))
+    letters, files = [], []
+
+    def watch(event, value):
+        if event == "data":
+            letters.append(chr(int(value["tokens"].max())))
+        if event == "before_window":
+            files.append((value["step"], value["window"], Path(value["file"]).name))
+
+    train.main(cfg, task=windows.TASK, hooks=[watch])
+    assert letters == (["c", "c", "d", "d"] if begun[2:] else ["d", "d", "d", "d"])
+    names = ["day9.txt", "day0.txt"] if begun[2:] else ["day0.txt", "day3.txt"]
+    assert files == [(5, 3, names[0]), (7, 4, names[1])]
+    assert [r["step"] for r in rows(cfg.out_dir, "eval")] == [3, 5, 7, 9]
+    (tmp_path / "in_order").mkdir()
+    for i, line in enumerate(Path(cfg.out_dir, "windows.jsonl").read_text().splitlines()):
+        shutil.copy(json.loads(line)["name"], tmp_path / f"in_order/{i}.txt")
+    straight = days(steps=9, schedule="cosine", out_dir=str(tmp_path / "straight"),
+                    data=(str(tmp_path / "in_order/*.txt"),))
+    train.main(straight, task=windows.TASK)
+    assert losses(straight.out_dir) == losses(cfg.out_dir)
+
+
+def test_a_new_run_ignores_the_windows_of_an_earlier_run(days):
+    """A run that was killed before its first save has left a list of windows. A new run ignores
+    this list.
+
+    Break: train.py: (start_meta.get("data", {}).get("windows", [])) =>
+    (start_meta["data"]["windows"]) if start_meta else None
+    """
+    cfg = days(steps=2)
+    before = Path(cfg.out_dir, "windows.jsonl")
+    before.parent.mkdir()
+    before.write_text(json.dumps({"epoch": 0, "name": "other.txt", "n": 99}) + "\n")
+    train.main(cfg, task=windows.TASK)
+    names = [json.loads(line)["name"] for line in before.read_text().splitlines()]
+    assert names and all("/days/" in name for name in names), names
+
+
+@pytest.mark.slow
+def test_the_stop_file_ends_the_wait_for_data(days, capsys):
+    """The folder has no new file. The run logs and prints once that it waits for data, and the
+    stop file ends it a second later.
+
+    Break: train.py: stopped=stopped_while_waiting, => stopped=bool,
+    """
+    cfg, seen = days(wait_s=15.0, windows_per_epoch=0, steps=10**6), []
+
+    def kill(event, value):
+        seen.append(event)
+        if event == "out_of_data":
+            threading.Timer(1, Path(cfg.out_dir, "stop").touch).start()
+
+    summary = train.main(cfg, [kill], task=windows.TASK)
+    assert summary["reason"] == f"{cfg.out_dir}/stop exists" and seen.count("out_of_data") == 1
+    assert [row["step"] for row in rows(cfg.out_dir, "out_of_data")] == [summary["step"]]
+    assert seen.count("window") == len(rows(cfg.out_dir, "window")) > 0
+    assert capsys.readouterr().out.count(f"step {summary['step']:>6}  waiting for data\n") == 1
