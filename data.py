@@ -2381,7 +2381,7 @@ def _check_eval_labels(dataset, cfg):
 def _describe_labels(dataset):
     """Return facts about labels: their fraction in the first sequences, and what has none."""
     n = min(dataset["n"], 1 + 2**20 // dataset["seq_format"]["seq_len"])
-    batch = _read_sequences(dataset, np.arange(n))
+    batch = read_sequences(dataset, np.arange(n))
     is_label = batch["labels"] != IGNORE
     n_tokens = is_label.size
     if "segments" in batch:  # without padding
