@@ -295,7 +295,7 @@ class Config:
 
 
 # Axes of the mesh, outermost first; repeated in step.py, so that each file works alone.
-MESH = ("dp", "fsdp", "ep", "tp", "sp")
+AXES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 # ---- command line
@@ -739,7 +739,7 @@ LAUNCH_FIELDS = ("mode", "config", "resume", "allow_change", "explicit", "checkp
                  "coordinator", "n_processes", "process_id", "log_all_processes")
 
 
-def repeatable(cfg):
+def without_launch_fields(cfg):
     """The config as config.json stores it: without what belongs to one launch of the run.
 
     Resets LAUNCH_FIELDS to their defaults, and steps if they were derived from epochs.
@@ -837,8 +837,7 @@ def load_values(name, kind=Config):
                          "one; delete this field")
     # The run whose config.json this is may have been moved, or started from another folder.
     folder = os.path.dirname(name) or "."
-    is_here = is_same_path(values.get("out_dir", ""), folder)
-    if os.path.basename(name) == "config.json" and is_run(folder) and not is_here:
+    if os.path.basename(name) == "config.json" and is_run(folder):
         values["out_dir"] = folder
     return values | {"config": name}
 
@@ -1063,13 +1062,13 @@ def choice_errors(cfg, choices):
 
 def mesh_sizes(cfg, n_devices):
     """({axis: size} with -1 resolved, or None; errors of the mesh and of what it splits)."""
-    sizes = {axis: getattr(cfg, axis) for axis in MESH}
+    sizes = {axis: getattr(cfg, axis) for axis in AXES}
     known = prod(n for n in sizes.values() if n > 0)
     inferred = [axis for axis, n in sizes.items() if n == -1]
     if inferred:
         sizes[inferred[0]] = n_devices // known
     if prod(sizes.values()) != n_devices:
-        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in MESH)
+        mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in AXES)
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
     n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     sliced = "fsdp" if sizes["dp"] == 1 else "dp"

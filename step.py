@@ -339,7 +339,7 @@ def evaluate(eval_fn, params, batches, stopped=lambda: False):
 
 # ---- mesh
 
-# As in config.MESH; repeated, so that this file works alone.
+# As in config.AXES; repeated, so that this file works alone.
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 
 

@@ -370,7 +370,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     first_step = int(state["step"])
 
     # Delete the run to overwrite only now that nothing else can go wrong.
-    config_json = config.to_json(config.repeatable(setup["given"]))
+    config_json = config.to_json(config.without_launch_fields(setup["given"]))
     ckpt.begin_out_dir(
         cfg.out_dir, root, config_json, overwrite=cfg.resume == "overwrite", log=print0)
 

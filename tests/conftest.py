@@ -69,7 +69,7 @@ def on_devices_of_the_mesh(setup_run):
     @functools.wraps(setup_run)
     def setup(cfg, task=train.TEXT, devices=None, hooks=()):
         if devices is None and jax.process_count() == 1:
-            n_devices = math.prod(max(getattr(cfg, axis), 1) for axis in config.MESH)
+            n_devices = math.prod(max(getattr(cfg, axis), 1) for axis in config.AXES)
             devices = jax.devices()[:n_devices]
         return setup_run(cfg, task, devices, hooks)
 

@@ -436,7 +436,7 @@ def test_each_command_is_legal(tmp_path, monkeypatch):
         if re.search(r"--help|--branch_from|--config \S+json|\$", part):
             continue
         cfg = config.parse(shlex.split(call[2]), kinds[call[1]])
-        sizes = [size for size in (getattr(cfg, axis) for axis in config.MESH) if size > 0]
+        sizes = [size for size in (getattr(cfg, axis) for axis in config.AXES) if size > 0]
         errors = config.text_errors if call[1] in ("train.py", "plan.py") else lambda *args: []
         config.validate(cfg, math.prod(sizes), (), errors)
         n_parsed += 1

@@ -92,7 +92,7 @@ def read_config(folder, **changes):
 
 
 def make_mesh(shape):
-    return jax.make_mesh(shape or (1, 1, 1, 1, 1), config.MESH,
+    return jax.make_mesh(shape or (1, 1, 1, 1, 1), config.AXES,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5,
                          devices=jax.devices()[: np.prod(shape or 1)])
 

@@ -488,7 +488,7 @@ def test_blocks_over_a_mesh_keep_loss_and_gradient(mesh, remat, monkeypatch):
             lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
     want = jax.tree.leaves(run())
     monkeypatch.setattr(model, "DENSE_LEN", 0)
-    with jax.set_mesh(jax.make_mesh(mesh, config.MESH,
+    with jax.set_mesh(jax.make_mesh(mesh, config.AXES,
                                     axis_types=(jax.sharding.AxisType.Auto,) * 5)):
         got = jax.tree.leaves(run())
     for a, b in zip(want, got, strict=True):
@@ -774,7 +774,7 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
     """
     cfg = dataclasses.replace(BASE, vocab_size=2**16, dtype="mixed")
     assert model._n_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
-    mesh = jax.make_mesh((1, 2, 1, 2, 2), config.MESH,
+    mesh = jax.make_mesh((1, 2, 1, 2, 2), config.AXES,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
     n_bytes = 4 * 16 * 768 * 2**16
     assert model._n_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES["other"] == 12
@@ -801,7 +801,7 @@ def planned_mesh(platform):
     vars(device).update(id=0, platform=platform, device_kind="abacus", process_index=0)
     devices = np.array([device]).reshape((1,) * 5)
     auto = (jax.sharding.AxisType.Auto,) * 5
-    return jax.sharding.Mesh(devices, config.MESH, axis_types=auto).abstract_mesh
+    return jax.sharding.Mesh(devices, config.AXES, axis_types=auto).abstract_mesh
 
 
 def test_tiles_of_logits_are_larger_on_gpus():
@@ -1391,7 +1391,7 @@ def test_terms_of_other_sums_keep_their_gradient_in_tiles(transform, mesh):
     cfg = dataclasses.replace(BASE, n_layers=1, vocab_size=16, label_smoothing=0.1)
     want = grads_in_tiles(cfg, 1, transform)
     axes = jax.sharding.AxisType.Auto
-    mesh = mesh and jax.make_mesh(mesh, config.MESH, axis_types=(axes,) * 5)
+    mesh = mesh and jax.make_mesh(mesh, config.AXES, axis_types=(axes,) * 5)
     with jax.set_mesh(mesh) if mesh else nullcontext():
         got = grads_in_tiles(cfg, 4, transform)
     for name, g in want.items():
@@ -1502,7 +1502,7 @@ def test_mlp_tiles_in_bfloat16_over_devices():
     usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
     batch = {name: np.where(usual, i, batch[name]) for i, name in ((3, "tokens"), (5, "labels"))}
     auto = 5 * (jax.sharding.AxisType.Auto,)
-    with jax.set_mesh(jax.make_mesh((1, 8, 1, 1, 1), config.MESH, axis_types=auto)):
+    with jax.set_mesh(jax.make_mesh((1, 8, 1, 1, 1), config.AXES, axis_types=auto)):
         for n in (1, 128):
             cfg = dataclasses.replace(base, mlp_tiles=n)
             mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 2048, cfg)
@@ -1526,7 +1526,7 @@ def test_mlp_tiles_are_split_over_tp(change):
     gradient = jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"])
     auto = 5 * (jax.sharding.AxisType.Auto,)
     for tp in (1, 4):
-        with jax.set_mesh(jax.make_mesh((1, 1, 1, tp, 1), config.MESH, axis_types=auto,
+        with jax.set_mesh(jax.make_mesh((1, 1, 1, tp, 1), config.AXES, axis_types=auto,
                                         devices=jax.devices()[:tp])):
             compiled = jax.jit(gradient).lower(as_f32(params)).compile()
             flops.append(compiled.cost_analysis()["flops"])

@@ -70,7 +70,7 @@ def of_text(result, op, operands="%x", rest=PAIRS, more="", slices=1):
     body = "\n".join(f"  {half}" for half in halves)
     text = (f"HloModule m, num_partitions=8\n{ADD}{more}\nENTRY %main (x: f32[8,6], y: bf16[8]) -> "
             f"f32[8,6] {{\n  %x = {X} parameter(0)\n  %y = {Y} parameter(1)\n{body}\n}}\n")
-    mesh = jax.make_mesh((1, 4, 1, 2, 1), config.MESH,
+    mesh = jax.make_mesh((1, 4, 1, 2, 1), config.AXES,
                          axis_types=(jax.sharding.AxisType.Auto,) * 5)
     return plan.traffic(text, mesh, slices)
 
@@ -526,11 +526,11 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     assert len(meshes) == len(set(meshes)) == len(rows) == 2
     for sizes in meshes:
         assert np.prod(sizes) == 8
-        config.validate(tiny(**changes | dict(zip(config.MESH, sizes))), 8, (), config.text_errors)
+        config.validate(tiny(**changes | dict(zip(config.AXES, sizes))), 8, (), config.text_errors)
     sent = [float(words[6]) for words in lines if words[0].isdigit()]
     assert sent == sorted(sent) and not Path(tiny().out_dir).exists()
     for _, _, sizes, cost in rows:
-        alone = planned(tiny, **changes | dict(zip(config.MESH, sizes)))
+        alone = planned(tiny, **changes | dict(zip(config.AXES, sizes)))
         assert cost["sent_bytes"] == alone["sent_bytes"]
 
 

@@ -2058,7 +2058,7 @@ def test_defaults_are_those_of_the_config():
 
     Break: step.py: "decay_frac": 0.2, => "decay_frac": 0.1,
     """
-    read = {*config.MESH} | set(re.findall(r"\bcfg\.(\w+)", Path(step.__file__).read_text()))
+    read = {*config.AXES} | set(re.findall(r"\bcfg\.(\w+)", Path(step.__file__).read_text()))
     assert read - step.DEFAULTS.keys() == set(), "add these fields to DEFAULTS in step.py"
     defaults = {name: getattr(config.Config(), name) for name in step.DEFAULTS}
     defaults["dtype"] = "float32"  # "auto" in a Config, resolved by train.py

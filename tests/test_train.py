@@ -2519,12 +2519,12 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
     assert ckpt.steps(tmp_path / "out/ckpt") == [4, 8] and ckpt.steps(root) == [5, 6]
     assert capsys.readouterr().out.count("skipping a corrupted checkpoint: ") == 2
     over = dataclasses.replace(cfg, resume="overwrite")
-    root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.repeatable(over))
+    root, text = f"{cfg.out_dir}/ckpt", config.to_json(config.without_launch_fields(over))
     assert ckpt.find_start(cfg.out_dir, root, over.resume) == (None, {})
     (tmp_path / "out/metrics.jsonl").write_text("{}")
     ckpt.begin_out_dir(cfg.out_dir, root, text, overwrite=True)
     assert {p.name for p in Path(cfg.out_dir).rglob("*")} == {"ckpt", "config.json"}
-    assert config.from_json((tmp_path / "out/config.json").read_text()) == config.repeatable(cfg)
+    assert config.from_json((tmp_path / "out/config.json").read_text()) == config.without_launch_fields(cfg)
 
 
 @pytest.mark.slow
@@ -3981,7 +3981,7 @@ def test_samples_on_a_mesh_equal_those_on_one_device(sizes, tiny, capfd):
     Break: model.py: K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp")) => K = cfg.n_kv_heads
     """
     cfg = tiny(n_heads=8, temperature=0.0, sample_tokens=6, n_samples=3, prompt="beer", **sizes)
-    alone = dict.fromkeys(config.MESH, 1)
+    alone = dict.fromkeys(config.AXES, 1)
     texts = []
     for change, devices in ((alone, jax.devices()[:1]), ({"dp": 1}, jax.devices())):
         run = train.setup_run(dataclasses.replace(cfg, **change), devices=devices)
@@ -4014,7 +4014,7 @@ def test_a_plan_counts_the_memory_and_flops_of_the_step(tiny, capsys):
     assert cost["exit_code"] == 0 and cost["fits"]
     full = config.derive_text(dataclasses.replace(cfg, vocab_size=256))
     by_hand = sum(4 * np.prod(row["shape"]) // 2 ** sum(
-        f"'{axis}'" in str(row["spec"]) for axis in config.MESH if getattr(cfg, axis) == 2)
+        f"'{axis}'" in str(row["spec"]) for axis in config.AXES if getattr(cfg, axis) == 2)
                   for row in model.param_table(full).values())
     assert cost["memory"]["parameters"] == by_hand
     assert cost["memory"]["moments"] == 2 * by_hand + 4  # Adam counts its steps
