@@ -162,7 +162,8 @@ def test_the_same_command_resumes_its_run(tiny, capsys, monkeypatch, tmp_path):
     """This holds for --width_mult, whose effect is part of the config, and for --stop, which is of
     one launch. The first line names the folder, and a longer run says that it is longer.
 
-    Break: train.py: config.without_launch_fields(setup["given"]) => config.without_launch_fields(cfg)
+    Break: train.py: config.without_launch_fields(setup["given"]) =>
+    config.without_launch_fields(cfg)
     """
     monkeypatch.chdir(tmp_path)
     base = dataclasses.asdict(tiny(schedule="linear", eval_every=0, steps=6)) | {"out_dir": ""}

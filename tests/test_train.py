@@ -2524,7 +2524,8 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
     (tmp_path / "out/metrics.jsonl").write_text("{}")
     ckpt.begin_out_dir(cfg.out_dir, root, text, overwrite=True)
     assert {p.name for p in Path(cfg.out_dir).rglob("*")} == {"ckpt", "config.json"}
-    assert config.from_json((tmp_path / "out/config.json").read_text()) == config.without_launch_fields(cfg)
+    saved = config.from_json((tmp_path / "out/config.json").read_text())
+    assert saved == config.without_launch_fields(cfg)
 
 
 @pytest.mark.slow
