@@ -135,8 +135,8 @@ def audit(out_dir, first, last, task=train.TEXT, kind=config.Config):
             shutil.copy(windows, scratch)
         cfg = dataclasses.replace(
             config.without_launch_fields(cfg), out_dir=scratch, ckpt_dir="", resume="must",
-            stop=(str(last),), weights_every=0, eval_every=0, sample_every=0, sample_tokens=0, export="",
-            export_every=0, track=(), profile="")
+            stop=(str(last),), weights_every=0, eval_every=0, sample_every=0, sample_tokens=0,
+            export="", export_every=0, track=(), profile="")
         # Print nothing: the messages would name a folder that is deleted afterwards.
         with (open(os.devnull, "w", encoding="utf-8") as nowhere,
               contextlib.redirect_stdout(nowhere)):
