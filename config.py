@@ -78,9 +78,6 @@ class Config:
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
     # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
     export_lora: Literal["merged", "adapter"] = "merged"
-    # before a run that exports, check a small model: its logits must be those that transformers
-    # computes from the exported weights
-    export_check: bool = True
     hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
     # folder of compiled programs and tokenized data; empty: keep no compiled programs
     cache_dir: str = "~/.cache/sixfile"
@@ -1191,7 +1188,7 @@ def unused_errors(cfg, optimizers):
     unused("coordinator", not cfg.coordinator, "log_all_processes")
     unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets", "export_lora")
     unused("epochs", cfg.epochs, "steps")
-    unused("export", not cfg.export, "export_every", "export_dtype", "export_lora", "export_check")
+    unused("export", not cfg.export, "export_every", "export_dtype", "export_lora")
     unused("init_from", "dynamic=yes" not in str(cfg.init_from), "reload_every")
     unused("packing", cfg.packing == "stream", "truncation", "padding_side")
     unused("packing", cfg.packing != "stream", "document_mask")
@@ -1320,7 +1317,7 @@ def derive_text(cfg):
 # A run may resume with any of these changed. Every other field must be named in allow_change.
 RESUMABLE_FIELDS = (
     "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "explicit", "checkpoint",
-    "export", "export_dtype", "export_lora", "export_check", "cache_dir",
+    "export", "export_dtype", "export_lora", "cache_dir",
     "token_cache", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",

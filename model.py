@@ -5,7 +5,6 @@ Covers Llama, Mistral, Mixtral, Qwen2 and Qwen3. Owns the parameter table, the f
 loss, generation and Hugging Face's names. Rejects attention kernels that the device lacks.
 Invariant: each parameter is declared once, in `param_table`.
 """
-import dataclasses
 from fnmatch import fnmatchcase
 from functools import partial
 from math import ceil, gcd, lcm, log, prod
@@ -18,9 +17,8 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-# cfg: any object with the fields in DEFAULTS, at the end of this file, such as a Config, or what
-# make_cfg returns for a few of them. Sizes that are 0 in a Config are resolved by now, by
-# config.derive_text, and so is the dtype "auto".
+# cfg: a Config, or any hashable object with the fields that are read here. Sizes that are 0 in a
+# Config are resolved by now, by config.derive_text, and so is the dtype "auto".
 #
 # A name ends with the dims of its array: B sequences, T query positions, S key positions, D model
 # width, F MLP width, N query heads, K kv heads, G query heads of a kv head, H head width,
@@ -139,7 +137,7 @@ def init(key, cfg, table=None):
 # WEIGHT_AXES and sums over tp. Written by hand are only those in the gradient of _look_up and in
 # rooms for tiles and kernels.
 
-def _hidden_states(params, batch, cfg, train_keys=None):
+def hidden_states(params, batch, cfg, train_keys=None):
     """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over
     layers).
 
@@ -400,14 +398,14 @@ def loss_fn(params, batch, cfg, train_keys=None):
 
     train_keys: in training, a random key for each row [B], for dropout; None in evaluation.
     """
-    x_BTD, unembed_DV, router_stats = _hidden_states(params, batch, cfg, train_keys)
+    x_BTD, unembed_DV, router_stats = hidden_states(params, batch, cfg, train_keys)
     labels_BT = batch["labels"]
     # By default weights are 1 where there is a label, and divisor is their sum.
     weights_BT, divisor = _loss_weights(labels_BT, cfg)
 
     # Large logits are computed tile by tile, so that they never exist all at once. _tiled_sums
     # calls _loss_sums for each tile, so that a new term there is seen here too.
-    n_tiles = _n_tiles(*labels_BT.shape, cfg)
+    n_tiles = count_tiles(*labels_BT.shape, cfg)
     if n_tiles > 1:
         sums = _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)
     else:
@@ -434,11 +432,11 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
 
     Source: z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
-    logits_BTV = _loss_logits(x_BTD, unembed_DV, cfg)
+    logits_BTV = loss_logits(x_BTD, unembed_DV, cfg)
     with jax.named_scope("loss"):
         mask_BT = labels_BT != IGNORE
-        max_BT, lse_BT = _max_and_logsumexp(logits_BTV)
-        true_BT = _label_logits(logits_BTV, jnp.where(mask_BT, labels_BT, 0))
+        max_BT, lse_BT = max_and_logsumexp(logits_BTV)
+        true_BT = label_logits(logits_BTV, jnp.where(mask_BT, labels_BT, 0))
         nll_BT = lse_BT - true_BT
         z_BT = lse_BT * lse_BT
         objective_BT = nll_BT + cfg.z_loss * z_BT
@@ -570,7 +568,7 @@ def _look_up(embed_VD, tokens_BT):
         # Each device rounds its sum before the devices add them: no float32 is sent.
         split = P(BATCH_AXES, "sp")
         stacked = P((*BATCH_AXES, "sp"))  # sums [devices, V, D]
-        sums = _on_each_device(add_rows, (split, split), stacked)(tokens_BT, dx_BTD)
+        sums = on_each_device(add_rows, (split, split), stacked)(tokens_BT, dx_BTD)
         return jax.lax.reduce_sum(sums, (0,)), None
 
     return embed_VD[tokens_BT], gradient
@@ -647,7 +645,7 @@ def _to_sequence_sharding(a_BNTH):
     return _shard(a_BNTH.swapaxes(1, 2), BATCH_AXES, "sp", "tp")  # T over sp, heads over tp
 
 
-def _on_each_device(f, in_specs, out_specs, *more_axes):
+def on_each_device(f, in_specs, out_specs, *more_axes):
     """Wrap f in a shard_map over the axes of batch and sequence and over more_axes.
 
     Loops over tiles need it, or XLA gathers weights and reduces gradients in every iteration.
@@ -761,12 +759,14 @@ def _attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
 
 
 MASK_LEN = 8192  # longest sequence for which cuDNN is given a mask [T, T]
+SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
 
 KERNEL_NEEDS = {
     "cudnn": "an NVIDIA GPU of compute capability 8.0 or later, dtype bfloat16 or float16, "
              "head_dim a multiple of 8 up to 128, rows of one document or seq_len up to "
              f"{MASK_LEN}, and deterministic off",
-    "pallas": "a TPU, and head_dim and seq_len multiples of 128",
+    "pallas": "a TPU, head_dim and seq_len multiples of 128, and beyond a seq_len of "
+              f"{SPLASH_LEN} a sliding_window",
 }
 
 
@@ -783,7 +783,8 @@ def choose_attention(cfg, platform):
         "cudnn": (platform == "cuda" and cfg.dtype in ("bfloat16", "float16")
                   and not cfg.deterministic and H % 8 == 0 and H <= 128
                   and (one_document or T <= MASK_LEN)),
-        "pallas": platform == "tpu" and H % 128 == 0 and T % 128 == 0,
+        "pallas": (platform == "tpu" and H % 128 == 0 and T % 128 == 0
+                   and (T <= SPLASH_LEN or cfg.sliding_window > 0)),
         "xla": True,
     }
     if cfg.attention == "auto":
@@ -829,7 +830,7 @@ def _loss_weights(labels_BT, cfg):
 NARROW_LOGITS = {"gpu": True, "other": False}
 
 
-def _loss_logits(x_BTD, unembed_DV, cfg):
+def loss_logits(x_BTD, unembed_DV, cfg):
     """_logits for a loss, on a GPU rounded to bfloat16 if that is the dtype."""
     if cfg.dtype != "bfloat16" or not _by_platform(NARROW_LOGITS):
         return _logits(x_BTD, unembed_DV, cfg)
@@ -838,14 +839,14 @@ def _loss_logits(x_BTD, unembed_DV, cfg):
         return _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
 
 
-def _max_and_logsumexp(logits_BTV):
+def max_and_logsumexp(logits_BTV):
     """The highest logit and the log-sum-exp of the logits of each position."""
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.exp(logits_BTV - max_BT[..., None]).sum(axis=-1)
     return max_BT, max_BT + jnp.log(sum_BT)
 
 
-def _label_logits(logits_BTV, labels_BT):
+def label_logits(logits_BTV, labels_BT):
     """The logit of each label."""
     # A masked sum, not a gather: logits stay where they are when tp splits the vocabulary.
     V = logits_BTV.shape[-1]
@@ -859,7 +860,7 @@ def _label_logits(logits_BTV, labels_BT):
 LOGIT_BYTES = {"gpu": 2**31, "other": 2**28}
 
 
-def _n_tiles(B, T, cfg):
+def count_tiles(B, T, cfg):
     """cfg.logit_tiles, or the fewest that keep the logits of a tile under LOGIT_BYTES, or under the
     size of the head's gradient, which each tile reads and writes.
     """
@@ -881,19 +882,8 @@ def _n_tiles(B, T, cfg):
 
 # ---- FLOPs
 
-# What each policy computes again in backward: products with these weights, and this fraction of
-# attention (of XLA's dense form).
-RECOMPUTED = {
-    "none": dict(weights=(), attention_frac=0.0),
-    "full": dict(weights=("wq", "wk", "wv", "wo", "w_gate", "w_up"), attention_frac=1.0),
-    "dots": dict(weights=(), attention_frac=1.0),
-    "named": dict(weights=("wo", "w_gate", "w_up"), attention_frac=0.5),
-    "offload": dict(weights=("wq", "wk", "wv", "wo", "w_gate", "w_up"), attention_frac=1.0),
-}
-
-
 def flops_per_token(cfg, seq_len, keys=None):
-    """(FLOPs of training on one token, FLOPs computed twice, formula of the first).
+    """(FLOPs of training on one token, their formula).
 
     Counts matmuls forward and backward, attention over `keys`, the mean number that a query sees
     (by default half the sequence, or less under a sliding window), only the experts that a token
@@ -901,7 +891,6 @@ def flops_per_token(cfg, seq_len, keys=None):
     """
     # Matmuls: 2 FLOPs per weight forward, 2 for the input's gradient, 2 for the weight's.
     head = "embed" if cfg.tie_embeddings else "unembed"
-    n_weights = {}
     matmuls = 0
     for name, row in param_table(cfg).items():
         if name != head and not name.startswith("layers.w"):
@@ -910,7 +899,6 @@ def flops_per_token(cfg, seq_len, keys=None):
         # Experts [layers, experts, in, out]: those that a token goes to.
         if len(row["shape"]) == 4:
             n = n * cfg.experts_per_token // row["shape"][1]
-        n_weights[name.removeprefix("layers.")] = n
         flops_per_weight = 6 if row["trained"] else 4
         matmuls += flops_per_weight * n
 
@@ -919,37 +907,16 @@ def flops_per_token(cfg, seq_len, keys=None):
         window = min(cfg.sliding_window or seq_len, seq_len)
         keys = window * (1 - window / (2 * seq_len))
     attention = 4 * cfg.n_layers * cfg.n_heads * cfg.head_dim * keys
+    return matmuls + 3 * attention, "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys"
 
-    # The part that backward computes a second time.
-    again = set(RECOMPUTED[cfg.remat]["weights"])
-    if cfg.mlp_tiles > 1:
-        again |= {"w_gate", "w_up"}
-    attention_frac = _recomputed_attention(cfg, seq_len)
-    recomputed = 2 * sum(n_weights[name] for name in again) + attention_frac * attention
-    return (matmuls + 3 * attention, recomputed,
-            "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys")
-
-
-def _recomputed_attention(cfg, seq_len):
-    """Fraction of forward attention that backward computes again."""
-    attention_frac = RECOMPUTED[cfg.remat]["attention_frac"]
-    # By blocks, backward always computes all scores again; of the rest, remat saves all or nothing.
-    if cfg.attention in ("auto", "xla") and seq_len > DENSE_LEN:
-        return 0.5 + int(attention_frac)
-    # Of the fused kernels only flash has results that the policy "named" does not save.
-    if cfg.remat == "named" and cfg.attention == "cudnn":
-        return 0.0
-    if cfg.remat == "named" and cfg.attention == "pallas":
-        return float(_needs_flash(cfg.sliding_window, seq_len))
-    return attention_frac
 
 
 # ---- optional
 #
-# The rooms, in this order: helpers of several rooms, generation, rotary scaling, dropout, label
-# smoothing, document mask, rematerialization, memory flags, loss in tiles, log-probabilities of
-# labels, MLP in tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts,
-# Hugging Face, PEFT, check of exports, this file alone.
+# One section for each optional feature: helpers of several rooms, generation, rotary scaling,
+# dropout, label smoothing, document mask, rematerialization, memory flags, loss in tiles, MLP in
+# tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
+# PEFT.
 
 
 # ---- helpers of several rooms
@@ -960,7 +927,7 @@ ROPE_LOW_FREQ_FACTOR = 1
 ROPE_HIGH_FREQ_FACTOR = 4
 
 
-def _split_tiles(x, n):
+def split_tiles(x, n):
     """Split the positions of x [B, T, ...] into n tiles: [n, B, T/n, ...].
 
     Position t goes to tile t mod n: each sp shard keeps its positions, and nothing moves.
@@ -969,8 +936,8 @@ def _split_tiles(x, n):
     return jnp.moveaxis(x.reshape(B, T // n, n, *rest), 2, 0)
 
 
-def _join_tiles(tiles):
-    """The inverse of _split_tiles."""
+def join_tiles(tiles):
+    """The inverse of split_tiles."""
     n, B, t, *rest = tiles.shape
     return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest)
 
@@ -985,7 +952,7 @@ def _by_heads(attend):
     """Wrap attend(q, k, v, segments) in a shard_map that splits rows and heads over all devices."""
     rows = P(BATCH_AXES)
     heads = P(BATCH_AXES, ("tp", "sp"))
-    return _on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
+    return on_each_device(attend, (heads, heads, heads, rows), heads, "tp")
 
 
 # ---- generation
@@ -993,10 +960,10 @@ def _by_heads(attend):
 def forward(params, batch, cfg, cache=None):
     """Logits [B, T, V] in float32, and the cache with the keys and values of batch written in.
 
-    batch: as in _hidden_states. cache: see _empty_cache; None to attend within batch alone.
+    batch: as in hidden_states. cache: see empty_cache; None to attend within batch alone.
     """
     if cache is None:
-        x_BTD, unembed_DV, _ = _hidden_states(params, batch, cfg)
+        x_BTD, unembed_DV, _ = hidden_states(params, batch, cfg)
     else:
         x_BTD, unembed_DV, cache = _hidden_states_cached(params, batch, cfg, cache)
     return _logits(x_BTD, unembed_DV, cfg), cache
@@ -1009,29 +976,27 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=Non
     One prefill, then one token at a time with a KV cache. cfg: the model's fields, and temperature
     (0: greedy), top_k (0: all), top_p; hashable. compiler_options: options of XLA.
     """
-    compiled = _jitted(compiler_options)
+    compiled = jax.jit(_generate, static_argnames=("cfg", "n_new"),
+                       compiler_options=compiler_options)
     return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
 
-
-def _jitted(compiler_options):
-    return jax.jit(_generate, static_argnames=("cfg", "n_new"), compiler_options=compiler_options)
 
 
 def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     # Fill an empty cache with the prompts.
-    cache = _empty_cache(*tokens_BT.shape, n_new, cfg)
-    logits_BV, cache = _prefill(params, {"tokens": tokens_BT}, lengths_B, cache, cfg)
+    cache = empty_cache(*tokens_BT.shape, n_new, cfg)
+    logits_BV, cache = prefill(params, {"tokens": tokens_BT}, lengths_B, cache, cfg)
 
     def decode(carry, i):
         logits_BV, cache = carry
-        token_B, logits_BV, cache = _decode(params, logits_BV, cache, lengths_B, i, cfg, key)
+        token_B, logits_BV, cache = decode(params, logits_BV, cache, lengths_B, i, cfg, key)
         return (logits_BV, cache), token_B
 
     _, tokens_TB = jax.lax.scan(decode, (logits_BV, cache), jnp.arange(n_new))
     return tokens_TB.T
 
 
-def _prefill(params, batch, lengths_B, cache, cfg):
+def prefill(params, batch, lengths_B, cache, cfg):
     """Write the keys and values of a batch into the cache: (logits [B, V] after the first lengths_B
     tokens of each row, cache).
     """
@@ -1040,7 +1005,7 @@ def _prefill(params, batch, lengths_B, cache, cfg):
     return _logits(x_B1D, unembed_DV, cfg)[:, 0], cache
 
 
-def _decode(params, logits_BV, cache, lengths_B, i, cfg, key):
+def decode(params, logits_BV, cache, lengths_B, i, cfg, key):
     """Draw token i after the first lengths_B of each row: (token_B, logits of the next one, cache).
     """
     token_B = _sample(logits_BV, jax.random.fold_in(key, i), cfg)
@@ -1049,76 +1014,7 @@ def _decode(params, logits_BV, cache, lengths_B, i, cfg, key):
     return token_B, logits_B1V[:, 0], cache
 
 
-def stream(params, tokens, cfg, key, n_new, session=None, compiler_options=None):
-    """Yield the n_new ids that `generate` draws after the ids `tokens` (at least 1), one by one.
-
-    session: a dict that keeps the KV cache between calls, {} at first. Ids that continue those of
-    the previous call, as in a conversation, are then computed from there on. Prompts and caches are
-    padded to powers of two, so that a few programs serve all lengths.
-    """
-    if session is None:
-        session = {}
-    prefill = jax.jit(_prefill_rest, static_argnames=("cfg", "n_cached"),
-                      compiler_options=compiler_options)
-    decode = jax.jit(_decode, static_argnames="cfg", donate_argnames="cache",
-                     compiler_options=compiler_options)
-
-    # Compute the tokens that are not in the cache. The last one always: it gives the logits.
-    n_known = 0
-    n_cached = _power_of_two(len(tokens) + n_new)
-    cache = session.get("cache")
-    if cache:
-        n_known = _n_equal(session["tokens"], tokens[:-1])
-        n_cached = max(n_cached, cache["k"].shape[3])
-    rest = tokens[n_known:]
-    padding = [0] * (_power_of_two(len(rest)) - len(rest))
-    rest_1T = np.int32([[*rest, *padding]])
-    logits_1V, cache = prefill(params, rest_1T, np.int32([len(rest)]), np.int32(n_known), cache,
-                               cfg=cfg, n_cached=n_cached)
-    session.update(tokens=list(tokens), cache=cache)
-
-    lengths_1 = np.int32([len(tokens)])
-    for i in range(n_new):
-        cache = session.pop("cache")  # `decode` overwrites it, and may be interrupted
-        token_1, logits_1V, cache = decode(
-            params, logits_1V, cache, lengths_1, np.int32(i), cfg=cfg, key=key)
-        token = int(token_1[0])
-        check_tokens(token)
-        session["tokens"].append(token)
-        session["cache"] = cache
-        yield token
-
-
-def _prefill_rest(params, rest_1T, lengths_1, n_known, cache, cfg, n_cached):
-    """_prefill of the tokens after the n_known in the cache (None: an empty one), which grows to
-    n_cached positions. Padding writes beyond the tokens: later tokens overwrite it.
-    """
-    if cache is None:
-        cache = _empty_cache(1, n_cached, 0, cfg)
-    n_more = n_cached - cache["k"].shape[3]
-    growth = ((0, 0), (0, 0), (0, 0), (0, n_more), (0, 0))
-    cache = {name: jnp.pad(x_LBKSH, growth) for name, x_LBKSH in cache.items()}
-    positions_1T = n_known + jax.lax.broadcasted_iota(int, rest_1T.shape, 1)
-    batch = {"tokens": rest_1T, "positions": positions_1T}
-    return _prefill(params, batch, lengths_1, cache, cfg)
-
-
-def _n_equal(first, second):
-    """How many items two lists have in common at their beginning."""
-    n = 0
-    for a, b in zip(first, second):
-        if a != b:
-            break
-        n += 1
-    return n
-
-
-def _power_of_two(n):
-    """The smallest power of two, at least 16, that is not below n."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def _empty_cache(B, T, n_new, cfg):
+def empty_cache(B, T, n_new, cfg):
     """The keys "k" and values "v" [L, B, K, S, H] of all layers, before the first token."""
     K = lcm(cfg.n_kv_heads, _axis_size("tp", "sp"))  # kv heads as _to_head_sharding copies them
     empty_LBKSH = jnp.zeros((cfg.n_layers, B, K, T + n_new, cfg.head_dim), _dtype(cfg))
@@ -1126,7 +1022,7 @@ def _empty_cache(B, T, n_new, cfg):
 
 
 def _hidden_states_cached(params, batch, cfg, cache):
-    """As _hidden_states, but each token also sees the tokens in the cache: (x_BTD, unembed_DV, the
+    """As hidden_states, but each token also sees the tokens in the cache: (x_BTD, unembed_DV, the
     cache with the keys and values of batch at its positions).
     """
     params = _cast_params(params, cfg)
@@ -1225,13 +1121,6 @@ def _before_stop(tokens, stops):
             return tokens[:n]
     return tokens
 
-
-def lower_sampling(params, prompts, cfg, compiler_options=None):
-    """Lower the program that sample_text runs. params: shapes with shardings."""
-    key = jax.eval_shape(jax.random.key, 0)
-    _, tokens_BT, lengths_B = next(_prompt_batches(prompts, cfg))
-    return _jitted(compiler_options).lower(
-        params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=cfg.sample_tokens)
 
 
 def _prompt_batches(prompts, cfg):
@@ -1359,11 +1248,11 @@ def memory_savers(sp, cfg):
     flags = []
     n_tiles = gcd(16, cfg.seq_len // sp)
     if cfg.mlp_tiles < n_tiles and not cfg.n_experts:
-        flags.append(f"--mlp_tiles {n_tiles}")
+        flags.append({"mlp_tiles": n_tiles})
     if cfg.remat == "none":
-        flags.append("--remat full")
+        flags.append({"remat": "full"})
     if cfg.remat != "offload":
-        flags.append("--remat offload")
+        flags.append({"remat": "offload"})
     return flags
 
 
@@ -1381,8 +1270,8 @@ def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
         x_BtD, labels_Bt, weights_Bt = tile
         return _loss_sums(unembed_DV, x_BtD, labels_Bt, weights_Bt, cfg)
 
-    tiles = (_split_tiles(x_BTD, n_tiles), _split_tiles(labels_BT, n_tiles),
-             _split_tiles(weights_BT, n_tiles))
+    tiles = (split_tiles(x_BTD, n_tiles), split_tiles(labels_BT, n_tiles),
+             split_tiles(weights_BT, n_tiles))
     return _sum_first_dim(jax.lax.map(sums_of_tile, tiles))
 
 
@@ -1408,17 +1297,17 @@ def _tiled_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents, cfg, n_ti
                 unembed_DV, x_BtD, labels_Bt, weights_Bt, cotangents)
             return total_DV + d_unembed_DV.astype(jnp.float32), (dx_BtD, sums)
 
-        tiles = (_split_tiles(x_BTD, n_tiles), _split_tiles(labels_BT, n_tiles),
-                 _split_tiles(weights_BT, n_tiles))
+        tiles = (split_tiles(x_BTD, n_tiles), split_tiles(labels_BT, n_tiles),
+                 split_tiles(weights_BT, n_tiles))
         d_unembed_DV, (dx, sums) = jax.lax.scan(add_tile, jnp.zeros(unembed_DV.shape), tiles)
         sums = {name: x[None] for name, x in _sum_first_dim(sums).items()}
         # Devices sum it in its dtype, as they do the other gradients.
         d_unembed_1DV = d_unembed_DV.astype(unembed_DV.dtype)[None]
-        return sums, d_unembed_1DV, _join_tiles(dx)
+        return sums, d_unembed_1DV, join_tiles(dx)
 
     split = P(BATCH_AXES, "sp")
     stacked = P((*BATCH_AXES, "sp"))
-    all_grads = _on_each_device(device_grads, (P(), split, split, split, P()),
+    all_grads = on_each_device(device_grads, (P(), split, split, split, P()),
                                 (stacked, stacked, split))
     sums, d_unembed, dx_BTD = all_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents)
     # Add the devices' results. Not by jnp.sum, which would send float32.
@@ -1453,36 +1342,6 @@ def _tiled_bwd(cfg, n_tiles, saved, cotangents):
 _tiled_sums.defvjp(_tiled_fwd, _tiled_bwd, symbolic_zeros=True)
 
 
-# ---- log-probabilities of labels
-
-def label_log_probs(params, batch, cfg):
-    """The log-probability [B, T] of each label in float32, 0 where it is ignored.
-
-    For losses that are not a sum over tokens. Holds the logits of one tile at a time; backward
-    computes them again. Excludes the losses of a router.
-    """
-    x_BTD, unembed_DV, _ = _hidden_states(params, batch, cfg)
-    labels_BT = batch["labels"]
-    n_tiles = _n_tiles(*labels_BT.shape, cfg)
-
-    def device_log_probs(unembed_DV, x_BTD, labels_BT):
-        def tile_log_probs(tile):
-            x_BtD, labels_Bt = tile
-            mask_Bt = labels_Bt != IGNORE
-            logits_BtV = _loss_logits(x_BtD, unembed_DV.astype(x_BTD.dtype), cfg)
-            _, lse_Bt = _max_and_logsumexp(logits_BtV)
-            true_Bt = _label_logits(logits_BtV, jnp.where(mask_Bt, labels_Bt, 0))
-            return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
-
-        tiles = (_split_tiles(x_BTD, n_tiles), _split_tiles(labels_BT, n_tiles))
-        return _join_tiles(jax.lax.map(jax.checkpoint(tile_log_probs), tiles))
-
-    split = P(BATCH_AXES, "sp")
-    # Float32, as backward adds up the gradients of the tiles in the dtype of the shared matrix.
-    return _on_each_device(device_log_probs, (P(), split, split), split)(
-        unembed_DV.astype(jnp.float32), x_BTD, labels_BT)
-
-
 # ---- MLP in tiles
 
 def _mlp_in_tiles(x_BTD, w, cfg):
@@ -1497,8 +1356,8 @@ def _mlp_in_tiles(x_BTD, w, cfg):
             cast = {name: a.astype(x_BtD.dtype) for name, a in w.items()}
             return _mlp(x_BtD, cast, cfg)
 
-        tiles = _split_tiles(x_BTD, cfg.mlp_tiles)
-        y_BTD = _join_tiles(jax.lax.map(jax.checkpoint(tile_mlp), tiles))
+        tiles = split_tiles(x_BTD, cfg.mlp_tiles)
+        y_BTD = join_tiles(jax.lax.map(jax.checkpoint(tile_mlp), tiles))
         # tp splits the MLP's width: each device has a part of the sum over it.
         if n_tp > 1:
             y_BTD = jax.lax.psum(y_BTD, "tp")
@@ -1514,7 +1373,7 @@ def _mlp_in_tiles(x_BTD, w, cfg):
         specs[name] = P(*axes)
         gathered[name] = _shard(x, *axes).astype(jnp.float32)
     split = P(BATCH_AXES, "sp")
-    return _on_each_device(device_mlp, (split, specs), split, "tp")(x_BTD, gathered)
+    return on_each_device(device_mlp, (split, specs), split, "tp")(x_BTD, gathered)
 
 
 # ---- attention by blocks
@@ -1668,38 +1527,14 @@ def _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg, implementation="cudn
 
 # ---- attention by Pallas
 
-SPLASH_LEN = 2**15  # longer, JAX's splash kernel takes minutes to lay out its mask on the host
-
-
-def _needs_flash(window, T):
-    return T > SPLASH_LEN and not window
-
-
 def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
-    """Attention within a sequence by JAX's fused kernels for TPUs."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as flash, splash_attention as splash
+    """Attention within a sequence by JAX's splash kernel for TPUs."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
     T, H = q_BNTH.shape[2:]
     window = attn_inputs["window"]
     block = max(n for n in (128, 256, 512) if T % n == 0)
 
-    def segment_ids(segments):
-        if segments is None:
-            return None
-        return splash.SegmentIds(segments, segments)
-
-    def flash_attention(q, k, v, segments):
-        n_copies = q.shape[1] // k.shape[1]
-        k = jnp.repeat(k, n_copies, axis=1)
-        v = jnp.repeat(v, n_copies, axis=1)
-        sizes = flash.BlockSizes(
-            block_b=1, block_q=block, block_k_major=block, block_k=block,
-            block_q_major_dkv=block, block_k_major_dkv=block, block_k_dkv=block, block_q_dkv=block,
-            block_k_major_dq=block, block_k_dq=block, block_q_dq=block)
-        a = flash.flash_attention(q, k, v, segment_ids=segment_ids(segments), causal=True,
-                                  block_sizes=sizes)
-        return checkpoint_name(a, "attention")
-
-    def splash_attention(q, k, v, segments):
+    def attend(q, k, v, segments):
         mask = splash.CausalMask((T, T))
         if window:
             mask = splash.LocalMask((T, T), (window - 1, 0), 0)
@@ -1710,9 +1545,11 @@ def _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg):
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * q.shape[1]), head_shards=1, q_seq_shards=1,
             block_sizes=sizes, residual_checkpoint_name="attention")
-        return jax.vmap(kernel)(q, k, v, segment_ids(segments))
+        segment_ids = None
+        if segments is not None:
+            segment_ids = splash.SegmentIds(segments, segments)
+        return jax.vmap(kernel)(q, k, v, segment_ids)
 
-    attend = flash_attention if _needs_flash(window, T) else splash_attention
     q_scaled_BNTH = H**-0.5 * q_BNTH
     a_BNTH = _by_heads(attend)(q_scaled_BNTH, k_BKTH, v_BKTH, attn_inputs["segments"])
     return a_BNTH.astype(q_BNTH.dtype)
@@ -2248,296 +2085,3 @@ def peft_config(cfg, base=None):
         "bias": "none",
         "target_modules": sorted(modules),
     }
-
-
-# ---- check of exports
-
-def export_sizes(cfg):
-    """Fields that make a small model of the form of cfg, for check_export: of the same family of
-    Hugging Face, and with the same features.
-    """
-    n_heads = 4
-    n_kv_heads = min(cfg.n_kv_heads, 2)
-    if cfg.n_kv_heads == cfg.n_heads:
-        n_kv_heads = n_heads
-    d_model = 24
-    if cfg.d_model % cfg.n_heads:
-        d_model = 26
-    n_experts = min(cfg.n_experts, 4)
-    return {
-        "n_layers": 2, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": 8,
-        "d_model": d_model, "d_ff": 20, "vocab_size": 32, "seq_len": 12, "batch_size": 1,
-        "rope_original_len": 16, "sliding_window": min(cfg.sliding_window, 5),
-        "n_experts": n_experts, "experts_per_token": min(cfg.experts_per_token, n_experts or 2),
-        "capacity_factor": 0.0, "lora_rank": min(cfg.lora_rank, 2),
-        "dtype": "float32", "param_dtype": "float32", "attention": "xla", "remat": "none",
-        "mlp_tiles": 1, "logit_tiles": 0,
-    }
-
-
-# Largest difference of logits, relative to the largest logit. In float32 it is about 1e-6.
-EXPORT_TOLERANCE = 1e-4
-
-
-def check_export(cfg, adapter=False):
-    """Compare the logits of `forward` with those that the exported family defines, for random
-    parameters. cfg: with the sizes of export_sizes. adapter: the LoRA factors are exported.
-
-    Raises: ValueError when they differ, naming the part that differs.
-    """
-    rng = np.random.default_rng(0)
-    params = {}
-    for name, row in param_table(cfg).items():
-        kind, value = row["init"]
-        center = value if kind == "constant" else 0.0
-        params[name] = np.float32(center + rng.normal(0, 0.3, row["shape"]))
-    tokens_T = rng.integers(0, cfg.vocab_size, cfg.seq_len)
-    hf = hf_config(cfg)
-
-    @jax.jit
-    def local(params):
-        """Our logits, and the parameters that an export writes."""
-        logits_1TV, _ = forward(params, {"tokens": tokens_T[None]}, cfg)
-        exported = params if adapter else merge_lora(params, cfg)
-        return logits_1TV[0], exported
-
-    def compare(params):
-        """(largest difference of the logits, largest logit)"""
-        with jax.default_matmul_precision("highest"):
-            local_TV, exported = jax.device_get(local(params))
-        tensors = _hf_tensors(exported, cfg)
-        if adapter:
-            _add_adapter(tensors, _hf_tensors(exported, cfg, adapter=True), peft_config(cfg))
-        hf_TV = hf_logits(hf, tensors, tokens_T)
-        return abs(local_TV - hf_TV).max(), abs(hf_TV).max()
-
-    difference, largest = compare(params)
-    if difference <= EXPORT_TOLERANCE * largest:
-        return
-    # Which part differs? Without the output of attention, or of the MLP, the logits may agree.
-    part = "the model"
-    for name, label in (("layers.wo", "attention"), ("layers.w_down", "the MLP")):
-        zeros = {key: 0 * x for key, x in params.items() if key.startswith(name)}
-        rest, largest_rest = compare(params | zeros)
-        if rest <= EXPORT_TOLERANCE * largest_rest:
-            part = label
-    raise ValueError(
-        f"export: {part} differs from {hf['architectures'][0]} of transformers: in a small model "
-        f"of this form the logits, up to {largest:.2g}, differ by {difference:.2g}. Undo the "
-        "change in model.py, or set --no_export_check to write the weights for code of your own")
-
-
-def _hf_tensors(params, cfg, adapter=False):
-    """{Hugging Face's name: array} of NumPy arrays. adapter: see hf_pieces."""
-    tensors = {}
-    for name, (indices, transposed) in hf_pieces(cfg, adapter).items():
-        for index, hf_name in indices.items():
-            x = params[name][index]
-            tensors[hf_name] = x.T if transposed else x
-    return tensors
-
-
-def _add_adapter(tensors, adapter, peft):
-    """Add the LoRA factors of a PEFT adapter to tensors, as PEFT merges them."""
-    for name, a in adapter.items():
-        if name.endswith(".lora_A.weight"):
-            stem = name.removesuffix(".lora_A.weight")
-            b = adapter[f"{stem}.lora_B.weight"]
-            weight = stem.removeprefix("base_model.model.") + ".weight"
-            tensors[weight] = tensors[weight] + peft["lora_alpha"] / peft["r"] * (b @ a)
-
-
-def hf_logits(hf, tensors, tokens_T):
-    """Logits [T, V] of a sequence as transformers defines them, in float64 NumPy. hf: a config.json
-    as hf_config writes it. tensors: {Hugging Face's name: array}.
-
-    Written from the definitions in transformers, and not from the functions above, so that it finds
-    where these differ.
-    """
-    family = hf["model_type"]
-    if family not in HF_FAMILIES:
-        raise ValueError(f"export: hf_logits in model.py does not define {family}; extend it, or "
-                         "set --no_export_check")
-    tensors = {name: np.float64(x) for name, x in tensors.items()}
-
-    def linear(x, name):
-        y = x @ tensors[f"{name}.weight"].T
-        if f"{name}.bias" in tensors:
-            y = y + tensors[f"{name}.bias"]
-        return y
-
-    def norm(x, name):
-        mean_square = (x * x).mean(axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + hf["rms_norm_eps"]) * tensors[f"{name}.weight"]
-
-    x_TD = tensors["model.embed_tokens.weight"][tokens_T]
-    for i in range(hf["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        y_TD = norm(x_TD, f"{layer}.input_layernorm")
-        x_TD = x_TD + _hf_attention(y_TD, f"{layer}.self_attn", linear, norm, hf)
-        y_TD = norm(x_TD, f"{layer}.post_attention_layernorm")
-        x_TD = x_TD + _hf_mlp(y_TD, layer, linear, hf)
-    x_TD = norm(x_TD, "model.norm")
-    head = "model.embed_tokens" if hf["tie_word_embeddings"] else "lm_head"
-    return linear(x_TD, head)
-
-
-def _hf_attention(x_TD, name, linear, norm, hf):
-    T, H = len(x_TD), hf["head_dim"]
-    q_TNH = linear(x_TD, f"{name}.q_proj").reshape(T, -1, H)
-    k_TKH = linear(x_TD, f"{name}.k_proj").reshape(T, -1, H)
-    v_TKH = linear(x_TD, f"{name}.v_proj").reshape(T, -1, H)
-    if hf["model_type"].startswith("qwen3"):
-        q_TNH = norm(q_TNH, f"{name}.q_norm")
-        k_TKH = norm(k_TKH, f"{name}.k_norm")
-    q_TNH = _hf_rotate(q_TNH, hf)
-    k_TKH = _hf_rotate(k_TKH, hf)
-
-    # A query sees the keys before it, and within the window.
-    distance = np.arange(T)[:, None] - np.arange(T)[None, :]
-    window = T
-    has_window = hf["use_sliding_window"] or not hf["model_type"].startswith("qwen")
-    if has_window and hf["sliding_window"]:
-        window = hf["sliding_window"]
-    mask = (distance >= 0) & (distance < window)
-
-    heads = []
-    group = hf["num_attention_heads"] // hf["num_key_value_heads"]
-    for n in range(hf["num_attention_heads"]):
-        scores = q_TNH[:, n] @ k_TKH[:, n // group].T / np.sqrt(H)
-        e = np.where(mask, np.exp(scores - scores.max(axis=1, keepdims=True)), 0)
-        heads.append(e / e.sum(axis=1, keepdims=True) @ v_TKH[:, n // group])
-    return linear(np.concatenate(heads, axis=1), f"{name}.o_proj")
-
-
-def _hf_rotate(x, hf):
-    """Rotate each head of x [T, heads, H] by its position."""
-    T, H = len(x), hf["head_dim"]
-    freq = hf["rope_theta"] ** (-np.arange(0, H, 2) / H)
-    scaling = hf["rope_scaling"]
-    if scaling:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        wavelength = 2 * np.pi / freq
-        smooth = (scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)
-        smooth = np.clip(smooth, 0, 1)
-        freq = smooth * freq + (1 - smooth) * freq / scaling["factor"]
-    angle = (np.arange(T)[:, None] * freq)[:, None]
-    first, second = np.split(x, 2, axis=-1)
-    cos, sin = np.cos(angle), np.sin(angle)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def _hf_mlp(x_TD, layer, linear, hf):
-    """SwiGLU, or the weighted sum of each token's experts."""
-    def swiglu(x, name, gate, up, down):
-        g = linear(x, f"{name}.{gate}")
-        return linear(g / (1 + np.exp(-g)) * linear(x, f"{name}.{up}"), f"{name}.{down}")
-
-    projections = ("gate_proj", "up_proj", "down_proj")
-    family = hf["model_type"]
-    if family == "mixtral":
-        mlp = f"{layer}.block_sparse_moe"
-        projections = ("w1", "w3", "w2")
-    elif family == "qwen3_moe":
-        mlp = f"{layer}.mlp"
-    else:
-        return swiglu(x_TD, f"{layer}.mlp", *projections)
-
-    logits_TE = linear(x_TD, f"{mlp}.gate")
-    p_TE = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
-    y_TD = np.zeros_like(x_TD)
-    for t, p_E in enumerate(p_TE):
-        chosen = np.argsort(-p_E)[:hf["num_experts_per_tok"]]
-        for expert in chosen:
-            y_D = swiglu(x_TD[t], f"{mlp}.experts.{expert}", *projections)
-            y_TD[t] += p_E[expert] / p_E[chosen].sum() * y_D
-    return y_TD
-
-
-# ---- this file alone
-
-# The fields of cfg that this file reads, with the defaults of config.py. In config.py
-# dtype is "auto".
-DEFAULTS = {
-    # Sizes. Those that are 0 are derived from the others.
-    "d_model": 128,
-    "n_layers": 4,
-    "n_heads": 4,
-    "n_kv_heads": 0,
-    "head_dim": 0,
-    "d_ff": 0,
-    "vocab_size": 0,
-    "batch_size": 16,
-    "seq_len": 128,
-    # The forward pass
-    "rope_theta": 10000.0,
-    "rope_factor": 1.0,
-    "rope_original_len": 8192,
-    "norm_eps": 1e-6,
-    "qk_norm": True,
-    "qkv_bias": False,
-    "tie_embeddings": True,
-    "sliding_window": 0,
-    "n_experts": 0,
-    "experts_per_token": 2,
-    "capacity_factor": 2.0,
-    "lora_rank": 0,
-    "lora_alpha": 16.0,
-    "lora_targets": ("layers.w*",),
-    "dropout": 0.0,
-    "document_mask": False,
-    "packing": "stream",
-    # Numerics
-    "dtype": "float32",
-    "param_dtype": "float32",
-    "attention": "auto",
-    "deterministic": False,
-    "remat": "none",
-    "logit_tiles": 0,
-    "mlp_tiles": 1,
-    # The loss
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "router_balance": 0.01,
-    "router_z": 0.001,
-    "loss_norm": "tokens",
-    "loss_divisor": 0.0,
-    # Parameters
-    "freeze": (),
-    "lr_mult": (),
-    "decay_mult": (),
-    "optimizers": (),
-    "init_from": (),
-    # Sampling
-    "n_samples": 1,
-    "sample_tokens": 200,
-    "temperature": 0.8,
-    "top_k": 0,
-    "top_p": 1.0,
-    # Exports
-    "export_lora": "merged",
-}
-
-# Frozen, so that it is hashable and one compiled program serves equal cfgs.
-Cfg = dataclasses.make_dataclass("Cfg", DEFAULTS, frozen=True)
-
-
-def make_cfg(**fields):
-    """A cfg of some of the fields in DEFAULTS, vocab_size among them, and the defaults of the rest.
-
-    Raises: ValueError for an unknown field, and without vocab_size.
-    """
-    unknown = sorted(fields.keys() - DEFAULTS.keys())
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: unknown; the fields are {', '.join(DEFAULTS)}")
-    values = DEFAULTS | fields
-    if values["vocab_size"] == 0:
-        raise ValueError("vocab_size 0: must be given, as the number of token ids")
-    # As config.derive_text.
-    if values["n_kv_heads"] == 0:
-        values["n_kv_heads"] = values["n_heads"]
-    if values["head_dim"] == 0:
-        values["head_dim"] = values["d_model"] // values["n_heads"]
-    if values["d_ff"] == 0:
-        values["d_ff"] = ceil(8 * values["d_model"] / 3 / 32) * 32
-    return Cfg(**values)

@@ -117,7 +117,7 @@ TEXT = {
     # The unit of speeds, and how many of it a step has: (cfg) -> number
     "unit": "token",
     "units_per_step": lambda cfg: cfg.batch_size * cfg.seq_len,
-    # (means of a batch or {}, cfg) -> (FLOPs per unit, those of them that are recomputed, formula)
+    # (means of a batch or {}, cfg) -> (FLOPs per unit, their formula)
     "flops": lambda means, cfg: model.flops_per_token(
         cfg, cfg.seq_len, means.get("attended_keys")),
     # ({name: mean}, source) -> {name: value}, more metrics of training and evaluation
@@ -126,7 +126,6 @@ TEXT = {
     # source: the validation data, or None
     "sample": lambda params, key, source, cfg: sample_from_text(params, key, source, cfg),
     # (params as shapes, cfg) -> {"sampling", "export": lowered program}, to estimate their memory
-    "programs": lambda params, cfg: text_programs(params, cfg),
     # (table, saved names, cfg) -> names that a source of init_from has to provide
     "init_names": model.names_to_load,
     # (size of the mesh axis sp, cfg) -> flags that would lower the memory of the model
@@ -1875,10 +1874,9 @@ def throughput(run, step, timers, means):
         "memory_peak_bytes": peak_bytes,
     }
     if task["flops"]:
-        flops, recomputed, _ = task["flops"](means, cfg)  # of one unit
+        flops, _ = task["flops"](means, cfg)  # of one unit
         peak_tflops, _ = steplib.peaks(jax.devices()[0].device_kind)
-        row |= steplib.utilization(
-            flops, recomputed, units_per_s, jax.device_count(), peak_tflops)
+        row |= steplib.utilization(flops, units_per_s, jax.device_count(), peak_tflops)
     return row
 
 
@@ -2493,7 +2491,7 @@ def describe_run(setup, programs, start):
         "versions": versions,
     }
     if task["flops"]:
-        flops, _, formula = task["flops"]({}, cfg)
+        flops, formula = task["flops"]({}, cfg)
         row[f"flops_per_{unit}"] = flops
         row["flops_formula"] = formula
     return row
@@ -2525,7 +2523,6 @@ TASK_DEFAULTS = {
     "flops": None,
     "metrics": lambda means, source: {},
     "sample": None,
-    "programs": lambda params, cfg: {},
     "init_names": lambda table, saved, cfg: set(table),
     "memory_flags": lambda sp, cfg: [],
     "summary": lambda cfg: "",
@@ -2972,9 +2969,6 @@ def export_hf(params, cfg):
     ckpt.import_safetensors()
     pieces = model.hf_pieces(cfg, as_adapter)
     if params is None:
-        if cfg.export_check:
-            small = dataclasses.replace(cfg, **model.export_sizes(cfg))
-            model.check_export(small, as_adapter)
         return
 
     if not as_adapter:
@@ -3190,102 +3184,34 @@ def plan(cfg, task=TEXT, hooks=()):
 
 
 def estimate(setup, measure=False):
-    """{"flop": {kind: FLOPs per device and step}, "fits"} of a run, and the result of
+    """{"flop": {formula: FLOPs per device and step}, "fits"} of a run, and the result of
     count_programs, or "error". measure: as in memory_advice.
     """
     cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
     cost = {"flop": {}, "memory": {}, "peaks": {}}
     if task["flops"]:
-        flops, recomputed, formula = task["flops"]({}, cfg)
-        n = task["units_per_step"](cfg) / mesh.size
-        cost["flop"] = {f"model: {formula}": flops * n, "recomputed by remat": recomputed * n}
+        flops, formula = task["flops"]({}, cfg)
+        cost["flop"][f"model: {formula}"] = flops * task["units_per_step"](cfg) / mesh.size
     try:
         with steplib.explain_oom(partial(memory_advice, setup, measure)):
             cost |= count_programs(setup)
-        with steplib.explain_oom(partial(memory_advice, setup, measure, counted=cost)):
             steplib.check_peaks(cost, mesh)
     except ValueError as e:
         cost["error"] = str(e)
     return cost | {"fits": "error" not in cost}
 
 
-def count_programs(setup, added=None, options=None):
-    """steplib.count_memory of the programs that cfg.mode runs. added, options: as there; with
-    `added`, the task's own programs are not lowered again.
-    """
+def count_programs(setup):
+    """steplib.count_memory of the programs that cfg.mode runs."""
     cfg = setup["cfg"]
-    training = cfg.mode in ("train", "plan")
-    has_validation = bool(cfg.val_data or cfg.val_frac)
+    is_training = cfg.mode in ("train", "plan")
     steps = steplib.lower_steps(*step_args(setup))
     programs = {}
-    if training:
-        programs["update"] = steps["train_step"]()
-    if cfg.mode == "eval" or (training and has_validation):
+    if is_training:
+        programs["a step"] = steps["train_step"]()
+    if cfg.mode == "eval" or (is_training and (cfg.val_data or cfg.val_frac)):
         programs["evaluation"] = steps["eval_step"]()
-    if added is None:
-        programs |= task_programs(setup, steps["state"]["params"])
-    eval_batch = evaluation_of(setup)["batch"]
-    return steplib.count_memory(steps["state"], programs, eval_batch, added, options)
-
-
-def task_programs(setup, params):
-    """{"sampling", "export": lowered program} for the programs that cfg.mode runs. An error is
-    printed and does not end the plan, as it would not end a run.
-    """
-    task, cfg = setup["task"], setup["cfg"]
-    wanted = ["sampling", "export"]
-    if cfg.mode == "sample":
-        wanted = ["sampling"]
-    elif cfg.mode == "export":
-        wanted = ["export"]
-    elif cfg.mode == "eval":
-        wanted = []
-    if not task["sample"] and "sampling" in wanted:
-        wanted.remove("sampling")
-    try:
-        with jax.set_mesh(setup["mesh"]):
-            found = task["programs"](params, cfg)
-    except Exception as e:  # as for a sample during a run
-        print0(f"not counted: {', '.join(wanted)}: {type(e).__name__}: {e}")
-        return {}
-    return {name: found[name] for name in wanted if name in found}
-
-
-def text_programs(params, cfg):
-    """The programs of sample_text and export_hf, lowered. params: shapes with shardings."""
-    first = next(iter(params.values()))
-    device = next(iter(first.sharding.device_set))
-    options = steplib.compiler_options(cfg, device)
-    programs = {}
-    if cfg.sample_tokens:
-        prompts = [{"ids": [0] * data.PREVIEW_TOKENS}]
-        if cfg.prompt or cfg.chat or cfg.prompts:
-            prompts = given_prompts(cfg)
-        programs["sampling"] = model.lower_sampling(params, prompts, cfg, options)
-    if cfg.export:
-        function = partial(largest_tensor, cfg=cfg)
-        programs["export"] = jax.jit(function, compiler_options=options).lower(params)
-    return programs
-
-
-def largest_tensor(params, cfg):
-    """The most that an export adds on a device: the weights with LoRA's updates merged in, and the
-    largest tensor, gathered.
-    """
-    as_adapter = model.exports_adapter(cfg)
-    merged = params if as_adapter else model.merge_lora(params, cfg)
-    changed = {name: x for name, x in merged.items() if x is not params[name]}
-
-    # The first tensor of each parameter, and the largest of these.
-    pieces = model.hf_pieces(cfg, as_adapter)
-    indices, sizes = {}, {}
-    for name, (tensors, _) in pieces.items():
-        indices[name] = next(iter(tensors))
-        sizes[name] = math.prod(params[name].shape[len(indices[name]):])
-    name = max(sizes, key=sizes.get)
-    _, transposed = pieces[name]
-    tensor = ckpt.take_tensor(merged[name], indices[name], transposed, cfg.export_dtype)
-    return changed, jax.lax.with_sharding_constraint(tensor, jax.sharding.PartitionSpec())
+    return steplib.count_memory(steps["state"], programs, steps["eval_batch"])
 
 
 def print_estimate(setup, cost):
@@ -3297,8 +3223,7 @@ def print_estimate(setup, cost):
         if kind != "total":
             print0(f"  {n_bytes / 2**30:10,.4g} GiB  {kind}")
     for program, n_bytes in cost["peaks"].items():
-        name = steplib.PROGRAM_NAMES.get(program, program)
-        print0(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {name}")
+        print0(f"  {n_bytes / 2**30:10,.4g} GiB  in all during {program}")
     limit = steplib.memory_limit(setup["mesh"])
     if "error" in cost:
         print0(cost["error"])
@@ -3308,50 +3233,33 @@ def print_estimate(setup, cost):
         print0("whether it fits is not known, as the memory of this device is not known")
 
 
-def memory_advice(setup, measure=True, counted=None):
-    """Advice on how to make a run fit, the flags that cost the least time first.
-
-    measure: compile to find out which flags are enough. counted: the result of count_programs, if
-    it is known.
+def memory_advice(setup, measure=True):
+    """Flags with which a run may fit, those that cost the least time first. measure: compile to
+    find out which of them are enough.
     """
     cfg, mesh = setup["cfg"], setup["mesh"]
-    savers = setup["task"]["memory_flags"](mesh.shape["sp"], cfg)
-    flags = steplib.memory_flags(cfg, mesh, savers)
-    if not measure:
-        return ", ".join([*flags, steplib.MORE_DEVICES])
-    print0("too little memory: compiling variants that need less ...")
-    if cfg.mode == "sample":
-        return f"fewer --n_samples or --sample_tokens, or {steplib.MORE_DEVICES}"
-
-    # The run as it is.
-    if not counted:
-        counted = steplib.count_or_none(partial(count_programs, setup))
-    if not counted:
-        counted = {"peaks": {}, "added": {}}
-    if "sampling" in counted["peaks"]:
-        flags.append("--sample_tokens 0")
+    flags = steplib.memory_flags(cfg, mesh, setup["task"]["memory_flags"](mesh.shape["sp"], cfg))
     if cfg.eval_batch_size:
-        flags.append("--eval_batch_size 0")
-    count = partial(peaks_with, setup, counted["added"])
-    return steplib.suggest_memory_flags(cfg, mesh, flags, counted["peaks"], count)
+        flags.insert(0, {"eval_batch_size": 0})
+    if not measure:
+        return " or ".join(map(steplib.as_flags, flags))
+    print0("too little memory: compiling variants that need less ...")
+    limit = steplib.memory_limit(mesh)
+    return steplib.suggest_flags(flags, partial(peak_with, setup), limit)
 
 
-def peaks_with(setup, added, changes):
-    """{program: bytes} of the run with some fields changed; {} when it cannot be compiled. added:
-    as in steplib.count_memory.
+def peak_with(setup, changes):
+    """Bytes of the largest program of a run with some fields changed; infinite when it cannot be
+    compiled.
     """
     # The number of steps is known: epochs would set it again.
     cfg = dataclasses.replace(setup["cfg"], **({"epochs": 0.0} | changes))
-    if not cfg.sample_tokens:
-        added = {program: n for program, n in added.items() if program != "sampling"}
     devices = [*setup["mesh"].devices.flat]
     try:
-        changed = setup_run(cfg, setup["task"], devices, setup["hooks"])
-    except ValueError:  # the change is not legal
-        return {}
-    options = steplib.quick_options(devices[0])
-    counted = steplib.count_or_none(partial(count_programs, changed, added, options))
-    return counted["peaks"] if counted else {}
+        cost = count_programs(setup_run(cfg, setup["task"], devices, setup["hooks"]))
+    except (ValueError, MemoryError, jax.errors.JaxRuntimeError):
+        return math.inf
+    return max(cost["peaks"].values(), default=0)
 
 
 # ---- hooks from files

@@ -666,19 +666,18 @@ def speed(shape):
         return
 
     tokens = cfg.batch_size * cfg.seq_len
-    flops, recomputed, _ = setup["task"]["flops"]({}, cfg)
-    flop = {"model": flops * tokens, "recomputed": recomputed * tokens}
+    flops, _ = setup["task"]["flops"]({}, cfg)
     text = f"{1000 * step_s:,.4g} ms a step, {tokens / step_s:,.0f} tokens/s"
     tflops, _ = steplib.peaks(device.device_kind)
     if tflops:
-        text += f", MFU {flop['model'] / step_s / tflops / 1e12:.1%}"
+        text += f", MFU {flops * tokens / step_s / tflops / 1e12:.1%}"
     yield record("INFO", "speed", f"{text} in {cfg.dtype}; compiled in {compile_s:.0f} s",
                  step_s=step_s, times=times, tokens_per_s=tokens / step_s, compile_s=compile_s,
                  memory=memory, planned_gib=memory["total"] / 2**30, losses=losses)
     yield peak_memory(device, memory)
     if device.platform != "cpu":
         yield kernels(shape, update, state, batch, scalars)
-    yield planned(update, mesh, flop, step_s)
+    yield planned(update, mesh, {"model": flops * tokens}, step_s)
 
 
 def planned(update, mesh, flop, step_s):

@@ -34,9 +34,10 @@ for batch, waited_s in data.prefetch(lambda step: data.batch_at(train, step, 4),
 assert data.eval_batch_at(val, 0, 4)["tokens"].shape == (4, 8)
 """,
     "model": """
-import model, jax, jax.numpy as jnp, numpy as np
-cfg = model.make_cfg(d_model=16, n_layers=2, n_kv_heads=2, d_ff=32, vocab_size=11, qkv_bias=True,
-                     batch_size=2)
+import config, model, jax, jax.numpy as jnp, numpy as np
+cfg = config.derive_text(config.Config(
+    d_model=16, n_layers=2, n_kv_heads=2, d_ff=32, vocab_size=11, qkv_bias=True, batch_size=2,
+    dtype="float32"))
 batch = {"tokens": jnp.arange(10).reshape(2, 5), "labels": jnp.arange(1, 11).reshape(2, 5)}
 rng = np.random.default_rng(0)
 fill = {"normal": lambda std, shape: rng.normal(0, std, shape),
@@ -58,10 +59,11 @@ new = jax.eval_shape(lambda p: model.generate(
 assert new.shape == (2, 3)
 """,
     "step": """
-import step, jax, jax.numpy as jnp
+import config, step, jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-cfg = step.make_cfg(dp=-1, fsdp=1, optimizer="adamw", weight_decay=0.0, clip_norm=0.0, lr=0.1,
-                    schedule="constant", warmup_steps=0.0, steps=200, grad_accum_steps=2)
+cfg = config.Config(
+    dp=-1, fsdp=1, optimizer="adamw", weight_decay=0.0, clip_norm=0.0, lr=0.1, dtype="float32",
+    schedule="constant", warmup_steps=0.0, steps=200, grad_accum_steps=2)
 def loss_fn(params, batch, cfg):
     off = batch["x"] * params["w"] + params["b"] - batch["y"]
     return {"objective": (off * off).sum()}, {"objective": jnp.float32(off.size)}
@@ -140,10 +142,13 @@ def test_one_class():
     pytest.param(name, marks=[pytest.mark.slow] * (name == "model")) for name in USES])
 def test_copied_alone(name, tmp_path):
     """Each of the five, alone in an empty folder that nothing of ours is near, does its work there.
+    model.py and step.py are copied with config.py, which has the fields that they read.
 
     Break: data.py: import zlib => import zlib, config
     """
     shutil.copy(ROOT / f"{name}.py", tmp_path)
+    if "import config" in USES[name]:
+        shutil.copy(ROOT / "config.py", tmp_path)
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     alone = f"import sys; assert {str(ROOT)!r} not in sys.path\n"
     run = subprocess.run([sys.executable, "-c", alone + USES[name]],

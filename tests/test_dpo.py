@@ -141,7 +141,7 @@ def test_log_probs_over_a_mesh():
 
     def run(params, batch, n_tiles):
         def total(params):
-            found = model.label_log_probs(
+            found = dpo.label_log_probs(
                 params, batch, dataclasses.replace(cfg, logit_tiles=n_tiles))
             return (found ** 2).sum(), found
         return jax.grad(total, has_aux=True)(params)

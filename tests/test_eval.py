@@ -129,7 +129,6 @@ UNIGRAM = train.TEXT | {
     "loss": unigram_loss,
     "flops": None,
     "sample": None,
-    "programs": lambda params, cfg: {},
     "memory_flags": lambda sp, cfg: [],
 }
 
@@ -228,7 +227,7 @@ def test_the_memory_of_an_evaluation_is_that_of_its_batches(tiny, monkeypatch):
     batch size. Where they do not fit, the advice is to evaluate with the batches of training. The
     config of an evaluation has the number of steps that epochs determine after the setup.
 
-    Break: train.py: flags.append("--eval_batch_size 0") => pass
+    Break: train.py: flags.insert(0, {"eval_batch_size": 0}) => pass
     """
     cfg = tiny(mode="eval", dp=1, seq_len=512)
     peaks = {}

@@ -279,13 +279,6 @@ def rejected(words):
     return observe
 
 
-def refuses_another_mlp(cfg):
-    """Whether an export is refused when the MLP differs from that of the exported family."""
-    with pytest.MonkeyPatch.context() as changes:
-        changes.setattr(model, "_mlp", lambda x, w, cfg: 0 * x)
-        return rejected("the MLP differs from ")(cfg)
-
-
 def outcome(words=""):
     """The reason for which main() ends, or these words if its error has them."""
     def observe(cfg):
@@ -421,8 +414,6 @@ FIELDS = {
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
     "export_lora": row(dict(export_lora="adapter"), rejected("and none for experts"), False, True,
                        EXPERTS | dict(lora_rank=2, export="apart")),
-    "export_check": row(dict(export_check=False), refuses_another_mlp, True, False,
-                        dict(export="apart")),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
         Path(cfg.cache_dir).glob("jit_train_step*")) and cfg.cache_dir, "programs", "other", RUN),

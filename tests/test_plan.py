@@ -613,7 +613,7 @@ def gpu_text(tiny, **changes):
     """The compiled update, as text, for GPUs."""
     cfg = plan.PlanConfig(**dataclasses.asdict(tiny()) | GPU | changes)
     cost = train.estimate(train.setup_run(cfg, devices=plan.planned_devices(cfg)))
-    return cost["programs"]["update"].as_text()
+    return cost["programs"]["a step"].as_text()
 
 
 def overlaps(text):
@@ -667,7 +667,7 @@ def test_kernels_of_a_gpu_have_the_flops_of_the_model(tiny):
     cfg = run["cfg"]
     cost = plan.measure(run)
     found = {"products": 0, "attention": 0}
-    for kernel in plan.gpu_kernels(cost["programs"]["update"].as_text()):
+    for kernel in plan.gpu_kernels(cost["programs"]["a step"].as_text()):
         if kernel["flop"]:
             found[kernel["group"]] += kernel["times"] * kernel["flop"]
     tokens = cfg.batch_size * cfg.seq_len

@@ -103,12 +103,9 @@ FEATURES = {
             ("model.py", "    if cfg.lora_rank:\n        table |= _lora_rows(table, cfg)\n", ""),
             ("model.py", '    if f"{name}.lora_a" in w:\n'
              "        y += _lora_product(x, w, name, cfg)\n", ""),
-            ("model.py", "params if adapter else merge_lora(params, cfg)", "params"),
             ("train.py", '    "init_names": model.names_to_load,\n',
              '    "init_names": lambda table, saved, cfg: set(table),\n'),
             ("train.py", "        params = model.merge_lora(params, cfg)\n", ""),
-            ("train.py", "    merged = params if as_adapter else model.merge_lora(params, cfg)\n",
-             "    merged = params\n"),
         ],
     },
     "experts": {
@@ -123,9 +120,9 @@ FEATURES = {
         ],
     },
     "loss in tiles": {
-        "rooms": {"model.py": ["loss in tiles", "log-probabilities of labels"]},
+        "rooms": {"model.py": ["loss in tiles"]},
         "edits": [
-            ("model.py", "    n_tiles = _n_tiles(*labels_BT.shape, cfg)\n    if n_tiles > 1:\n"
+            ("model.py", "    n_tiles = count_tiles(*labels_BT.shape, cfg)\n    if n_tiles > 1:\n"
              "        sums = _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles)\n"
              "    else:\n"
              "        sums = _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg)\n",
@@ -179,8 +176,6 @@ FEATURES = {
              "        return _attend_cudnn(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n"
              '    if cfg.attention == "pallas":\n'
              "        return _attend_pallas(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n", ""),
-            ("model.py", '    if cfg.remat == "named" and cfg.attention == "pallas":\n'
-             "        return float(_needs_flash(cfg.sliding_window, seq_len))\n", ""),
         ],
     },
     "attention by blocks": {
@@ -188,14 +183,6 @@ FEATURES = {
         "edits": [
             ("model.py", "    if T > DENSE_LEN:\n"
              "        return _attend_in_blocks(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg)\n", ""),
-        ],
-    },
-    "check of exports": {
-        "rooms": {"model.py": ["check of exports"]},
-        "edits": [
-            ("train.py", "        if cfg.export_check:\n"
-             "            small = dataclasses.replace(cfg, **model.export_sizes(cfg))\n"
-             "            model.check_export(small, as_adapter)\n", ""),
         ],
     },
     "document mask": {

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from train import ckpt, config, data, model, steplib
 
@@ -32,7 +34,7 @@ def chat(cfg, hooks=(), task=train.TEXT):
         "cfg": cfg,
         "tokenizer": data.make_cfg_tokenizer(cfg),
         "options": steplib.compiler_options(cfg, jax.devices()[0]),
-        "session": {},  # the cache of model.stream
+        "session": {},  # the cache of stream
     }
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  keys to edit a line
@@ -111,8 +113,8 @@ def print_answer(speaker, ids, key):
     text = ""
     n_shown = 0
     end = f" ... (cut after --sample_tokens {cfg.sample_tokens})"
-    tokens = model.stream(speaker["params"], ids, cfg, key, cfg.sample_tokens, speaker["session"],
-                          speaker["options"])
+    tokens = stream(speaker["params"], ids, cfg, key, cfg.sample_tokens, speaker["session"],
+                    speaker["options"])
     try:
         for token in tokens:
             if token in stops:
@@ -127,6 +129,75 @@ def print_answer(speaker, ids, key):
         end = " ... (stopped)"
     print(train.printable(text[n_shown:]) + end)
     return text
+
+
+def stream(params, tokens, cfg, key, n_new, session=None, compiler_options=None):
+    """Yield the n_new ids that `generate` draws after the ids `tokens` (at least 1), one by one.
+
+    session: a dict that keeps the KV cache between calls, {} at first. Ids that continue those of
+    the previous call, as in a conversation, are then computed from there on. Prompts and caches are
+    padded to powers of two, so that a few programs serve all lengths.
+    """
+    if session is None:
+        session = {}
+    prefill = jax.jit(prefill_rest, static_argnames=("cfg", "n_cached"),
+                      compiler_options=compiler_options)
+    decode = jax.jit(model.decode, static_argnames="cfg", donate_argnames="cache",
+                     compiler_options=compiler_options)
+
+    # Compute the tokens that are not in the cache. The last one always: it gives the logits.
+    n_known = 0
+    n_cached = power_of_two(len(tokens) + n_new)
+    cache = session.get("cache")
+    if cache:
+        n_known = n_equal(session["tokens"], tokens[:-1])
+        n_cached = max(n_cached, cache["k"].shape[3])
+    rest = tokens[n_known:]
+    padding = [0] * (power_of_two(len(rest)) - len(rest))
+    rest_1T = np.int32([[*rest, *padding]])
+    logits_1V, cache = prefill(params, rest_1T, np.int32([len(rest)]), np.int32(n_known), cache,
+                               cfg=cfg, n_cached=n_cached)
+    session.update(tokens=list(tokens), cache=cache)
+
+    lengths_1 = np.int32([len(tokens)])
+    for i in range(n_new):
+        cache = session.pop("cache")  # `decode` overwrites it, and may be interrupted
+        token_1, logits_1V, cache = decode(
+            params, logits_1V, cache, lengths_1, np.int32(i), cfg=cfg, key=key)
+        token = int(token_1[0])
+        model.check_tokens(token)
+        session["tokens"].append(token)
+        session["cache"] = cache
+        yield token
+
+
+def prefill_rest(params, rest_1T, lengths_1, n_known, cache, cfg, n_cached):
+    """model.prefill of the tokens after the n_known in the cache (None: an empty one), which grows
+    to n_cached positions. Padding writes beyond the tokens: later tokens overwrite it.
+    """
+    if cache is None:
+        cache = model.empty_cache(1, n_cached, 0, cfg)
+    n_more = n_cached - cache["k"].shape[3]
+    growth = ((0, 0), (0, 0), (0, 0), (0, n_more), (0, 0))
+    cache = {name: jnp.pad(x_LBKSH, growth) for name, x_LBKSH in cache.items()}
+    positions_1T = n_known + jax.lax.broadcasted_iota(int, rest_1T.shape, 1)
+    batch = {"tokens": rest_1T, "positions": positions_1T}
+    return model.prefill(params, batch, lengths_1, cache, cfg)
+
+
+def n_equal(first, second):
+    """How many items two lists have in common at their beginning."""
+    n = 0
+    for a, b in zip(first, second):
+        if a != b:
+            break
+        n += 1
+    return n
+
+
+def power_of_two(n):
+    """The smallest power of two, at least 16, that is not below n."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def max_trained_len(cfg):

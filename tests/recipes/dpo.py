@@ -49,10 +49,38 @@ def errors_of(sizes, cfg):
 
 # ---- the loss
 
+def label_log_probs(params, batch, cfg):
+    """The log-probability [B, T] of each label in float32, 0 where it is ignored.
+
+    For losses that are not a sum over tokens. Holds the logits of one tile at a time; backward
+    computes them again. Excludes the losses of a router.
+    """
+    x_BTD, unembed_DV, _ = model.hidden_states(params, batch, cfg)
+    labels_BT = batch["labels"]
+    n_tiles = model.count_tiles(*labels_BT.shape, cfg)
+
+    def device_log_probs(unembed_DV, x_BTD, labels_BT):
+        def tile_log_probs(tile):
+            x_BtD, labels_Bt = tile
+            mask_Bt = labels_Bt != model.IGNORE
+            logits_BtV = model.loss_logits(x_BtD, unembed_DV.astype(x_BTD.dtype), cfg)
+            _, lse_Bt = model.max_and_logsumexp(logits_BtV)
+            true_Bt = model.label_logits(logits_BtV, jnp.where(mask_Bt, labels_Bt, 0))
+            return jnp.where(mask_Bt, true_Bt - lse_Bt, 0)
+
+        tiles = (model.split_tiles(x_BTD, n_tiles), model.split_tiles(labels_BT, n_tiles))
+        return model.join_tiles(jax.lax.map(jax.checkpoint(tile_log_probs), tiles))
+
+    split = P(model.BATCH_AXES, "sp")
+    # Float32, as backward adds up the gradients of the tiles in the dtype of the shared matrix.
+    return model.on_each_device(device_log_probs, (P(), split, split), split)(
+        unembed_DV.astype(jnp.float32), x_BTD, labels_BT)
+
+
 def log_probs(params, batch, cfg):
     """The log-probabilities [B, 2] of both answers, given their prompt."""
     rows = {name: batch[name].reshape(-1, cfg.seq_len) for name in ("tokens", "labels")}
-    return model.label_log_probs(params, rows, cfg).sum(axis=1).reshape(-1, 2)
+    return label_log_probs(params, rows, cfg).sum(axis=1).reshape(-1, 2)
 
 
 def loss(params, batch, cfg):
