@@ -987,12 +987,12 @@ def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
     cache = empty_cache(*tokens_BT.shape, n_new, cfg)
     logits_BV, cache = prefill(params, {"tokens": tokens_BT}, lengths_B, cache, cfg)
 
-    def decode(carry, i):
+    def add_token(carry, i):
         logits_BV, cache = carry
         token_B, logits_BV, cache = decode(params, logits_BV, cache, lengths_B, i, cfg, key)
         return (logits_BV, cache), token_B
 
-    _, tokens_TB = jax.lax.scan(decode, (logits_BV, cache), jnp.arange(n_new))
+    _, tokens_TB = jax.lax.scan(add_token, (logits_BV, cache), jnp.arange(n_new))
     return tokens_TB.T
 
 

@@ -1412,7 +1412,7 @@ def memory_flags(cfg, mesh, savers):
 
 def suggest_flags(flags, count, limit):
     """Return which flags make a run fit, as a text. They are added in their order until it fits,
-    and those that save less than one percent are left out.
+    and those that save less than one percent are skipped.
 
     count(changes): the bytes of the largest program with {field: value} changed; infinite when it
     cannot be compiled. limit: the bytes of a device, or None if they are unknown.

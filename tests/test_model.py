@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 import config
 import data
 import model
+from conftest import ROOT
 
 BASE = config.derive_text(config.Config(
     d_model=12, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=20, vocab_size=17,
@@ -267,7 +268,7 @@ def test_loss_sums_equal_numpy(change):
 
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_log_probs_of_labels_equal_numpy(tiles, monkeypatch):
-    """In dpo.py, of each label, in tiles or not, to 1e-4 as the logits are; 0 where a position has no label.
+    """In dpo.py, of each label, in tiles or not, to 1e-4 as the logits are; 0 without a label.
 
     Break: model.py: return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest) =>
     return jnp.moveaxis(tiles, 0, 1).reshape(B, n * t, *rest)
@@ -574,12 +575,12 @@ def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
 
 
 @pytest.mark.parametrize("change, flags", [
-    ({}, ["--mlp_tiles 8", "--remat full", "--remat offload"]),
-    (dict(remat="full"), ["--mlp_tiles 8", "--remat offload"]),
-    (dict(remat="offload", mlp_tiles=4), ["--mlp_tiles 8"]),
+    ({}, [{"mlp_tiles": 8}, {"remat": "full"}, {"remat": "offload"}]),
+    (dict(remat="full"), [{"mlp_tiles": 8}, {"remat": "offload"}]),
+    (dict(remat="offload", mlp_tiles=4), [{"mlp_tiles": 8}]),
     (dict(remat="offload", mlp_tiles=8), []),
-    (dict(remat="named", n_experts=4), ["--remat offload"]),
-    (dict(remat="offload", seq_len=64), ["--mlp_tiles 16"]),
+    (dict(remat="named", n_experts=4), [{"remat": "offload"}]),
+    (dict(remat="offload", seq_len=64), [{"mlp_tiles": 16}]),
 ])
 def test_memory_savers_are_what_is_not_set_yet(change, flags):
     """Only flags that lower memory further are named; MLP tiles divide the part of a sequence.

@@ -215,7 +215,7 @@ def test_metrics_jsonl_has_correct_tokens_times_and_rates(tiny, monkeypatch, cap
     config and a simulated clock, for 8 devices of 2 TFLOP/s. metrics.jsonl must have these values.
     A finished run prints how to train further by epochs.
 
-    Break: step.py: scale = units_per_s / n_devices / 1e12 => scale = units_per_s / 1e12
+    Break: step.py: flops * units_per_s / n_devices / 1e12 => flops * units_per_s / 1e12
     """
     monkeypatch.setattr(steplib, "peaks", lambda kind: (2.0, None))
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=70_000))
@@ -4126,7 +4126,8 @@ def test_a_plan_counts_the_step_and_the_evaluation(tiny):
     """The test counts by hand: the state and a batch for an evaluation. A mode without training
     holds only the parameters.
 
-    Break: step.py: held = state\n => held = state["params"]\n
+    Break: step.py: peaks["evaluation"] = held_bytes((held, batch)) =>
+    peaks["evaluation"] = held_bytes(held)
     """
     cfg = tiny(mode="plan", dp=1, vocab_size=1024)
 
