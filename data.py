@@ -836,7 +836,8 @@ OPTIONAL_COLUMNS = ("system", "tools", "input", "labels", "attention_mask")
 UNREAD_COLUMNS = (
     "system", "tools", "input", "history", "system_prompt", "functions", "function_call",
     "tool_calls", "documents", "reasoning_content", "chat_template", "chat_template_kwargs",
-    "weight", "loss_mask", "completion_mask", "assistant_masks", "position_ids",
+    "weight", "loss_mask", "completion_mask", "assistant_masks", "position_ids", "image", "images",
+    "videos", "audio",
 )
 
 
@@ -1086,6 +1087,7 @@ def make_tokenizer(name, eos_token=""):
         "encode_with_offsets": list of texts -> [(ids, first character of each, the one after it)],
         "decode": ids -> text; ids that the tokenizer lacks are shown as numbers, <300>,
         "vocab_size", "dtype": of the ids,
+        "n_ids": number of ids that a row of token ids may have; missing: vocab_size,
         "bos", "eos": ids around a document; bos None: an eos stands before it, too; eos None: the
             tokenizer can only be used with token files,
         "start": the id before the first one of a sample, where "bos" and "eos" are None,
@@ -1201,6 +1203,11 @@ def make_cfg_tokenizer(cfg):
     ids as numbers: shown as bytes, they would look like a text that they are not.
     """
     tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
+    # Optional: rows of token ids, which may be any of the model's.
+    if cfg.vocab_size > tokenizer["vocab_size"]:
+        dtype = np.min_scalar_type(cfg.vocab_size - 1)
+        tokenizer |= {"n_ids": cfg.vocab_size, "dtype": dtype,
+                      "key": [*tokenizer["key"], str(dtype)]}
     if cfg.tokenizer == "bytes" and cfg.vocab_size > 256 and has_only_token_files(cfg):
         patterns = _data_patterns(cfg)
         eos = cfg.eod_id if cfg.eod_id >= 0 else None
@@ -1977,10 +1984,11 @@ def _read_ids(row, where, tokenizer):
     if not len(ids) == len(labels) == len(mask):
         raise ValueError(f"{where}: input_ids has {len(ids)} ids, labels {len(labels)} and "
                          f"attention_mask {len(mask)}; must be as many")
-    wrong = ids[(ids < 0) | (ids >= tokenizer["vocab_size"])]
+    n_ids = tokenizer.get("n_ids", tokenizer["vocab_size"])
+    wrong = ids[(ids < 0) | (ids >= n_ids)]
     if len(wrong):
-        raise ValueError(f"{where}: input_ids has {wrong[0]}, not an id of the tokenizer "
-                         f"{tokenizer['name']!r}; set --tokenizer to the one that made these rows")
+        raise ValueError(f"{where}: input_ids has {wrong[0]}, which is not in [0, {n_ids}); set "
+                         "--tokenizer to the one that made these rows, or --vocab_size")
     if np.any((labels != ids) & (labels != IGNORE)) or np.any((mask != 0) & (mask != 1)):
         raise ValueError(f"{where}: labels must be input_ids or {IGNORE} at each place, not "
                          "shifted, and attention_mask 0 or 1")
@@ -2106,8 +2114,8 @@ def _clean_messages(messages, source, where):
         message = {name: x for name, x in message.items() if not _is_empty(x)}
         for name in message.keys() - ROUTINE_KEYS:
             if not _names(source, name):
-                raise ValueError(f"{at}: {name} is not known to the chat template; remove it, and "
-                                 "give a message without labels the weight 0")
+                raise ValueError(f"{at}: {name} is not known to the chat template; remove it (a "
+                                 "message without labels has the weight 0)")
 
         is_answer = message["role"] == "assistant"
         weight = message.pop("weight", int(is_answer))
