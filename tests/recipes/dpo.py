@@ -144,7 +144,7 @@ def rows_of_pair(row, where):
         value = row.get(name) if isinstance(row, dict) else None
         values[name] = data.messages_in(value)
         # Conversations may have the prompt within.
-        if name == "prompt" and value in (None, "") and isinstance(row, dict):
+        if name == "prompt" and value in (None, "", []) and isinstance(row, dict):
             continue
         if not isinstance(value, str | list) or not value:
             errors.append(f"{name} is {value!r:.60}; must be a text or a list of messages")
