@@ -528,8 +528,8 @@ def pass_scalars(step_fn, scalars):
 # ---- supporting
 #
 # Every run uses these, but a first reading can skip them. In this order: schedules, optimizers,
-# parts of the state, shapes and slices, compilation, devices, memory, sizes of parameters,
-# digest of the state, utilization, peak figures of devices, description of the machine.
+# parts of the state, shapes and slices, compilation, devices, memory, digest of the state,
+# utilization, peak figures of devices, description of the machine.
 
 
 # ---- schedules
@@ -1026,17 +1026,6 @@ def explain_oom(suggest):
             raise
         reason = str(e).partition("\n")[0]
         raise ValueError(f"does not fit: {reason}; to change: {suggest()}") from None
-
-
-# ---- sizes of parameters
-
-def largest_values(params, mesh):
-    """Return {name: the largest absolute value of this parameter}, NaN where a value is NaN."""
-    def largest(params):
-        return {name: jnp.abs(x).max() for name, x in params.items()}
-
-    compiled = jax.jit(largest, out_shardings=NamedSharding(mesh, P()))
-    return {name: float(x) for name, x in compiled(params).items()}
 
 
 # ---- digest of the state

@@ -17,13 +17,11 @@ import importlib.util
 import json
 import math
 import os
-import queue
 import re
 import resource
 import runpy
 import signal
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -318,7 +316,9 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     start = choose_start(setup, train_data, state, params, saved_meta)
     start_meta = start["meta"]  # of the checkpoint that the run begins with, or {}
     if saved_meta and is_finished(cfg, saved_meta):
-        print_how_to_continue(cfg, saved_step)
+        print0(f"{cfg.out_dir} is finished, at step {saved_step}. To train further: more --steps "
+               "or --epochs; from an earlier step: --branch_from DIR@STEP. To start again: "
+               "--resume overwrite, or another --out_dir. To export it: --mode export --export DIR")
         return None
     if start_meta:
         like = steplib.lower_steps(*step_args(setup))["state"]
@@ -686,7 +686,7 @@ def log_step(run, state, progress):
     # A loss or gradient that is not finite.
     if not finite:
         if last_metrics.get("finite", True):  # the first one
-            explain_nonfinite(run, state, row, finite_grads, last_metrics)
+            log_nonfinite(run, step, row["objective"], finite_grads)
         last_metrics["finite"] = False
         if cfg.on_nonfinite == "raise":
             raise FloatingPointError(f"step {step}: the loss or a gradient is not finite: {row}")
@@ -797,10 +797,7 @@ def stop_reason(run, step, requests, metrics):
 
     # A loss or gradient that is not finite.
     if not metrics.get("finite", True) and cfg.on_nonfinite == "stop":
-        reason = f"a loss or gradient is not finite near step {step}"
-        if metrics.get("params_finite", True):
-            return f"{reason}; the last good state is saved", 1
-        return f"{reason}, and the saved parameters are not finite either", 1
+        return f"a loss or gradient is not finite near step {step}; the state before it is saved", 1
 
     # A signal.
     if requests["signal"]:
@@ -882,7 +879,7 @@ def make_batch_at(setup, source, pinned=False):
     return batch_at
 
 
-def run_hooks(hooks, event, value, check=None):
+def run_hooks(hooks, event, value):
     """Call every hook(event, value). A result that is not None replaces the value.
 
     Before the loop the events are "loss_fn", "optimizer", "train_step" (what is compiled) and
@@ -891,8 +888,6 @@ def run_hooks(hooks, event, value, check=None):
     "window", "out_of_data", "save", "eval", "sample", "export", "reload", "skip", "nonfinite",
     "nonfatal_error", "stop", "end". Only hooks get the rows "resume", "before_save", "before_eval",
     "before_epoch" and "before_window".
-
-    check: a function of (event, value, result) that raises TypeError for a wrong result.
     """
     for hook in hooks:
         try:
@@ -902,8 +897,6 @@ def run_hooks(hooks, event, value, check=None):
                 if missing:
                     raise TypeError(f"its result lacks {', '.join(missing)}; return None, or all "
                                     "of the value: value | {...}")
-            if check:
-                check(event, value, value if new is None else new)
         except Exception as e:
             e.add_note(f"in the hook {getattr(hook, '__qualname__', hook)}, at the event {event}")
             raise
@@ -1022,7 +1015,7 @@ def describe_progress(run, progress, step):
         requests.update(progress["polled"]["events"])
     metrics = {}
     for name, value in progress["last_metrics"].items():
-        if name not in ("finite", "params_finite") and math.isfinite(value):
+        if name != "finite" and math.isfinite(value):
             metrics[name] = value
     return {
         "done": done,  # events of this step
@@ -1089,19 +1082,6 @@ def newest_metrics(progress, step):
     if metrics.get("val_step") == step:
         metrics.pop("val_step")
     return metrics
-
-
-def print_how_to_continue(cfg, step):
-    """Print what can be done with a run that is finished, at `step`."""
-    if step > cfg.steps:
-        print0(f"{cfg.out_dir} is at step {step}, beyond --steps {cfg.steps}: nothing is left to "
-               f"do. To train further: more --steps than {step}. To train from an earlier step: "
-               "--branch_from DIR@STEP")
-        return
-    further = f"--epochs {2 * cfg.epochs:g}" if cfg.epochs else f"--steps {2 * step}"
-    print0(f"{cfg.out_dir} is finished, at step {step}. To train further: {further}. To start "
-           "again: --resume overwrite, or another --out_dir. To export it: --mode export --export "
-           "FOLDER.")
 
 
 # ---- evaluation and end
@@ -1260,7 +1240,6 @@ def end_run(run, state, step, progress, stop):
     # The newest metrics, the time and the checkpoint.
     row = newest_metrics(progress, step)
     row.pop("finite", None)
-    row.pop("params_finite", None)
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
     checkpoint = None
     if progress["saved_step"] == step and "save" not in errors:
@@ -1307,8 +1286,10 @@ def run_row_hooks(hooks, event, row, progress):
     """
     requested = set()
     for hook in hooks:
-        row = run_hooks([hook], event, row, check_row)
-        requested.update(requested_events(row))
+        row = run_hooks([hook], event, row)
+        names = row.get("request") or ()
+        requested.update([names] if isinstance(names, str) else names)
+    assert requested <= {*config.EVENTS}, f"hooks request {requested}: events are {config.EVENTS}"
     if requested:
         row = row | {"request": sorted(requested)}  # those of all hooks
     if not progress["hook_stops"]:
@@ -1316,65 +1297,6 @@ def run_row_hooks(hooks, event, row, progress):
     if row.get("stop"):
         progress["hook_stops"].append(str(row["stop"]))
     return row
-
-
-def requested_events(row):
-    """The names of the events that a hook requests by a row, a text or a list of them."""
-    names = row.get("request") or ()
-    return [names] if isinstance(names, str) else list(names)
-
-
-def check_row(event, row, new):
-    """Raise TypeError when a hook may not ask for what its result asks for."""
-    request = new.get("request")
-    if request and not isinstance(request, (str, list, tuple, set)):
-        raise TypeError(f"request {request!r}: must be the name of an event, or a list of names")
-    for name in requested_events(new):
-        if name not in config.EVENTS:
-            raise TypeError(f"request {name!r}: no such event "
-                            f"({config.did_you_mean(name, config.EVENTS)})")
-    if new.get("skip") and event not in SKIPPABLE:
-        raise TypeError(f"skip {new['skip']!r}: only {' and '.join(SKIPPABLE)} can be skipped")
-    if event.startswith("before_"):
-        check_planned(event, row, new)
-
-
-SKIPPABLE = ("before_eval", "before_save")  # events
-
-
-def check_planned(event, row, new):
-    """Raise TypeError when a hook changes what is about to happen, or adds what nothing reads."""
-    known = {*row, "stop", "request", "skip"}
-    for key in new.keys() - known:
-        raise TypeError(f"{key!r}: nothing reads it ({config.did_you_mean(key, sorted(known))})")
-    for key in row.keys() - {"stop", "request", "skip", "hooks"}:
-        if new[key] != row[key]:
-            raise TypeError(f"{key} {new[key]!r}: a hook cannot change it; it is {row[key]!r}")
-    if event == "before_save":
-        check_hook_state(row["hooks"], new["hooks"])
-
-
-def check_hook_state(before, after):
-    """Raise TypeError for state of a hook that a resumed run would not get as it is, or under the
-    key of another hook.
-    """
-    if not isinstance(after, dict):
-        raise TypeError(f"hooks {after!r}: must be a dict: row['hooks'] | {{name: state}}")
-    for key, value in before.items():
-        if key not in after or after[key] is not value:
-            raise TypeError(f"hooks: {key!r} is of another hook; take another key, and keep this "
-                            "one: row['hooks'] | {name: state}")
-    for key in after.keys() - before.keys():
-        value = after[key]
-        if not isinstance(key, str):
-            raise TypeError(f"hooks: the key {key!r} must be a text")
-        try:
-            read_back = json.loads(json.dumps(value))
-        except (TypeError, ValueError) as e:
-            raise TypeError(f"hooks: {key!r} is {value!r}, which is not JSON: {e}") from None
-        if read_back != value and repr(read_back) != repr(value):
-            raise TypeError(f"hooks: {key!r} is {value!r} and would be read back as {read_back!r}; "
-                            "use lists, and dicts whose keys are texts")
 
 
 def run_before_hooks(run, event, planned, progress):
@@ -1511,19 +1433,12 @@ def log_errors(run, progress, step, kind):
     """Log a ValueError of a save or an export instead of raising it. progress["save_errors"] keeps
     it until a later attempt of this kind succeeds.
     """
-    previous = progress["save_errors"].pop(kind, "")
+    progress["save_errors"].pop(kind, None)
     try:
         yield
     except ValueError as e:
         progress["save_errors"][kind] = str(e)
-        row = {"step": step, "error": str(e)}
-        if without_digits(str(e)) == without_digits(previous):
-            row["repeated"] = kind
-        run["log_event"]("nonfatal_error", row)
-
-
-def without_digits(text):
-    return "".join(c for c in text if not c.isdigit())
+        run["log_event"]("nonfatal_error", {"step": step, "error": str(e)})
 
 
 def save_before_error(run, state, progress):
@@ -1973,68 +1888,40 @@ def catch_signals(on_save=lambda: None):
     """Yield a list that gets the name of the first SIGINT, SIGTERM or SIGHUP (unless nohup ignores
     that), and an Event to set once there is something to save. Before it is set, a signal raises
     KeyboardInterrupt. A second signal ends the process. SIGUSR1 calls on_save instead.
-
-    A thread reads the signals, since Python runs no handler while the main thread is inside a step.
-    Two within a second count as one: `timeout` sends two.
     """
     caught = []
     in_loop = threading.Event()
-    numbers = {signal.SIGINT, signal.SIGTERM}
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.add(signal.SIGHUP)
+    first_at = 0.0
 
     def handle(number, frame):
-        if number != signal.SIGUSR1 and not in_loop.is_set():
-            raise KeyboardInterrupt(signal.Signals(number).name)
-
-    def on_signal(number):
+        nonlocal first_at
         name = signal.Signals(number).name
-        caught.append(name)
-        if in_loop.is_set():
-            with ignore_stdout_errors():
-                message = f"\n{name}: finishing the step and saving; again to end at once\n"
-                os.write(2, message.encode())
-            return
-        # Python drops an exception that a handler raises in a finalizer or callback: raise again.
-        time.sleep(0.3)
-        if not in_loop.is_set() and signal.getsignal(number) is handle:
-            signal.pthread_kill(threading.main_thread().ident, number)
+        if number == signal.SIGUSR1:
+            on_save()
+        elif not in_loop.is_set():
+            raise KeyboardInterrupt(name)
+        elif not caught:
+            caught.append(name)
+            first_at = time.monotonic()
+            print_stderr(f"{name}: finishing the step and saving; again to end at once")
+        elif time.monotonic() - first_at > 1:  # `timeout` sends two at once
+            print_stderr(f"{name} again: ending at once")
+            os._exit(128 + number)
 
-    def on_second_signal(number):
-        with ignore_stdout_errors():
-            os.write(2, f"\n{signal.Signals(number).name} again: ending at once\n".encode())
-        os._exit(128 + number)
-
-    def watch(reader):
-        first_at = 0.0
-        while True:
-            received = os.read(reader, 1)
-            if not received:
-                break
-            number = received[0]
-            if number == signal.SIGUSR1:
-                on_save()
-            if number not in numbers:
-                continue
-            if not caught:
-                first_at = time.monotonic()
-                on_signal(number)
-            elif time.monotonic() - first_at > 1:
-                on_second_signal(number)
-        os.close(reader)
-
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     with contextlib.ExitStack() as undo:
-        # Only the main thread can catch signals.
-        if threading.current_thread() is threading.main_thread():
-            reader, writer = os.pipe()
-            os.set_blocking(writer, False)
-            undo.callback(os.close, writer)
-            threading.Thread(target=watch, args=[reader], daemon=True).start()
-            old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-            undo.callback(signal.set_wakeup_fd, old)
-            for number in (*numbers, signal.SIGUSR1):
+        if threading.current_thread() is threading.main_thread():  # only it can catch signals
+            for number in numbers:
                 undo.callback(signal.signal, number, signal.signal(number, handle))
         yield caught, in_loop
+
+
+def print_stderr(text):
+    """Print in a signal handler, which may have interrupted a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
 
 
 # ---- printing
@@ -2103,71 +1990,18 @@ def jsonl(cfg):
     """Write every event but "step" and "dispatch" to metrics.jsonl, a JSON object per line, with
     all digits. On resume, rows after the restored step are dropped.
     """
-    path = Path(cfg.out_dir) / "metrics.jsonl"
     file = None
-    first_step = None  # of this launch
-    lines = []  # not yet given to the file
-    has_failed = False
 
     def observe(event, row):
-        nonlocal file, first_step, has_failed
+        nonlocal file
         if event == "start":
-            first_step = row["step"]
-        if first_step is None or event in ("step", "dispatch"):
+            file = ckpt.open_log(cfg.out_dir, row["step"])
+        if file is None or event in ("step", "dispatch"):
             return
-        lines.append(ckpt.json_line({"event": event} | row) + "\n")
         try:
-            if file is None:
-                file = ckpt.open_log(cfg.out_dir, first_step)
-            text = "".join(lines)
-            lines.clear()
-            file.write(text)
-        except OSError as e:  # the file keeps the text, and writes it with the next one
-            if not has_failed:
-                print0(f"{path}: {e}; make room: rows are kept until then")
-            has_failed = True
-        else:
-            if has_failed:
-                print0(f"{path}: all rows are written")
-            has_failed = False
-
-    return observe
-
-
-TRACKER_TIMEOUT_S = 60  # how long the end of a run waits for an observer in a thread
-
-
-QUEUE_ROWS = 10_000  # most rows that wait for a tracker; more are dropped
-
-
-def run_in_thread(name, make, cfg):
-    """The observer make(cfg) in its own thread, so that the run does not wait for it. A raising
-    observer is logged and removed. A hanging one is abandoned at the end.
-    """
-    rows = queue.Queue(QUEUE_ROWS)
-
-    def work():
-        try:
-            observe = make(cfg)
-            event = None
-            while event not in ("end", "error"):
-                event, row = rows.get()
-                observe(event, row)
-        except Exception as e:
-            print0(f"{name}: {type(e).__name__}: {e}; it is removed, and the run continues")
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def observe(event, row):
-        if event in ("step", "dispatch") or not thread.is_alive():
-            return
-        with contextlib.suppress(queue.Full):
-            rows.put_nowait((event, row))
-        if event in ("end", "error"):
-            thread.join(TRACKER_TIMEOUT_S)
-            if thread.is_alive():
-                print0(f"{name}: not done after {TRACKER_TIMEOUT_S} s; its last rows may be lost")
+            file.write(ckpt.json_line({"event": event} | row) + "\n")
+        except OSError as e:  # the file keeps the text, and writes it with the next row
+            print0(f"{file.name}: {e}; make room: rows are kept until then")
 
     return observe
 
@@ -2224,14 +2058,12 @@ def console(cfg):
         elif event == "export":
             print0(f"{format_step(row)}  exported to {cfg.export}")
         elif event == "nonfinite":
-            first, *others = row["sentences"]
-            lines = [f"{format_step(row)}  {first}"]
-            lines += [f"  {sentence}" for sentence in others]
-            for line in lines:
-                print0(textwrap.fill(line, 79, subsequent_indent="    ", break_on_hyphens=False))
-        if "repeated" in row:
-            print0(f"{format_step(row)}  {row['repeated']} failed again, for the same reason")
-        elif event in ("sample", "nonfatal_error") and "error" in row:
+            print0(f"{format_step(row)}  not finite: loss {row['loss']:.4g}, gradients "
+                   f"{', '.join(row['grads'])}; try a lower --lr, --clip_norm 1, a longer "
+                   "--warmup_steps or --dtype float32, with --allow_change and its name")
+        elif event == "nonfatal_error":
+            print0(f"{format_step(row)}  {row['error']}")
+        if event == "sample" and "error" in row:
             print0(f"{format_step(row)}  {row['error']}")
         if event in ("end", "error"):
             bar.close()
@@ -2727,91 +2559,15 @@ def find_branch(cfg):
 # ---- steps that are not finite
 
 
-def explain_nonfinite(run, state, metrics, finite_grads, last_metrics):
-    """Log "nonfinite": what is not finite in a step, whether the parameters are, and what to try.
-
-    metrics: of the step. finite_grads: as in steplib.train_step, None where a hook's step has none.
-    Sets last_metrics["params_finite"].
+def log_nonfinite(run, step, loss, finite_grads):
+    """Log the loss and the names of the gradients of a step that are not finite. finite_grads: as
+    in steplib.train_step, None where a hook's step has none.
     """
-    names = steplib.trained_names(run["table"])
     grads = []
     if finite_grads is not None:
+        names = steplib.trained_names(run["table"])
         grads = [name for name, finite in zip(names, finite_grads, strict=True) if not finite]
-    largest = steplib.largest_values(state["params"], run["mesh"])
-    params = [name for name, x in largest.items() if not math.isfinite(x)]
-    last_metrics["params_finite"] = not params
-
-    # What is not finite.
-    loss = metrics["objective"]
-    found = [] if math.isfinite(loss) else ["the loss"]
-    if grads:
-        found.append(f"the gradients of {join_names(grads, names)}")
-    if not found:
-        found = ["the norm of all gradients"]
-    sentence = f"not finite: {' and '.join(found)}"
-    if math.isfinite(loss):
-        sentence += f"; the loss is {loss:.4g}"
-    sentences = [sentence]
-
-    # Whether this state can train.
-    if params:
-        sentences.append(f"parameters that are not finite: {join_names(params, [*largest])}. Their "
-                         "checkpoint cannot train: begin with an earlier one, by --branch_from "
-                         "DIR@STEP")
-    else:
-        name = max(largest, key=largest.get)
-        verdict = "they can train" if largest[name] < DIVERGED_ABOVE else "too large to train"
-        sentences.append(f"the saved parameters are finite: up to {largest[name]:.3g} ({name}), "
-                         f"{verdict}")
-    sentences += nonfinite_advice(run["cfg"], metrics["step"], metrics["lr"], bool(params))
-    run["log_event"]("nonfinite", {
-        "step": metrics["step"], "loss": loss, "grads": grads, "params": params,
-        "sentences": sentences})
-
-
-DIVERGED_ABOVE = 1e4  # parameters beyond this have diverged
-
-
-def join_names(some, names):
-    """Some names of parameters as a text, those of the layers together."""
-    if len(some) == len(names):
-        return "all parameters"
-    others = [name for name in names if name not in some]
-    if len(others) <= 2:
-        return f"all parameters but {', '.join(others)}"
-    texts = [name for name in some if not name.startswith("layers.")]
-    of_layers = [name.removeprefix("layers.") for name in some if name.startswith("layers.")]
-    if of_layers:
-        texts.append(f"layers.({', '.join(of_layers)})")
-    return ", ".join(texts)
-
-
-def nonfinite_advice(cfg, step, lr, is_lost):
-    """Sentences: the learning rate against its default, and what to try. lr: of this step. is_lost:
-    whether the parameters are not finite.
-    """
-    default = steplib.DEFAULT_LR[cfg.optimizer]
-    peak = default if cfg.lr == -1 else cfg.lr
-    ratio = peak / default
-    compared = f"the default of {cfg.optimizer}"
-    if ratio != 1:
-        compared = f"{ratio:.3g} times {compared}, {default:g}"
-    sentences = [f"lr {peak:g} is {compared}; it was {lr:.3g} at this step"]
-
-    attempts = [f"a lower rate (--lr {peak / 3:.2g})"]
-    if ratio > 1:
-        attempts = [f"--lr {default:g}"]
-    if not cfg.clip_norm:
-        attempts.append("--clip_norm 1")
-    if step <= 0.2 * cfg.steps and cfg.schedule != "constant":
-        attempts.append("a longer --warmup_steps")
-    if cfg.dtype != "float32":
-        attempts.append("--dtype float32")
-    if cfg.on_nonfinite == "stop" and not is_lost:
-        attempts.append("--on_nonfinite skip")
-    sentences.append(f"to try: {', '.join(attempts)}; to resume with a change: --allow_change and "
-                     "its name")
-    return sentences
+    run["log_event"]("nonfinite", {"step": step, "loss": loss, "grads": grads})
 
 
 # ---- validation data that comes later
@@ -3463,43 +3219,28 @@ def log_to_wandb(cfg):
 
 def log_to_tensorboard(cfg):
     """Write event files for TensorBoard into out_dir/tensorboard: metrics, histograms, samples."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-    from tensorboard.plugins.text import metadata
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    from tensorboard.util import tensor_util
-    writer = EventFileWriter(str(Path(cfg.out_dir) / "tensorboard"))
-
-    def media(row):
-        """The histograms and samples of a row, as TensorBoard shows them."""
-        found = []
-        for name, stats in row.get("watch", {}).items():
-            n, mean = sum(stats["counts"]), stats["mean"]
-            histogram = HistogramProto(
-                min=stats["min"], max=stats["max"], num=n, sum=n * mean,
-                sum_squares=n * (stats["std"]**2 + mean**2),
-                bucket_limit=histogram_edges(stats)[1:], bucket=stats["counts"])
-            found.append(Summary.Value(tag=f"watch/{name}", histo=histogram))
-        for i, text in enumerate(row.get("texts", ())):
-            # As Markdown, in which an indented text is shown as it is.
-            indented = "".join(f"    {line}\n" for line in text.split("\n"))
-            tag = f"sample/{i}"
-            found.append(Summary.Value(
-                tag=tag, tensor=tensor_util.make_tensor_proto(indented),
-                metadata=metadata.create_summary_metadata(tag, "")))
-        return found
+    from tensorboardX import SummaryWriter
+    writer = None
 
     def observe(event, row):
-        now, step = time.time(), row.get("step", 0)
+        nonlocal writer
         if event == "start":  # has TensorBoard purge later steps
-            log = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(session_log=log, wall_time=now, step=step + 1))
-        elif event in ("log", "eval", "sample", "end"):
-            values = media(row)
+            writer = SummaryWriter(f"{cfg.out_dir}/tensorboard", purge_step=row["step"] + 1)
+        elif writer and event in ("log", "eval", "sample", "end"):
+            step = row["step"]
             for name, x in (numbers(row) | watched_numbers(row)).items():
-                values.append(Summary.Value(tag=name, simple_value=x))
-            writer.add_event(Event(summary=Summary(value=values), wall_time=now, step=step))
-        if event in ("end", "error"):
+                writer.add_scalar(name, x, step)
+            for name, stats in row.get("watch", {}).items():
+                n, mean = sum(stats["counts"]), stats["mean"]
+                writer.add_histogram_raw(
+                    f"watch/{name}", stats["min"], stats["max"], n, n * mean,
+                    n * (stats["std"]**2 + mean**2), histogram_edges(stats)[1:], stats["counts"],
+                    step)
+            for i, text in enumerate(row.get("texts", ())):
+                # As Markdown, in which an indented text is shown as it is.
+                indented = "".join(f"    {line}\n" for line in text.split("\n"))
+                writer.add_text(f"sample/{i}", indented, step)
+        if writer and event in ("end", "error"):
             writer.close()
 
     return observe
@@ -3527,20 +3268,23 @@ def histogram_edges(stats):
 TRACKERS = {"wandb": log_to_wandb, "tensorboard": log_to_tensorboard}  # of --track
 
 
+TRACKER_PACKAGES = {log_to_wandb: "wandb", log_to_tensorboard: "tensorboardX"}
+
+
 def check_trackers(cfg):
     """Raise ValueError for a tracker whose package is not installed."""
     errors = []
     for name in cfg.track:
-        needs_package = TRACKERS[name] in (log_to_wandb, log_to_tensorboard)
-        if needs_package and not importlib.util.find_spec(name):
-            errors.append(f"track {name!r}: is not installed: pip install {name}")
+        package = TRACKER_PACKAGES.get(TRACKERS[name])
+        if package and not importlib.util.find_spec(package):
+            errors.append(f"track {name!r}: {package} is not installed: pip install {package}")
     config.raise_if_errors(errors)
 
 
 # ---- observers that run
 
 
-OBSERVERS = (jsonl, trace_profile, console)
+OBSERVERS = (jsonl, trace_profile, console, plot)
 # With --log_all_processes, those of each process but process 0.
 OTHER_OBSERVERS = (trace_profile, log_of_process)
 
@@ -3555,9 +3299,8 @@ def make_observers(cfg):
         observers.append((getattr(make, "__name__", str(make)), make(cfg)))
     if not is_main():
         return observers
-    observers.append(("plot", run_in_thread("plot", plot, cfg)))
     for name in cfg.track:
-        observers.append((name, run_in_thread(name, TRACKERS[name], cfg)))
+        observers.append((name, TRACKERS[name](cfg)))
     return observers
 
 

@@ -166,7 +166,7 @@ JUMPS = {
         "sparse rows": ["id_errors"],
         "best checkpoint": ["best_so_far", "describe_best", "keep_if_best"],
         "branches of a run": ["find_branch"],
-        "steps that are not finite": ["explain_nonfinite"],
+        "steps that are not finite": ["log_nonfinite"],
         "validation data that comes later": ["val_data_at"],
         "exports during a run": ["export"],
         "dynamic sources of parameters": ["reload_params"],

@@ -26,19 +26,19 @@ FEATURES = {
             ("train.py", '        "track": TRACKERS,\n', ""),
             ("train.py", "    check_trackers(cfg)\n", ""),
             ("train.py", "    for name in cfg.track:\n"
-             "        observers.append((name, run_in_thread(name, TRACKERS[name], cfg)))\n", ""),
+             "        observers.append((name, TRACKERS[name](cfg)))\n", ""),
         ],
     },
     "plot": {
         "rooms": {"train.py": ["plot"]},
         "edits": [
-            ("train.py", '    observers.append(("plot", run_in_thread("plot", plot, cfg)))\n', ""),
+            ("train.py", "console, plot)", "console)"),
         ],
     },
     "profiler": {
         "rooms": {"train.py": ["profiler"], "step.py": ["profiler"]},
         "edits": [
-            ("train.py", "(jsonl, trace_profile, console)", "(jsonl, console)"),
+            ("train.py", "(jsonl, trace_profile, console", "(jsonl, console"),
             ("train.py", "(trace_profile, log_of_process)", "(log_of_process,)"),
         ],
     },
@@ -88,7 +88,7 @@ FEATURES = {
         "rooms": {"train.py": ["steps that are not finite"]},
         "edits": [
             ("train.py", '        if last_metrics.get("finite", True):  # the first one\n'
-             "            explain_nonfinite(run, state, row, finite_grads, last_metrics)\n", ""),
+             "            log_nonfinite(run, step, row[\"objective\"], finite_grads)\n", ""),
         ],
     },
     "validation data that comes later": {
@@ -353,7 +353,7 @@ def without(names):
 def test_without_a_room_no_name_is_undefined(name, tmp_path):
     """At most ten lines outside the rooms of a feature change, and then nothing calls them.
 
-    Break: train.py: observers.append((name, run_in_thread(name, TRACKERS[name], cfg))) => pass
+    Break: train.py: observers.append((name, TRACKERS[name](cfg))) => pass
     """
     feature = FEATURES[name]
     n_lines = sum(max(old.count("\n"), 1) for _, old, _ in feature["edits"])
@@ -371,7 +371,7 @@ def test_without_a_room_no_name_is_undefined(name, tmp_path):
 def test_the_default_job_trains_without_rooms(tmp_path, cache_dir):
     """Without all of these features, losses and digests are bit-identical.
 
-    Break: train.py: (jsonl, trace_profile, console) => (jsonl, trace_profile)
+    Break: train.py: (jsonl, trace_profile, console, => (jsonl, trace_profile,
     """
     found = []
     for name, features in (("all", []), ("none", [*FEATURES])):
