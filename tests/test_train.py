@@ -89,10 +89,10 @@ def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
 
 
-def stop_at(step):
-    """Return a hook that stops the run by a signal after it has saved `step`."""
+def stop_at(step, at="save"):
+    """Return a hook that stops the run by a signal at an event of `step`."""
     def hook(event, value):
-        if event == "save" and value["step"] == step:
+        if event == at and value["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
             frame = sys._getframe()
             while "signals" not in frame.f_locals:  # a local of the run that calls this hook
@@ -1511,26 +1511,27 @@ def test_on_nonfinite_skips_stops_or_raises(tiny, policy, capsys):
 @pytest.mark.slow
 def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
     """A run is stopped at its last step before the evaluation. The same command with more steps
-    evaluates and continues; metrics.jsonl has each event once. Launches that would start over a
+    evaluates, saves again and continues. Launches that would start over a
     finished run are refused.
 
     Break: train.py: step, meta = ckpt.newest_meta(root) => step, meta = 0, {}
     """
     make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
-    summary = train.main(make(steps=4), hooks=[stop_at(4)])
+    summary = train.main(make(steps=4), hooks=[stop_at(4, "log")])
     assert (summary["reason"], summary["exit_code"]) == ("SIGTERM", 0)
     assert event_steps(out, "save eval") == [("save", 4)]
-    half = out / "ckpt/000000099/abcd0123"
+    half = out / "ckpt/000000099/save-abcd0123"
     half.mkdir(parents=True)  # a process killed during a save leaves such a folder
     (half / "zarr.json").touch()
-    assert train.main(make(steps=8), hooks=[stop_at(8)])["step"] == 8
+    assert train.main(make(steps=8), hooks=[stop_at(8, "log")])["step"] == 8
     assert not list(out.glob("ckpt/*99*"))
     summary = train.main(make(steps=8))
     assert (summary["reason"], summary["step"]) == ("all 8 steps are done", 8)
     assert "val_loss" in summary and summary["checkpoint"] == str(out / "ckpt/000000008")
     assert event_steps(out, "log") == [("log", i) for i in range(1, 9)]
-    assert event_steps(out, "save eval") == [("save", 4), ("eval", 4), ("save", 8), ("eval", 8)]
+    assert event_steps(out, "save eval") == [
+        ("save", 4), ("eval", 4), ("save", 8), ("eval", 8), ("save", 8)]
     first, second, third = rows(out, "start")
     assert [r["step"] for r in (first, second, third)] == [0, 4, 8]
     assert first["run_id"] == second["run_id"] == third["run_id"]
@@ -1620,7 +1621,7 @@ def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
     Break: train.py: if is_due_at_end(cfg, event) and event not in done] =>
     if event not in done][:0]
     """
-    assert train.main(tiny(), hooks=[stop_at(8)])["reason"] == "SIGTERM"
+    assert train.main(tiny(), hooks=[stop_at(8, "log")])["reason"] == "SIGTERM"
     assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4]
     summary = train.main(tiny())
     assert summary["reason"] == "all 8 steps are done" and "val_loss" in summary
@@ -4062,8 +4063,8 @@ def test_patterns_select_the_parameter_groups():
     ("", {"hook_stops": ["enough"]}, "enough", 0),
     ("", {"hook_stops": ["enough"], "events": ["save"]}, None, None),
     ("", {"signal": "SIGTERM", "events": ["save"]}, "SIGTERM", 0),
-    ("", {"finite": False}, "a loss or gradient is not finite near step 4; the state before it is "
-                            "saved", 1),
+    ("", {"finite": False}, "a loss or gradient is not finite near step 4; the state before it "
+                            "is saved", 1),
     # If several apply: the file, the first condition, a hook, the last step.
     ("1s loss<9", {"elapsed_s": 1.0, "stop_file": True, "loss": 1.0}, "runs{x}/stop exists", 0),
     ("loss<9 loss>0.5 1s", {"elapsed_s": 1.0, "loss": 1.0}, "loss 1 is below 9", 0),
