@@ -1894,7 +1894,7 @@ def test_splits_of_rows_from_python(tmp_path, capsys):
 
 # {case: (a row as a library gives it, the row in JSON)}
 LIBRARY_ROWS = {
-    "columns that are not read": ({"text": "a", "day": np.datetime64("2026-01-01"), "image": {1}},
+    "columns that are not read": ({"text": "a", "day": np.datetime64("2026-01-01"), "body": {1}},
                                   {"text": "a"}),
     "pandas": ({"messages": np.array([{"role": "user", "tool_calls": np.array([
         {"function": {"arguments": {"a": "x", "b": None}}}], object)}], object)},
