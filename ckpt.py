@@ -1502,23 +1502,6 @@ def _log_origin(some, names, origin, log):
         log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
 
 
-def load_saved(root, meta, sources, texts, like, log=print, step=None):
-    """Return (step, parameters) of a checkpoint of a run: that of `step`, or the newest intact one.
-    Parameters that it excludes come from the sources. Without a checkpoint: step 0, and all
-    parameters from the sources.
-
-    meta: of that checkpoint, or {}. sources: of `open_sources`, from these texts.
-    """
-    loaded = load_parameters(sources, like)
-    if meta:
-        initial = {f"params/{name}": x for name, x in loaded.items()}
-        step, tree = restore_run(root, {"params": like}, initial, log, step)
-        return step, tree["params"]
-    errors = [f"no source has {name}" for name in like if name not in loaded]
-    _raise_if_errors(errors, f"init_from {' '.join(texts)}")
-    return 0, loaded
-
-
 def _raise_if_errors(errors, where):
     """Raise one ValueError of all errors, if there are any."""
     if len(errors) == 1:

@@ -321,9 +321,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
                "--resume overwrite, or another --out_dir. To export it: --mode export --export DIR")
         return None
     if start_meta:
-        like = steplib.lower_steps(*step_args(setup))["state"]
-        ckpt.check_run_fits(start["run"], start["root"], start_meta, like,
-                            absent_arrays(start, like), "state" in cfg.allow_change)
+        check_saved_arrays(setup, start, steplib.lower_steps(*step_args(setup))["state"])
     # Optional: training data in windows, as of tests/recipes/windows.py.
     intervals = [str(getattr(cfg, f"{event}_every")) for event in config.EVENTS]
     if "windows" not in train_data and "window" in " ".join(intervals):
@@ -361,7 +359,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     # 4. the checkpoint of another run, from --branch_from
     # 5. parameters from --init_from
     # 6. random parameters
-    state = load_start(setup, start, programs, state, params)
+    _, state = load_start(setup, start, programs, state, params)
     if start_meta and int(state["step"]) != start_meta["step"]:
         # The newest checkpoint is corrupted, and an older one was restored.
         start_meta = ckpt.read_meta(start["root"], int(state["step"]))
@@ -462,14 +460,18 @@ def choose_start(setup, train_data, state, params, meta):
 
 
 def load_start(setup, start, programs, state, params):
-    """Make the initial state that choose_start has chosen."""
+    """(its step, the initial state) that choose_start has chosen. Without a loop, programs["state"]
+    has the parameters alone.
+    """
     cfg = setup["cfg"]
     key = jax.random.key(cfg.seed)
     like = programs["state"]
     if state is not None:
-        return place_state(state, like)
+        placed = place_state(state, like)
+        return int(state["step"]), placed
     if params is not None:
-        return programs["from_params"](key, params=place_params(params, like["params"]))
+        params = place_params(params, like["params"])
+        return 0, programs["from_params"](key, params=params)
 
     # The parameters that no checkpoint of this run has.
     initial = {}
@@ -480,15 +482,23 @@ def load_start(setup, start, programs, state, params):
         else:
             initial = programs["init"](key)
     if not start["meta"]:
-        return initial
+        return 0, initial
     # The checkpoint, with the arrays that it lacks: parameters, and the scale of a new float16.
     if "scale" in like:
         shardings = jax.tree.map(lambda x: x.sharding, like["scale"])
         initial |= {"scale": jax.device_put(steplib.init_loss_scale(), shardings)}
     arrays, _ = ckpt.flatten(initial)
     arrays = {path: arrays[path] for path in absent_arrays(start, like)}
-    _, restored = ckpt.restore_run(start["root"], like, arrays, print0, start["step"])
-    return restored
+    return ckpt.restore_run(start["root"], like, arrays, print0, start["step"])
+
+
+def check_saved_arrays(setup, start, like):
+    """Raise ValueError when the checkpoint does not have the arrays of `like`, the state or its
+    parameters.
+    """
+    drops_unknown = "state" in setup["cfg"].allow_change
+    ckpt.check_run_fits(start["run"], start["root"], start["meta"], like,
+                        absent_arrays(start, like), drops_unknown)
 
 
 def absent_arrays(start, like):
@@ -1589,9 +1599,9 @@ def open_sources(setup, wanted=None):
 
 def place_state(state, like):
     """A copy of a given state, in the shardings of `like`."""
-    check_state(state, like)
+    check_state(state, ("step", *like))
     shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.device_put(state, shardings, may_alias=False)
+    return jax.device_put({key: state[key] for key in like}, shardings, may_alias=False)
 
 
 def check_state(state, keys):
@@ -2413,12 +2423,11 @@ def given_prompts(cfg):
     return ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer))
 
 
-def data_to_continue(found):
+def data_to_continue(setup, is_of_run):
     """The data whose beginning the samples of mode sample continue; None if they have a prompt, or
-    if the data is that of no run. found: of find_saved. Data that cannot be opened is a notice.
+    if the data is that of no run. Data that cannot be opened is a notice.
     """
-    cfg, task = found["setup"]["cfg"], found["setup"]["task"]
-    is_of_run = bool(found["meta"]) or found["given"] is not None
+    cfg, task = setup["cfg"], setup["task"]
     has_data = bool(cfg.data or cfg.mix or cfg.val_data) or is_of_run
     if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
         return None
@@ -2816,8 +2825,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     the loss have an effect.
     """
     # Find the parameters, and check that they fit what is to be done.
-    found = find_saved(cfg, task, hooks, state, params)
-    setup = found["setup"]
+    setup, start = find_saved(cfg, task, hooks, state, params)
     cfg, task = setup["cfg"], setup["task"]
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
@@ -2825,7 +2833,8 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         check_samples_file(cfg.samples_file)
     source = None
     if cfg.mode == "sample":
-        source = data_to_continue(found)
+        is_given = state is not None or params is not None
+        source = data_to_continue(setup, is_given or bool(start["meta"]))
     val_data = None
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
@@ -2833,12 +2842,11 @@ def run_saved(cfg, task, hooks, state=None, params=None):
             raise ValueError(f"mode eval: val_frac {cfg.val_frac} leaves no data; set --val_data")
 
     # Compile, and check that everything fits into memory.
-    like = steplib.lower_steps(*step_args(setup))["state"]
     with steplib.explain_oom(partial(memory_advice, setup)):
         cost = count_programs(setup)
         steplib.check_peaks(cost, setup["mesh"])
 
-    step, params = load_found(found, like["params"])
+    step, params = load_saved(setup, start, state, params)
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(setup, val_data, cost["programs"]["evaluation"], params)
@@ -2861,31 +2869,23 @@ def load_run(cfg, task=TEXT, hooks=()):
     tests/recipes/chat.py.
     """
     cfg, hooks = prepare(cfg, hooks)
-    found = find_saved(cfg, task, hooks)
-    setup = found["setup"]
-    like = steplib.lower_steps(*step_args(setup))["state"]
-    step, params = load_found(found, like["params"])
-    return setup, step, params
+    setup, start = find_saved(cfg, task, hooks)
+    return setup, *load_saved(setup, start)
 
 
 def find_saved(cfg, task, hooks, state=None, params=None):
-    """Find the parameters that a mode without a loop uses: {"setup", "root" (of the checkpoints),
-    "meta" (of the checkpoint, or {}), "step" (None: of the newest intact one), "given" (parameters,
-    or None)}. They are, in this order, of the given state, the given ones, those of the checkpoint
-    of cfg.out_dir that cfg.checkpoint names, or those of cfg.init_from.
+    """Find the parameters that a mode without a loop uses: (setup, start of load_start). They are,
+    in this order, of the given state, the given ones, those of the checkpoint of cfg.out_dir that
+    cfg.checkpoint names, or those of cfg.init_from.
     """
-    step = 0
-    if state is not None:
-        check_state(state, ("step", "params"))
-        params = state["params"]
-        step = int(state["step"])
+    is_given = state is not None or params is not None
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
+    step = None
     meta = {}
-    if params is None and cfg.checkpoint == "latest":
+    if not is_given and cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
         _, meta = ckpt.newest_run_meta(root, needed_for, config.nearest_runs(cfg.out_dir))
-        step = None
-    elif params is None:
+    elif not is_given:
         root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:
         which = " (best)" if cfg.checkpoint == "best" else ""
@@ -2898,24 +2898,24 @@ def find_saved(cfg, task, hooks, state=None, params=None):
     if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
         raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
                          f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
-    return {"setup": setup, "root": root, "meta": meta, "step": step, "given": params}
+    missing, load_from = set(), []
+    if not is_given:
+        missing, load_from = find_parameters(setup, meta)
+    unknown = missing.difference(*(source["take"].values() for source in load_from))
+    config.raise_if_errors([f"no source has {name}" for name in sorted(unknown)],
+                           f"mode {cfg.mode}, init_from {' '.join(cfg.init_from)!r}")
+    return setup, {"root": root, "meta": meta, "step": step, "run": cfg.out_dir,
+                   "missing": missing, "load_from": load_from}
 
 
-def load_found(found, like):
-    """(step, params) that find_saved has found. like: shapes of the parameters with shardings."""
-    if found["given"] is not None:
-        return found["step"], place_params(found["given"], like)
-    setup, meta = found["setup"], found["meta"]
-    cfg = setup["cfg"]
-    _, sources = find_parameters(setup, meta)
-    if meta:
-        loaded = [name for source in sources for name in source["take"].values()]
-        ckpt.check_run_fits(
-            cfg.out_dir, found["root"], meta, {"params": like},
-            {f"params/{name}" for name in loaded},
-            "state" in cfg.allow_change)
-    return ckpt.load_saved(
-        found["root"], meta, sources, cfg.init_from, like, print0, found["step"])
+def load_saved(setup, start, state=None, params=None):
+    """(step, parameters) that find_saved has found."""
+    like = {"params": steplib.lower_steps(*step_args(setup))["state"]["params"]}
+    if start["meta"]:
+        check_saved_arrays(setup, start, like)
+    programs = {"state": like, "from_params": lambda key, params: {"params": params}}
+    step, loaded = load_start(setup, start, programs, state, params)
+    return step, loaded["params"]
 
 
 def tokenize_data(cfg, task):

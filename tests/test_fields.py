@@ -237,7 +237,7 @@ def randomness(cfg):
     run = train.setup_run(cfg)
     start = train.choose_start(run, None, None, None, {})
     programs = {"init": jax.random.key_data, "state": {"params": {}}}
-    key = train.load_start(run, start, programs, None, None)
+    _, key = train.load_start(run, start, programs, None, None)
     first = data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(8))["tokens"][:, 0]
 
     def preview(params, key, source, cfg):
