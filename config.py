@@ -85,9 +85,9 @@ class Config:
     # ---- data
 
     # training files: paths, globs, folders of Hugging Face datasets, or files on the Hub, as in
-    # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library
+    # 'hf://datasets/ORG/NAME/*.parquet'; empty: the source files of Python's standard library.
+    # With weights they are mixed in these proportions, as web.bin=0.7 code.bin=0.3
     data: tuple[str, ...] = ()
-    mix: tuple[str, ...] = ()  # mixture to use instead of data, as web.bin=0.7 code.bin=0.3
     # validation files or globs; empty: the last val_frac of data. Sets with names, as in
     # code='tests/*.py' prose=a.txt prose=b.txt, are evaluated one by one, and then either all
     # entries have a name or none; an existing path that contains = is a path
@@ -693,7 +693,7 @@ def nearest_runs(out_dir):
 
 # Fields with paths that may begin with ~.
 PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "branch_from", "export", "hooks",
-               "cache_dir", "data", "mix", "val_data", "tokenizer", "token_cache", "prompts",
+               "cache_dir", "data", "val_data", "tokenizer", "token_cache", "prompts",
                "samples_file")
 
 
@@ -1136,7 +1136,6 @@ def rule_errors(cfg):
          "must be a metric of evaluations, as val_loss, with < or > after a name that does not say "
          "whether less or more is better, as in 'val_margin>'")
     rule("branch_from", not cfg.branch_from or parses(parse_branch, cfg.branch_from), BRANCH_RULE)
-    are_numbers("mix", "web.bin=0.3")
     are_numbers("lr_mult", "embed=0.3")
     are_numbers("decay_mult", "embed=0.3")
     names = [entry.partition("=")[0] for entry in cfg.columns]
@@ -1147,9 +1146,6 @@ def rule_errors(cfg):
          "must be below 1, a fraction of steps, or at least 2 steps: 1 is neither of them")
     rule("loss_divisor", cfg.loss_norm != "constant" or cfg.loss_divisor,
          "must be above 0 with loss_norm constant")
-    rule("data", not cfg.mix or not cfg.data, "must be empty with mix, which names the files")
-    files = [text.rpartition("=")[0] for text in cfg.mix]
-    rule("mix", len({*files}) == len(files), "names the same files twice; add up their weights")
     rule("out_dir", "://" not in cfg.out_dir,
          "must be a folder on this machine; for a bucket set --ckpt_dir")
     rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")

@@ -3,8 +3,8 @@
 
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone; there is no iterator state. Optional, at the end: named validation sets,
-mixtures, document mask, packing, token files, prompts and chats, examples, prompts of
+its arguments alone; there is no iterator state. Optional, at the end: mixtures, document
+mask, packing, token files, prompts and chats, examples, prompts of
 samples, file formats, tokenizers, names on the Hub, evaluation batches of another size, custom
 tasks.
 """
@@ -328,34 +328,45 @@ def open_text(parts, cfg):
     # By default, ids are the bytes of the text.
     tokenizer = make_cfg_tokenizer(cfg)
     open_files = file_opener(cfg, tokenizer)
-    # No file may be in two of these. _mixture_files is empty unless datasets are mixed, and
-    # _val_set_files unless validation sets have names.
-    groups = _mixture_files(cfg) | {"data": cfg.data, "val_data": cfg.val_data}
-    check_disjoint(groups | _val_set_files(cfg))
+    # {name: files}; one set is named "".
+    weights = mixture_weights(cfg.data)
+    train_sets = {name: [name] for name in weights} or {"": cfg.data}
+    val_sets = named_sets(cfg.val_data)
+    # No file may be in two of them.
+    groups = {f"data {name}".strip(): files for name, files in train_sets.items()}
+    groups |= {f"val_data {name}".strip(): files for name, files in val_sets.items()}
+    check_disjoint(groups)
 
     # Validation data from files of its own.
-    val = None
-    # Optional: several sets with names.
-    if named_sets(cfg.val_data):
-        val = _open_val_sets(cfg, open_files, tokenizer)
-    elif cfg.val_data:
-        val_dataset = open_files(cfg.val_data, field="val_data")
-        val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+    val = {}
+    for name, files in val_sets.items():
+        dataset = open_files(files, field=f"val_data {name}".strip())
+        val[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
     # Training data was not asked for, and validation does not come from it: open nothing more.
     if "train" not in parts and val:
-        return {"train": None, "val": val}
+        return {"train": None, "val": _join_sources(val)}
 
-    # Optional: several datasets, mixed by weight.
-    if cfg.mix:
-        return _open_mixture(cfg, open_files, tokenizer, val)
-
-    # Training data. Without val_data, the last val_frac of it is validation data.
-    dataset = open_files(cfg.data)
+    # Training data. Without val_data, the last val_frac of each set is validation data.
+    datasets = {name: open_files(files) for name, files in train_sets.items()}
     if cfg.val_frac and not val:
-        dataset, val_dataset = split(dataset, cfg.val_frac)  # the end of all tokens
-        val = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+        for name in datasets:
+            datasets[name], val_dataset = split(datasets[name], cfg.val_frac)
+            val[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
+    dataset = datasets.get("")
+    # Optional: several datasets, mixed by weight.
+    if weights:
+        dataset = mix([*datasets.values()], [*weights.values()])
     train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
-    return {"train": train, "val": val}
+    return {"train": train, "val": _join_sources(val)}
+
+
+def _join_sources(sources):
+    """Return the source named "", or several as {"parts": {name: source}, "summary"}."""
+    if not sources or "" in sources:
+        return sources.get("")
+    summaries = [f"{len(sources)} sets"]
+    summaries += [f"{name}: {source['summary']}" for name, source in sources.items()]
+    return {"parts": sources, "summary": "\n".join(summaries)}
 
 
 def file_opener(cfg, tokenizer):
@@ -416,7 +427,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 # ---- supporting
 # Every run uses these, but the names say enough for a first reading: the permutation, details of
 # devices and threads, text files to tokens, token cache, the tokenizer, summaries and metrics,
-# validation data from training data, checks of files and ids, errors.
+# validation data from training data, sets of files, checks of files and ids, errors.
 
 # ---- the permutation
 
@@ -1221,7 +1232,7 @@ def find_meta_pkl(cfg):
     without one, or with a tokenizer.
     """
     if cfg.tokenizer == "bytes" and has_only_token_files(cfg):
-        for file in expand(cfg.data, lenient=True)[:1]:
+        for file in expand(_data_patterns(cfg), lenient=True)[:1]:
             if (file.parent / "meta.pkl").is_file():
                 return str(file.parent / "meta.pkl")
     return None
@@ -1235,8 +1246,7 @@ def has_only_token_files(cfg):
 
 def _data_patterns(cfg):
     """Return the files and globs that a config names as training and validation data."""
-    mixed = [name.rpartition("=")[0] for name in cfg.mix]
-    return [*cfg.data, *cfg.val_data, *mixed]
+    return [*(mixture_weights(cfg.data) or cfg.data), *cfg.val_data]
 
 
 def _refuse_text(patterns, text):
@@ -1257,6 +1267,9 @@ def _decode_numbers(ids):
 
 def describe(dataset):
     """Summarize in a few lines what was read, what was skipped, and what is a label."""
+    # Optional: several datasets, mixed by weight.
+    if "mixture" in dataset:
+        return _describe_mixture(dataset["mixture"])
     counts = {}
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
@@ -1433,6 +1446,47 @@ def _cut_tokens(shard, cut, seq_len):
     return first, second
 
 
+# ---- sets of files
+
+def mixture_weights(entries):
+    """Return {pattern: weight} of entries PATTERN=WEIGHT, as cfg.data; {} if none has a weight.
+
+    Raises: ValueError when only some entries have a weight, or two the same pattern.
+    """
+    weights = {}
+    for text in entries:
+        pattern, _, weight = text.rpartition("=")
+        if re.fullmatch(r"[\d.]+(e-?\d+)?", weight) and not _is_path(text):
+            weights[pattern] = weight
+    if weights and len(weights) < len(entries):
+        raise ValueError(f"data {' '.join(entries)}: each name must have one weight, as in "
+                         "web.bin=0.7 code.bin=0.3, or none")
+    return weights
+
+
+def named_sets(entries):
+    """Return {name: patterns} of entries NAME=PATTERN, such as cfg.val_data; the name of entries
+    without one is "". Entries with the same name are one set.
+
+    Raises: ValueError when only some entries have a name.
+    """
+    sets = {}
+    for text in entries:
+        named = re.fullmatch(r"([\w.-]+)=(.+)", text)
+        name, pattern = named.groups() if named and not _is_path(text) else ("", text)
+        sets.setdefault(name, []).append(pattern)
+    if "" in sets and len(sets) > 1:
+        raise ValueError(f"val_data {sets[''][0]!r}: give each entry a name, as NAME=PATTERN, or "
+                         "none")
+    return sets
+
+
+def _is_path(text):
+    """Return whether a text is an existing path, or a glob that matches one: its "=" belongs to it.
+    """
+    return os.path.exists(text) or bool(glob.glob(_literal_folders(text), recursive=True))
+
+
 # ---- checks of files and ids
 
 def check_disjoint(groups):
@@ -1528,90 +1582,11 @@ def require(module, user):
 
 
 # ---- optional
-# Named validation sets, mixtures, document mask, packing, token files, prompts and chats,
+# Mixtures, document mask, packing, token files, prompts and chats,
 # examples, prompts of samples, file formats, tokenizers, names on the Hub, evaluation batches of
 # another size, custom tasks. A room can be deleted together with the few lines that call it.
 
-# ---- named validation sets
-
-def named_sets(entries):
-    """Return {name: patterns} of entries NAME=PATTERN, such as cfg.val_data; {} if none has a name.
-
-    Entries with the same name are one set. An entry that is, or matches, an existing file has no
-    name: its "=" belongs to the path.
-    Raises: ValueError when only some entries have a name.
-    """
-    sets = {}
-    unnamed = []
-    for text in entries:
-        named = re.fullmatch(r"([\w.-]+)=(.+)", text)
-        if named and not _is_path(text):
-            name, pattern = named.groups()
-            sets.setdefault(name, []).append(pattern)
-        else:
-            unnamed.append(text)
-    if sets and unnamed:
-        first = next(iter(sets))
-        raise ValueError(f"val_data {unnamed[0]!r}: has no name, and {first}={sets[first][0]} has "
-                         "one; give each entry a name, as NAME=PATTERN, or none")
-    return sets
-
-
-def _is_path(text):
-    """Return whether a text is an existing path, or a glob that matches one."""
-    return os.path.exists(text) or bool(glob.glob(_literal_folders(text), recursive=True))
-
-
-def _val_set_files(cfg):
-    """Return {name in errors: patterns} for each validation set with a name."""
-    return {f"val_data {name}": patterns for name, patterns in named_sets(cfg.val_data).items()}
-
-
-def _open_val_sets(cfg, open_files, tokenizer):
-    """Open the validation sets as {"parts": {name: source}, "summary"}."""
-    sources = {}
-    for name, patterns in named_sets(cfg.val_data).items():
-        dataset = open_files(patterns, field=f"val_data {name}")
-        sources[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
-    summaries = [f"{len(sources)} sets"]
-    summaries += [f"{name}: {source['summary']}" for name, source in sources.items()]
-    return {"parts": sources, "summary": "\n".join(summaries)}
-
-
 # ---- mixtures
-
-def _mixture_files(cfg):
-    """Return {name in errors: patterns} for each dataset of cfg.mix."""
-    return {f"mix {name}": [name] for name in _mixture_weights(cfg)}
-
-
-def _mixture_weights(cfg):
-    """Return {name: weight} of cfg.mix; a name is the pattern of the files."""
-    return dict(text.rsplit("=", 1) for text in cfg.mix)
-
-
-def _open_mixture(cfg, open_files, tokenizer, val):
-    """Open the datasets of cfg.mix as {"train": source, "val": source or None}.
-
-    Without val_data, the last val_frac of each dataset is validation data, evaluated separately.
-    """
-    weights = _mixture_weights(cfg)
-    datasets = [open_files([name]) for name in weights]
-    if cfg.val_frac and val is None:
-        pairs = [split(dataset, cfg.val_frac) for dataset in datasets]
-        datasets = [train for train, _ in pairs]
-        val_sources = {}
-        for name, (_, val_dataset) in zip(weights, pairs):
-            val_sources[name] = _make_source(val_dataset, eval_batch_at, cfg, tokenizer)
-        summaries = [f"{name}: {source['summary']}" for name, source in val_sources.items()]
-        val = {"parts": val_sources, "summary": "\n".join(summaries)}
-
-    mixed = mix(datasets, list(weights.values()))
-    train = _make_source(mixed, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
-    if "mixture" in mixed:
-        train["summary"] = _describe_mixture(mixed["mixture"])
-    return {"train": train, "val": val}
-
 
 def mix(datasets, weights):
     """Join datasets into one that draws from each in proportion to its weight (text or number).
@@ -1628,7 +1603,7 @@ def mix(datasets, weights):
     n_cycle = lcm(*(fraction.denominator for fraction in fractions))
     if min(weights) <= 0 or n_cycle > 10**4:
         given = " ".join(str(float(weight)) for weight in weights)
-        raise ValueError(f"mix {given}: weights must be above 0 and repeat within 10,000 "
+        raise ValueError(f"data {given}: weights must be above 0 and repeat within 10,000 "
                          "sequences; round them, as in 0.7 and 0.3")
 
     # Lay out a cycle. Each position goes to one of the datasets that are not ahead of their

@@ -333,7 +333,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
     print0(run_summary(setup))
     # Show examples of the user's own files at the first launch.
-    print_data_summary(opened, print0, bool(cfg.data or cfg.mix) and not saved_meta)
+    print_data_summary(opened, print0, bool(cfg.data) and not saved_meta)
     warn_unsaved(unsaved, setup["table"])
     if cfg.warmup_steps >= cfg.steps:
         print0(f"warmup_steps {cfg.warmup_steps:g}: lr rises in all {cfg.steps} steps")
@@ -2428,7 +2428,7 @@ def data_to_continue(setup, is_of_run):
     if the data is that of no run. Data that cannot be opened is a notice.
     """
     cfg, task = setup["cfg"], setup["task"]
-    has_data = bool(cfg.data or cfg.mix or cfg.val_data) or is_of_run
+    has_data = bool(cfg.data or cfg.val_data) or is_of_run
     if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
         return None
     try:
@@ -2463,7 +2463,7 @@ def write_rows(cfg, given):
     """
     splits = given if isinstance(given, dict) else {"train": given}
     fields = data.fields_of_splits(splits)
-    taken = [name for name in (*fields, "mix") if getattr(cfg, name)]
+    taken = [name for name in fields if getattr(cfg, name)]
     if taken:
         raise ValueError(f"data: rows cannot be used together with {', '.join(taken)} of the "
                          "config; leave that empty")
@@ -2778,7 +2778,7 @@ def write_generation_config(path, tokenizer):
 
 
 # Fields whose texts may begin with one; in val_data, NAME= may stand before it.
-HUB_FIELDS = ("init_from", "tokenizer", "data", "mix", "val_data")
+HUB_FIELDS = ("init_from", "tokenizer", "data", "val_data")
 HUB_NAME = r'hf://[^"\s=]*'
 
 

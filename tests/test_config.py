@@ -337,13 +337,13 @@ def test_a_home_in_every_path(tmp_path, monkeypatch):
     Break: config.py: resolved[name] = tuple(map(expand_home, value)) => resolved[name] = value
     """
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "c.json").write_text('{"out_dir": "~/out", "mix": ["~/a.bin=1", "b~.bin=2"]}')
+    (tmp_path / "c.json").write_text('{"out_dir": "~/out", "val_data": ["~/a.bin", "b~.bin"]}')
     cfg = config.parse(["--config", "~/c.json", "--data", "~/*.txt", "./~b", "--token_cache", "~",
                         "--init_from", "~/base load=w*", "--hooks", "~/h.py:f",
                         "--ckpt-dir=~/ckpt", "--prompt=~a"])
     assert (cfg.ckpt_dir, cfg.prompt) == (f"{tmp_path}/ckpt", "~a")
     assert (cfg.out_dir, cfg.token_cache) == (f"{tmp_path}/out", str(tmp_path))
-    assert cfg.mix == (f"{tmp_path}/a.bin=1", "b~.bin=2")
+    assert cfg.val_data == (f"{tmp_path}/a.bin", "b~.bin")
     assert cfg.data == (f"{tmp_path}/*.txt", "./~b")
     assert cfg.init_from == (f"{tmp_path}/base load=w*",) and cfg.hooks == (f"{tmp_path}/h.py:f",)
     assert cfg.cache_dir == Config().cache_dir
@@ -410,7 +410,6 @@ REJECTED = [
     (dict(head_dim=31), "head_dim 31: must be even"),
     (dict(stop=("9", "loss<3"), log_every=0), "a metric of training needs log_every above 0"),
     (dict(lr_mult=("embed=fast",)), "lr_mult ('embed=fast',): must be NAME=NUMBER"),
-    (dict(mix=("a.txt=1", "a.txt=2")), "names the same files twice; add up their weights"),
     (dict(n_processes=2), "n_processes 2: has no effect with coordinator ''"),
     (dict(coordinator="a:1", n_processes=2, process_id=2),
      "process_id 2: must be below n_processes"),
@@ -419,10 +418,7 @@ REJECTED = [
     (dict(out_dir="s3://bucket/run"), "out_dir 's3://bucket/run': must be a folder on this mac"),
     (dict(profile="1"), "profile '1': must be first:last, counted from 1, as in 20:22"),
     (dict(stop=("soon",)), "stop ('soon',): must be 500 (steps in all), +100 (more steps)"),
-    (dict(mix=("a.txt",)), "mix ('a.txt',): must be NAME=NUMBER, as in web.bin=0.3"),
     (dict(decay_mult=("embed=-1",)), "decay_mult ('embed=-1',): must be NAME=NUMBER"),
-    (dict(data=("a.txt",), mix=("b.txt=1",)),
-     "data ('a.txt',): must be empty with mix, which names the files"),
     (dict(mode="export"), "export '': must name a folder in mode export"),
 ]
 
@@ -442,7 +438,7 @@ def test_each_error(change, words):
     dict(lr=0.0), dict(lr=-1.0), dict(b1=0.0), dict(top_p=1.0), dict(val_frac=0.0), dict(fsdp=-1),
     dict(warmup_steps=0.0), dict(min_lr_frac=0.0), dict(max_to_keep=1), dict(seed=0),
     dict(eod_id=-1),
-    dict(save_every="0"), dict(batch_size=8), dict(log_every=0), dict(mix=("a.txt=1", "b=.5")),
+    dict(save_every="0"), dict(batch_size=8), dict(log_every=0), dict(data=("a.txt=1", "b=.5")),
     dict(lr_mult=("embed=0", "a=b=2")), dict(decay_mult=("layers.w*=1.5e-3",))])
 def test_edges_are_legal(change):
     """The value at a closed bound is legal.

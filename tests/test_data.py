@@ -838,17 +838,16 @@ def test_a_file_in_both(tmp_path):
     """A file that is both training and validation data, or in two datasets of a mixture, is
     refused, by whatever path it is named.
 
-    Break: data.py: {f"mix {name}": [name] for name in _mixture_weights(cfg)} =>
-    {"mix": [*_mixture_weights(cfg)]}
+    Break: data.py: {f"data {name}".strip(): files => {"data": files
     """
     path = write(tmp_path / "a.txt", b"a text that is long enough")
     cfg = config.Config(data=(str(path),), val_data=(str(tmp_path / "x" / ".." / "*.txt"),),
                         seq_len=4, out_dir=str(tmp_path), token_cache=str(tmp_path / "p"))
     (tmp_path / "x").mkdir()
-    mixed = {"data": (), "mix": (f"{path}=1",)}
-    twice = {"data": (), "val_data": (), "mix": (f"{path}=1", f"{tmp_path}/*.txt=2")}
-    for change, words in (({}, "data and val_data"), (mixed, "mix .*a.txt and val_data"),
-                          (twice, r"mix .*a.txt and mix .*\*.txt; take it out of one")):
+    mixed = {"data": (f"{path}=1",)}
+    twice = {"val_data": (), "data": (f"{path}=1", f"{tmp_path}/*.txt=2")}
+    for change, words in (({}, "data and val_data"), (mixed, "data .*a.txt and val_data"),
+                          (twice, r"data .*a.txt and data .*\*.txt; take it out of one")):
         with pytest.raises(ValueError, match=f"a.txt: is in both {words}"):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
@@ -1134,7 +1133,7 @@ def test_no_sequence_with_a_label(tmp_path):
     long.write_text(json.dumps({"text": "a" * 99}) + "\n")
     good.write_text(json.dumps({"text": "a"}) + "\n")
     for change in (dict(data=(str(long),)), dict(data=(str(good),), val_data=(str(long),)),
-                   dict(mix=(f"{good}=0.5", f"{long}=0.5"))):
+                   dict(data=(f"{good}=0.5", f"{long}=0.5"))):
         cfg = config.Config(seq_len=8, packing="best_fit", truncation="drop", val_frac=0.0,
                             token_cache=str(tmp_path / "p"), **change)
         with pytest.raises(ValueError, match="long.jsonl: .* no sequence of 8 with a label"):

@@ -29,33 +29,32 @@ def test_entries_with_names_become_sets(tmp_path, monkeypatch):
     path although it contains "=". If only some entries have a name, the error shows one with and
     one without.
 
-    Break: data.py: if named and not _is_path(text): => if named:
+    Break: data.py: if named and not _is_path(text) else => if named else
     """
     monkeypatch.chdir(tmp_path)
     os.makedirs("lang=en")
     for name in ("code=a.txt", "lang=en/b.txt", "c.txt"):
         (tmp_path / name).write_text("some text")
     paths = ("code=a.txt", "lang=en/b.txt", "lang=en/*.txt", "lang=en", "c.txt")
-    assert data.named_sets(paths) == {} == data.named_sets(())
+    assert data.named_sets(paths) == {"": [*paths]} and data.named_sets(()) == {}
     hub = "hf://datasets/o/d@main/val/*.txt"
     named = ("code=c.txt", f"web={hub}", "code=d/*.py", "x.y-z=lang=en/b.txt")
     assert data.named_sets(named) == {
         "code": ["c.txt", "d/*.py"], "web": [hub], "x.y-z": ["lang=en/b.txt"]}
-    words = "val_data 'c.txt': has no name, and code=d.txt has one; give each entry a name"
+    words = "val_data 'c.txt': give each entry a name, as NAME=PATTERN, or none"
     with pytest.raises(ValueError, match=re.escape(words)):
         data.named_sets(("code=d.txt", "c.txt"))
 
 
 @pytest.mark.parametrize("changes", [
     dict(packing="best_fit"), dict(packing="none"),
-    dict(mix=("text.txt=1", "more.txt=1"), data=())], ids=str)
+    dict(data=("text.txt=1", "more.txt=1"))], ids=str)
 def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_path, monkeypatch):
     """Each set has the batches of its files as the only validation data, with every packing and
     with a mixture, from text and from token files. A file may not be in two sets, nor
     in a set and in the training data.
 
-    Break: data.py: dataset = open_files(patterns, field=f"val_data {name}") =>
-    dataset = open_files(patterns[:1], field=f"val_data {name}")
+    Break: data.py: dataset = open_files(files, field= => dataset = open_files(files[:1], field=
     """
     monkeypatch.chdir(tmp_path)
     for name in ("text.txt", "more.txt", "last.txt"):
@@ -78,7 +77,7 @@ def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_pa
             assert all((found[key] == expected[key]).all() for key in found)
     for change, words in (
             (dict(val_data=("a=aa.jsonl", "b=./aa.jsonl")), "both val_data a and val_data b"),
-            (dict(val_data=("a=text.txt",), data=("text.txt",), mix=()), "both data and val_dat"),
+            (dict(val_data=("a=text.txt",), data=("text.txt",)), "both data and val_dat"),
             (dict(val_data=("a=no.txt",)), "val_data a 'no.txt': no such file")):
         with pytest.raises(ValueError, match=words):
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))

@@ -204,10 +204,6 @@ def first_batch(cfg):
     return data.open_text(("train", "val"), cfg)["train"]["batch"](0, np.arange(cfg.batch_size))
 
 
-def fraction_of_b(cfg):
-    return float((first_batch(cfg)["tokens"].max(axis=1) == ord("b")).mean())
-
-
 def outcome_of_opening(cfg):
     try:
         first_batch(cfg)
@@ -423,7 +419,6 @@ FIELDS = {
     "val_frac": row(dict(val_frac=0.5), sequences, [113, 13], [63, 63]),
     "data_dtype": row(dict(data_dtype="uint32"), sequences, [63, None], [32, None],
                       dict(data=("ids.bin",), val_frac=0.0, vocab_size=2**18)),
-    "mix": row(dict(mix=("a.txt=1", "b.txt=3"), data=()), fraction_of_b, 0.0, 0.75),
     "eod_id": row(dict(eod_id=3), n_segments, "need the id", 5, dict(
         data=("ids.bin",), document_mask=True, val_frac=0.0)),
     "token_cache": row(dict(token_cache="tokens_here"), lambda cfg: bool(

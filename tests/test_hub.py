@@ -252,7 +252,6 @@ def test_a_run_resumes_with_the_files_of_its_names(cache, tiny, tmp_path, capsys
         "tokenizer": f"hf://o/n@{COMMIT_1}",
         "data": [f"hf://datasets/o/d@{COMMIT_1}/x/*.txt"],
         "val_data": [f"set=hf://datasets/o/d@{COMMIT_1}/val/*.txt"],
-        "mix": [],
     }
     saved = json.loads((tmp_path / "out/config.json").read_text())
     assert {name: saved[name] for name in recorded} == recorded
@@ -283,18 +282,18 @@ def test_a_run_that_was_killed_before_its_first_save_takes_the_same_files(cache,
     Break: train.py: or ckpt.read_json(Path(cfg.out_dir, "config.json")) => or {}
     """
     put(cache, "dataset", "o/d", COMMIT_2, {"1.txt": text("b")})
-    cfg = tiny(mix=("hf://datasets/o/d/*.txt=0.5", "README.md=0.5"), data=(), tokenizer="hf://o/n")
+    cfg = tiny(data=("hf://datasets/o/d/*.txt=0.5", "README.md=0.5"), tokenizer="hf://o/n")
     with_commits = dataclasses.replace(
-        cfg, mix=(f"hf://datasets/o/d@{COMMIT_1}/*.txt=0.5",), tokenizer=f"hf://o/n@{COMMIT_1}")
+        cfg, data=(f"hf://datasets/o/d@{COMMIT_1}/*.txt=0.5",), tokenizer=f"hf://o/n@{COMMIT_1}")
     os.mkdir(cfg.out_dir)
     with open(f"{cfg.out_dir}/config.json", "w") as file:
         file.write(config.to_json(with_commits))
     resolved = train.resolve_hub_names(cfg)
-    assert resolved.mix == (f"hf://datasets/o/d@{COMMIT_1}/*.txt=0.5", "README.md=0.5")
+    assert resolved.data == (f"hf://datasets/o/d@{COMMIT_1}/*.txt=0.5", "README.md=0.5")
     assert resolved.tokenizer == f"hf://o/n@{COMMIT_1}"
     put(cache, "model", "o/n", COMMIT_2, {"a": ""})
     resolved = train.resolve_hub_names(dataclasses.replace(cfg, resume="overwrite"))
-    assert resolved.mix == (f"hf://datasets/o/d@{COMMIT_2}/*.txt=0.5", "README.md=0.5")
+    assert resolved.data == (f"hf://datasets/o/d@{COMMIT_2}/*.txt=0.5", "README.md=0.5")
     assert resolved.tokenizer == f"hf://o/n@{COMMIT_2}"
 
 

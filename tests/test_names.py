@@ -137,8 +137,7 @@ JUMPS = {
         "weight statistics": ["weight_stats"],
     },
     "data.py": {
-        "named validation sets": ["_open_val_sets", "_val_set_files", "named_sets"],
-        "mixtures": ["_mixture_examples", "_mixture_files", "_open_mixture"],
+        "mixtures": ["_describe_mixture", "_mixture_examples", "mix"],
         "document mask": ["_add_document_mask"],
         "packing": ["_cut_documents", "_describe_packing", "_pack_shards", "_packed_batch"],
         "token files": ["_open_token_files"],

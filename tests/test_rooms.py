@@ -234,15 +234,6 @@ FEATURES = {
              "cfg)\n", ""),
         ],
     },
-    "named validation sets": {
-        "rooms": {"data.py": ["named validation sets"]},
-        "edits": [
-            ("data.py", "groups | _val_set_files(cfg)", "groups"),
-            ("data.py", "    if named_sets(cfg.val_data):\n"
-             "        val = _open_val_sets(cfg, open_files, tokenizer)\n"
-             "    elif cfg.val_data:\n", "    if cfg.val_data:\n"),
-        ],
-    },
     "evaluation batches of another size": {
         "rooms": {"config.py": ["evaluation batches of another size"],
                   "data.py": ["evaluation batches of another size"]},
@@ -256,11 +247,12 @@ FEATURES = {
         "edits": [
             ("data.py", '    if "mixture" in dataset:\n'
              '        examples = _mixture_examples(dataset["mixture"], draws, seed)\n'
-             '    else:\n        examples = _shuffled(draws, dataset["n"], seed)\n',
-             '    examples = _shuffled(draws, dataset["n"], seed)\n'),
-            ("data.py", "_mixture_files(cfg) | {", "{"),
-            ("data.py", "    if cfg.mix:\n"
-             "        return _open_mixture(cfg, open_files, tokenizer, val)\n", ""),
+             '    else:\n        examples = shuffled(draws, dataset["n"], seed)\n',
+             '    examples = shuffled(draws, dataset["n"], seed)\n'),
+            ("data.py", '    if "mixture" in dataset:\n'
+             '        return _describe_mixture(dataset["mixture"])\n', ""),
+            ("data.py", "    if weights:\n"
+             "        dataset = mix([*datasets.values()], [*weights.values()])\n", ""),
         ],
     },
     "examples": {

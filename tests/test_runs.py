@@ -34,7 +34,8 @@ def named(flags, kind=Config):
     ("--config gpt2-124m --seed 1 --lr 3e-4", "gpt2-124m,lr=0.0003,seed=1"),
     ("--data /a/x.txt ../y.txt --tokenizer models/Qwen3-0.6B", "data=x.txt+y.txt,"
      "tokenizer=Qwen3-0.6B"),
-    ("--mix /a/web.bin=0.7 b/code.bin=0.3 --no_qk_norm", "mix=web.bin=0.7+code.bin=0.3,no_qk_norm"),
+    ("--data /a/web.bin=0.7 b/code.bin=0.3 --no_qk_norm",
+     "data=web.bin=0.7+code.bin=0.3,no_qk_norm"),
     ("--init_from hf://Qwen/Qwen3-0.6B --hooks a/my_hooks.py:in_bits --document_mask --eod_id 5",
      "init_from=Qwen3-0.6B,hooks=in_bits,eod_id=5,document_mask"),
     ("--branch_from out/wsd@400 --lr 1e-5", "wsd@400,lr=1e-05"),

@@ -3633,13 +3633,13 @@ def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
     """
     (other := tmp_path / "other.txt").write_text("12 34 " * 300)
     sources = tiny().data[0], str(other)
-    cfg = tiny(data=(), mix=(f"{sources[0]}=0.75", f"{other}=0.25"), eval_batches=0,
+    cfg = tiny(data=(f"{sources[0]}=0.75", f"{other}=0.25"), eval_batches=0,
                dtype="float32")
     train.main(cfg)
     row = rows(cfg.out_dir, "eval")[-1]
     alone = []
     for name in sources:
-        part = train.setup_run(dataclasses.replace(cfg, data=(name,), mix=()))
+        part = train.setup_run(dataclasses.replace(cfg, data=(name,)))
         val_data = part["task"]["open"](("train", "val"), part["cfg"])["val"]
         steps = steplib.lower_steps(*train.step_args(part))
         like = {"params": steps["state"]["params"]}

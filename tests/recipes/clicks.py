@@ -285,10 +285,9 @@ def used_ids(day, name, n_values):
 
 def open_days(parts, cfg):
     """Training data day by day. Validation data are --val_data, or else the next day."""
-    val_sets = data.named_sets(cfg.val_data)  # {} if they have no names
-    groups = {"data": cfg.data, "val_data": cfg.val_data}
-    for name, files in val_sets.items():
-        groups[f"val_data {name}"] = files
+    val_sets = data.named_sets(cfg.val_data)  # the name of one without a name is ""
+    groups = {f"val_data {name}".strip(): files for name, files in val_sets.items()}
+    groups["data"] = cfg.data
     data.check_disjoint(groups)
     day_of = lru_cache(4)(partial(read_day, cfg=cfg))
 
@@ -307,10 +306,10 @@ def open_days(parts, cfg):
         return source
 
     val = None
-    if val_sets:
-        val = {"parts": {name: open_val_files(files) for name, files in val_sets.items()}}
-    elif cfg.val_data:
+    if "" in val_sets:
         val = open_val_files(cfg.val_data)
+    elif val_sets:
+        val = {"parts": {name: open_val_files(files) for name, files in val_sets.items()}}
 
     days = None
     if "train" in parts:

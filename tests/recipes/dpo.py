@@ -33,7 +33,7 @@ class DpoConfig(config.Config):
 
 
 # Fields of the text task that have no effect on pairs.
-UNUSED = ("mix", "packing", "document_mask", "label_smoothing", "z_loss", "loss_norm",
+UNUSED = ("packing", "document_mask", "label_smoothing", "z_loss", "loss_norm",
           "router_balance", "router_z")
 
 
