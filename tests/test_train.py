@@ -433,7 +433,7 @@ def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
     Break: data.py: if patterns else _standard_library() => if patterns else []
     """
     flags = ("--lr 3e-4 --steps 14 --batch_size 8 --seq_len 32 --eval_batches 1 --sample_tokens 5 "
-             "--warmup_steps 1 --log_every 1").split()
+             "--warmup_steps 2 --log_every 1").split()
     code = train.cli([*flags, "--cache_dir", "", "--out_dir", str(tmp_path / "out")])
     out, seen = capsys.readouterr().out, [r["loss"] for r in rows(tmp_path / "out", "log")]
     assert code == 0 and "sample" in out and "best validation loss" in out.splitlines()[-2]
@@ -840,7 +840,7 @@ def test_a_hook_stops_the_run_with_a_reason(tiny, capsys):
 
     Break: train.py: progress["hook_stops"].append(str(row["stop"])) => pass
     """
-    cfg, steps = tiny(steps=12, log_every=2, save_every=3, eval_every=10), []
+    cfg, steps = tiny(dp=8, steps=12, log_every=2, save_every=3, eval_every=10), []
     for event, at, end in (("step", 4, 5), ("log", 8, 9), ("eval", 10, 10)):
         def enough(seen, row, event=event, at=at):
             if seen == "step":
@@ -1113,8 +1113,8 @@ def test_a_profile_holds_the_requested_steps(tiny):
 
     Break: step.py: and first <= row["step"] <= last: => and row["step"] == last:
     """
-    train.main(tiny(steps=8, profile="3:5", eval_every=0, save_every=0))
-    folder = Path(tiny().out_dir) / "profile"
+    train.main(tiny(dp=8, steps=8, profile="3:5", eval_every=0, save_every=0))
+    folder = Path(tiny(dp=8).out_dir) / "profile"
     trace = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
     names = [e.name for plane in trace.planes for line in plane.lines for e in line.events]
     assert 3 <= sum(n.startswith("[0] ") and "jit_train_step" in n for n in names) <= 4
@@ -1125,8 +1125,8 @@ def test_a_profile_holds_the_requested_steps(tiny):
             raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        train.main(tiny(profile="3:5", out_dir=tiny().out_dir + "2"), hooks=[fail])
-    assert (Path(tiny().out_dir + "2") / "profile/memory_at_failure.prof").stat().st_size > 0
+        train.main(tiny(dp=8, profile="3:5", out_dir=tiny(dp=8).out_dir + "2"), hooks=[fail])
+    assert (Path(tiny(dp=8).out_dir + "2") / "profile/memory_at_failure.prof").stat().st_size > 0
 
 
 # ---- observers
@@ -1818,7 +1818,8 @@ def test_a_hook_requests_events(tiny, capsys):
 
     Break: train.py: and not requests["events"]: => and True:
     """
-    cfg = tiny(steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2, eval_batches=1)
+    cfg = tiny(dp=8, steps=12, log_every=2, save_every=0, eval_every=0, sample_tokens=2,
+               eval_batches=1)
 
     def first(event, row):
         if event == "log" and row["step"] in (4, 6):
@@ -1839,7 +1840,7 @@ def test_a_hook_requests_events(tiny, capsys):
     summary = train.main(cfg, hooks=[first, second, third])
     assert (summary["step"], summary["reason"]) == (10, "enough")
     happened = [name for name, _ in event_steps(cfg.out_dir, "save eval sample")]
-    assert happened == ["save", "eval", "sample"]
+    assert happened == ["eval", "sample", "save"]
     assert [row["request"] for row in rows(cfg.out_dir, "log") if "request" in row] == [
         ["export"], ["export"], ["eval", "sample", "save"]]
     evaluation, = rows(cfg.out_dir, "eval")
@@ -1857,7 +1858,7 @@ def test_hooks_skip_saves_and_evaluations(tiny, capsys):
 
     Break: train.py: if progress["saved_step"] == step and "save" not in errors: => if True:
     """
-    cfg, seen = tiny(save_every=2, eval_every=4, sample_tokens=0, log_every=2), []
+    cfg, seen = tiny(dp=8, save_every=2, eval_every=4, sample_tokens=0, log_every=2), []
 
     def skip(event, row):
         if event.startswith("before_"):
@@ -1873,14 +1874,14 @@ def test_hooks_skip_saves_and_evaluations(tiny, capsys):
     assert "s, not saved\n" in out
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4]
     assert event_steps(cfg.out_dir, "save eval skip") == [
-        ("skip", 2), ("save", 4), ("skip", 4), ("skip", 6), ("skip", 8), ("eval", 8)]
-    n_batches = seen[3]["n_batches"]
+        ("skip", 2), ("skip", 4), ("save", 4), ("skip", 6), ("eval", 8), ("skip", 8)]
+    n_batches = seen[2]["n_batches"]
     saves = [{"event": "before_save", "step": step, "kind": "save", "why": why, "hooks": {},
               "path": f"{cfg.out_dir}/ckpt/{step:09d}"}
              for step, why in ((2, "step"), (4, "step"), (6, "step"), (8, "end"))]
     evals = [{"event": "before_eval", "step": step, "n_batches": n_batches} for step in (4, 8)]
-    assert seen == [{"event": "before_epoch", "step": 0, "epoch": 1}, *saves[:2], evals[0],
-                    *saves[2:], evals[1]]
+    assert seen == [{"event": "before_epoch", "step": 0, "epoch": 1}, saves[0], evals[0],
+                    *saves[1:3], evals[1], saves[3]]
     first = losses(cfg.out_dir)[0]
     assert train.main(cfg)["checkpoint"] == saves[3]["path"]
     assert losses(cfg.out_dir)[0] == first
