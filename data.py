@@ -26,7 +26,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -554,7 +554,6 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
         "ignored": uint8 [tokens], 1 for tokens that are not labels; absent: all are labels,
         "token_offset": number of tokens before tokens[0]; not 0 in the second part of a split,
         "counts": {name: number of documents read, of documents skipped, ...},
-        "unlabelled_files": names of the files in which no token is a label,
         "path", "file_size": of a file that must not change}.
     A shard of a token file has no "documents", "ignored" and "counts", but an "eod_id".
     With packing, make_dataset adds "row_bounds" and "spans", see `_pack_shard`. When packed
@@ -571,10 +570,7 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
             _write_once(cached, write=partial(_write_shard, paths, tokenizer, columns),
                         read=partial(_read_shard, tokenizer=tokenizer))
         shard = _read_shard(cached, tokenizer)
-    # The cache knows files by their number: their names may have changed since.
-    unlabelled = [str(paths[i]) for i in shard["unlabelled_files"]]
-    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens",
-                    "unlabelled_files": unlabelled}
+    return shard | {"name": name, "token_offset": 0, "path": cached / "tokens"}
 
 
 def _read_shard(folder, tokenizer):
@@ -590,8 +586,7 @@ def _read_shard(folder, tokenizer):
             shard[name] = np.asarray(np.memmap(folder / name, dtypes[name], "r"))
             if shard[name].nbytes != n_bytes:
                 return None
-        return shard | {"counts": index["counts"], "unlabelled_files": index["unlabelled_files"],
-                        "file_size": shard["tokens"].nbytes}
+        return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -602,23 +597,20 @@ def _write_shard(paths, tokenizer, columns, folder):
           open(folder / "documents", "wb") as documents,
           open(folder / "bytes_at", "wb") as bytes_at):
         pieces = _encode_files(paths, tokenizer, columns)
-        counts, labelled_files = _write_documents(
-            pieces, tokenizer, tokens, ignored, documents, bytes_at)
+        counts = _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at)
     sizes = {}
     for path in folder.iterdir():
         if path.stat().st_size:  # an empty file cannot be mapped
             sizes[path.name] = path.stat().st_size
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-    unlabelled = [i for i in range(len(paths)) if i not in labelled_files]
-    index = {"counts": counts, "unlabelled_files": unlabelled, "sizes": sizes}
+    index = {"counts": counts, "sizes": sizes}
     # A shard with this file is complete.
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
-    """Write documents end to end into the files of a shard; return (counts of documents, numbers of
-    the files with a label).
+    """Write documents end to end into the files of a shard; return counts of documents.
 
     Two texts A and B become these tokens. `documents` gets [first, last) of each:
 
@@ -636,8 +628,7 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
     append = partial(_append_ids, tokens, ignored, tokenizer["dtype"])
-    counts = {"documents": 0, "empty skipped": 0}
-    labelled_files = set()
+    counts = Counter({"documents": 0, "empty skipped": 0})
     is_first = True  # the next piece begins a document
     last_kind = ""
     n_bytes = 0  # of text so far
@@ -661,10 +652,12 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
         n_bytes += piece["n_bytes"]
         n_text += len(piece["ids"])
         bytes_at.write(np.int64((n, n_bytes + n - n_text)))  # n - n_text: those of one byte
-        for fact, n_found in piece["facts"].items():
-            counts[fact] = counts.get(fact, 0) + n_found
-        if not np.all(piece["ignored"]):
-            labelled_files.add(piece["file"])
+        if piece["form"] != "text":
+            counts[f"rows read as {piece['form']}"] += 1
+        # Optional: chats with a date. `fingerprint` has the names of these counts.
+        if piece.get("has_date"):
+            date = time.strftime("%Y-%m-%d")
+            counts[f"chats whose template may hold the date, {date} (strftime_now)"] += 1
         # End a document: write the token after its last, last).
         if piece["is_last"]:
             # The eos after a text is part of it. Without a bos id it is written later: before the
@@ -676,8 +669,7 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
             counts["documents"] += 1
             # Of a text or a pair, at least the eos after it is a label.
             if is_whole and np.all(piece["ignored"]):
-                fact = "documents without a label"
-                counts[fact] = counts.get(fact, 0) + 1
+                counts["documents without a label"] += 1
             last_kind = piece["kind"]
         is_first = piece["is_last"]
 
@@ -691,7 +683,7 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
     if ignored.tell():
         # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
         ignored.truncate(n)
-    return counts, labelled_files
+    return counts
 
 
 def _ids_before(bos, eos, kind, last_kind):
@@ -718,81 +710,55 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 
 
 def _encode_files(paths, tokenizer, columns):
-    """Yield the documents of these files in pieces: {"ids", "ignored", "kind", "n_bytes" (of the
-    text), "is_last", "file": its number, "facts": {name: number} to count}.
+    """Yield the examples of these files, see `read_example`, with their "ids" and "ignored".
 
-    The last piece of a document has is_last. Many rows are encoded together, since a tokenizer's
-    library uses all cores for a list. Another thread calls it. Meanwhile this thread reads the next
-    rows.
+    Many are encoded together, since a tokenizer's library uses all cores for a list. Another thread
+    calls it. Meanwhile this thread reads the next rows.
     """
     # The number of bytes, for the progress bar.
     total = 0
     for path in paths:
         files = (path, *path.glob("*"))  # a folder written by the datasets library has files
         total += sum(file.stat().st_size for file in files)
-    is_table = [bool(_row_reader(path)) for path in paths]
-    rows = _rows_of_files(paths, tokenizer["piece"], columns)
+    examples = _read_examples(paths, tokenizer, columns)
     with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
                leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
-        pending = None  # rows, their examples, and the future of their ids
+        previous = []
+        encoded = None  # the future of their ids
         while True:
-            some_rows, examples = _read_some(rows, tokenizer)
-            encoding = pool.submit(encode_examples, examples, tokenizer)
-            if pending:
-                yield from _pieces(*pending, is_table)
-                bar.update(sum(len(example["text"]) for example in pending[1]))
-            if not some_rows:
+            some = _take_some(examples)
+            encoding = pool.submit(encode_examples, some, tokenizer)
+            for i, example in enumerate(previous):
+                ids, ignored = encoded.result()[i]
+                yield example | {"ids": ids, "ignored": ignored}
+                bar.update(len(example["text"]))
+            if not some:
                 return
-            pending = (some_rows, examples, encoding)
+            previous = some
+            encoded = encoding
+
+
+def _read_examples(paths, tokenizer, columns):
+    """Yield the examples of all rows; the last piece of a document has "is_last"."""
+    for path in paths:
+        for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
+            yield read_example(row, where, tokenizer) | {"is_last": is_last}
 
 
 MOST_ROWS = 512  # rows that are encoded together
 MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
 
 
-def _read_some(rows, tokenizer):
-    """Read the next rows that are encoded together: (rows, their examples)."""
-    some_rows = []
-    examples = []
+def _take_some(examples):
+    """Return a list of the next examples, to be encoded together."""
+    some = []
     n_characters = 0
-    for numbered_row in islice(rows, MOST_ROWS):
-        _, where, row, _ = numbered_row
-        example = read_example(row, where, tokenizer)
-        some_rows.append(numbered_row)
-        examples.append(example)
+    for example in islice(examples, MOST_ROWS):
+        some.append(example)
         n_characters += len(example["text"])
         if n_characters > MOST_CHARACTERS:
             break
-    return some_rows, examples
-
-
-def _pieces(rows, examples, encoding, is_table):
-    """Yield the pieces of rows, see `_encode_files`. encoding: the future of their ids."""
-    for (file, _, _, is_last), example, (ids, ignored) in zip(rows, examples, encoding.result()):
-        facts = _facts_of(example, is_table[file])
-        text = example["text"] + example.get("completion", "")
-        n_bytes = example.get("n_bytes", len(text.encode()))
-        yield {"ids": ids, "ignored": ignored, "kind": example["kind"], "n_bytes": n_bytes,
-               "is_last": is_last, "file": file, "facts": facts}
-
-
-def _rows_of_files(paths, size, columns):
-    """Yield (number of the file, where, row, is_last) for the rows of all files."""
-    for i, path in enumerate(paths):
-        for where, row, is_last in rows_in(path, size, columns):
-            yield i, where, row, is_last
-
-
-def _facts_of(example, is_table):
-    """Return what the summary counts about an example."""
-    facts = {}
-    if is_table:
-        facts[f"rows read as {example['form']}"] = 1
-    # Optional: chats with a date. `fingerprint` has the names of these counts.
-    if example.get("has_date"):
-        date = time.strftime("%Y-%m-%d")
-        facts[f"chats whose template may hold the date, {date} (strftime_now)"] = 1
-    return facts
+    return some
 
 
 def read_example(row, where, tokenizer):
@@ -801,9 +767,10 @@ def read_example(row, where, tokenizer):
         "form": the columns from which it was read, for the summary,
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
         "completion": of a pair,
+        "n_bytes": of the text, or of both,
         "spans": of a chat: [first, last) of the characters that are labels,
         "has_date": of a chat: whether the template may hold today's date,
-        "ids", "ignored", "n_bytes": of token ids, see encode_examples}.
+        "ids", "ignored": of token ids, see encode_examples}.
 
     Raises: ValueError naming `where` for a row without these columns, for a column that would reach
     no token, and for broken text.
@@ -821,7 +788,7 @@ def read_example(row, where, tokenizer):
     if "\0" in text or (not text.isascii() and re.search("[\ud800-\udfff]", text)):
         raise ValueError(f"{where}: has a zero byte or a lone surrogate, which no text has")
     _check_columns(row, example.get("used", ()), f"{where}: read as {form}")
-    return example | {"form": form}
+    return {"form": form, "n_bytes": len(text.encode())} | example
 
 
 def _check_columns(row, used, where):
@@ -918,18 +885,14 @@ def rows_in(path, size, columns=()):
     # Optional: tables, and JSON.
     read_rows = _row_reader(path, columns)
     if read_rows:
-        found = set()
-        present = set()
+        missing = set(columns)
         for where, row in read_rows(path):
             if columns:
-                present.update(row if isinstance(row, dict) else ())
                 row = _named_columns(row, columns, where)
-                found.update(row)
+                missing = {entry for entry in missing if entry.partition("=")[0] not in row}
             yield where, row, True
-        missing = [entry for entry in columns if found and entry.partition("=")[0] not in found]
         if missing:
-            raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}; "
-                             f"they have {', '.join(map(str, sorted(present, key=str)))}")
+            raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}")
         return
     with _open_utf8(path) as file:
         for text, is_last in _text_pieces(file, size):
@@ -2373,10 +2336,6 @@ def _describe_labels(dataset):
     facts = [f"{np.count_nonzero(is_label) / n_tokens:.1%} of the tokens are labels"]
     if n_empty:
         facts.append(f"{n_empty:,} of the first {n:,} sequences have no label")
-    files = [name for shard in dataset["shards"] for name in shard.get("unlabelled_files", ())]
-    if files:
-        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        facts.append(f"{len(files)} files have no label: {', '.join(files[:3])}{more}")
     return facts
 
 
