@@ -66,7 +66,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     Returns when the arrays may be overwritten or donated; a thread does the rest. A checkpoint of
     the same step is replaced. Every process must call it, on a shared root: each writes the shards
     that it owns, process 0 commits, and all Futures resolve after that. Then older checkpoints are
-    deleted: see `prune`.
+    deleted: see `delete_old`.
 
     root: a folder, gs://bucket/path, s3://bucket/path or, for another server than Amazon's,
     s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step",
@@ -186,8 +186,8 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
     # failure from here on is logged, since nothing is lost.
     if rank == 0:
         try:
-            clean(root, log, only=meta["step"])
-            prune(root, max_to_keep, keep_period, log, up_to=meta["step"])
+            delete_leftovers(root, log, only=meta["step"])
+            delete_old(root, max_to_keep, keep_period, log, up_to=meta["step"])
         except (ValueError, OSError) as e:
             log(f"{path} is written; deleting what it replaces failed: {_message(e)}")
     return path
@@ -669,7 +669,7 @@ def _message(error):
 
 # ---- retention and clean-up
 
-def prune(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
+def delete_old(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
     """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all), those
     whose step keep_period divides, and the newest one. A temporary checkpoint is kept only while it
     is the newest. `log` gets a message for each that cannot be deleted.
@@ -715,7 +715,7 @@ def _delete_step(root, step, names, log):
             os.rmdir(Path(root, folder))
 
 
-def clean(root, log=print, only=None):
+def delete_leftovers(root, log=print, only=None):
     """Delete what interrupted saves and deletions left, in the folders of all steps or of one. Call
     it only while none of these steps is being saved.
     """
@@ -819,6 +819,11 @@ def find_start(out_dir, root, resume, given=False, others=""):
     return saved, meta
 
 
+def steps_by_kind(root):
+    """Return {kind: steps} of the complete checkpoints of a run, by the kinds of `roots`."""
+    return {kind: steps(kind_root) for kind, kind_root in roots(root).items()}
+
+
 def find_checkpoint(root, which, field="checkpoint"):
     """Return (root, step, meta) of one checkpoint of a run: "best" or a step, as text. Those of the
     parameters alone count too.
@@ -828,26 +833,21 @@ def find_checkpoint(root, which, field="checkpoint"):
     """
     if which != "best" and not which.isdecimal():
         raise ValueError(f"{field} {which!r}: must be latest, best, or a step, as in 400")
-
-    def find():
-        saved = {kind: steps(each) for kind, each in roots(root).items()}
-        if which == "best" and saved["best"]:
-            return "best", saved["best"][-1], saved
-        for kind in saved:
-            if which != "best" and int(which) in saved[kind]:
-                return kind, int(which), saved
-        return None, None, saved
-
-    kind, step, saved = broadcast_from_main(find)
-    if kind is None:
-        texts = []
-        for kind, suffix in (("save", ""), ("weights", " (parameters alone)"), ("best", " (best)")):
-            texts += [f"{each}{suffix}" for each in saved[kind]]
-        existing = ", ".join(texts) if texts else "none"
-        raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: {existing}")
-    found_root = roots(root)[kind]
-    meta = broadcast_from_main(partial(read_meta, found_root, step))
-    return found_root, step, meta
+    saved = broadcast_from_main(partial(steps_by_kind, root))
+    for kind, kind_steps in saved.items():
+        if which == kind and kind_steps:
+            step = kind_steps[-1]
+        elif which != "best" and int(which) in kind_steps:
+            step = int(which)
+        else:
+            continue
+        found_root = roots(root)[kind]
+        return found_root, step, broadcast_from_main(partial(read_meta, found_root, step))
+    texts = []
+    for kind, suffix in (("save", ""), ("weights", " (parameters alone)"), ("best", " (best)")):
+        texts += [f"{step}{suffix}" for step in saved[kind]]
+    raise ValueError(f"{field} {which}: {root} has no such checkpoint; it has: "
+                     f"{', '.join(texts) or 'none'}")
 
 
 FIRST_BYTES = 2**16  # size of config.json and the first rows of metrics.jsonl
@@ -881,7 +881,7 @@ def lock_folders(out_dir, root, log=print):
                     "other run writes to it")
         check = locks.enter_context(lock_bucket(root, out_dir))
         for kind_root in roots(root).values():
-            clean(kind_root, log)
+            delete_leftovers(kind_root, log)
         yield check
 
 
@@ -1291,10 +1291,13 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
     chosen = choose_sources(sources, shapes)
 
     # Parameters may be missing when patterns exclude some, or when no source is strict.
+    is_complete = False
+    for source in sources:
+        if source["strict"] and source["load"] == ["*"] and not source["exclude"]:
+            is_complete = True
     missing = [name for name in shapes if name in expected and name not in chosen]
-    if any(_is_complete(source) for source in sources):
-        errors = [f"no source has {name}" for name in missing]
-        _raise_if_errors(errors, f"init_from {', '.join(texts)}")
+    if missing and is_complete:
+        raise ValueError(f"init_from {', '.join(texts)}: no source has {', '.join(missing)}")
 
     # Each source loads the parameters for which it was chosen.
     for source in sources:
@@ -1304,11 +1307,6 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
             index, saved_name = chosen[name]
             sources[index]["take"][saved_name] = name
     return sources
-
-
-def _is_complete(source):
-    """Return whether every parameter of the model should be in a source."""
-    return source["strict"] and source["load"] == ["*"] and not source["exclude"]
 
 
 def _open_source(source, open_weights, find_mismatches, log=print):
@@ -1348,20 +1346,15 @@ def _find_source_checkpoint(path, which=""):
     """
     _check_is_no_file(path)
     for root in broadcast_from_main(lambda: (root_of(path), path)):
-        if which and _has_checkpoint(root):
+        saved = broadcast_from_main(partial(steps_by_kind, root))
+        if which and any(saved.values()):
             found_root, _, meta = find_checkpoint(root, which, f"init_from {path}, checkpoint")
             return found_root, meta
-        _, meta = newest_meta(root)
-        if meta and not which:
-            return root, meta
+        if saved["save"] and not which:
+            return root, newest_meta(root)[1]
     raise ValueError(f"init_from {path}: holds no checkpoint and no weights; must be a run's "
                      "--out_dir, a folder of checkpoints, one of Hugging Face weights, or "
                      f"hf://{path}")
-
-
-def _has_checkpoint(root):
-    """Return whether a run has any checkpoint, also of the parameters alone."""
-    return broadcast_from_main(lambda: any(steps(each) for each in roots(root).values()))
 
 
 SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dynamic": "no"}
@@ -1378,10 +1371,7 @@ def parse_source(text):
     Raises ValueError for a malformed text and an unknown option.
     """
     path, *options = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
-    values = dict(SOURCE_OPTIONS)
-    for option in options:
-        name, value = option.split("=", 1)
-        values[name] = value
+    values = SOURCE_OPTIONS | dict(option.split("=", 1) for option in options)
     load = _split(values["load"])
     exclude = _split(values["exclude"])
     renames = _split(values["rename"])
@@ -1389,16 +1379,11 @@ def parse_source(text):
     at_checkpoint = re.fullmatch("(.+)@(best|[0-9]+)", path)
     if at_checkpoint and "://" not in path and not os.path.exists(path):
         path, checkpoint = at_checkpoint.groups()
+    # The path comes first. Options are known, and have a value of their form.
     is_path = path != "" and (not re.match(r"\w+=", path) or os.path.isdir(path))
-    rules = [
-        is_path,  # the path comes first
-        values.keys() == SOURCE_OPTIONS.keys(),  # no unknown option
-        values["strict"] in ("yes", "no"),
-        values["dynamic"] in ("yes", "no"),
-        load != [],
-        all(":" in rename for rename in renames),
-    ]
-    if not all(rules):
+    has_answers = {values["strict"], values["dynamic"]} <= {"yes", "no"}
+    has_names = load != [] and all(":" in rename for rename in renames)
+    if not (is_path and values.keys() == SOURCE_OPTIONS.keys() and has_answers and has_names):
         raise ValueError(f"init_from {text!r}: must be DIR, DIR@best or DIR@STEP, or within one "
                          "pair of quotes 'DIR load=PATTERNS exclude=PATTERNS rename=SAVED:LOCAL "
                          "strict=yes|no dynamic=yes|no', each option only if needed")
@@ -1445,10 +1430,16 @@ def choose_sources(sources, shapes):
         for name, saved_name in names.items():
             if name not in selected:
                 continue
-            error = _misfit(name, source["names"][saved_name], shapes)
-            if not error:
+            saved_shape = source["names"][saved_name]
+            if name not in shapes:
+                error = f"{name} is not a parameter of this model"
+            elif saved_shape is not None and tuple(saved_shape) != tuple(shapes[name]):
+                error = (f"{name} is {tuple(saved_shape)} in the checkpoint, "
+                         f"{tuple(shapes[name])} in this model")
+            else:
                 chosen[name] = i, saved_name
-            elif source["strict"]:
+                continue
+            if source["strict"]:
                 wrong.append(error)
 
         for error in wrong:
@@ -1468,46 +1459,23 @@ def _rename(name, rename):
     return name
 
 
-def _misfit(name, saved_shape, shapes):
-    """Return why a saved parameter does not fit the model, or ""."""
-    if name not in shapes:
-        return f"{name} is not a parameter of this model"
-    if saved_shape is None or tuple(saved_shape) == tuple(shapes[name]):
-        return ""
-    return (f"{name} is {tuple(saved_shape)} in the checkpoint, {tuple(shapes[name])} in this "
-            "model")
-
-
 def log_sources(sources, missing, names, log=print):
     """Log how many of the missing parameters each source gives, and how many are initialized.
 
     names: of all parameters. sources: of `open_sources`.
     """
+    origins = []  # (text, names)
     initialized = set(missing)
     for source in sources:
+        at_checkpoint = f"@{source['checkpoint']}" if source["checkpoint"] else ""
         taken = list(source["take"].values())
+        origins.append((source["path"] + at_checkpoint, taken))
         initialized.difference_update(taken)
-        origin = source["path"]
-        if source["checkpoint"]:
-            origin += f"@{source['checkpoint']}"
-        _log_origin(taken, names, origin, log)
-    fresh = [name for name in names if name in initialized]
-    _log_origin(fresh, names, "a fresh initialization", log)
-
-
-def _log_origin(some, names, origin, log):
-    """Log that some of all names come from an origin, and which."""
-    if some:
-        which = f": {', '.join(some)}" if len(some) < len(names) else ""
-        log(f"{len(some)} of {len(names)} parameters from {origin}{which}")
-
-
-def _raise_if_errors(errors, where):
-    """Raise one ValueError of all errors, if there are any."""
-    if len(errors) == 1:
-        raise ValueError(f"{where}: {errors[0]}")
-    if errors:
-        raise ValueError(f"{where}: \n  " + "\n  ".join(errors))
+    origins.append(("a fresh initialization", [name for name in names if name in initialized]))
+    for origin, taken in origins:
+        which = f": {', '.join(taken)}" if len(taken) < len(names) else ""
+        if taken:
+            log(f"{len(taken)} of {len(names)} parameters from {origin}{which}")
 
 
 # ---- verify

@@ -71,7 +71,7 @@ def lines_of(pid, end):
 
 def save_forever(root, n, tree, out):
     """Save every step twice, some as temporary, and restore each; write the number of each."""
-    ckpt.clean(root)
+    ckpt.delete_leftovers(root)
     while True:
         os.write(out, f"{n}\n".encode())
         n += 1
@@ -93,7 +93,7 @@ def inspect(root, out):
     """Write the value of the newest checkpoint, and what `clean` leaves though no file names it.
     """
     value = value_of(ckpt.restore_newest(root, tree_of(0))[1])
-    ckpt.clean(root)
+    ckpt.delete_leftovers(root)
     named = {f"{step:09d}/{name}" for step in ckpt.steps(root) for name in (
         "meta.json", "temporary", ckpt.read_meta(root, step)["folder"])}
     found = {str(p.relative_to(root)) for p in Path(root).glob("*/*")}

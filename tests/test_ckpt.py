@@ -479,7 +479,7 @@ assert len(logged) == 2, logged
 assert all("meta.json could not be deleted: " in t and "denied" in t for t in logged), logged
 assert ckpt.verify(root) == []  # nothing of it has gone
 os.makedirs(f"{root}/000000009/save-0123abcd")
-ckpt.clean(root, logged.append)
+ckpt.delete_leftovers(root, logged.append)
 assert ckpt.steps(root) == [1, 2, 3] and len(logged) == 2 and "000000009" not in os.listdir(root)
 """, open_root)
 
@@ -521,7 +521,7 @@ def test_a_checkpoint_exists_only_with_its_meta_json(tmp_path):
     (tmp_path / "0000000007/meta.json").write_text("{}")
     assert ckpt.steps(tmp_path) == [5] and ckpt.latest(tmp_path) == 5
     assert ckpt.latest(tmp_path / "none") is None and ckpt.steps(tmp_path / "none") == []
-    ckpt.clean(tmp_path)
+    ckpt.delete_leftovers(tmp_path)
     assert names_in(tmp_path) == [
         "0000000007", "000000005", "000000005-copy", "1712345678", "notes"]
     assert names_in(tmp_path / "000000005") == sorted([data_of(tmp_path, 5).name, "meta.json"])
@@ -581,7 +581,7 @@ def test_the_newest_is_never_deleted(tmp_path):
     Break: ckpt.py: kept.add(max(saved, default=None)) => pass
     """
     save(tmp_path, 1, 2, temporary=True, max_to_keep=1)
-    ckpt.prune(tmp_path, 1)
+    ckpt.delete_old(tmp_path, 1)
     assert ckpt.steps(tmp_path) == [2]
 
 
@@ -731,7 +731,7 @@ def test_corrupted_checkpoints_are_skipped_replaced_and_pruned(tmp_path):
     assert ckpt.newest_meta(tmp_path)[0] == 4
     assert ckpt.restore_newest(tmp_path, tree, logged.append)[0] == 2
     assert all("skipping a corrupted" in t for t in logged) and "array a is corrupted" in logged[1]
-    ckpt.clean(tmp_path)
+    ckpt.delete_leftovers(tmp_path)
     save(tmp_path, 3, tree=tree, max_to_keep=2)
     assert ckpt.steps(tmp_path) == [2, 3, 4, 6] and len(logged) == 2
     save(tmp_path, 4, tree=tree, max_to_keep=2)
@@ -755,7 +755,7 @@ def test_a_corrupted_meta_json_does_not_cost_its_arrays(tmp_path):
     whole = meta.read_text()
     last = format(int(folder.name[-1], 16) ^ 1, "x")
     meta.write_text(whole.replace(folder.name, folder.name[:-1] + last))
-    ckpt.clean(tmp_path)
+    ckpt.delete_leftovers(tmp_path)
     meta.write_text(whole)
     assert ckpt.verify(tmp_path) == []
 
@@ -790,8 +790,8 @@ def test_a_meta_json_that_leads_elsewhere_is_refused(tmp_path, change):
     with pytest.raises((ValueError, KeyError), match="000000001"):
         ckpt.restore(root, 1, tree)
     assert len(ckpt.verify(root)) == 1
-    ckpt.clean(root)
-    ckpt.prune(root, 1)
+    ckpt.delete_leftovers(root)
+    ckpt.delete_old(root, 1)
     assert sorted(outside.rglob("*")) == before
 
 
@@ -814,7 +814,7 @@ def test_a_step_may_be_a_link_and_nothing_in_it(tmp_path):
     with pytest.raises(ValueError, match="a checkpoint may hold no links"):
         ckpt.restore(root, 1, tree)
     assert "no links" in ckpt.verify(root)[0]
-    ckpt.clean(root)
+    ckpt.delete_leftovers(root)
     save(root, 3, tree=tree, max_to_keep=1)
     assert names_in(root) == ["000000003"]
     assert sorted(outside.rglob("*")) == before
@@ -841,12 +841,12 @@ def test_files_that_no_save_wrote_are_never_deleted(tmp_path):
 
     save(tmp_path, 1)
     folder, names = add(1)
-    ckpt.clean(tmp_path)
+    ckpt.delete_leftovers(tmp_path)
     save(tmp_path, 1)
     assert {*names} < {*names_in(folder)} and ckpt.steps(tmp_path) == [1]
     save(tmp_path, 2, max_to_keep=1)
     assert names_in(folder) == names and (folder / "hf/weights").exists()
-    ckpt.clean(tmp_path)
+    ckpt.delete_leftovers(tmp_path)
     ckpt.delete_all(tmp_path)
     assert names_in(folder) == names and ckpt.steps(tmp_path) == []
 
@@ -990,7 +990,7 @@ def test_a_stop_at_any_moment_leaves_the_old_or_the_new(trace, tmp_path):
                 else:  # a mark that did not stay
                     (root / path).write_text("begun")
             step, tree = ckpt.restore_newest(root, stress.tree_of(0))
-            ckpt.clean(root)
+            ckpt.delete_leftovers(root)
             value = stress.value_of(ckpt.restore_newest(root, stress.tree_of(0))[1])
             assert step == 2 and stress.value_of(tree) == value
             assert len(names_in(root / "000000002")) == 2
@@ -1178,7 +1178,7 @@ os._exit(0)
 TWO = f"""
 whole = {WHOLE}
 if rank == 0:
-    ckpt.clean(root)
+    ckpt.delete_leftovers(root)
     assert os.listdir(root) == ["000000001"]
 ckpt.broadcast_from_main(lambda: None)
 step, tree = ckpt.restore_newest(root, {{"x": split(0 * whole, None, "x")}})
@@ -1295,7 +1295,7 @@ def test_an_object_store_holds_checkpoints(store):
     assert ckpt.restore_newest(root, tree, logged.append)[0] == 5
     assert "array big is corrupted" in logged[0] and len(logged) == 1
     ckpt._open(root, "000000007").write("save-12345678.0", b"begun").result()
-    ckpt.clean(root, logged.append)
+    ckpt.delete_leftovers(root, logged.append)
     names = {key.decode().split("/")[0] for key in ckpt._open(root).list().result()}
     assert names == {"000000003", "000000005", "000000006"} and len(logged) == 1
 
@@ -1338,7 +1338,7 @@ ckpt.wait(ckpt.save({root!r}, {step}, {{"a": np.zeros(3), "big": np.zeros(2**15)
     assert ckpt.steps(root) == [1]
     assert equal(ckpt.restore_newest(root, tree)[1], tree)
     assert len(ckpt._open(root).list().result()) > n_keys + 5
-    ckpt.clean(root)
+    ckpt.delete_leftovers(root)
     assert len(ckpt._open(root).list().result()) == n_keys
     assert equal(ckpt.restore_newest(root, tree)[1], tree)
 
@@ -1369,7 +1369,7 @@ def test_a_bucket_has_one_run_and_its_newest_process(store):
         with pytest.raises(ValueError, match="another run is writing to it, .*/a.* delete .*lock"):
             ckpt.lock_bucket(root.replace("locked", "locked/"), "/b").__enter__()
         save(root, 1, 2, max_to_keep=1)
-        ckpt.clean(root)
+        ckpt.delete_leftovers(root)
         assert ckpt.steps(root) == [2] and ckpt.verify(root) == []
         ckpt.delete_all(root)
         check()
@@ -1407,7 +1407,7 @@ def test_a_source_is_a_path_and_options(text, source):
 def test_a_malformed_source_is_refused(text):
     """The error shows the syntax.
 
-    Break: ckpt.py: values.keys() == SOURCE_OPTIONS.keys(), => True,
+    Break: ckpt.py: values.keys() == SOURCE_OPTIONS.keys() and => True and
     """
     with pytest.raises(ValueError, match="must be DIR, DIR@best or DIR@STEP, or within one pair "):
         ckpt.parse_source(text)
@@ -1433,7 +1433,7 @@ def test_of_several_sources_the_last_wins():
 def test_all_errors_of_sources_are_raised_at_once():
     """Names and shapes that do not fit, patterns without a match, mismatches from the caller.
 
-    Break: ckpt.py: elif source["strict"]: => elif not source["strict"]:
+    Break: ckpt.py: if source["strict"]: => if not source["strict"]:
     """
     source = ckpt.parse_source("there load=a*,b exclude=c") | {
         "names": {"a": (3,), "ab": (2,), "d": (1,)}, "mismatches": ["lr is 1"]}

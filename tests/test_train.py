@@ -2070,7 +2070,7 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
 def test_a_partial_save_of_weights_is_deleted(tiny):
     """The next launch deletes an unfinished save of --weights_every.
 
-    Break: ckpt.py: clean(kind_root, log) => clean(root, log)
+    Break: ckpt.py: delete_leftovers(kind_root, log) => delete_leftovers(root, log)
     """
     cfg = tiny(steps=1, eval_every=0)
     left = Path(cfg.out_dir, "ckpt/weights/000000007/save-0a1b2c3d")
