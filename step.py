@@ -5,7 +5,7 @@ Owns gradients, accumulation, clipping, optimizers, schedules, shardings and the
 them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", "spec", "init",
 "trained", "ids"}} are arguments. `cfg`: a Config, or any object with
 the fields that are read here, as make_cfg returns.
-Invariant: one call of `train_step` is one step; schedule and data depend only on state["step"].
+Invariant: one call of `train_step` is one step; rate and data depend only on the step.
 """
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, update_wrapper
-from math import inf, prod
+from math import cos, inf, pi, prod
 from pathlib import Path
 
 import jax
@@ -36,8 +36,8 @@ RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "fi
                     "loss_scale", "watch", "counts", "n_labels"}
 
 
-def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, scalars=None):
-    """Take one step: (state, metrics).
+def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0):
+    """Take one step with the learning rate lr, see lr_at: (state, metrics).
 
     Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
     "n_labels", the count of the loss; "finite"; "finite_grads", the same for the gradient of each
@@ -47,12 +47,8 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
     A loss or gradient that is not finite leaves parameters and moments as they were. The step still
     counts, since its batch is spent.
 
-    loss_scale: factor of the summed objective during backpropagation, for fp16_train_step. scalars:
-    of run_scalars; they may be traced.
+    loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
     """
-    # The dict of pass_scalars is empty where a hook traces the step outside of that function.
-    if not scalars:
-        scalars = run_scalars(cfg)
     # Optional: sparse rows, for tasks whose tables have "ids": take only the rows that this batch
     # looks up. By default rows is the whole state.
     rows = state
@@ -66,7 +62,7 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
     # Random keys of the rows, for a loss that takes them.
     options = {}
     if takes_train_keys(loss_fn):
-        options["train_keys"] = make_train_keys(state["step"], batch, scalars["seed"])
+        options["train_keys"] = make_train_keys(state["step"], batch, cfg.seed)
 
     # Sum the loss and its gradient over the microbatches.
     with jax.named_scope("gradients"):
@@ -98,7 +94,6 @@ def train_step(state, batch, cfg, loss_fn, optimizer, table, loss_scale=1.0, sca
 
     # Subtract lr times the optimizer's direction. The move is computed in float32, then cast back.
     with jax.named_scope("optimizer"):
-        lr = lr_at(state["step"], cfg, scalars)
         directions, new_opt = optimizer.update(grads, old_opt, _f32(old_params))
 
         def move(p, direction):
@@ -207,56 +202,31 @@ def _sum_over_microbatches(f, batch, A):
 
 # ---- learning rate
 
-def lr_at(step, cfg, scalars=None):
-    """Return the learning rate of the step from `step` to `step + 1`.
+def lr_at(step, cfg):
+    """Return the learning rate of the step from `step` to `step + 1`, on the host.
 
     The rate rises linearly to its peak during warm-up, then follows cfg.schedule. Most schedules
     end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
-    falls slowly. step and scalars, which are those of run_scalars, may be traced; cfg never is.
+    falls slowly.
     """
-    if scalars is None:
-        scalars = run_scalars(cfg)
-    n_warmup = scalars["n_warmup"]
-
-    step = jnp.asarray(step, jnp.float32)
-    n_after_warmup = jnp.maximum(step - n_warmup, 0)
-    progress = jnp.clip(n_after_warmup * scalars["1/n_rest"], 0, 1)
-    # A schedule goes from 1 to 0, which means from the peak to min_lr_frac of the peak.
-    decay = SCHEDULES[cfg.schedule](cfg, progress, n_after_warmup, scalars)
-    after_warmup = scalars["min_frac"] + scalars["1-min_frac"] * decay
-    during_warmup = (step + 1) * scalars["1/n_warmup"]
-    return scalars["peak"] * jnp.where(step < n_warmup, during_warmup, after_warmup)
-
-
-def run_scalars(cfg):
-    """Return the numbers of cfg that are arguments of the compiled step: NumPy scalars by name.
-
-    They are the peak and the lengths of the schedule, and the seed. Runs that differ only in them
-    share one compiled program. The reciprocals are float32, because XLA multiplies by the float32
-    reciprocal where a program divides by a constant.
-    """
-    n_warmup = cfg.warmup_steps
-    if n_warmup < 1:  # a fraction of all steps
-        n_warmup *= cfg.steps
-    n_warmup = round(n_warmup)
     peak = cfg.lr
     if peak == -1:  # the default of the optimizer
         peak = DEFAULT_LR[cfg.optimizer]
-    n_rest = cfg.steps - n_warmup  # steps after the warm-up
-    n_decay = min(cfg.decay_frac * cfg.steps, max(n_rest, 1))  # steps in which "wsd" decays
+    n_warmup = warmup_steps(cfg)
+    if step < n_warmup:
+        return peak * (step + 1) / n_warmup
+    n_after_warmup = step - n_warmup
+    progress = min(n_after_warmup / max(cfg.steps - n_warmup, 1), 1)
+    # A schedule goes from 1 to 0, which means from the peak to min_lr_frac of the peak.
+    decay = SCHEDULES[cfg.schedule](cfg, progress, n_after_warmup)
+    return peak * (cfg.min_lr_frac + (1 - cfg.min_lr_frac) * decay)
 
-    one = np.float32(1)
-    return {
-        "peak": np.float32(peak),
-        "min_frac": np.float32(cfg.min_lr_frac),
-        "1-min_frac": np.float32(1 - cfg.min_lr_frac),
-        "n_warmup": np.float32(n_warmup),
-        "1/n_warmup": one / np.float32(max(n_warmup, 1)),
-        "n_rest": np.float32(n_rest),
-        "1/n_rest": one / np.float32(max(n_rest, 1)),
-        "1/n_decay": one / np.float32(n_decay),
-        "seed": np.uint32(cfg.seed % 2**32),
-    }
+
+def warmup_steps(cfg):
+    """Return the number of steps in which the rate rises. Below 1, the field is a fraction."""
+    if cfg.warmup_steps < 1:
+        return round(cfg.warmup_steps * cfg.steps)
+    return round(cfg.warmup_steps)
 
 
 # ---- the optimizer
@@ -434,18 +404,22 @@ def moment_specs(table, mesh):
 
 # ---- programs
 
+def replicate(x, mesh):
+    """Return a number as a float32 array on all devices of a mesh, also on those of other hosts."""
+    return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(x))
+
+
 def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name, value: value,
                 evaluation=None):
     """Trace everything that runs on the mesh, without allocating an array.
 
     batch: {name: ShapeDtypeStruct with a sharding}. override(name, value) is called with the
-    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch) -> (state,
-    metrics). It returns the value to use: hooks use it for pruning, another loss or another
+    "loss_fn", the "optimizer" (optax) and the "train_step", a function (state, batch, lr) ->
+    (state, metrics). It returns the value to use: hooks use it for pruning, another loss or another
     optimizer. evaluation: {"cfg", "batch"} of eval_step, by default those of train_step.
 
     Returns a dict:
     "state": the state as shapes with shardings;
-    "scalars": those of run_scalars as shapes, the third argument of the program "train_step";
     "train_step", "eval_step", "init", "digest": functions that lower that program when called (the
     digest is a checksum of the state, logged to compare runs; a restore does not check it);
     "from_params": a jitted function (key, params=) -> state, which donates params;
@@ -454,14 +428,12 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
     """
     evaluation = evaluation or {"cfg": cfg, "batch": batch}
 
-    # The functions to compile: all arguments that are not arrays are bound. The step also has the
-    # argument scalars, of which the functions of hooks know nothing: see pass_scalars.
-    scalars = {}
+    # The functions to compile: all arguments that are not arrays are bound.
     loss_fn = override("loss_fn", loss_fn)
     optimizer = override("optimizer", make_optimizer(cfg, table))
     step_fn = fp16_train_step if cfg.dtype == "float16" else train_step
     step_fn = override("train_step", partial(
-        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table, scalars=scalars))
+        step_fn, cfg=cfg, loss_fn=loss_fn, optimizer=optimizer, table=table))
     eval_fn = partial(eval_step, cfg=evaluation["cfg"], loss_fn=loss_fn)
     state_fn = partial(init_state, cfg=cfg, init_fn=init_fn, optimizer=optimizer, table=table)
     digest_fn = digest_sums
@@ -481,10 +453,7 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         digest_fn = opt_from_host(digest_fn, shardings["opt"])
         shardings = state_shardings(shapes, table, mesh, "pinned_host")
     state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
-    step_fn = pass_scalars(step_fn, scalars)
-    scalar_shapes = {}
-    for name, x in run_scalars(cfg).items():
-        scalar_shapes[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+    lr = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
 
     # Jit and lower one of these functions.
     options = compiler_options(cfg, mesh.devices.flat[0])
@@ -496,9 +465,8 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
 
     return {
         "state": state,
-        "scalars": scalar_shapes,
         "train_step": partial(
-            lower, step_fn, (state, batch, scalar_shapes), (shardings, replicated), donate=0),
+            lower, step_fn, (state, batch, lr), (shardings, replicated), donate=0),
         "eval_step": partial(
             lower, eval_fn, (state["params"], evaluation["batch"]), replicated),
         "init": partial(lower, state_fn, (key,), shardings),
@@ -506,23 +474,6 @@ def lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda name,
         "from_params": jit(state_fn, donate_argnames="params", out_shardings=shardings),
         "eval_batch": evaluation["batch"],
     }
-
-
-def pass_scalars(step_fn, scalars):
-    """Return f(state, batch, values), which is step_fn(state, batch) with `scalars` as values.
-
-    scalars: an empty dict that is bound in step_fn. It has values only while step_fn is traced: a
-    hook may have wrapped step_fn in a function of state and batch alone.
-    """
-    def with_scalars(state, batch, values):
-        scalars.update(values)
-        try:
-            return step_fn(state, batch)
-        finally:
-            scalars.clear()
-
-    # The program keeps the name of its function, also where that is a partial.
-    return update_wrapper(with_scalars, getattr(step_fn, "func", step_fn))
 
 
 # ---- supporting
@@ -536,32 +487,32 @@ def pass_scalars(step_fn, scalars):
 
 # Each schedule returns a number from 1 to 0, which lr_at maps to peak ... min_lr_frac x peak.
 # progress goes from 0 at the end of warm-up to 1 at the last step, n_after_warmup counts the steps
-# since the end of warm-up, scalars are those of run_scalars. All three may be traced. What a
-# schedule takes from cfg becomes part of the compiled program.
+# since the end of warm-up.
 
-def _constant(cfg, progress, n_after_warmup, scalars):
+def _constant(cfg, progress, n_after_warmup):
     return 1.0
 
 
-def _linear(cfg, progress, n_after_warmup, scalars):
+def _linear(cfg, progress, n_after_warmup):
     return 1 - progress
 
 
-def _cosine(cfg, progress, n_after_warmup, scalars):
-    return 0.5 * (1 + jnp.cos(jnp.pi * progress))
+def _cosine(cfg, progress, n_after_warmup):
+    return 0.5 * (1 + cos(pi * progress))
 
 
-def _polynomial(cfg, progress, n_after_warmup, scalars):
+def _polynomial(cfg, progress, n_after_warmup):
     return (1 - progress) ** cfg.poly_power
 
 
-def _inverse_sqrt(cfg, progress, n_after_warmup, scalars):
-    return jax.lax.rsqrt(1 + n_after_warmup * scalars["1/n_warmup"])
+def _inverse_sqrt(cfg, progress, n_after_warmup):
+    return (1 + n_after_warmup / max(warmup_steps(cfg), 1)) ** -0.5
 
 
-def _warmup_stable_decay(cfg, progress, n_after_warmup, scalars):
-    n_left = scalars["n_rest"] - n_after_warmup
-    return jnp.clip(n_left * scalars["1/n_decay"], 0, 1)
+def _warmup_stable_decay(cfg, progress, n_after_warmup):
+    n_rest = max(cfg.steps - warmup_steps(cfg), 1)
+    n_decay = min(cfg.decay_frac * cfg.steps, n_rest)
+    return min((1 - progress) * n_rest / n_decay, 1)
 
 
 SCHEDULES = {
@@ -783,7 +734,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     Returns a dict:
     "state": the state as shapes with shardings;
     "init": (key) -> state; "from_params": (key, params=) -> state;
-    "train_step": (state, batch) -> (state, metrics), which donates its state;
+    "train_step": (state, batch, lr) -> (state, metrics), which donates its state;
     "eval_step": (params, batch) -> {name: (sum, count)};
     "digest": (state) -> the result of digest_sums;
     "compile_eval", "compile_digest": functions that compile that program if necessary, and wait for
@@ -806,12 +757,6 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     compiled_init = init_future.result()
     memory = memory_by_kind(state, compiled_step)
 
-    # Bind the numbers of this run, on every device.
-    scalars = {}
-    for name, value in run_scalars(cfg).items():
-        sharding = steps["scalars"][name].sharding
-        scalars[name] = jax.make_array_from_callback((), sharding, lambda _, value=value: value)
-
     # Compile the others later: in the background, or on a CPU at their first call. On a CPU, a
     # compilation in the background would halve the speed of the first steps.
     def compile_later(compile):
@@ -833,7 +778,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
         "state": state,
         "init": compiled_init,
         "from_params": steps["from_params"],
-        "train_step": lambda state, batch: compiled_step(state, batch, scalars),
+        "train_step": compiled_step,
         "eval_step": lambda params, batch: compiled_eval()(params, batch),
         "digest": lambda state: compiled_digest()(state),
         "compile_eval": compiled_eval,
@@ -1200,7 +1145,7 @@ def init_loss_scale():
     return {"value": jnp.float32(FP16_SCALE), "good": jnp.zeros((), jnp.int32)}
 
 
-def fp16_train_step(state, batch, cfg, loss_fn, optimizer, table, scalars=None):
+def fp16_train_step(state, batch, lr, cfg, loss_fn, optimizer, table):
     """Take one step in float16: train_step with a dynamic loss scale, the metric "loss_scale".
 
     A loss or gradient that is not finite counts as an overflow, which halves the scale. The metric
@@ -1213,7 +1158,7 @@ def fp16_train_step(state, batch, cfg, loss_fn, optimizer, table, scalars=None):
     batch_size = max((x.size for x in jax.tree.leaves(batch)), default=1)
     loss_scale = scale / batch_size
     new_state, metrics = train_step(
-        state, batch, cfg, loss_fn, optimizer, table, loss_scale, scalars)
+        state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale)
 
     finite = metrics["finite"] == 1
     new_state["scale"] = _next_scale(state["scale"], finite)

@@ -601,11 +601,12 @@ def train(run, state, progress, signals):
                 break
             run_begin_hooks(run, step, progress)
             batch = run_hooks(run["hooks"], "data", batch)
+            lr = steplib.replicate(steplib.lr_at(step, cfg), run["mesh"])
 
             # Dispatch the update. The device works on it while this thread continues.
             log_event("dispatch", {"step": step + 1})
             with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
-                new_state, metrics = programs["train_step"](state, batch)
+                new_state, metrics = programs["train_step"](state, batch, lr)
             progress["window"]["steps"].append((step + 1, metrics))
             state = run_hooks(run["hooks"], "state", new_state)
 

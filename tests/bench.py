@@ -104,7 +104,7 @@ def step_ours(dtype, shape):
 
     def update():
         nonlocal state
-        state, metrics = programs["train_step"](state, batch)
+        state, metrics = programs["train_step"](state, batch, np.float32(0.01))
         jax.block_until_ready(metrics)
 
     return rate(update, rows[:, 1:].size)
@@ -646,7 +646,8 @@ def clicks_ours(rows=10**6):
 
     def update():
         nonlocal state
-        state, metrics = programs["train_step"](state, jax.device_put(next(batches)))
+        state, metrics = programs["train_step"](
+            state, jax.device_put(next(batches)), cfg.lr)
         float(metrics["loss"])
 
     return rate(update, cfg.batch_size)

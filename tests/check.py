@@ -642,14 +642,14 @@ def speed(shape):
 
     batch = random_batch(setup)
     state = init(jax.random.key(0))
-    scalars = steplib.run_scalars(cfg)
+    lr = steplib.lr_at(0, cfg)
 
     # Time whole steps, without waiting between them.
     for _ in range(2):
-        state, metrics = update(state, batch, scalars)
+        state, metrics = update(state, batch, lr)
     losses = [float(metrics["loss"])]
     began = time.perf_counter()
-    state, metrics = update(state, batch, scalars)
+    state, metrics = update(state, batch, lr)
     jax.block_until_ready(metrics)
     once_s = time.perf_counter() - began
     n_steps = int(min(max(3 / once_s, 3), 50))
@@ -657,7 +657,7 @@ def speed(shape):
     for _ in range(3):
         began = time.perf_counter()
         for _ in range(n_steps):
-            state, metrics = update(state, batch, scalars)
+            state, metrics = update(state, batch, lr)
         losses.append(float(metrics["loss"]))
         times.append((time.perf_counter() - began) / n_steps)
     step_s = statistics.median(times)
@@ -676,7 +676,7 @@ def speed(shape):
                  memory=memory, planned_gib=memory["total"] / 2**30, losses=losses)
     yield peak_memory(device, memory)
     if device.platform != "cpu":
-        yield kernels(shape, update, state, batch, scalars)
+        yield kernels(shape, update, state, batch, lr)
     yield planned(update, mesh, {"model": flops * tokens}, step_s)
 
 
@@ -711,13 +711,13 @@ def peak_memory(device, memory):
     return found | {"part": "memory"}
 
 
-def kernels(shape, update, state, batch, scalars):
+def kernels(shape, update, state, batch, lr):
     """Trace two steps, and write the time of each kernel to a file."""
     import jax
     folder = Path(os.environ["CHECK_SCRATCH"], f"trace-{shape}")
     with jax.profiler.trace(str(folder)):
         for _ in range(2):
-            state, metrics = update(state, batch, scalars)
+            state, metrics = update(state, batch, lr)
         jax.block_until_ready(metrics)
     (path,) = folder.rglob("*.xplane.pb")
     trace = jax.profiler.ProfileData.from_file(str(path))
@@ -985,7 +985,7 @@ def small_step(case, dtype, attention, **changes):
         params[name] = jax.device_put(old[name], x.sharding)
     state = programs["from_params"](jax.random.key(0), params=params)
     batch = put_batch(setup, make_batch(SMALL | CASES[case]))
-    state, metrics = programs["train_step"](state, batch)
+    state, metrics = programs["train_step"](state, batch, train.steplib.lr_at(0, setup["cfg"]))
     return {"loss": float(metrics["loss"]), "norm": float(metrics["grad_norm"]),
             "lr": float(metrics["lr"]), "grads": jax.device_get(state["opt"]["grads"]), "old": old,
             "new": jax.device_get(state["params"]), "cfg": setup["cfg"]}
@@ -1220,7 +1220,8 @@ def repeat_step(how, n_calls):
     first, n_different, n_done, wrong = None, 0, 0, ""
     began = time.monotonic()
     while n_done < int(n_calls) and time.monotonic() - began < SECONDS:
-        state, _ = programs["train_step"](copy(initial), batch)
+        state, _ = programs["train_step"](
+            copy(initial), batch, train.steplib.lr_at(0, setup["cfg"]))
         digest = jax.device_get(programs["digest"](state))
         n_done += 1
         if first is None:
@@ -1296,8 +1297,9 @@ def three_losses(setup):
     batch = random_batch(setup)
     state = programs["init"](jax.random.key(0))
     losses = []
-    for _ in range(3):
-        state, metrics = programs["train_step"](state, batch)
+    for i in range(3):
+        lr = train.steplib.lr_at(i, setup["cfg"])
+        state, metrics = programs["train_step"](state, batch, lr)
         losses.append(float(metrics["loss"]))
     return losses
 

@@ -317,7 +317,7 @@ def call_often(n_calls, n_threads, dtype, with_options, out):
     state, counts = programs["init"](jax.random.key(0)), Counter()
     for _ in range(n_calls):
         given = jax.tree.map(lambda x: jax.device_put(x, may_alias=False), state)  # it is donated
-        after, metrics = programs["train_step"](given, batch)
+        after, metrics = programs["train_step"](given, batch, steplib.lr_at(0, cfg))
         digest = steplib.digest(programs["digest"](after))
         counts[f"{digest['params']} {digest['opt']} {float(metrics['loss']).hex()}"] += 1
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]

@@ -67,7 +67,8 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     for batch in itertools.islice(itertools.cycle(bench.click_batches(cfg)), 50):
         torch_losses.append(update(batch))
         shardings = {name: x.sharding for name, x in run["batch"].items()}
-        state, metrics = programs["train_step"](state, jax.device_put(batch, shardings))
+        state, metrics = programs["train_step"](
+            state, jax.device_put(batch, shardings), cfg.lr)
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, torch_losses, rtol=1e-4)
     assert losses[-1] < 0.8 * losses[0]

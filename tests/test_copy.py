@@ -77,8 +77,8 @@ made = step.compile_steps(cfg, mesh, table, loss_fn, init, {"x": shape, "y": sha
 state = made["init"](jax.random.key(0))
 batch = jax.device_put({"x": x, "y": 3 * x - 2}, rows)
 losses = []
-for _ in range(cfg.steps):
-    state, metrics = made["train_step"](state, batch)
+for i in range(cfg.steps):
+    state, metrics = made["train_step"](state, batch, step.lr_at(i, cfg))
     losses.append(float(metrics["objective"]))
 assert losses[0] > 1 and losses[-1] < 0.01 * losses[0], (losses[0], losses[-1])
 assert int(state["step"]) == cfg.steps and abs(float(state["params"]["w"][0]) - 3) < 0.3

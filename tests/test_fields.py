@@ -150,7 +150,7 @@ def four_steps(cfg):
     all_metrics = []
     batch_at = train.make_batch_at(run, open_slope(cfg, ())["train"])
     for i in range(4):
-        state, metrics = programs["train_step"](state, batch_at(i))
+        state, metrics = programs["train_step"](state, batch_at(i), step.lr_at(i, run["cfg"]))
         weights.append(float(state["params"]["w"][0]))
         all_metrics.append(jax.device_get(metrics))
     return np.diff(weights).round(6).tolist(), all_metrics

@@ -91,14 +91,14 @@ def test_pruning_is_that_of_numpy(dtype):
         return {name: jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype),
                                      shardings[name]) for name, shape in shapes.items()}
 
-    def update(state, batch):
+    def update(state, batch, lr):
         return {"step": state["step"] + 1, "params": batch}, {"loss": 0.0}
 
     step = jax.jit(prune.prune_to(**numbers, patterns=("a", "b"))("train_step", update))
     state = {"step": jnp.int32(0), "params": draw()}
     for i in range(1, 13):
         old, batch = state["params"], draw()
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, 0.1)
         found = state["params"]
         for name in "ab":
             expected = pruned_by_numpy(*(np.array(x[name], np.float32) for x in (batch, old)), i,

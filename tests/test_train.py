@@ -953,8 +953,8 @@ def test_pruning_hooks_keep_half_of_the_weights_zero(tiny, tmp_path):
             return optax.chain(value, optax.stateless(lambda updates, params: updates | {
                 n: jnp.where(params[n] == 0, 0, updates[n]) for n in names}))
         if event == "train_step":
-            def step(state, batch):
-                state, metrics = value(state, batch)
+            def step(state, batch, lr):
+                state, metrics = value(state, batch, lr)
                 return state | {"params": pruned(state["params"])}, metrics
             return step
 
@@ -1089,8 +1089,8 @@ def test_an_implicit_transfer_in_the_loop_is_an_error(tiny):
 def test_a_run_compiles_its_step_once(tiny, caplog):
     """JAX's log shows one compilation of train_step and one of eval_step.
 
-    Break: train.py: state, metrics = programs["train_step"](state, batch) =>
-    state, metrics = steplib.compile_steps(*step_args(run))["train_step"](state, batch)
+    Break: train.py: programs["train_step"](state, batch, lr) =>
+    steplib.compile_steps(*step_args(run))["train_step"](state, batch, lr)
     """
     for thread in threading.enumerate():  # compilations of an earlier test's run
         if thread.name.startswith("ThreadPoolExecutor"):

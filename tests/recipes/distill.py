@@ -155,11 +155,11 @@ def losses(student_BTV, teacher_BTV, labels_BT, cfg):
 def flops(means, cfg):
     """FLOPs of the student, and of the teacher's forward pass, a third of its training."""
     keys = means.get("attended_keys")
-    student_flops, recomputed, formula = model.flops_per_token(cfg, cfg.seq_len, keys)
+    student_flops, formula = model.flops_per_token(cfg, cfg.seq_len, keys)
     teacher = dataclasses.replace(teacher_config(cfg), freeze=())
-    teacher_flops, _, _ = model.flops_per_token(teacher, cfg.seq_len, keys)
+    teacher_flops, _ = model.flops_per_token(teacher, cfg.seq_len, keys)
     total = student_flops + teacher_flops / 3
-    return total, recomputed, f"{formula}; a third of that for the teacher"
+    return total, f"{formula}; a third of that for the teacher"
 
 
 TASK = train.TEXT | {

@@ -62,8 +62,8 @@ def freeze_after(step, pattern):
         if event != "train_step":
             return
 
-        def frozen_step(state, batch):
-            new, metrics = train_step(state, batch)
+        def frozen_step(state, batch, lr):
+            new, metrics = train_step(state, batch, lr)
             params = dict(new["params"])
             for name, x in params.items():
                 if fnmatch(name, pattern):

@@ -36,8 +36,8 @@ def prune_to(sparsity, first, last, every=10, patterns=("layers.w*",)):
             return prune_in(value)
 
     def prune_in(train_step):
-        def pruned_step(state, batch):
-            new, metrics = train_step(state, batch)
+        def pruned_step(state, batch, lr):
+            new, metrics = train_step(state, batch, lr)
             names = sorted(model.matching("prune", patterns, state["params"]))
 
             # What was zero before the step is zero after it.
