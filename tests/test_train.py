@@ -3181,7 +3181,7 @@ def test_a_run_with_dropout_resumes_bit_identical(tiny, tmp_path):
     """A run with dropout, and with a hook that wraps the loss and passes its options on, stops at
     step 2. Resumed it ends with the state of an uninterrupted run.
 
-    Break: step.py: np.uint32(cfg.seed % 2**32) => np.uint32(time.time_ns() % 2**32)
+    Break: step.py: batch, cfg.seed % 2**32) => batch, id(batch) % 2**32)
     """
     cfg = tiny(dropout=0.25, steps=4, eval_every=0,
                hooks=(f"{ROOT}/tests/recipes/hooks.py:weight_norm",))
