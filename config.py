@@ -32,7 +32,7 @@ PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
 LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
 Interval = Annotated[int | str, (
-    lambda x: parses(parse_intervals, x),
+    lambda x: _parses(parse_intervals, x),
     "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
@@ -306,24 +306,24 @@ def parse(argv, kind=Config):
     unknown flags and malformed numbers. `--help` prints and exits.
     """
     if "--help" in argv or "-h" in argv:
-        print_help(argv, kind)
+        _print_help(argv, kind)
         sys.exit()
     # Each source is a dict {field: value}.
-    typed = typed_values(argv, kind)
+    typed = _typed_values(argv, kind)
     branch, named = {}, {}
     # Optional: branches of a run.
     if typed.get("branch_from"):
-        branch = branch_values(typed["branch_from"], kind)
+        branch = _branch_values(typed["branch_from"], kind)
     if typed.get("config"):
-        named = load_values(expand_home(typed["config"]), kind)
-    cfg = resolve_paths(kind(**merge(branch, named, typed)))
-    out_dir = choose_out_dir(cfg, typed)
-    run = run_values(out_dir, cfg)
+        named = _load_values(_expand_home(typed["config"]), kind)
+    cfg = resolve_paths(kind(**_merge(branch, named, typed)))
+    out_dir = _choose_out_dir(cfg, typed)
+    run = _run_values(out_dir, cfg)
     for source in (branch, named):  # another run keeps its folders to itself
-        if not is_same_path(source.get("out_dir", out_dir), out_dir):
+        if not _is_same_path(source.get("out_dir", out_dir), out_dir):
             source.update(ckpt_dir="", export="")
 
-    values = merge(branch, run, named, typed)
+    values = _merge(branch, run, named, typed)
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
     if run:
@@ -331,7 +331,7 @@ def parse(argv, kind=Config):
     return resolve_paths(kind(**values))
 
 
-def merge(*sources):
+def _merge(*sources):
     """One dict of all sources; the last source that has a key gives its value."""
     merged = {}
     for source in sources:
@@ -349,17 +349,17 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     errors that only the task can find, e.g. text_errors.
     """
     # Each field alone: its type, its bound, and its choices if other files define them.
-    field_errors = type_errors(vars(cfg), get_type_hints(type(cfg)))
+    field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
     if not field_errors:
-        field_errors = bound_errors(cfg)
+        field_errors = _bound_errors(cfg)
     # Field names are the legal values of allow_change, and "state", for arrays of the state.
     choices = {"allow_change": [*vars(cfg), "state"], "explicit": vars(cfg)} | dict(choices)
-    errors = field_errors + choice_errors(cfg, choices)
+    errors = field_errors + _choice_errors(cfg, choices)
     if field_errors:  # stop here: the rules would fail on wrong types
         raise_if_errors(errors)
 
     # Fields together, then with the mesh, then with the task.
-    errors += rule_errors(cfg) + unused_errors(cfg, choices.get("optimizer", {}))
+    errors += _rule_errors(cfg) + _unused_errors(cfg, choices.get("optimizer", {}))
     sizes = None
     if n_devices:
         sizes, mesh_errors = mesh_sizes(cfg, n_devices)
@@ -375,7 +375,7 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
 
 # ---- flags
 
-def typed_values(argv, kind):
+def _typed_values(argv, kind):
     """{field: value} of the flags on a command line, also of those that give a default."""
     import tyro
 
@@ -392,7 +392,7 @@ def typed_values(argv, kind):
     flags, unknown = tyro.cli(
         dataclasses.make_dataclass("Flags", fields), args=argv, use_underscores=True,
         add_help=False, return_unknown_args=True)
-    check_unknown(unknown, kind)
+    _check_unknown(unknown, kind)
 
     typed = {}
     for arg in argv:
@@ -400,14 +400,14 @@ def typed_values(argv, kind):
         if name not in types:
             name = name.removeprefix("no_")  # a switch
         if arg.startswith("--") and name in types:
-            typed[name] = read_flag(name, getattr(flags, name), types[name])
+            typed[name] = _read_flag(name, getattr(flags, name), types[name])
     return typed
 
 
-def read_flag(name, value, hint):
+def _read_flag(name, value, hint):
     """The value of a flag, in which numbers may be written as 1Ki, 50% or 2h30m."""
     if isinstance(value, tuple):
-        return tuple(read_flag(name, item, get_args(hint)[0]) for item in value)
+        return tuple(_read_flag(name, item, get_args(hint)[0]) for item in value)
     if hint == int | str and value.isdecimal():
         return int(value)
     if hint not in (int, float):
@@ -418,7 +418,7 @@ def read_flag(name, value, hint):
         raise ValueError(f"--{name}: {e}") from None
 
 
-def check_unknown(words, kind):
+def _check_unknown(words, kind):
     """Raise a ValueError that names all unknown flags, each with the flag that may be meant.
 
     words: those of the command line that tyro cannot place: unknown flags, and values without one.
@@ -426,7 +426,7 @@ def check_unknown(words, kind):
     flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
     if flags:
         plural = "s" if len(flags) > 1 else ""
-        named = ", ".join(f"{word} ({suggest_flag(word, kind)})" for word in flags)
+        named = ", ".join(f"{word} ({_suggest_flag(word, kind)})" for word in flags)
         raise ValueError(f"unknown flag{plural}: {named}")
     if words:
         raise ValueError(f"{' '.join(words)}: is neither a flag nor the value of one. Write a flag "
@@ -434,13 +434,13 @@ def check_unknown(words, kind):
                          "--config FILE")
 
 
-def suggest_flag(word, kind):
+def _suggest_flag(word, kind):
     """How to write a flag that is unknown as `word`, or where to look for it."""
     known = get_type_hints(kind)
     flag, _, value = word.lstrip("-").partition("=")
     name = flag.replace("-", "_").lower()
     # Optional: names in other trainers.
-    hint = hint_for_name(name, known) or hint_for_name(name.removeprefix("no_"), known)
+    hint = _hint_for_name(name, known) or _hint_for_name(name.removeprefix("no_"), known)
     if hint:
         return hint
     if name in known:  # with one dash or none, or in capitals
@@ -463,14 +463,14 @@ SHORT_HELP = """
 """
 
 
-def print_help(argv, kind):
+def _print_help(argv, kind):
     """Print the flags that people type most, a line for each. `--help all` prints all flags with
     their whole texts, `--help GROUP` or `--help FIELD` those of a group. Raises ValueError for an
     unknown group.
     """
     words = argv[argv.index("--help" if "--help" in argv else "-h") + 1:]
     wanted = " ".join(word for word in words if not word.startswith("-"))
-    fields = describe_fields(kind)
+    fields = _describe_fields(kind)
     groups = list(dict.fromkeys(field["group"] for field in fields.values()))
     if wanted in fields:
         wanted = fields[wanted]["group"]
@@ -488,7 +488,7 @@ def print_help(argv, kind):
             print(shown_group)
         text = field["text"]
         if wanted:
-            text += f" (default: {format_value(getattr(kind, name)) or 'empty'})"
+            text += f" (default: {_format_value(getattr(kind, name)) or 'empty'})"
             indent = 8 * " "
             print(f"  --{name}")
             print(textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent))
@@ -496,7 +496,7 @@ def print_help(argv, kind):
             print(f"  --{name:18}{textwrap.shorten(text, 78, placeholder=' ...')}")
 
 
-def describe_fields(kind):
+def _describe_fields(kind):
     """{field: {"group", "text"}} from the comments in the source of a dataclass and its bases. A
     class without `# ---- group` is a group of its own name.
     """
@@ -530,7 +530,7 @@ EVALUATION_FIELDS = ("val_data", "val_frac", "columns", "data_dtype", "eod_id", 
                      "document_mask", "truncation", "padding_side", "dtype", "hooks")
 
 
-def choose_out_dir(cfg, typed):
+def _choose_out_dir(cfg, typed):
     """The folder of a run on a command line: cfg.out_dir, or derive_out_dir(cfg).
 
     typed: {field: value} of the flags. Modes that read a run take the newest one in RUNS_DIR when
@@ -540,34 +540,34 @@ def choose_out_dir(cfg, typed):
     if "out_dir" not in typed and typed.get("branch_from"):
         return derived
     # A file of --config or a recipe may set the folder. A variant of a run gets one of its own.
-    is_variant = has_config_of_run(cfg) and defining_changes(cfg)
+    is_variant = _has_config_of_run(cfg) and _defining_changes(cfg)
     if cfg.out_dir and ("out_dir" in typed or not is_variant):
         return cfg.out_dir
-    defining = [name for name in typed if defines_run(name) or name == "config"]
-    if not is_run(derived):  # else a run was trained with the flags of an evaluation
+    defining = [name for name in typed if _defines_run(name) or name == "config"]
+    if not _is_run(derived):  # else a run was trained with the flags of an evaluation
         defining = [name for name in defining if name not in EVALUATION_FIELDS]
-    runs = runs_in(RUNS_DIR)
+    runs = _runs_in(RUNS_DIR)
     if cfg.mode in READ_MODES and not defining and runs:
         return max(runs, key=lambda run: Path(run, "metrics.jsonl").stat().st_mtime)
     return derived
 
 
-def has_config_of_run(cfg):
+def _has_config_of_run(cfg):
     """Whether cfg.config is the config.json of the run in cfg.out_dir."""
-    return bool(cfg.config) and is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
+    return bool(cfg.config) and _is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
 
 
 def derive_out_dir(cfg):
     """The folder of a run, named after the fields that define it and differ from their defaults."""
-    return f"{RUNS_DIR}/{run_name(base_name(cfg), defining_changes(cfg))}"
+    return f"{RUNS_DIR}/{_run_name(_base_name(cfg), _defining_changes(cfg))}"
 
 
-def defining_changes(cfg):
+def _defining_changes(cfg):
     """{field: value} of the fields that define a run and differ from default_values."""
-    default = default_values(cfg)
+    default = _default_values(cfg)
     changes = {}
     for name, value in vars(cfg).items():
-        if defines_run(name) and value != default[name]:
+        if _defines_run(name) and value != default[name]:
             changes[name] = value
     changes.pop("branch_from", None)  # base_name has it
     if "seed" in changes:  # at the end of a name, so that runs with other seeds stand together
@@ -575,28 +575,28 @@ def defining_changes(cfg):
     return changes
 
 
-def defines_run(name):
+def _defines_run(name):
     """Whether a field is part of the name of a run. width_mult is resumable since its effect is in
     the fields that it multiplies.
     """
     return name not in RESUMABLE_FIELDS or name == "width_mult"
 
 
-def default_values(cfg):
+def _default_values(cfg):
     """{field: value} without flags: the defaults, and what cfg.config and the run that a branch
     leaves have instead.
     """
     kind = type(cfg)
     branch, named = {}, {}
     # Optional: branches of a run.
-    if cfg.config and parses(parse_branch, cfg.branch_from):
-        branch = branch_values(cfg.branch_from, kind)
+    if cfg.config and _parses(parse_branch, cfg.branch_from):
+        branch = _branch_values(cfg.branch_from, kind)
     if cfg.config:
-        named = load_values(cfg.config, kind)
-    return merge(vars(kind()), branch, named)
+        named = _load_values(cfg.config, kind)
+    return _merge(vars(kind()), branch, named)
 
 
-def base_name(cfg):
+def _base_name(cfg):
     """The beginning of a derived name: the recipe that extends Config, the checkpoint that a branch
     leaves, and the preset, file or run that cfg.config names.
     """
@@ -605,7 +605,7 @@ def base_name(cfg):
     if kind is not Config:
         words.append(kind.__name__.removesuffix("Config").lower())
     if cfg.branch_from:
-        words.append(last_name(cfg.branch_from))
+        words.append(_last_name(cfg.branch_from))
     path = Path(cfg.config)
     if path.name != "config.json":  # a preset or a file
         words.append(path.stem if cfg.config not in PRESETS else cfg.config)
@@ -614,7 +614,7 @@ def base_name(cfg):
     return ",".join(word for word in words if word)
 
 
-def run_name(base, changes):
+def _run_name(base, changes):
     """A folder name such as lr=0.0003,seed=1 of {field: value}, or "default" for no change.
 
     base: the beginning of the name. A name that is cut, or has lost characters that do not suit a
@@ -627,9 +627,9 @@ def run_name(base, changes):
             continue
         texts = []
         for item in value if isinstance(value, tuple) else (value,):
-            text = format_value(item)
+            text = _format_value(item)
             if field in PATH_FIELDS or "/" in text:  # of each path its last name
-                text = " ".join(last_name(word) for word in text.split())
+                text = " ".join(_last_name(word) for word in text.split())
             texts.append(text)
         words.append(f"{field}={'+'.join(texts)}")
     whole = ",".join(words) or "default"
@@ -639,16 +639,16 @@ def run_name(base, changes):
     return name
 
 
-def format_value(value):
+def _format_value(value):
     """A value as people type it: 3 for 3.0, and all digits of a number where they matter."""
     if isinstance(value, tuple):
-        return " ".join(map(format_value, value))
+        return " ".join(map(_format_value, value))
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
 
 
-def last_name(path):
+def _last_name(path):
     """The last name of a path, or of hf://ORG/NAME, tiktoken:NAME and file.py:NAME."""
     path = re.sub("/+(?=@|$)", "", path)  # DIR/@400 is DIR@400
     return re.split("[/:]", path)[-1]
@@ -666,12 +666,12 @@ BRANCH_RULE = ("must be DIR@STEP, as in out/default@400; to begin with the param
                "those of DIR@best, use --init_from")
 
 
-def runs_in(folder):
+def _runs_in(folder):
     """The folders of the runs in a folder of runs, sorted."""
-    return sorted(str(path) for path in Path(folder).glob("*") if is_run(path))
+    return sorted(str(path) for path in Path(folder).glob("*") if _is_run(path))
 
 
-def is_run(out_dir):
+def _is_run(out_dir):
     """Whether a folder holds a run. An export has a config.json too, and no log."""
     return all(Path(out_dir, name).exists() for name in ("config.json", "metrics.jsonl"))
 
@@ -681,7 +681,7 @@ def nearest_runs(out_dir):
     for none.
     """
     path = Path(out_dir)
-    names = [Path(run).name for run in runs_in(path.parent) if Path(run).name != path.name]
+    names = [Path(run).name for run in _runs_in(path.parent) if Path(run).name != path.name]
     if not names:
         return ""
     nearest = difflib.get_close_matches(path.name, names, n=5, cutoff=0.0)
@@ -705,27 +705,21 @@ def resolve_paths(cfg):
     for name in PATH_FIELDS:
         value = getattr(cfg, name)
         if isinstance(value, tuple):
-            resolved[name] = tuple(map(expand_home, value))
+            resolved[name] = tuple(map(_expand_home, value))
         elif value != Config.cache_dir:
-            resolved[name] = expand_home(value)
+            resolved[name] = _expand_home(value)
     return dataclasses.replace(cfg, **resolved)
 
 
-def expand_home(path):
+def _expand_home(path):
     """A path, or NAME=PATH, with ~ expanded."""
     if not isinstance(path, str):  # validate reports wrong types
         return path
-    set_name, path = split_set_name(path)
-    return set_name + os.path.expanduser(path)
+    name = re.match(r"(?:[\w.-]+=)?", path)[0]
+    return name + os.path.expanduser(path.removeprefix(name))
 
 
-def split_set_name(entry):
-    """("NAME=", path) of an entry NAME=PATH of val_data; ("", path) of one without a name."""
-    name = re.match(r"(?:[\w.-]+=)?", entry)[0]
-    return name, entry.removeprefix(name)
-
-
-def is_same_path(one, other):
+def _is_same_path(one, other):
     return os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -758,12 +752,12 @@ def changed_flags(cfg):
     "--name value". The config.json of the run itself, or of the run that a branch leaves, is not
     shown.
     """
-    default = default_values(cfg) | {"config": ""}
-    if has_config_of_run(cfg):
+    default = _default_values(cfg) | {"config": ""}
+    if _has_config_of_run(cfg):
         default = vars(type(cfg)())
     flags = []
     for name, value in vars(cfg).items():
-        is_hidden = name == "config" and (has_config_of_run(cfg) or cfg.branch_from)
+        is_hidden = name == "config" and (_has_config_of_run(cfg) or cfg.branch_from)
         if name in HIDDEN_FLAGS or is_hidden or value == default[name]:
             continue
         if isinstance(value, bool):
@@ -774,7 +768,7 @@ def changed_flags(cfg):
                 words.append(f"... ({len(value) - MOST_ITEMS} more)")
             flags.append(" ".join([f"--{name}", *words]))
         else:
-            flags.append(f"--{name} {shlex.quote(format_value(value))}")
+            flags.append(f"--{name} {shlex.quote(_format_value(value))}")
     return flags
 
 
@@ -785,13 +779,13 @@ def to_json(cfg):
 
 def from_json(text, where="JSON", kind=Config):
     """The config of a JSON object."""
-    return kind(**json_values(text, where, kind))
+    return kind(**_json_values(text, where, kind))
 
 
-def json_values(text, where, kind):
+def _json_values(text, where, kind):
     """{field: value} of a JSON object. Raises ValueError with all unknown keys and wrong types."""
     try:
-        values = json.loads(text, object_pairs_hook=unique_keys)
+        values = json.loads(text, object_pairs_hook=_unique_keys)
     except ValueError as e:
         raise ValueError(f"{where}: not a JSON object of fields: {e}") from None
     if not isinstance(values, dict):
@@ -800,24 +794,24 @@ def json_values(text, where, kind):
     errors = []
     for name, value in values.items():
         if name not in types:
-            errors.append(f"unknown key {name!r} ({suggest_flag(name, kind)})")
+            errors.append(f"unknown key {name!r} ({_suggest_flag(name, kind)})")
         if isinstance(value, list):
             values[name] = tuple(value)
-    raise_if_errors(errors + type_errors(values, types), where)
+    raise_if_errors(errors + _type_errors(values, types), where)
     for name, value in values.items():
         if types[name] is float:
             values[name] = float(value)
     return values
 
 
-def unique_keys(pairs):
+def _unique_keys(pairs):
     """The dict of (key, value) pairs. Raises ValueError when a key comes twice."""
     keys = [key for key, _ in pairs]
     raise_if_errors([f"comes twice: {key!r}" for key in set(keys) if keys.count(key) > 1], "key")
     return dict(pairs)
 
 
-def load_values(name, kind=Config):
+def _load_values(name, kind=Config):
     """{field: value} that a preset or a JSON file sets, with its name as "config". Raises
     ValueError when the name is neither.
     """
@@ -828,29 +822,29 @@ def load_values(name, kind=Config):
         if Path(name, "config.json").is_file():
             hint = f"nearest: {name.rstrip('/')}/config.json"
         raise ValueError(f"config {name!r}: neither a file nor a preset ({hint})")
-    values = json_values(Path(name).read_bytes(), name, kind)
+    values = _json_values(Path(name).read_bytes(), name, kind)
     if values.get("config"):
         raise ValueError(f"{name}: config {values['config']!r}: a config file cannot name another "
                          "one; delete this field")
     # The run whose config.json this is may have been moved, or started from another folder.
     folder = os.path.dirname(name) or "."
-    if os.path.basename(name) == "config.json" and is_run(folder):
+    if os.path.basename(name) == "config.json" and _is_run(folder):
         values["out_dir"] = folder
     return values | {"config": name}
 
 
 def load(name, kind=Config):
     """The config of a preset or a JSON file."""
-    return kind(**load_values(name, kind))
+    return kind(**_load_values(name, kind))
 
 
-def run_values(out_dir, cfg):
+def _run_values(out_dir, cfg):
     """{field: value} of the run in out_dir, for a launch that resumes or reads it; {} without."""
     path = Path(out_dir, "config.json")
     uses_run = cfg.mode in ("train", *READ_MODES) and cfg.resume in ("auto", "must")
     if not uses_run or not path.is_file():
         return {}
-    values = load_values(str(path), type(cfg))
+    values = _load_values(str(path), type(cfg))
     for name in LAUNCH_FIELDS:  # of an edited file
         values.pop(name, None)
     return values | {"config": str(path)}
@@ -905,7 +899,7 @@ def _sum_of_parts(text):
 EVENTS = ("save", "weights", "export", "eval", "sample", "reload")  # events with a field NAME_every
 
 
-def parse_interval(text):
+def _parse_interval(text):
     """(unit, amount) of 250, 10m, 2epochs or window. unit: step, second, epoch or window."""
     named = re.fullmatch("(.*?)(epoch|window)s?", text)
     if named:
@@ -927,7 +921,7 @@ def parse_intervals(value):
     """{unit: amount} of an Interval, without amounts of 0. Raises ValueError when malformed."""
     intervals = {}
     for part in str(value).replace(" ", "").split(","):
-        unit, amount = parse_interval(part)
+        unit, amount = _parse_interval(part)
         if unit in intervals or amount < 0:
             raise ValueError(f"interval {value!r}: has a unit twice, or a negative amount")
         intervals[unit] = amount
@@ -943,7 +937,7 @@ COMPARE = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
 STOP_WORDS = {"<": "is below", ">": "is above", ">=": "has reached"}
 
 
-def parse_stop(text):
+def _parse_stop(text):
     """A condition of cfg.stop, {"name", "sign", "bound"}: it holds when the value of this name
     compares so with the bound. Raises ValueError when the text is malformed.
     """
@@ -952,7 +946,7 @@ def parse_stop(text):
         name, sign, bound = metric.groups()
         bound = parse_number(bound)
     else:
-        name, bound = parse_interval(text)
+        name, bound = _parse_interval(text)
         sign = ">="
         if name == "step" and text.startswith("+"):
             name = "new_steps"
@@ -964,7 +958,7 @@ def parse_stop(text):
 
 def parse_stops(cfg):
     """All conditions of cfg.stop."""
-    return [parse_stop(text) for text in cfg.stop]
+    return [_parse_stop(text) for text in cfg.stop]
 
 
 # Words in the names of metrics of which less, or more, is better.
@@ -997,18 +991,18 @@ def parse_best(text):
 
 # ---- types and bounds
 
-def type_errors(values, hints):
+def _type_errors(values, hints):
     """Errors of values that are not of the type of their field. hints: {field: type}."""
     errors = []
     for name, hint in hints.items():
-        if name in values and not is_of_type(values[name], hint):
-            errors.append(f"{name} {values[name]!r:.80}: must be {describe_type(hint)}")
+        if name in values and not _is_of_type(values[name], hint):
+            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
             if get_origin(hint) is Literal:
                 errors[-1] += f"; {did_you_mean(values[name], get_args(hint))}"
     return errors
 
 
-def is_of_type(value, hint):
+def _is_of_type(value, hint):
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
@@ -1021,7 +1015,7 @@ def is_of_type(value, hint):
     return isinstance(value, hint)
 
 
-def describe_type(hint):
+def _describe_type(hint):
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is tuple:
@@ -1031,7 +1025,7 @@ def describe_type(hint):
     return f"of type {getattr(hint, '__name__', hint)}"
 
 
-def bound_errors(cfg):
+def _bound_errors(cfg):
     """Errors of numbers outside the bound that their type carries."""
     errors = []
     for name, hint in get_type_hints(type(cfg), include_extras=True).items():
@@ -1042,7 +1036,7 @@ def bound_errors(cfg):
     return errors
 
 
-def choice_errors(cfg, choices):
+def _choice_errors(cfg, choices):
     errors = []
     for name, known in choices.items():
         given = getattr(cfg, name)
@@ -1069,16 +1063,16 @@ def mesh_sizes(cfg, n_devices):
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
     n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     sliced = "fsdp" if sizes["dp"] == 1 else "dp"
-    errors = divisor_errors("slices", cfg.slices, sliced, sizes[sliced])
-    errors += multiple_errors(
+    errors = _divisor_errors("slices", cfg.slices, sliced, sizes[sliced])
+    errors += _multiple_errors(
         "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
     n_row_parts = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    errors += multiple_errors(
+    errors += _multiple_errors(
         "eval_batch_size", cfg.eval_batch_size, "dp x fsdp x ep", n_row_parts)
     return sizes, errors
 
 
-def multiple_errors(name, value, rule, divisor):
+def _multiple_errors(name, value, rule, divisor):
     """An error if value is not a multiple of the divisor, with the nearest legal values."""
     if value % divisor == 0:
         return []
@@ -1090,7 +1084,7 @@ def multiple_errors(name, value, rule, divisor):
     return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
 
 
-def divisor_errors(name, value, rule, total):
+def _divisor_errors(name, value, rule, total):
     """An error if value does not divide the total, with the nearest legal value."""
     if total % value == 0:
         return []
@@ -1107,7 +1101,7 @@ COLUMNS = ("text", "prompt", "completion", "messages", "conversations", "instruc
            "attention_mask")
 
 
-def rule_errors(cfg):
+def _rule_errors(cfg):
     """Errors of fields whose values are malformed, or do not go together."""
     errors = []
 
@@ -1120,9 +1114,9 @@ def rule_errors(cfg):
         rule(field, holds, f"must be NAME=NUMBER, as in {example}")
 
     rule("process_id", cfg.process_id < cfg.n_processes, "must be below n_processes")
-    rule("profile", parses(profile_span, cfg),
+    rule("profile", _parses(profile_span, cfg),
          "must be first:last, counted from 1, as in 20:22, and begin within steps")
-    rule("stop", parses(parse_stops, cfg),
+    rule("stop", _parses(parse_stops, cfg),
          "must be 500 (steps in all), +100 (more steps), 2h30m, val_loss<3 or loss>9")
     metrics = [text for text in cfg.stop if re.search("[<>]", text)]
     rule("stop", cfg.log_every or all(text.startswith("val_") for text in metrics),
@@ -1132,10 +1126,10 @@ def rule_errors(cfg):
     rule("checkpoint", cfg.mode in READ_MODES or cfg.checkpoint == "latest",
          "has an effect only in modes eval, sample and export; to begin a run with that "
          "checkpoint, use --branch_from or --init_from")
-    rule("keep_best", not cfg.keep_best or parses(parse_best, cfg.keep_best),
+    rule("keep_best", not cfg.keep_best or _parses(parse_best, cfg.keep_best),
          "must be a metric of evaluations, as val_loss, with < or > after a name that does not say "
          "whether less or more is better, as in 'val_margin>'")
-    rule("branch_from", not cfg.branch_from or parses(parse_branch, cfg.branch_from), BRANCH_RULE)
+    rule("branch_from", not cfg.branch_from or _parses(parse_branch, cfg.branch_from), BRANCH_RULE)
     are_numbers("lr_mult", "embed=0.3")
     are_numbers("decay_mult", "embed=0.3")
     names = [entry.partition("=")[0] for entry in cfg.columns]
@@ -1163,12 +1157,12 @@ def rule_errors(cfg):
     return errors
 
 
-def unused_errors(cfg, optimizers):
+def _unused_errors(cfg, optimizers):
     """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect.
 
     optimizers: {name: function of cfg}, from which follows which fields an optimizer reads.
     """
-    default = default_values(cfg)
+    default = _default_values(cfg)
     errors = []
 
     def unused(field, when, *names):
@@ -1242,7 +1236,7 @@ def did_you_mean(name, known):
     return f"legal: {', '.join(known)}"
 
 
-def parses(read, *args):
+def _parses(read, *args):
     """Whether read(*args) raises no ValueError."""
     try:
         read(*args)
@@ -1260,9 +1254,9 @@ def text_errors(sizes, cfg):
     """
     errors = []
     if not cfg.head_dim:
-        errors += multiple_errors("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
+        errors += _multiple_errors("d_model", cfg.d_model, "2 x n_heads", 2 * cfg.n_heads)
     if cfg.n_kv_heads:
-        errors += multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
+        errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
     if cfg.head_dim % 2:
         errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
     unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
@@ -1275,11 +1269,12 @@ def text_errors(sizes, cfg):
         return errors
     tp, sp, ep = sizes["tp"], sizes["sp"], sizes["ep"]
     len_per_device = max(cfg.seq_len // sp, 1)
-    errors += divisor_errors("ep", ep, "n_experts", max(cfg.n_experts, 1))
-    errors += divisor_errors("logit_tiles", max(cfg.logit_tiles, 1), "seq_len / sp", len_per_device)
-    errors += divisor_errors("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", len_per_device)
-    errors += multiple_errors("seq_len", cfg.seq_len, "sp", sp)
-    errors += multiple_errors("n_heads", round(cfg.n_heads * cfg.width_mult), "tp x sp", tp * sp)
+    errors += _divisor_errors("ep", ep, "n_experts", max(cfg.n_experts, 1))
+    n_logit_tiles = max(cfg.logit_tiles, 1)
+    errors += _divisor_errors("logit_tiles", n_logit_tiles, "seq_len / sp", len_per_device)
+    errors += _divisor_errors("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", len_per_device)
+    errors += _multiple_errors("seq_len", cfg.seq_len, "sp", sp)
+    errors += _multiple_errors("n_heads", round(cfg.n_heads * cfg.width_mult), "tp x sp", tp * sp)
     return errors
 
 
@@ -1334,7 +1329,7 @@ def differences(old, new):
             if name in old and old[name] != value]
 
 
-def saved_values(cfg, changes=()):
+def _saved_values(cfg, changes=()):
     """{field: value} of a config as JSON has it, with `changes` in place of its values."""
     return json.loads(to_json(cfg)) | dict(changes)
 
@@ -1345,8 +1340,8 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process. default_lr: {optimizer: rate}.
     """
-    before = merge(saved_values(type(new)(), old), dict(mesh), dict(old_mesh))
-    after = saved_values(new, mesh)
+    before = _merge(_saved_values(type(new)(), old), dict(mesh), dict(old_mesh))
+    after = _saved_values(new, mesh)
     for fields in (before, after):
         if fields["lr"] == -1:
             fields["lr"] = dict(default_lr).get(fields["optimizer"], -1.0)
@@ -1451,7 +1446,7 @@ the environment variable WANDB_NAME <- wandb_run_name
 """
 
 
-def hint_for_name(name, fields):
+def _hint_for_name(name, fields):
     """How to write a name of another trainer; "" for other names.
 
     fields: the names of all fields. A fork may have a field of that name.
@@ -1493,11 +1488,11 @@ def evaluation_config(cfg):
 
 # ---- branches of a run
 
-def branch_values(text, kind):
+def _branch_values(text, kind):
     """{field: value} of the run that a branch leaves; {} where it has no config.json."""
     folder, _ = parse_branch(text)
     path = os.path.join(os.path.expanduser(folder), "config.json")
-    return load_values(path, kind) if os.path.isfile(path) else {}
+    return _load_values(path, kind) if os.path.isfile(path) else {}
 
 
 # ---- presets

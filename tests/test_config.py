@@ -118,7 +118,7 @@ def test_a_file_from_an_editor_on_windows(encoding, tmp_path):
     """A file in UTF-8 with a byte order mark or in UTF-16 is read. A file that is not Unicode is
     rejected, and so is a file that names another file or preset.
 
-    Break: config.py: json_values(Path(name).read_bytes(), => json_values(Path(name).read_text(),
+    Break: config.py: _json_values(Path(name).read_bytes(), => _json_values(Path(name).read_text(),
     """
     (tmp_path / "c.json").write_text('{"prompt": "é"}', encoding)
     assert config.load(str(tmp_path / "c.json")).prompt == "é"
@@ -307,8 +307,8 @@ def test_names_elsewhere():
 def test_config_flag_preset(argv):
     """--config sets the defaults of all flags, wherever it stands. The other flags override them.
 
-    Break: config.py: named = load_values(expand_home(typed["config"]), kind) =>
-    named = load_values(argv[1], kind)
+    Break: config.py: named = _load_values(_expand_home(typed["config"]), kind) =>
+    named = _load_values(argv[1], kind)
     """
     wanted = config.PRESETS["gpt2-124m"] | dict(
         steps=7, config="gpt2-124m", out_dir="out/gpt2-124m")
@@ -334,7 +334,7 @@ def test_a_home_in_every_path(tmp_path, monkeypatch):
     """`~` is expanded in each field with paths, from a flag or a file. The default of cache_dir
     stays, so that config.json is the same for all users.
 
-    Break: config.py: resolved[name] = tuple(map(expand_home, value)) => resolved[name] = value
+    Break: config.py: resolved[name] = tuple(map(_expand_home, value)) => resolved[name] = value
     """
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.json").write_text('{"out_dir": "~/out", "val_data": ["~/a.bin", "b~.bin"]}')
@@ -470,7 +470,7 @@ def test_a_field_without_an_effect_is_rejected():
     """Each is named, with the field that makes it unused. A value that comes from a preset or a
     config file is accepted.
 
-    Break: config.py: return merge(vars(kind()), branch, named) => return vars(kind())
+    Break: config.py: return _merge(vars(kind()), branch, named) => return vars(kind())
     """
     for change, words in (
             (dict(router_z=0.1, lora_alpha=8.0),
@@ -533,7 +533,7 @@ def test_each_unused_field(field, value, others, other_value):
     """
     def rejected(value):
         words = f"has no effect with {field} {value!r}; leave it at "
-        errors = config.unused_errors(Config(**{field: value} | others), step.OPTIMIZERS)
+        errors = config._unused_errors(Config(**{field: value} | others), step.OPTIMIZERS)
         return [error.split()[0] for error in errors if words in error]
 
     assert rejected(value) == list(others)
@@ -551,10 +551,10 @@ def test_a_new_optimizer_refuses_what_it_does_not_read():
     """
     optimizers = step.OPTIMIZERS | {"belief": lambda cfg: (cfg.b1, cfg.eps)}
     cfg = Config(optimizer="belief", b1=0.5, b2=0.5, eps=1e-6, moment_dtype="bfloat16")
-    found = config.unused_errors(cfg, optimizers)
+    found = config._unused_errors(cfg, optimizers)
     assert [error.split()[0] for error in found] == ["b2", "moment_dtype"]
     cfg = dataclasses.replace(cfg, optimizers=("embed=muon",))
-    assert config.unused_errors(cfg, optimizers) == []
+    assert config._unused_errors(cfg, optimizers) == []
 
 
 @pytest.mark.parametrize("change", [
@@ -741,7 +741,7 @@ def test_changed_flags_repeat_what_was_typed():
     """The printed flags, typed again, give the same config; a preset is named, not spelled out. A
     long list is cut.
 
-    Break: config.py: default = default_values(cfg) | => default = vars(type(cfg)()) |
+    Break: config.py: default = _default_values(cfg) | => default = vars(type(cfg)()) |
     """
     typed = ["--config debug", "--data 'a b.txt' '*.py'", "--val_frac 0.25", "--steps 300",
              "--no_qk_norm", "--lora_targets", "--lr 1e-05", "--warmup_steps 20",
@@ -755,8 +755,8 @@ def test_changed_flags_repeat_what_was_typed():
 def test_a_fork_extends_config():
     """New fields of a fork are flags, are saved as JSON, and are checked against their bounds.
 
-    Break: config.py: return kind(**json_values(text, where, kind)) =>
-    return kind(**json_values(text, where, Config))
+    Break: config.py: return kind(**_json_values(text, where, kind)) =>
+    return kind(**_json_values(text, where, Config))
     """
     @dataclass(frozen=True, kw_only=True)
     class Fork(Config):

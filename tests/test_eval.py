@@ -86,7 +86,7 @@ def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_pa
 def test_a_home_folder_may_follow_a_name(monkeypatch):
     """NAME=~/FILE is expanded.
 
-    Break: config.py: return set_name + os.path.expanduser(path) => return set_name + path
+    Break: config.py: return name + os.path.expanduser(path.removeprefix(name)) => return path
     """
     monkeypatch.setenv("HOME", "/home/me")
     cfg = config.resolve_paths(config.Config(val_data=("code=~/a.txt", "~/b.txt", "c=d/~e")))

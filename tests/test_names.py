@@ -111,9 +111,9 @@ FILES = ("config.py", "model.py", "step.py", "data.py", "ckpt.py", "train.py")
 # optional feature: a reader may take it by its name, and whoever deletes the room deletes the call.
 JUMPS = {
     "config.py": {
-        "names in other trainers": ["hint_for_name"],
+        "names in other trainers": ["_hint_for_name"],
         "profiles": ["profile_span"],
-        "branches of a run": ["branch_values"],
+        "branches of a run": ["_branch_values"],
         "presets": ["PRESETS"],
     },
     "model.py": {

@@ -76,9 +76,9 @@ FEATURES = {
         "rooms": {"train.py": ["branches of a run"], "config.py": ["branches of a run"]},
         "edits": [
             ("config.py", "    if typed.get(\"branch_from\"):\n"
-             "        branch = branch_values(typed[\"branch_from\"], kind)\n", ""),
-            ("config.py", "    if cfg.config and parses(parse_branch, cfg.branch_from):\n"
-             "        branch = branch_values(cfg.branch_from, kind)\n", ""),
+             "        branch = _branch_values(typed[\"branch_from\"], kind)\n", ""),
+            ("config.py", "    if cfg.config and _parses(parse_branch, cfg.branch_from):\n"
+             "        branch = _branch_values(cfg.branch_from, kind)\n", ""),
             ("train.py", "    if cfg.branch_from and not meta:\n"
              "        start |= find_branch(cfg)\n"
              '        meta = start["meta"]\n    elif meta:\n', "    if meta:\n"),

@@ -45,7 +45,7 @@ def test_a_run_is_named_after_the_fields_that_define_it(flags, name, tmp_path, m
     """Fields that may change on a resume are not part of the name, paths enter by their last name.
     The name in Python is the same.
 
-    Break: config.py: if defines_run(name) and value => if value
+    Break: config.py: if _defines_run(name) and value => if value
     """
     monkeypatch.chdir(tmp_path)
     assert named(flags) == f"out/{name}"
@@ -86,7 +86,7 @@ def test_which_run_a_command_line_names(tmp_path, monkeypatch):
     """Another field than in a run's config.json is another run. A file that is no run's config.json
     may name the folder. Modes that read a run take the newest one, if no defining flag is typed.
 
-    Break: config.py: runs = runs_in(RUNS_DIR) => runs = []
+    Break: config.py: runs = _runs_in(RUNS_DIR) => runs = []
     """
     monkeypatch.chdir(tmp_path)
     assert named("--mode sample") == "out/default"
@@ -134,7 +134,8 @@ def test_a_run_keeps_the_folders_of_its_config_to_itself(tmp_path, monkeypatch):
 def test_a_preset_that_is_typed_again_replaces_the_flags_of_the_run(tmp_path, monkeypatch):
     """The values of --config count as typed, all others come from the run.
 
-    Break: config.py: values = merge(branch, run, named, typed) => values = merge(named, run, typed)
+    Break: config.py: values = _merge(branch, run, named, typed) =>
+    values = _merge(named, run, typed)
     """
     monkeypatch.chdir(tmp_path)
     save_config("out/debug", **config.PRESETS["debug"] | {"lr": 0.5, "eval_every": 7})

@@ -606,7 +606,7 @@ def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
     """In --mode eval a given flag overrides the saved config, even if its value is the default of
     Config. Only eval_step is compiled.
 
-    Break: config.py: values = load_values(str(path), type(cfg)) => return {}
+    Break: config.py: values = _load_values(str(path), type(cfg)) => return {}
     """
     train.main(tiny(seed=3, eval_batches=1))
     flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
@@ -4091,7 +4091,7 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
 def test_a_malformed_stop_is_refused(text):
     """A malformed --stop raises ValueError that lists the valid forms.
 
-    Break: config.py: rule("stop", parses(parse_stops, cfg), => rule("stop", True,
+    Break: config.py: rule("stop", _parses(parse_stops, cfg), => rule("stop", True,
     """
     with pytest.raises(ValueError, match="must be 500 .steps in all., .100 .more steps., 2h30m"):
         config.validate(config.Config(stop=(text,)), 1)
