@@ -439,12 +439,12 @@ def _suggest_flag(word, kind):
     known = get_type_hints(kind)
     flag, _, value = word.lstrip("-").partition("=")
     name = flag.replace("-", "_").lower()
-    # Optional: names in other trainers.
-    hint = _hint_for_name(name, known) or _hint_for_name(name.removeprefix("no_"), known)
-    if hint:
-        return hint
     if name in known:  # with one dash or none, or in capitals
         return f"write --{name} {value}".rstrip()
+    # Optional: names in other trainers.
+    hint = _hint_for_name(name) or _hint_for_name(name.removeprefix("no_"))
+    if hint:
+        return hint
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
     if close:
         return f"nearest: --{close[0]}"
@@ -1446,14 +1446,11 @@ the environment variable WANDB_NAME <- wandb_run_name
 """
 
 
-def _hint_for_name(name, fields):
-    """How to write a name of another trainer; "" for other names.
-
-    fields: the names of all fields. A fork may have a field of that name.
-    """
+def _hint_for_name(name):
+    """How to write a name of another trainer; "" for other names."""
     for line in OTHER_TRAINERS.strip().splitlines():
         text, _, names = line.partition(" <- ")
-        if name in names.split() and name not in fields:
+        if name in names.split():
             return f"use {text}" if text.startswith("--") else text
     return ""
 
