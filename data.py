@@ -745,7 +745,7 @@ def _read_examples(paths, tokenizer, columns):
             yield read_example(row, where, tokenizer) | {"is_last": is_last}
 
 
-MOST_ROWS = 512  # rows that are encoded together
+MOST_ROWS = 512  # examples that are encoded together
 MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
 
 
@@ -1807,21 +1807,17 @@ def _cut_documents(shard, cut):
 def _describe_packing(dataset):
     """Return facts about documents in sequences."""
     seq_format = dataset["seq_format"]
-    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in dataset["shards"]])
-    n_long = (n_tokens - 1 > seq_format["seq_len"]).sum()
-    n_used_documents = 0
-    n_used_tokens = 0
-    for shard in dataset["shards"]:
-        n_used_documents += len(shard["spans"])
-        n_used_tokens += (np.diff(shard["spans"]) - 1).sum()
-    padding = 1 - n_used_tokens / (dataset["n"] * seq_format["seq_len"])
-    facts = [f"{n_used_documents:,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
+    shards = dataset["shards"]
+    n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards]) - 1
+    n_used = np.concatenate([np.diff(shard["spans"]) for shard in shards]) - 1
+    n_long = (n_tokens > seq_format["seq_len"]).sum()
+    n_cut_away = sum(shard["n_cut_away"] for shard in shards)
+    padding = 1 - n_used.sum() / (dataset["n"] * seq_format["seq_len"])
+    facts = [f"{len(n_used):,} of {len(n_tokens):,} documents in {dataset['n']:,} sequences",
              f"{n_long:,} longer (--truncation {seq_format['truncation']})",
-             f"{n_used_tokens:,} of {(n_tokens - 1).sum():,} tokens, {padding:.1%} padding"]
-    n_cut_away = sum(shard["n_cut_away"] for shard in dataset["shards"])
+             f"{n_used.sum():,} of {n_tokens.sum():,} tokens, {padding:.1%} padding"]
     if n_cut_away:
-        facts.append(f"{n_cut_away:,} documents skipped, since they have no label once they are "
-                     "cut; see --truncation and --seq_len")
+        facts.append(f"{n_cut_away:,} documents skipped: --truncation cuts away all their labels")
     return facts
 
 
@@ -2785,12 +2781,9 @@ def _choose_split(folder, field):
     for name in names:
         if os.path.isdir(os.path.join(folder, name)):
             return os.path.join(folder, name)
-    with (as_value_error(f"{folder}/dataset_dict.json: not of datasets.save_to_disk",
-                         ValueError, KeyError, TypeError),
-          open(os.path.join(folder, "dataset_dict.json"), encoding="utf-8") as file):
-        splits = [*map(str, json.load(file)["splits"]), ""]
-    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits[:-1])}, none of which "
-                     f"is {' or '.join(names)}; name one, as in {folder}/{splits[0]}")
+    splits = sorted(path.parent.name for path in Path(folder).glob("*/state.json"))
+    raise ValueError(f"{field} {folder!r}: has the splits {', '.join(splits)}, none of which is "
+                     f"{' or '.join(names)}; name one, as in {folder}/SPLIT")
 
 
 # ---- rows from Python
@@ -2906,10 +2899,16 @@ def _tiktoken_tokenizer(name, eos_token):
 
 def _hf_tokenizer(name, eos_token):
     """Load a tokenizer.json, or the one in a folder, by Hugging Face's tokenizers."""
+    if not os.path.exists(name):
+        raise ValueError(f"tokenizer {name!r}: no such file or folder; must be bytes, a "
+                         "tokenizer.json, a folder with one, a meta.pkl of nanoGPT, "
+                         f"tiktoken:{name} or hf://{name}")
     is_folder = os.path.isdir(name)
     path = Path(name, "tokenizer.json") if is_folder else Path(name)
     if not path.is_file() or path.suffix == ".model":
-        raise ValueError(f"tokenizer {name!r}: {_why_no_tokenizer(name)}")
+        folder = name if is_folder else os.path.dirname(name)
+        raise ValueError(f"tokenizer {name!r}: has no tokenizer.json. "
+                         f"{_HOW_TO_MAKE.format(folder)}")
     library = require("tokenizers", f"tokenizer {name!r}")
     # The library may raise any exception.
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
@@ -3003,14 +3002,8 @@ def _hf_tokenizer(name, eos_token):
     }
 
 
-# Instructions of a pickle that build dicts, lists, texts and numbers, and call nothing.
-PLAIN_PICKLE = {
-    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET",
-    "LONG_BINGET", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND",
-    "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NONE", "NEWTRUE", "NEWFALSE",
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "UNICODE", "BINUNICODE",
-    "SHORT_BINUNICODE", "BINUNICODE8",
-}
+# Instructions of a pickle that import something; without them none can run code.
+IMPORTS = {"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 
 
 def _character_tokenizer(name, eos_token):
@@ -3041,28 +3034,17 @@ def _character_tokenizer(name, eos_token):
 
 def _read_characters(name):
     """Return (content of a meta.pkl, {character: id}). A pickle that could run code is refused."""
-    rule = ("must be a pickle of {'stoi': {character: id}}, as nanoGPT writes it beside its token "
-            "files")
-    if not os.path.isfile(name):
-        raise ValueError(f"tokenizer {name!r}: no such file; {rule}")
-    content = Path(name).read_bytes()
-    with as_value_error(f"tokenizer {name!r}: not a pickle; {rule}", Exception):
+    rule = (f"tokenizer {name!r}: must be a pickle of {{'stoi': {{character: id}}}}, as nanoGPT "
+            "writes it beside its token files")
+    with as_value_error(rule, Exception):
+        content = Path(name).read_bytes()
         instructions = {opcode.name for opcode, _, _ in pickletools.genops(content)}
-    unsafe = sorted(instructions - PLAIN_PICKLE)
-    if unsafe:
-        raise ValueError(f"tokenizer {name!r}: refused: its pickle has the instructions "
-                         f"{', '.join(unsafe)}, which may run code; {rule}")
-    with as_value_error(f"tokenizer {name!r}: not a pickle; {rule}", Exception):
-        meta = pickle.loads(content)
-    id_of = meta.get("stoi") if isinstance(meta, dict) else None
-    if not isinstance(id_of, dict) or not id_of:
-        raise ValueError(f"tokenizer {name!r}: has no table 'stoi'; {rule}")
-    for character, i in id_of.items():
-        is_character = isinstance(character, str) and len(character) == 1
-        if not is_character or type(i) is not int or i < 0:
-            raise ValueError(f"tokenizer {name!r}: 'stoi' has {character!r}: {i!r}; {rule}")
-    if len(set(id_of.values())) < len(id_of):
-        raise ValueError(f"tokenizer {name!r}: 'stoi' has two characters with one id; {rule}")
+        if instructions & IMPORTS:
+            raise ValueError("refused, since it imports something, which may run code")
+        id_of = pickle.loads(content)["stoi"]
+        is_table = all(len(character) == 1 and i >= 0 for character, i in id_of.items())
+    if not id_of or not is_table or len(set(id_of.values())) < len(id_of):
+        raise ValueError(f"{rule}, with another id for each character")
     return content, id_of
 
 
@@ -3072,17 +3054,6 @@ def _find_token(text, token_id, name):
         raise ValueError(f"tokenizer {name!r}: has no token {text!r} to end a document; name one "
                          "that it has with --eos_token")
     return token_id
-
-
-def _why_no_tokenizer(name):
-    """Return why a path is not a tokenizer, and what to do."""
-    folder = name if os.path.isdir(name) else os.path.dirname(name)
-    if not os.path.exists(name):
-        return ("no such file or folder; must be bytes, a tokenizer.json, a folder with one, a "
-                f"meta.pkl of nanoGPT, tiktoken:{name} or hf://{name}")
-    if os.path.isfile(os.path.join(name, "meta.pkl")):
-        return f"has no tokenizer.json; name the file {os.path.join(name, 'meta.pkl')}"
-    return f"has no tokenizer.json. {_HOW_TO_MAKE.format(folder)}"
 
 
 _HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as T; "

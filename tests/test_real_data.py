@@ -1130,13 +1130,13 @@ def test_the_characters_of_nanogpt(protocol, tmp_path):
 
 # {case: (content of the file, a part of the error)}
 WRONG_META = {
-    "code": (b"cos\nsystem\n(Vtouch pwned\ntR.", "GLOBAL, REDUCE, which may run code"),
+    "code": (b"cos\nsystem\n(Vtouch pwned\ntR.", "which may run code"),
     "numpy": (pickle.dumps({"stoi": {"a": np.int64(0)}}), "which may run code"),
-    "no pickle": (b"{'stoi': 1}", "not a pickle"),
-    "no table": (pickle.dumps(["a"]), "has no table 'stoi'"),
-    "words": (pickle.dumps({"stoi": {"ab": 0}}), "'stoi' has 'ab': 0; must be a pickle"),
-    "a negative id": (pickle.dumps({"stoi": {"a": -1}}), "'stoi' has 'a': -1"),
-    "one id twice": (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "two characters with one id"),
+    "no pickle": (b"{'stoi': 1}", "must be a pickle of"),
+    "no table": (pickle.dumps(["a"]), "must be a pickle of"),
+    "words": (pickle.dumps({"stoi": {"ab": 0}}), "with another id for each character"),
+    "a negative id": (pickle.dumps({"stoi": {"a": -1}}), "with another id for each character"),
+    "one id twice": (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "with another id for each"),
 }
 
 
@@ -1144,7 +1144,7 @@ WRONG_META = {
 def test_a_pickle_that_is_no_table_of_characters(case, tmp_path, monkeypatch):
     """It is refused by name, and a pickle runs nothing.
 
-    Break: data.py: if unsafe: => if False:
+    Break: data.py: if instructions & IMPORTS: => if False:
     """
     content, words = WRONG_META[case]
     monkeypatch.chdir(tmp_path)
@@ -1551,7 +1551,7 @@ def save_split(path, texts):
     (("train", "test"), "data", "train"),
     (("train", "validation", "test"), "val_data", "validation"),
     (("train", "test"), "val_data", "test"),
-    (("en", "de"), "data", "has the splits en, de, none of which is train; name one, as in"),
+    (("en", "de"), "data", "has the splits de, en, none of which is train; name one"),
     (("train",), "val_data", "none of which is validation or valid"),
 ])
 def test_folders_with_splits(splits, field, wanted, tmp_path):
@@ -1684,7 +1684,7 @@ def test_documents_whose_labels_are_cut_away(tmp_path):
     dataset = data.open_dataset([path], tokenizer, {"seq_len": 40, "packing": "best_fit"},
                                 folder=tmp_path / "cache")
     summary = data.describe(dataset)
-    assert "2 documents skipped, since they have no label once they are cut" in summary
+    assert "2 documents skipped: --truncation cuts away all their labels" in summary
     batch = data.eval_batch_at(dataset, 0, 1)
     n_labels = (batch["labels"] != data.IGNORE).sum()
     n_used = (batch["segments"] > 0).sum()
