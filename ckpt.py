@@ -89,7 +89,8 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     # A random folder for the arrays: a checkpoint of the same step stays intact until the commit.
     # Process 0 chooses it for all processes.
     save_id = broadcast_from_main(lambda: f"save-{os.urandom(4).hex()}")
-    step = int(_step_name(step))  # ValueError for a step that is not a count
+    _step_name(step)  # ValueError for a step that is not a count
+    step = int(step)
     if meta is None:
         meta = {}
     meta = dict(step=step, folder=save_id, arrays=layouts, **meta)  # TypeError for a reserved entry
@@ -241,12 +242,14 @@ def newest_meta(root):
     Raises ValueError when there are checkpoints but no meta.json can be read.
     """
     def find():
-        saved_steps = steps(root)  # of the complete checkpoints, ascending
-        for step in reversed(saved_steps):
-            with contextlib.suppress(ValueError):
+        error = None
+        for step in reversed(steps(root)):  # of the complete checkpoints, ascending
+            try:
                 return step, read_meta(root, step)
-        if saved_steps:
-            raise ValueError(f"{root}: no checkpoint can be read; see python ckpt.py verify {root}")
+            except ValueError as e:
+                error = e
+        if error:
+            raise ValueError(f"{root}: no checkpoint can be read: {error}")
         return None, {}
 
     return broadcast_from_main(find)
@@ -263,7 +266,7 @@ def read_meta(root, step):
         if _checksum(meta) != content["crc32"]:
             raise ValueError("its checksum does not match")
         if not re.fullmatch("save-[0-9a-f]{8}", meta["folder"]):
-            raise ValueError(f"{meta['folder']!r} is not a folder of this version")
+            raise ValueError("another version of Sixfile wrote it")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         path = join_path(root, _step_name(step), "meta.json")
         raise ValueError(f"{path}: missing or corrupted: {_message(e)}") from None
