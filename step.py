@@ -3,8 +3,7 @@
 
 Owns gradients, accumulation, clipping, optimizers, schedules, shardings and the programs made of
 them. Knows no model: loss_fn, init_fn and the parameter table {name: {"shape", "spec", "init",
-"trained", "ids"}} are arguments. `cfg`: a Config, or any object with
-the fields that are read here, as make_cfg returns.
+"trained"}} are arguments. `cfg`: a Config, or any object with the fields that are read here.
 Invariant: one call of `train_step` is one step; rate and data depend only on the step.
 """
 import contextlib
@@ -49,15 +48,8 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
 
     loss_scale: factor of the summed objective during backpropagation, for fp16_train_step.
     """
-    # Optional: sparse rows, for tasks whose tables have "ids": take only the rows that this batch
-    # looks up. By default rows is the whole state.
-    rows = state
-    is_sparse = any("ids" in row for row in table.values())
-    if is_sparse:
-        row_ids, batch = find_rows(batch, table)
-        rows = gather_rows(state, row_ids)
-    old_params = _trained(rows["params"], table)
-    old_opt = rows["opt"]
+    old_params = _trained(state["params"], table)
+    old_opt = state["opt"]
 
     # Random keys of the rows, for a loss that takes them.
     options = {}
@@ -67,7 +59,7 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     # Sum the loss and its gradient over the microbatches.
     with jax.named_scope("gradients"):
         sums, counts, grads = _sum_gradients(
-            rows["params"], batch, options, cfg, loss_fn, loss_scale, table)
+            state["params"], batch, options, cfg, loss_fn, loss_scale, table)
     reserved = sorted(RESERVED_METRICS & sums.keys())
     if reserved:
         raise ValueError(f"loss: sums named {reserved}: these names are reserved; rename them")
@@ -111,14 +103,9 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
     new_opt = jax.tree.map(if_finite, new_opt, old_opt)
     n_skipped = state["skipped"] + jnp.where(finite, 0, 1)
 
-    # Sparse rows: write them back.
-    new = {"params": rows["params"] | new_params, "opt": new_opt}
-    if is_sparse:
-        new = scatter_rows(state, row_ids, new)
-
     # fp16_train_step adds "scale".
-    new_state = {"step": state["step"] + 1, "params": new["params"], "opt": new["opt"],
-                 "skipped": n_skipped}
+    new_state = {"step": state["step"] + 1, "params": state["params"] | new_params,
+                 "opt": new_opt, "skipped": n_skipped}
     metrics |= {
         "lr": lr,
         "grad_norm": grad_norm,
@@ -144,10 +131,6 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
     if not mesh.empty:
         trained_rows = _trained(table, table)
         specs = moment_specs(trained_rows, mesh)  # {name: spec}, also split over dp
-        for name in specs:
-            # Sparse rows: a few rows, which may belong to any device.
-            if "ids" in table[name]:
-                specs[name] = P()
 
     def microbatch_grads(microbatch):
         rows, row_options = microbatch
@@ -790,23 +773,6 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
 
 # ---- devices
 
-def check_platform():
-    """Raise ValueError when JAX finds no device of the platform that JAX_PLATFORMS requests."""
-    requested = jax.config.jax_platforms
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as e:
-        # JAX skips "cuda" on a machine without a GPU, and then asserts that it has a platform.
-        is_skipped = isinstance(e, AssertionError) and "cuda" in str(requested)
-        if not is_skipped and not (requested and "Unable to initialize backend" in str(e)):
-            raise
-        reason = str(e).partition(" (set ")[0] or "no NVIDIA GPU is visible"
-        raise ValueError(
-            f"JAX_PLATFORMS {requested!r}: JAX cannot use it: {reason}; unset it to use the best "
-            "device of this machine, set it to cpu, or install its plugin, as by "
-            "pip install 'jax[cuda12]'") from None
-
-
 def platform(device):
     """Return the kind of a device, by which dtype and attention are chosen.
 
@@ -1008,10 +974,6 @@ def _hash_sums(x):
 
 def _as_uint32(x):
     """Return the bits of an array, each element as one uint32, or as two if it has 64 bits."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    if x.dtype.name.startswith(("int2", "int4", "uint2", "uint4", "float4")):
-        x = x.astype(jnp.float32)  # which is exact; they have less than a byte
     if x.dtype != bool:
         n_bits = min(8 * x.dtype.itemsize, 32)
         x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # of 64 bits: along a new last dim
@@ -1103,32 +1065,21 @@ def describe_machine(device):
     threads = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # Linux has it, a Mac has not
         threads = len(os.sched_getaffinity(0))
-    return {"cpu": _describe_cpu(), "threads": threads, "driver": driver, "nccl": nccl}
-
-
-def _describe_cpu():
-    """Return model, family and stepping of the CPU, or its architecture where they are unknown."""
-    architecture = os.uname().machine
+    cpu = os.uname().machine
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return architecture
-    first_core = cpuinfo.read_text(encoding="utf-8").split("\n\n")[0]
-    fields = {}
-    for line in first_core.splitlines():
-        name, _, value = line.partition(":")
-        fields[name.strip()] = value.strip()
-    words = []
-    for name in ("model name", "cpu family", "model", "stepping"):
-        if name in fields:
-            words.append(f"{name} {fields[name]}")
-    if not words:
-        return architecture
-    return ", ".join(words)
+    if cpuinfo.exists():
+        words = []
+        for line in cpuinfo.read_text(encoding="utf-8").split("\n\n")[0].splitlines():
+            if line.startswith(("model", "cpu family", "stepping")):
+                words.append(" ".join(line.replace(":", " ").split()))
+        cpu = ", ".join(words) or cpu
+    return {"cpu": cpu, "threads": threads, "driver": driver, "nccl": nccl}
+
 
 
 # ---- optional
 #
-# The rooms, in this order: loss scaling for float16, optimizer in host memory, sparse rows, weight
+# The rooms, in this order: loss scaling for float16, optimizer in host memory, weight
 # statistics, memory estimates, memory advice, processes, profiler, compilation cache,
 # this file alone.
 
@@ -1189,70 +1140,6 @@ def opt_from_host(f, on_device):
 
     # The program keeps the name of its function, also where f is a partial.
     return update_wrapper(with_opt_on_device, getattr(f, "func", f))
-
-
-# ---- sparse rows
-
-# A table row with "ids" names arrays of the batch that hold indices into its parameter. A step
-# reads and writes only the rows of the parameter and of its moments that these arrays contain, so
-# the time of a step does not depend on the size of the parameter. An id that is the parameter's
-# size or more is padding: its row is zeros and is never written.
-
-def find_rows(batch, table):
-    """Find the rows that a batch looks up: ({parameter: row ids}, batch with indices into these).
-
-    There are as many row ids as ids in the batch. Of equal ids, only the first is kept; the others
-    become padding.
-
-    Asserts that parameters with different "ids" share no array of the batch.
-    """
-    padding = jnp.int32(2**31 - 1)
-    row_ids, indices = {}, {}
-    array_names = dict.fromkeys(row["ids"] for row in table.values() if "ids" in row)
-    for names in array_names:
-        assert not {*names} & {*indices}, f"ids {names}: other ids share one; give these a copy"
-        ids = jnp.sort(jnp.concatenate([batch[name].ravel() for name in names]))
-        is_first = jnp.diff(ids, prepend=-1) != 0
-        first_ids = jnp.where(is_first, ids, padding)
-        for name, row in table.items():
-            if row.get("ids") == names:
-                row_ids[name] = first_ids
-        for name in names:
-            indices[name] = jnp.searchsorted(ids, batch[name])
-    return row_ids, batch | indices
-
-
-def gather_rows(state, row_ids):
-    """Return {"params", "opt"} of a state, with only these rows of parameters and moments.
-
-    Raises ValueError when a moment does not have its parameter's shape.
-    """
-    def rows_of(path, x):
-        name = _parameter_of(path, row_ids)
-        if name is None:
-            return x
-        if x.shape != state["params"][name].shape:
-            raise ValueError(f"{name}: has ids, but moments of another shape, {x.shape}; take "
-                             "adamw, lion, rmsprop or sgd, which keep a row for each")
-        return x.at[row_ids[name]].get(mode="fill", fill_value=0)
-
-    whole = {"params": state["params"], "opt": state["opt"]}
-    return jax.tree_util.tree_map_with_path(rows_of, whole)
-
-
-def scatter_rows(state, row_ids, rows):
-    """Return {"params", "opt"} of a state, with these rows of gather_rows written into them.
-
-    Arrays without row ids are those of `rows`.
-    """
-    def with_rows(path, x, new):
-        name = _parameter_of(path, row_ids)
-        if name is None:
-            return new
-        return x.at[row_ids[name]].set(new, mode="drop")
-
-    whole = {"params": state["params"], "opt": state["opt"]}
-    return jax.tree_util.tree_map_with_path(with_rows, whole, rows)
 
 
 # ---- weight statistics
@@ -1397,7 +1284,6 @@ def init_distributed(coordinator, n_processes, process_id):
           "it after 300 s unless each of them is launched exactly once and reaches the coordinator",
           file=sys.stderr, flush=True)
     jax.distributed.initialize(*addresses, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
-    check_platform()  # before the first broadcast, which touches a device
 
 
 # ---- profiler

@@ -88,7 +88,7 @@ TEXT = {
     # Required keys
 
     # (cfg) -> {name: {"shape", "spec", "init"}}, the parameter table. A row may also have
-    # "trained", "lr_mult", "decay_mult", "optimizer", and "ids": see "sparse rows" in step.py.
+    # "trained", "lr_mult", "decay_mult" and "optimizer".
     "table": model.param_table,
     # (params, batch, cfg) -> ({name: sum}, {name: count}); the mean of "objective" is minimized.
     # A loss with an argument train_keys=None gets a random key for each row, in training only
@@ -213,8 +213,6 @@ def prepare(cfg, hooks, rows=None):
     cfg = config.resolve_paths(cfg)
     # Connect to the other processes. JAX then handles SIGTERM; our handler has to come later.
     connect_processes(cfg)
-    if cfg.mode != "data":  # which uses no device
-        steplib.check_platform()
     # Optional: rows from Python. The run is named after their file.
     if rows is not None:
         cfg = write_rows(cfg, rows)
@@ -884,7 +882,6 @@ def make_batch_at(setup, source, pinned=False):
             found[name] = (np.shape(x), np.asarray(x).dtype)
         if found != expected:
             raise ValueError(f"batch {index} is {found}, must be {expected}")
-        config.raise_if_errors(id_errors(batch, setup["table"]), f"batch {index}")
         return data.to_device(batch, shardings, rows, cfg.batch_size)
 
     return batch_at
@@ -2342,7 +2339,7 @@ def describe_run(setup, programs, start):
 
 # ---- optional
 #
-# The rooms, in this order: custom tasks, prompts of samples, rows from Python, sparse rows, best
+# The rooms, in this order: custom tasks, prompts of samples, rows from Python, best
 # checkpoint, branches of a run, steps that are not finite, validation
 # data that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
 # Hugging Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files,
@@ -2395,7 +2392,7 @@ def check_table(table):
     """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
     parameter is trained.
     """
-    known = ("shape", "spec", "init", "trained", "ids", "lr_mult", "decay_mult", "optimizer")
+    known = ("shape", "spec", "init", "trained", "lr_mult", "decay_mult", "optimizer")
     errors = []
     for name, row in table.items():
         errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
@@ -2479,22 +2476,6 @@ def write_rows(cfg, given):
         paths[field] = (ckpt.broadcast_from_main(
             partial(data.write_rows, folder, name, splits[name], cfg.columns)),)
     return dataclasses.replace(cfg, **paths)
-
-
-# ---- sparse rows
-
-
-def id_errors(batch, table):
-    """Errors of ids in a batch that are no row of the parameter which looks them up."""
-    errors = []
-    for row in table.values():
-        n = row["shape"][0]
-        for name in row.get("ids", ()):
-            low, high = batch[name].min(), batch[name].max()
-            if low < 0 or high > n:
-                errors.append(f"{name} is {low} to {high}: must be from 0 to {n - 1}, or {n} for "
-                              "padding")
-    return errors
 
 
 # ---- best checkpoint

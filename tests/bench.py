@@ -639,7 +639,7 @@ def clicks_ours(rows=10**6):
 
     import train
     cfg = click_config(int(rows))
-    run = train.setup_run(cfg, clicks.TASK)
+    run = train.setup_run(cfg, clicks.TASK, hooks=[clicks.sparse_rows])
     programs = train.steplib.compile_steps(*train.step_args(run))
     state = programs["init"](jax.random.key(0))
     batches = itertools.cycle(click_batches(cfg))

@@ -11,14 +11,18 @@ import subprocess
 import sys
 import threading
 import zipfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 
 import ckpt
+import model
+import step
 import train
 from conftest import ROOT
 
@@ -28,6 +32,7 @@ import make_clicks
 
 import bench
 from test_recipes import kill_at, saved_arrays
+from test_step import BASE, batch_structs, compiled, host, place
 
 SMALL = "user=2^12", "item=2^12", "category=2^8", "history=2^12:4"
 
@@ -54,12 +59,12 @@ def test_the_first_losses_are_those_of_torchs_sparse_adam():
     """Each loss of 50 steps is within 1e-4 of that of EmbeddingBag(sparse=True) with SparseAdam and
     a tower with Adam, from the same parameters, over the same batches, both in float32.
 
-    Break: step.py: .set(new, mode="drop") => .add(new, mode="drop")
+    Break: tests/recipes/clicks.py: .set(new, mode="drop") => .add(new, mode="drop")
     """
     pytest.importorskip("torch", reason="PyTorch is not installed")
     cfg = bench.click_config(10**4, batch_size=128, lr=0.01, weight_decay=0.0, clip_norm=0.0,
                              schedule="constant", warmup_steps=0.0)
-    run = train.setup_run(cfg, clicks.TASK, jax.devices()[:1])
+    run = train.setup_run(cfg, clicks.TASK, jax.devices()[:1], [clicks.sparse_rows])
     programs = train.steplib.compile_steps(*train.step_args(run))
     state = programs["init"](jax.random.key(0))
     update = bench.torch_clicks(cfg, {name: np.array(x) for name, x in state["params"].items()})
@@ -119,11 +124,12 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
     within 0.01 of that of the true logits and 0.1 above that of the dense features alone. Each next
     day is evaluated completely. Rows of training have the metrics too.
 
-    Break: step.py: row_ids[name] = first_ids => row_ids[name] = ids * 0
+    Break: tests/recipes/clicks.py: row_ids[parameter] = first_ids =>
+    row_ids[parameter] = sorted_ids * 0
     """
     monkeypatch.setattr(make_clicks, "SIZES", {"user": 100, "item": 100, "category": 10})
     cfg = planted(3, 30_000, lr=1e-2, batch_size=256)
-    summary = train.main(cfg, task=clicks.TASK)
+    summary = train.main(cfg, [clicks.sparse_rows], clicks.TASK)
     evaluations = rows_of(cfg, "eval")
     assert [row["step"] for row in evaluations] == [118, 235]  # 117.2 and 234.4 batches
     assert all(row["val_n_labels"] == 30_000 for row in evaluations)
@@ -138,7 +144,7 @@ def test_it_ranks_nearly_as_well_as_the_truth(planted, monkeypatch):
 
 
 def train_clicks(cfg, kill_step):
-    train.main(cfg, [kill_at(kill_step)], clicks.TASK)
+    train.main(cfg, [kill_at(kill_step), clicks.sparse_rows], clicks.TASK)
 
 
 @pytest.mark.slow
@@ -150,14 +156,14 @@ def test_killed_in_a_window_it_resumes_bit_exactly_over_8_devices(planted):
     data.shuffled(os.getpid() + window_of *
     """
     cfg = planted(save_every=5, dp=1, fsdp=8, log_every=5)
-    summary = train.main(cfg, task=clicks.TASK)
+    summary = train.main(cfg, [clicks.sparse_rows], clicks.TASK)
     killed = dataclasses.replace(cfg, out_dir=cfg.out_dir + "_killed")
     forks = multiprocessing.get_context("forkserver")
     run = forks.Process(target=train_clicks, args=(killed, 18), daemon=True)
     run.start()
     run.join(120)
     assert run.exitcode == -signal.SIGKILL
-    again = train.main(killed, task=clicks.TASK)
+    again = train.main(killed, [clicks.sparse_rows], clicks.TASK)
     straight, resumed = saved_arrays(cfg.out_dir), saved_arrays(killed.out_dir)
     assert straight.keys() == resumed.keys() and "params/rows.item" in straight
     assert all(np.array_equal(straight[k], resumed[k]) for k in straight)
@@ -182,14 +188,14 @@ def test_a_day_that_appears_during_the_run_is_evaluated_and_then_trained_on(plan
             threading.Timer(0.5, make_clicks.make_day, (
                 tmp_path / "days/day001.npz", 1024, 1)).start()
 
-    train.main(dataclasses.replace(cfg, steps=8), [note], clicks.TASK)
+    train.main(dataclasses.replace(cfg, steps=8), [note, clicks.sparse_rows], clicks.TASK)
     assert events.count("out_of_data") == 1 and events.count("dispatch") == 8
     waited, evaluated = events.index("out_of_data"), events.index("eval")
     assert events[:waited].count("dispatch") == 4 == events[:evaluated].count("dispatch")
     assert waited < evaluated
     events.clear()
     cfg = dataclasses.replace(cfg, out_dir=str(tmp_path / "twice"), wait_s=0.0, steps=12)
-    train.main(cfg, [note], clicks.TASK)
+    train.main(cfg, [note, clicks.sparse_rows], clicks.TASK)
     assert events.count("eval") == 1 and events.count("window") == 3
 
 
@@ -202,7 +208,7 @@ def test_a_run_a_day_reads_the_days_in_order_and_evaluates_on_each_first(planted
     """
     for n_days in (1, 2, 3):
         cfg = planted(n_days, 3000)
-        train.main(cfg, task=clicks.TASK)
+        train.main(cfg, [clicks.sparse_rows], clicks.TASK)
     windows = (tmp_path / "out/windows.jsonl").read_text().splitlines()
     assert [json.loads(line)["name"][-7:-4] for line in windows] == ["000", "001", "002"]
     assert [row["step"] for row in rows_of(cfg, "eval")] == [12, 24]  # 11.7 and 23.4 batches
@@ -249,7 +255,7 @@ def test_a_day_is_not_in_both_training_and_validation_data(planted, tmp_path, sp
     os.symlink(tmp_path / "days/day001.npz", tmp_path / "link.npz")
     words = "day001.npz: is in both data and val_data; take it out of one"
     with pytest.raises(ValueError, match=words):
-        train.main(cfg, task=clicks.TASK)
+        train.main(cfg, [clicks.sparse_rows], clicks.TASK)
     assert not (tmp_path / "out/metrics.jsonl").exists()
 
 
@@ -402,3 +408,140 @@ def test_malformed_tables_are_rejected(tables):
     """
     with pytest.raises(ValueError, match="tables: .*must be NAME=ROWS|is not a number"):
         clicks.sizes(clicks.ClicksConfig(tables=tables))
+
+
+# ---- sparse rows
+
+# Two tables of 8 rows. Two arrays of the batch have ids of "near", one has ids of "far".
+
+TWO_TABLES = {"near": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5)),
+          "far": dict(shape=(8, 4), spec=P("fsdp"), init=("normal", 0.5)),
+          "w": dict(shape=(4,), spec=P(), init=("normal", 0.5))}
+IDS = {"a": np.int32([1, 1, 6, 1, 1, 6, 1, 1]), "c": np.int32([7, 0, 0, 7, 0, 0, 7, 7]),
+       "bag": np.int32([[1, 8], [2, 2], [8, 8], [6, 1], [8, 8], [8, 1], [2, 6], [1, 8]])}  # 8: none
+
+
+def only_rows(**ids):
+    """An override that makes a step train only the rows of these parameters that a batch names."""
+    def override(name, value):
+        return partial(clicks.sparse_step, value, ids) if name == "train_step" else value
+    return override
+
+
+NAMED = only_rows(near=("a", "bag"), far=("c",))
+
+
+def init_sparse(key, cfg):
+    return model.init(key, cfg, TWO_TABLES)
+
+
+def sparse_loss(params, batch, cfg):
+    def row(name, ids):
+        return params[name].at[ids].get(mode="fill", fill_value=0)
+
+    x = row("near", batch["a"]) + row("near", batch["bag"]).sum(axis=1) + row("far", batch["c"])
+    y = jnp.tanh(x) @ params["w"]
+    return {"objective": (y**2).sum()}, {"objective": jnp.float32(len(y))}
+
+
+def dense_adamw(state, batches, cfg, tables):
+    """AdamW in float64 on dense gradients; parameters in `tables` move only in the rows that a
+    batch names.
+    """
+    params = {k: np.float64(x) for k, x in state["params"].items()}
+    moments = {k: [np.zeros_like(x), np.zeros_like(x)] for k, x in params.items()}
+    for t, batch in enumerate(batches, 1):
+        def row(name, ids):
+            return np.concatenate([params[name], np.zeros((1, 4))])[ids]
+
+        x = row("near", batch["a"]) + row("near", batch["bag"]).sum(1) + row("far", batch["c"])
+        h = np.tanh(x)
+        dy = 2 * (h @ params["w"]) / len(h)
+        dx = dy[:, None] * params["w"] * (1 - h**2)
+        grads = {"w": dy @ h, "near": np.zeros((9, 4)), "far": np.zeros((9, 4))}
+        np.add.at(grads["near"], batch["a"], dx)
+        np.add.at(grads["near"], batch["bag"], dx[:, None])
+        np.add.at(grads["far"], batch["c"], dx)
+        named = {"near": np.union1d(batch["a"], batch["bag"]), "far": np.unique(batch["c"])}
+        for k, p in params.items():
+            rows = np.setdiff1d(named[k], [8]) if k in tables else ...
+            g = (grads[k][:8] if k in tables else grads[k])[rows]
+            m, v = moments[k]
+            m[rows] = cfg.b1 * m[rows] + (1 - cfg.b1) * g
+            v[rows] = cfg.b2 * v[rows] + (1 - cfg.b2) * g**2
+            hat = m[rows] / (1 - cfg.b1**t) / (np.sqrt(v[rows] / (1 - cfg.b2**t)) + cfg.eps)
+            p[rows] -= float(step.lr_at(t - 1, cfg)) * (hat + cfg.weight_decay * p[rows])
+    return params, moments
+
+
+@pytest.mark.slow
+def test_sparse_rows_equal_numpy_in_the_rows_of_the_batch():
+    """Two steps equal AdamW in float64 on dense gradients: parameters and moments of the named
+    rows, with duplicates summed; only these rows decay. All other rows are bit-identical. Padding
+    adds nothing. The same over 2 and 8 devices and in microbatches.
+
+    Break: tests/recipes/clicks.py: jnp.diff(sorted_ids, prepend=-1) != 0 =>
+    jnp.diff(sorted_ids, prepend=-1) > 1
+    """
+    cfg = dataclasses.replace(BASE, clip_norm=0.0, weight_decay=0.3, eps=1e-6)
+    batches = [IDS, IDS | {"a": np.int32([2, 3, 2, 3, 2, 2, 2, 2])}]
+    for n, micro in ((1, 1), (2, 1), (8, 1), (2, 4)):
+        each = dataclasses.replace(cfg, grad_accum_steps=micro)
+        steps, first, _ = compiled(
+            each, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:n], NAMED)
+        start, state = host(first), first
+        for batch in batches:
+            state, metrics = steps["train_step"](state, place(batch, step.make_mesh(
+                each, jax.devices()[:n])))
+        params, moments = dense_adamw(start, batches, each, ("near", "far"))
+        adam = host(state["opt"])[0]
+        for name in TWO_TABLES:
+            np.testing.assert_allclose(state["params"][name], params[name], rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(adam.mu[name], moments[name][0], rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(adam.nu[name], moments[name][1], rtol=2e-5, atol=1e-8)
+        for name, others in (("near", [0, 4, 5, 7]), ("far", [1, 2, 3, 4, 5, 6])):
+            after = np.asarray(state["params"][name])
+            assert np.array_equal(after[others], start["params"][name][others])
+            assert not adam.mu[name][others].any() and not adam.nu[name][others].any()
+        assert float(metrics["finite"])
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_no_part_of_a_step_is_as_large_as_a_sparse_table(n):
+    """In the compiled program only operations that read and write rows in place have a table's
+    shape: none is copied, gathered from other devices or computed. Temporaries are as large as with
+    a table of 1/64 of the rows.
+
+    Break: tests/recipes/clicks.py: tree_map_with_path(scatter, state, new_rows) =>
+    tree_map_with_path(scatter, jax.tree.map(lambda x: x + jnp.ones((), x.dtype), state), new_rows)
+    """
+    def temporaries(rows):
+        table = {"t": dict(shape=(rows, 4), spec=P("fsdp"), init=("normal", 0.5))}
+        cfg = dataclasses.replace(BASE, weight_decay=0.1)
+        mesh = step.make_mesh(cfg, jax.devices()[:n])
+        steps = step.lower_steps(
+            cfg, mesh, table, lambda params, batch, cfg: (
+                {"objective": (params["t"][batch["a"]] ** 2).sum()}, {"objective": jnp.float32(8)}),
+            lambda key, cfg: model.init(key, cfg, table), batch_structs({"a": IDS["a"]}, mesh),
+            only_rows(t=("a",)))
+        program = steps["train_step"]().compile()
+        shapes = f"f32[{rows},4]", f"f32[{rows // n},4]"
+        made = [line.split(" = ")[1] for line in program.as_text().splitlines() if " = " in line]
+        made = {line.split("(")[0].split()[-1] for line in made if line.startswith(shapes)}
+        assert made == {"parameter", "scatter", "fusion"}  # a fusion of these: others would show
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2**20) == temporaries(2**14) < 2**16
+
+
+def test_shared_ids_and_optimizers_that_mix_rows_are_refused():
+    """The error names the array, or the parameter and the optimizers to take instead.
+
+    Break: tests/recipes/clicks.py: assert not {*names} & {*indices}, => assert True,
+    """
+    with pytest.raises(AssertionError, match="ids .'a',.: other ids share one"):
+        compiled(BASE, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:1],
+                 only_rows(near=("a", "bag"), far=("a",)))
+    cfg = dataclasses.replace(BASE, optimizer="adafactor")
+    with pytest.raises(ValueError, match="far: has moments of another shape"):
+        compiled(cfg, IDS, TWO_TABLES, sparse_loss, init_sparse, jax.devices()[:1], NAMED)

@@ -133,7 +133,6 @@ JUMPS = {
     "step.py": {
         "loss scaling for float16": ["fp16_train_step", "init_loss_scale"],
         "optimizer in host memory": ["opt_from_host"],
-        "sparse rows": ["find_rows", "gather_rows", "scatter_rows"],
         "weight statistics": ["weight_stats"],
     },
     "data.py": {
@@ -162,7 +161,6 @@ JUMPS = {
         "custom tasks": ["check_table", "complete_task"],
         "prompts of samples": ["given_prompts", "sample_from_text"],
         "rows from Python": ["write_rows"],
-        "sparse rows": ["id_errors"],
         "best checkpoint": ["best_so_far", "describe_best", "keep_if_best"],
         "branches of a run": ["find_branch"],
         "steps that are not finite": ["log_nonfinite"],

@@ -216,16 +216,6 @@ FEATURES = {
              '        shardings = state_shardings(shapes, table, mesh, "pinned_host")\n', ""),
         ],
     },
-    "sparse rows": {
-        "rooms": {"step.py": ["sparse rows"], "train.py": ["sparse rows"]},
-        "edits": [
-            ("step.py", "    if is_sparse:\n        row_ids, batch = find_rows(batch, table)\n"
-             "        rows = gather_rows(state, row_ids)\n", ""),
-            ("step.py", "    if is_sparse:\n        new = scatter_rows(state, row_ids, new)\n", ""),
-            ("train.py", '        config.raise_if_errors(id_errors(batch, setup["table"]), '
-             'f"batch {index}")\n', ""),
-        ],
-    },
     "weight statistics": {
         "rooms": {"step.py": ["weight statistics"]},
         "edits": [
@@ -377,7 +367,7 @@ def test_the_default_job_trains_without_rooms(tmp_path, cache_dir):
 def test_most_rooms_are_in_the_table():
     """At least ten features are listed, and the rooms that they name exist.
 
-    Break: step.py: # ---- sparse rows => # ---- rows
+    Break: step.py: # ---- weight statistics => # ---- rows
     """
     assert len(FEATURES) >= 10
     for feature in FEATURES.values():

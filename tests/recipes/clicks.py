@@ -71,7 +71,7 @@ def table(cfg):
     rows = {}
     for name, (n_rows, _) in sizes(cfg).items():
         rows[f"rows.{name}"] = dict(shape=(n_rows, cfg.dim), spec=P("fsdp"), init=("normal", 0.01),
-                                    decay_mult=0, ids=(name,))
+                                    decay_mult=0)
     n_features = len(rows) * cfg.dim + cfg.n_dense
     F = cfg.d_hidden
     rows["tower.w1"] = dict(shape=(n_features, F), spec=P(), init=("normal", n_features**-0.5))
@@ -122,6 +122,75 @@ def batch_shapes(cfg):
     # The 64-bit id in the array cfg.group, as two halves: low, high.
     shapes["group"] = ((B, 2), np.uint32, rows)
     return shapes
+
+
+# ---- sparse rows
+
+# A step reads and writes only the rows of the tables, and of their moments, that its batch looks
+# up, so its time does not depend on the sizes of the tables. An id that is the table's size or more
+# is padding: its row is zeros and is never written.
+
+def sparse_rows(event, value):
+    """A hook: train only the rows of the tables "rows.NAME" that the ids in batch[NAME] look up."""
+    def step(state, batch, lr):
+        names = [name for name in state["params"] if name.startswith("rows.")]
+        ids = {name: (name.removeprefix("rows."),) for name in names}
+        return sparse_step(value, ids, state, batch, lr)
+
+    if event == "train_step":
+        return step
+
+
+def sparse_step(train_step, ids, state, batch, lr):
+    """train_step with only the rows that a batch looks up. ids: {parameter: names of the arrays of
+    the batch that hold indices into it}.
+    """
+    row_ids, batch = find_rows(batch, ids)
+
+    def table_of(path):
+        """The table to which a leaf of the state belongs, or None."""
+        found = [entry.key for entry in path if getattr(entry, "key", None) in row_ids]
+        return found[0] if found else None
+
+    def gather(path, x):
+        name = table_of(path)
+        if name is None:
+            return x
+        if x.shape != state["params"][name].shape:
+            raise ValueError(f"{name}: has moments of another shape, {x.shape}; take adamw, lion, "
+                             "rmsprop or sgd, which keep a row for each")
+        return x.at[row_ids[name]].get(mode="fill", fill_value=0)
+
+    def scatter(path, x, new):
+        name = table_of(path)
+        if name is None:
+            return new
+        return x.at[row_ids[name]].set(new, mode="drop")
+
+    rows = jax.tree_util.tree_map_with_path(gather, state)
+    new_rows, metrics = train_step(rows, batch, lr)
+    return jax.tree_util.tree_map_with_path(scatter, state, new_rows), metrics
+
+
+def find_rows(batch, ids):
+    """({parameter: row ids}, batch with indices into these). There are as many row ids as ids in
+    the batch. Of equal ids, only the first is kept; the others become padding.
+
+    Asserts that parameters with different ids share no array of the batch.
+    """
+    padding = jnp.int32(2**31 - 1)
+    row_ids, indices = {}, {}
+    for names in dict.fromkeys(ids.values()):
+        assert not {*names} & {*indices}, f"ids {names}: other ids share one; give these a copy"
+        sorted_ids = jnp.sort(jnp.concatenate([batch[name].ravel() for name in names]))
+        is_first = jnp.diff(sorted_ids, prepend=-1) != 0
+        first_ids = jnp.where(is_first, sorted_ids, padding)
+        for parameter in ids:
+            if ids[parameter] == names:
+                row_ids[parameter] = first_ids
+        for name in names:
+            indices[name] = jnp.searchsorted(sorted_ids, batch[name])
+    return row_ids, batch | indices
 
 
 # ---- metrics
@@ -361,4 +430,4 @@ def open_val(names, day_of, cfg):
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_days, "metrics": metrics}
 
 if __name__ == "__main__":
-    sys.exit(train.cli(sys.argv[1:], task=TASK, kind=ClicksConfig))
+    sys.exit(train.cli(sys.argv[1:], [sparse_rows], TASK, ClicksConfig))
