@@ -132,11 +132,15 @@ class Config:
 
     d_model: PosInt = 128  # width of the residual stream
     n_layers: PosInt = 4  # layers, each of attention and MLP
+    d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
+    vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
+
+    # From here to experts_per_token: parameters of another value may have equal shapes, but they
+    # belong to another model. See architecture_mismatch.
+
     n_heads: PosInt = 4  # query heads
     n_kv_heads: NonNegInt = 0  # key and value heads; 0: as many as query heads
     head_dim: NonNegInt = 0  # width of a head; 0: d_model / n_heads
-    d_ff: NonNegInt = 0  # width of the MLP; 0: 8/3 d_model, rounded up to a multiple of 32
-    vocab_size: NonNegInt = 0  # number of token ids; 0: the tokenizer's
     rope_theta: PosFloat = 10000.0  # base of the rotary frequencies
     rope_factor: PosFloat = 1.0  # scaling of long rotary wavelengths, as in Llama 3; 1: no scaling
     rope_original_len: PosInt = 8192  # tokens per sequence before rope_factor
@@ -359,7 +363,7 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
         raise_if_errors(errors)
 
     # Fields together, then with the mesh, then with the task.
-    errors += _rule_errors(cfg) + _unused_errors(cfg, choices.get("optimizer", {}))
+    errors += _rule_errors(cfg) + _unused_errors(cfg, choices)
     sizes = None
     if n_devices:
         sizes, mesh_errors = mesh_sizes(cfg, n_devices)
@@ -1157,10 +1161,10 @@ def _rule_errors(cfg):
     return errors
 
 
-def _unused_errors(cfg, optimizers):
+def _unused_errors(cfg, choices):
     """Errors of fields that are set, by a flag rather than by cfg.config, and have no effect.
 
-    optimizers: {name: function of cfg}, from which follows which fields an optimizer reads.
+    choices: as in validate; the functions of optimizers and schedules show which fields they read.
     """
     default = _default_values(cfg)
     errors = []
@@ -1188,9 +1192,14 @@ def _unused_errors(cfg, optimizers):
     unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
     unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
-    unused("schedule", cfg.schedule != "wsd", "decay_frac")
-    unused("schedule", cfg.schedule != "polynomial", "poly_power")
-    # An optimizer uses the fields that its function reads. AdamW trains what Muon does not.
+    # A schedule uses the fields that its function reads.
+    schedules = choices.get("schedule", {})
+    if cfg.schedule in schedules:
+        used = schedules[cfg.schedule].__code__.co_names
+        for name in ("decay_frac", "poly_power"):
+            unused("schedule", name not in used, name)
+    # So does an optimizer. AdamW trains what Muon does not.
+    optimizers = choices.get("optimizer", {})
     chosen = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
     if "muon" in chosen:
         chosen.add("adamw")

@@ -535,7 +535,7 @@ def test_each_unused_field(field, value, others, other_value):
     """
     def rejected(value):
         words = f"has no effect with {field} {value!r}; leave it at "
-        errors = config._unused_errors(Config(**{field: value} | others), step.OPTIMIZERS)
+        errors = config._unused_errors(Config(**{field: value} | others), CHOICES)
         return [error.split()[0] for error in errors if words in error]
 
     assert rejected(value) == list(others)
@@ -545,18 +545,32 @@ def test_each_unused_field(field, value, others, other_value):
     assert f"{name} {others[name]!r}: has no effect with {field} {value!r}" in error
 
 
-def test_a_new_optimizer_refuses_what_it_does_not_read():
-    """Which fields an optimizer of a fork uses follows from its function. With `optimizers` set,
-    another optimizer may use the field; Muon leaves some parameters to AdamW.
+def test_a_new_optimizer_or_schedule_refuses_what_it_does_not_read():
+    """Which fields an optimizer or a schedule of a fork uses follows from its function. With
+    `optimizers` set, another optimizer may use the field; Muon leaves some parameters to AdamW.
 
     Break: config.py: unused("optimizer", name not in used, name) => pass
     """
-    optimizers = step.OPTIMIZERS | {"belief": lambda cfg: (cfg.b1, cfg.eps)}
-    cfg = Config(optimizer="belief", b1=0.5, b2=0.5, eps=1e-6, moment_dtype="bfloat16")
-    found = config._unused_errors(cfg, optimizers)
-    assert [error.split()[0] for error in found] == ["b2", "moment_dtype"]
-    cfg = dataclasses.replace(cfg, optimizers=("embed=muon",))
-    assert config._unused_errors(cfg, optimizers) == []
+    choices = {"optimizer": step.OPTIMIZERS | {"belief": lambda cfg: (cfg.b1, cfg.eps)},
+               "schedule": {"root": lambda cfg, *_: cfg.poly_power}}
+    cfg = Config(optimizer="belief", b1=0.5, b2=0.5, eps=1e-6, moment_dtype="bfloat16",
+                 schedule="root", poly_power=0.5, decay_frac=0.5)
+    found = config._unused_errors(cfg, choices)
+    assert [error.split()[0] for error in found] == ["decay_frac", "b2", "moment_dtype"]
+    cfg = dataclasses.replace(cfg, optimizers=("embed=muon",), decay_frac=Config.decay_frac)
+    assert config._unused_errors(cfg, choices) == []
+
+
+def test_another_architecture():
+    """Fields that shapes do not show make another model; widths, which they show, are not listed.
+
+    Break: config.py: if name not in current["allow_change"]} => if False}
+    """
+    saved, current = vars(Config(d_ff=32, vocab_size=7, rope_theta=5.0)), vars(Config())
+    assert config.architecture_mismatch(saved, current) == [
+        "rope_theta was 5.0, is 10000.0 (on purpose: --allow_change rope_theta)"]
+    allowed = vars(Config(allow_change=("rope_theta",)))
+    assert config.architecture_mismatch(saved, allowed) == []
 
 
 @pytest.mark.parametrize("change", [
