@@ -2130,11 +2130,12 @@ def render_chat(messages, tools, tokenizer, where):
     """
     template = _require_template(tokenizer, where)
     tools = _clean_tools(tools, template, where)
-    messages, unlabelled = _clean_messages(messages, template["source"](tools), where)
+    source = template["source"](tools)
+    messages, unlabelled = _clean_messages(messages, source, where)
     render = partial(_render, template, tools, where)
     text = render(messages)
     _check_rendered(render, messages, text, where)
-    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template["source"](tools))
+    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source)
     labelled = []
     excluded = []
     end = 0
@@ -2207,8 +2208,12 @@ def _answer_span(render, messages, text, i, tokenizer):
         if "function" in call:
             change = {"function": call["function"] | change}
         marked = {"role": "assistant", "content": "", "tool_calls": [*calls, call | change]}
-    before, _, after = render([*messages[:i], marked, *messages[i + 1 :]]).partition(mark)
-    _, found, ending = render([*messages[:i], marked]).partition(mark)
+    whole = render([*messages[:i], marked, *messages[i + 1 :]])
+    as_last = whole
+    if i < len(messages) - 1:
+        as_last = render([*messages[:i], marked])
+    before, _, after = whole.partition(mark)
+    _, found, ending = as_last.partition(mark)
     ending = ending.rstrip()
     prompt = render(messages[:i], add_generation_prompt=True)
 
