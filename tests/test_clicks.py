@@ -253,7 +253,7 @@ def test_a_day_is_not_in_both_training_and_validation_data(planted, tmp_path, sp
     """
     cfg = planted(2, 300, val_data=(str(tmp_path / spelled),))
     os.symlink(tmp_path / "days/day001.npz", tmp_path / "link.npz")
-    words = "day001.npz: is in both data and val_data; take it out of one"
+    words = "day001.npz: is in both val_data and data; take it out of one"
     with pytest.raises(ValueError, match=words):
         train.main(cfg, [clicks.sparse_rows], clicks.TASK)
     assert not (tmp_path / "out/metrics.jsonl").exists()

@@ -520,7 +520,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     measure(run | {"cfg": each["cfg"], "mesh": steplib.make_mesh(each["cfg"], devices)})
     """
     changes = dict(n_heads=4, seq_len=12, dtype="float32")
-    rows = planned(tiny, plan_sweep=2, **changes)["meshes"]
+    rows = planned(tiny, plan_sweep=2, dp=8, **changes)["meshes"]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     meshes = [tuple(map(int, words[:5])) for words in lines if words[0].isdigit()]
     assert len(meshes) == len(set(meshes)) == len(rows) == 2
