@@ -817,6 +817,8 @@ def test_generation_stops_at_the_end_of_an_answer(tmp_path):
     library = chat_folder(tmp_path / "chats", "chatml")
     path = tmp_path / "chats/generation_config.json"
     path.write_text('{"temperature": 0.6, "eos_token_id": 3}')
+    library.eos_token = "<|endoftext|>"  # the end of a document is not that of an answer
+    library.save_pretrained(tmp_path / "chats")
     tokenizer = data.make_tokenizer(str(tmp_path / "chats"))
     train.write_generation_config(path, tokenizer)
     ends = [3, *library.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])]
