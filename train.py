@@ -22,6 +22,7 @@ import resource
 import runpy
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -379,8 +380,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     run_meta = describe_run(setup, programs, start)
     for sentence in changes_since(start_meta, run_meta):
         print0(f"since the checkpoint: {sentence}")
-    log_event = make_log_event(
-        hooks, observers, heartbeat, progress, impossible_events(setup, val_data))
+    log_event = partial(log_row, hooks, observers, heartbeat, progress)
     start_row = {"step": first_step, "origin": start["origin"], "compile_s": compile_s}
     log_event("start", start_row | {"time_s": time_by_bucket(timers)} | run_meta)
 
@@ -389,7 +389,7 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
         "val_data": val_data,
         "validation": validation,  # of describe_validation
         "intervals": event_intervals(cfg),
-        "stops": config.parse_stops(cfg),
+        "stop_conditions": config.parse_stops(cfg),
         "unsaved": unsaved,  # parameters that no checkpoint has
         "programs": programs,
         "first_step": first_step,
@@ -511,6 +511,44 @@ def absent_arrays(start, like):
     return paths
 
 
+# ---- what changes during a run
+
+
+def init_progress(launched):
+    """Make the record of everything that changes during a run; the loop owns it. launched:
+    time.perf_counter() at launch.
+    """
+    return {
+        # {event: (step, seconds since the launch)} when each event last happened
+        "last_done": {},
+        # {metric: newest value}
+        "last_metrics": {},
+        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
+        # "waited_s"}, or None
+        "pending": None,
+        # {"best_val_loss", "best_val_step"} of all launches, {} before the first evaluation
+        "best_validation": {},
+        # Metrics since the last log row
+        "since_log": new_sums({}),
+        "timers": init_timers(launched),
+        # Result of the newest poll_requests
+        "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
+                   "hook_stops": [], "events": []},
+        # Value of the metric keep_best in the best checkpoint, or None
+        "kept_best": None,
+        # Reasons of hooks to stop, which log_event appends
+        "hook_stops": [],
+        # Step of the newest save, or None
+        "saved_step": None,
+        # Events of config.EVENTS that are requested now, for which the next poll_requests looks
+        "requests": set(),
+        # {kind: error} of the newest save or export of each kind, if it failed
+        "save_errors": {},
+        # {kind: {"step", "future"}} of saves that are being written
+        "pending_saves": {},
+    }
+
+
 # ---- the loop
 
 
@@ -605,7 +643,7 @@ def train(run, state, progress, signals):
             log_event("dispatch", {"step": step + 1})
             with jax.transfer_guard("disallow"):  # a hidden copy would stall the step
                 new_state, metrics = programs["train_step"](state, batch, lr)
-            progress["window"]["steps"].append((step + 1, metrics))
+            progress["since_log"]["steps"].append((step + 1, metrics))
             state = run_hooks(run["hooks"], "state", new_state)
 
             # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
@@ -668,10 +706,11 @@ def log_step(run, state, progress):
     if pending is None:
         return
     cfg, log_event = run["cfg"], run["log_event"]
-    timers, window, last_metrics = progress["timers"], progress["window"], progress["last_metrics"]
+    timers, since_log = progress["timers"], progress["since_log"]
+    last_metrics = progress["last_metrics"]
     step, metrics = pending["step"], pending["metrics"]
 
-    # Wait for the step. The dict of metrics is also in the window, which needs only means and
+    # Wait for the step. The dict of metrics is also in since_log, which needs only means and
     # counts: take the rest out.
     weight_stats = metrics.pop("watch", {})  # stay on the device until they are logged
     finite = bool(metrics.pop("finite"))
@@ -686,7 +725,7 @@ def log_step(run, state, progress):
         values = jax.device_get(metrics)
         # This only replaces a mean over no label by NaN.
         values |= metric_means(metric_sums(values))
-    row = log_event("step", {"step": step} | scalars(values))
+    row = log_event("step", {"step": step} | floats(values))
 
     # The first step of a launch is slower: no rate counts it.
     if step == run["first_step"] + 1 and not is_logged:
@@ -702,19 +741,19 @@ def log_step(run, state, progress):
 
     # Bound the number of metrics on the device: read them and add them to the sums.
     if not cfg.log_every:  # then a row has the metrics of its step alone
-        window["steps"] = [(at, kept) for at, kept in window["steps"] if at >= step]
-    elif len(window["steps"]) >= MAX_UNREAD_STEPS:
-        add_to_window(window, step)
+        since_log["steps"] = [(at, kept) for at, kept in since_log["steps"] if at >= step]
+    elif len(since_log["steps"]) >= MAX_UNREAD_STEPS:
+        add_to_sums(since_log, step)
     if not is_logged:
         return
 
     # Log the means since the last log row, with speeds.
     with timed(timers, "other"):
-        add_to_window(window, step)
-        values |= metric_means(window["sums"])
-        window["sums"] = {}
-        row |= scalars(values)
-        row |= scalars(run["task"]["metrics"](values, run["train_data"]))
+        add_to_sums(since_log, step)
+        values |= metric_means(since_log["sums"])
+        since_log["sums"] = {}
+        row |= floats(values)
+        row |= floats(run["task"]["metrics"](values, run["train_data"]))
         speeds = throughput(run, step, timers, row)
         if weight_stats:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(weight_stats))
@@ -775,11 +814,11 @@ def save_state(run, state, step, progress, why, kind="save"):
 
         # Where the run stands.
         if cfg.log_every:
-            add_to_window(progress["window"], step)
+            add_to_sums(progress["since_log"], step)
         meta = run["meta"] | {
             "data": data_position(run, step),
             "digest": digest,
-            "since_log": sums_to_json(progress["window"]["sums"]),
+            "since_log": progress["since_log"]["sums"],
             "hooks": planned["hooks"],
             "progress": describe_progress(run, progress, step),
         }
@@ -820,7 +859,7 @@ def stop_reason(run, step, requests, metrics):
         "new_steps": step - run["first_step"],
         "second": requests["elapsed_s"],
     }
-    for stop in run["stops"]:
+    for stop in run["stop_conditions"]:
         name, sign, bound = stop["name"], stop["sign"], stop["bound"]
         if name in values:
             if config.COMPARE[sign](values[name], bound):
@@ -915,10 +954,64 @@ def run_hooks(hooks, event, value):
 
 # ---- supporting
 #
-# Every run uses what follows, but the names say enough at the call for a first reading: data and
-# steps, what changes during a run, evaluation and end, log rows, intervals, actions of the loop,
-# the initial state, means of metrics, where the time goes, requests, signals, printing,
-# observers, the console, what a run reports.
+# Every run uses what follows, but the names say enough at the call for a first reading: tasks, data
+# and steps, progress in checkpoints, evaluation and end, log rows, intervals, actions of the loop,
+# the initial state, means of metrics, where the time goes, requests, signals, printing, observers,
+# the console, samples of text, what a run reports, compilation cache, command line.
+
+
+# ---- tasks
+
+
+def no_export(params, cfg):
+    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
+
+
+# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
+TASK_DEFAULTS = {
+    "resolve": lambda platform, cfg: cfg,
+    "validate": lambda sizes, cfg: [],
+    "unit": "example",
+    "units_per_step": lambda cfg: cfg.batch_size,
+    "flops": None,
+    "metrics": lambda means, source: {},
+    "sample": None,
+    "init_names": lambda table, saved, cfg: set(table),
+    "memory_flags": lambda sp, cfg: [],
+    "summary": lambda cfg: "",
+    "hf": {
+        "update_config": lambda cfg: cfg,
+        "open_weights": lambda path, cfg: None,
+        "export": no_export,
+    },
+}
+
+
+def complete_task(task):
+    """The task with its defaults. Raises ValueError for unknown and missing keys."""
+    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
+    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
+    config.raise_if_errors(errors)
+
+    def init_from_table(key, cfg):
+        return model.init(key, cfg, task["table"](cfg))
+
+    complete = TASK_DEFAULTS | {"init": init_from_table} | task
+    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
+    return complete
+
+
+def check_table(table):
+    """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
+    parameter is trained.
+    """
+    known = ("shape", "spec", "init", "trained", "lr_mult", "decay_mult", "optimizer")
+    errors = []
+    for name, row in table.items():
+        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
+    if not errors and not any(row.get("trained", True) for row in table.values()):
+        errors.append("table: no parameter is trained; freeze fewer")
+    config.raise_if_errors(errors, "task")
 
 
 # ---- data and steps
@@ -977,42 +1070,7 @@ def data_position(run, step):
     return position
 
 
-# ---- what changes during a run
-
-
-def init_progress(launched):
-    """Make the record of everything that changes during a run; the loop owns it. launched:
-    time.perf_counter() at launch.
-    """
-    return {
-        # {event: (step, seconds since the launch)} when each event last happened
-        "last_done": {},
-        # {metric: newest value}
-        "last_metrics": {},
-        # Metrics of the newest step, which the device may still compute: {"step", "metrics",
-        # "waited_s"}, or None
-        "pending": None,
-        # {"best_val_loss", "best_val_step"} of all launches, {} before the first evaluation
-        "best_validation": {},
-        # Metrics since the last log row
-        "window": new_window({}),
-        "timers": init_timers(launched),
-        # Result of the newest poll_requests
-        "polled": {"step": None, "elapsed_s": 0.0, "signal": None, "stop_file": False,
-                   "hook_stops": [], "events": []},
-        # Value of the metric keep_best in the best checkpoint, or None
-        "kept_best": None,
-        # Reasons of hooks to stop, which log_event appends
-        "hook_stops": [],
-        # Step of the newest save, or None
-        "saved_step": None,
-        # Events of config.EVENTS that are requested now, for which the next poll_requests looks
-        "requests": set(),
-        # {kind: error} of the newest save or export of each kind, if it failed
-        "save_errors": {},
-        # {kind: {"step", "future"}} of saves that are being written
-        "pending_saves": {},
-    }
+# ---- progress in checkpoints
 
 
 def describe_progress(run, progress, step):
@@ -1049,7 +1107,7 @@ def restore_progress(progress, step, meta, validation):
             progress["best_validation"] = saved["best_validation"]
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
-    progress["window"] = new_window(meta.get("since_log", {}))
+    progress["since_log"] = new_sums(meta.get("since_log", {}))
     begin_rates(progress["timers"], step)
 
 
@@ -1203,8 +1261,8 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
 
 def eval_metrics(task, means, source, suffix=""):
     """{"val_METRIC" + suffix: value} of the means, and of the task's metrics."""
-    values = scalars(means)
-    values |= scalars(task["metrics"](means, source))
+    values = floats(means)
+    values |= floats(task["metrics"](means, source))
     values["n_labels"] = int(values["n_labels"])
     return {f"val_{name}{suffix}": value for name, value in values.items()}
 
@@ -1266,26 +1324,14 @@ def end_run(run, state, step, progress, stop):
 # ---- log rows
 
 
-def make_log_event(hooks, observers, heartbeat, progress, impossible):
-    """Make log_event(event, row): run the hooks on the row, give it to the observers, and return
-    it. A request of the hooks for an event in `impossible`, {event: why}, is logged once instead.
+def log_row(hooks, observers, heartbeat, progress, event, row):
+    """Run the hooks on a row, give it to the observers, and return it. In the loop this is
+    run["log_event"](event, row).
     """
-    logged = set()
-
-    def log_event(event, row):
-        heartbeat()
-        row = run_row_hooks(hooks, event, row, progress)
-        notify(observers, event, row)
-        refused = sorted(progress["requests"] & impossible.keys())
-        progress["requests"].difference_update(refused)
-        for name in refused:
-            if name not in logged:
-                logged.add(name)
-                error = f"a hook requests {name}, and {impossible[name]}"
-                log_event("nonfatal_error", {"step": row["step"], "error": error})
-        return row
-
-    return log_event
+    heartbeat()
+    row = run_row_hooks(hooks, event, row, progress)
+    notify(observers, event, row)
+    return row
 
 
 def run_row_hooks(hooks, event, row, progress):
@@ -1357,20 +1403,6 @@ def run_begin_hooks(run, step, progress):
 
 
 # ---- intervals
-
-
-def impossible_events(setup, val_data):
-    """{event: why} of the events that this run cannot have, even if a hook requests them."""
-    impossible = {}
-    if not val_data:
-        impossible["eval"] = "the run has no validation data; set --val_data or --val_frac"
-    if not setup["cfg"].export:
-        impossible["export"] = "--export names no folder"
-    if not setup["task"]["sample"]:
-        impossible["sample"] = "this task has no samples"
-    elif not setup["cfg"].sample_tokens:
-        impossible["sample"] = "--sample_tokens is 0"
-    return impossible
 
 
 def event_intervals(cfg):
@@ -1643,7 +1675,7 @@ def place_params(params, like):
 MAX_UNREAD_STEPS = 100  # steps whose metrics stay on the device until they are added up
 
 
-def new_window(sums):
+def new_sums(sums):
     """Metrics since the last log row: {"sums": {name: (sum, count)}, "steps": [(step, metrics)]},
     the latter not yet added and still on the device. sums: as in the meta of a checkpoint.
     """
@@ -1651,16 +1683,6 @@ def new_window(sums):
     for name, (total, count) in sums.items():
         converted[name] = (np.asarray(total, np.float64)[()], count)
     return {"sums": converted, "steps": []}
-
-
-def sums_to_json(sums):
-    """{name: (sum, count)} for JSON. Each number of a sum is a text with all its digits, since JSON
-    has neither NaN nor infinity.
-    """
-    texts = {}
-    for name, (total, count) in sums.items():
-        texts[name] = (np.asarray(total, np.float64).astype(str).tolist(), count)
-    return texts
 
 
 UNLABELLED = "steps_without_labels"  # their number since the last log row
@@ -1676,14 +1698,15 @@ def metric_sums(metrics):
     return sums
 
 
-def add_to_window(window, last_step):
-    """Add the metrics of the steps up to last_step to the sums of the window."""
-    unread = [metrics for step, metrics in window["steps"] if step <= last_step]
-    window["steps"] = [(step, metrics) for step, metrics in window["steps"] if step > last_step]
+def add_to_sums(since_log, last_step):
+    """Add the metrics of the steps up to last_step to the sums since the last log row."""
+    steps = since_log["steps"]
+    unread = [metrics for step, metrics in steps if step <= last_step]
+    since_log["steps"] = [(step, metrics) for step, metrics in steps if step > last_step]
     for metrics in jax.device_get(unread):
         for name, (total, count) in metric_sums(metrics).items():
-            total_before, count_before = window["sums"].get(name, (0.0, 0.0))
-            window["sums"][name] = total_before + total, count_before + count
+            total_before, count_before = since_log["sums"].get(name, (0.0, 0.0))
+            since_log["sums"][name] = total_before + total, count_before + count
 
 
 def metric_means(sums):
@@ -1983,7 +2006,7 @@ def numbers(row):
     return found
 
 
-def scalars(values):
+def floats(values):
     """The scalar entries of a dict of arrays, as Python floats."""
     return {name: float(x) for name, x in values.items()
             if not isinstance(x, dict) and np.ndim(x) == 0}
@@ -2022,6 +2045,18 @@ def jsonl(cfg):
 LINE_EVERY_FRAC, LINE_EVERY_S = 0.1, 60
 
 
+# The console's line for an event, with fields of its row.
+EVENT_LINES = {
+    "out_of_data": "waiting for data",
+    "reload": "loaded again: {names}",
+    "export": "exported to {folder}",
+    "skip": "no {skipped}: {reason}",
+    "nonfatal_error": "{error}",
+    "nonfinite": "not finite: loss {loss:.4g}, gradients {grads}; try a lower --lr, --clip_norm 1, "
+                 "a longer --warmup_steps or --dtype float32, with --allow_change and its name",
+}
+
+
 def console(cfg):
     """Show a progress bar on a terminal, plain lines elsewhere."""
     bar = tqdm(disable=True)
@@ -2053,24 +2088,12 @@ def console(cfg):
                 last_line.update(step=row["step"], time_s=time.perf_counter())
         elif event == "eval":
             print_eval_row(row, unit)
-        elif event == "save" and row.get("why") == "request":
-            print0(f"{format_step(row)}  saved, as requested")
         elif event == "sample":
             print_samples(row["texts"], row.get("prompts", ()))
-        elif event == "reload":
-            print0(f"{format_step(row)}  loaded again: {', '.join(row['names'])}")
-        elif event == "skip":
-            print0(f"{format_step(row)}  no {row['skipped']}: {row['reason']}")
-        elif event == "out_of_data":
-            print0(f"{format_step(row)}  waiting for data")
-        elif event == "export":
-            print0(f"{format_step(row)}  exported to {cfg.export}")
-        elif event == "nonfinite":
-            print0(f"{format_step(row)}  not finite: loss {row['loss']:.4g}, gradients "
-                   f"{', '.join(row['grads'])}; try a lower --lr, --clip_norm 1, a longer "
-                   "--warmup_steps or --dtype float32, with --allow_change and its name")
-        elif event == "nonfatal_error":
-            print0(f"{format_step(row)}  {row['error']}")
+        elif event == "save" and row.get("why") == "request":
+            print0(f"{format_step(row)}  saved, as requested")
+        elif event in EVENT_LINES:
+            print0(f"{format_step(row)}  {EVENT_LINES[event].format(**row)}")
         if event == "sample" and "error" in row:
             print0(f"{format_step(row)}  {row['error']}")
         if event in ("end", "error"):
@@ -2233,20 +2256,34 @@ def same_command(cfg):
     return "the same command with --resume auto"
 
 
+# ---- samples of text
+
+
+def sample_from_text(params, key, source, cfg):
+    """The samples of `TEXT`: what the model writes after the prompts of cfg, or after the beginning
+    of the data of `source`.
+    """
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    # Only process 0 reads the prompts: another one may lack their file.
+    prompts = ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer, source))
+    options = steplib.compiler_options(cfg, jax.devices()[0])
+    return model.sample_text(params, prompts, cfg, key, tokenizer["decode"], options)
+
+
+def given_prompts(cfg):
+    """The prompts that cfg gives. Raises ValueError for those that cannot be used."""
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    return ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer))
+
+
 # ---- what a run reports
 
 
 def print_changed_flags(cfg):
-    """Print the fields that differ from the defaults, in lines of 80 columns if possible."""
-    flags = config.changed_flags(cfg)
-    if not flags:
-        flags = ["the defaults"]
-    lines = ["config:"]
-    for flag in flags:
-        if len(lines[-1]) + 1 + len(flag) > 80:
-            lines.append(" ")
-        lines[-1] += f" {flag}"
-    print0("\n".join(lines))
+    """Print the fields that differ from the defaults."""
+    flags = config.changed_flags(cfg) or ["the defaults"]
+    print0(textwrap.fill(f"config: {' '.join(flags)}", 80, subsequent_indent="  ",
+                         break_long_words=False, break_on_hyphens=False))
 
 
 def run_summary(setup):
@@ -2337,120 +2374,76 @@ def describe_run(setup, programs, start):
     return row
 
 
+# ---- compilation cache
+
+
+def use_compilation_cache(cfg):
+    """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
+    a notice, another one an error.
+    """
+    try:
+        steplib.enable_compilation_cache(cfg.cache_dir)
+    except OSError as e:
+        error = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
+        if cfg.cache_dir != config.Config.cache_dir:
+            raise ValueError(f"{error}; choose another, or '' for none") from None
+        print0(f"{error}; compiled programs are not kept between runs")
+        steplib.enable_compilation_cache("")
+
+
+# ---- command line
+
+
+def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
+    """Run a command line; return the exit code. A user error is printed without a traceback, every
+    other exception with it.
+    """
+    # Print characters that a stream cannot encode as escapes.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # not every replacement of a stream can do it
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return main(config.parse(argv, kind), hooks, task)["exit_code"]
+    except Exception as e:
+        if not is_user_error(e) and not jax.distributed.is_initialized():
+            raise
+        message = traceback.format_exc()
+        if is_user_error(e):
+            message = f"error: {e}"
+        print(message, file=sys.stderr, flush=True)
+        exit_code = 2 if is_user_error(e) else 1
+        if jax.distributed.is_initialized():
+            # Exit without JAX's shutdown, which would wait for the other processes. They end when
+            # process 0 does: first let them print why.
+            time.sleep(2)
+            os._exit(exit_code)
+        return exit_code
+    except KeyboardInterrupt as e:  # before the first step, or in a mode that does not train
+        with ignore_stdout_errors():
+            print(f"{str(e) or 'SIGINT'}: ended; nothing to save", file=sys.stderr)
+        os._exit(0 if e.args else 128 + signal.SIGINT)  # without waiting for a compilation
+
+
+def is_user_error(error):
+    """Whether a file may not be read, a path is too long, or a `raise` statement of the six files
+    raised a ValueError (and not, say, `k, v = f()`).
+    """
+    if isinstance(error, PermissionError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
+        return True
+    if not isinstance(error, ValueError):
+        return False
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    files = [__file__] + [module.__file__ for module in (config, model, steplib, data, ckpt)]
+    return last.filename in files and last.line.startswith("raise")
+
+
 # ---- optional
 #
-# The rooms, in this order: custom tasks, prompts of samples, rows from Python, best
-# checkpoint, branches of a run, steps that are not finite, validation
-# data that comes later, exports during a run, dynamic sources of parameters, excluded parameters,
-# Hugging Face weights, names on the Hub, modes without a loop, memory estimates, hooks from files,
-# compilation cache, several processes, profiler, plot, trackers. Then the observers
-# that run, and the command line.
-
-
-# ---- custom tasks
-
-
-def no_export(params, cfg):
-    raise ValueError(f"export {cfg.export!r}: this task has no export; leave it out")
-
-
-# What a task does without an optional key of `TEXT`. The default of "init" is in `complete_task`.
-TASK_DEFAULTS = {
-    "resolve": lambda platform, cfg: cfg,
-    "validate": lambda sizes, cfg: [],
-    "unit": "example",
-    "units_per_step": lambda cfg: cfg.batch_size,
-    "flops": None,
-    "metrics": lambda means, source: {},
-    "sample": None,
-    "init_names": lambda table, saved, cfg: set(table),
-    "memory_flags": lambda sp, cfg: [],
-    "summary": lambda cfg: "",
-    "hf": {
-        "update_config": lambda cfg: cfg,
-        "open_weights": lambda path, cfg: None,
-        "export": no_export,
-    },
-}
-
-
-def complete_task(task):
-    """The task with its defaults. Raises ValueError for unknown and missing keys."""
-    errors = config.key_errors("task: ", task, TEXT, REQUIRED_TASK_KEYS)
-    errors += config.key_errors("task: hf: ", task.get("hf", {}), TEXT["hf"])
-    config.raise_if_errors(errors)
-
-    def init_from_table(key, cfg):
-        return model.init(key, cfg, task["table"](cfg))
-
-    complete = TASK_DEFAULTS | {"init": init_from_table} | task
-    complete["hf"] = TASK_DEFAULTS["hf"] | complete["hf"]
-    return complete
-
-
-def check_table(table):
-    """Raise ValueError when a row of the parameter table has unknown or missing keys, or no
-    parameter is trained.
-    """
-    known = ("shape", "spec", "init", "trained", "lr_mult", "decay_mult", "optimizer")
-    errors = []
-    for name, row in table.items():
-        errors += config.key_errors(f"table: {name}: ", row, known, ("shape", "spec", "init"))
-    if not errors and not any(row.get("trained", True) for row in table.values()):
-        errors.append("table: no parameter is trained; freeze fewer")
-    config.raise_if_errors(errors, "task")
-
-
-# ---- prompts of samples
-
-
-def sample_from_text(params, key, source, cfg):
-    """The samples of `TEXT`: what the model writes after the prompts of cfg, or after the beginning
-    of the data of `source`.
-    """
-    tokenizer = data.make_cfg_tokenizer(cfg)
-    # Only process 0 reads the prompts: another one may lack their file.
-    prompts = ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer, source))
-    options = steplib.compiler_options(cfg, jax.devices()[0])
-    return model.sample_text(params, prompts, cfg, key, tokenizer["decode"], options)
-
-
-def given_prompts(cfg):
-    """The prompts that cfg gives. Raises ValueError for those that cannot be used."""
-    tokenizer = data.make_cfg_tokenizer(cfg)
-    return ckpt.broadcast_from_main(lambda: data.sample_prompts(cfg, tokenizer))
-
-
-def data_to_continue(setup, is_of_run):
-    """The data whose beginning the samples of mode sample continue; None if they have a prompt, or
-    if the data is that of no run. Data that cannot be opened is a notice.
-    """
-    cfg, task = setup["cfg"], setup["task"]
-    has_data = bool(cfg.data or cfg.val_data) or is_of_run
-    if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
-        return None
-    try:
-        opened = open_data(task, cfg, ("val",))
-    except (ValueError, OSError) as e:
-        print0(f"samples begin with no text of the data, since it cannot be opened: {e}")
-        return None
-    return opened["val"] or opened["train"]
-
-
-def check_samples_file(path):
-    """Raise ValueError when no file can be written at a path."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ValueError(f"samples_file {path!r}: must be a file, in a folder that exists and can "
-                         "be written")
-
-
-def write_samples(path, texts, prompts):
-    """Write samples as JSON lines with "prompt" and "text", what follows it."""
-    with open(path, "w", encoding="utf-8") as file:
-        for text, prompt in zip(texts, prompts, strict=True):
-            row = {"prompt": prompt, "text": text[len(prompt):]}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+# The optional sections, in this order: rows from Python, best checkpoint, branches of a run,
+# steps that are not finite, validation data that comes later, exports during a run, dynamic
+# sources of parameters, excluded parameters, Hugging Face weights, names on the Hub, samples of a
+# run that has ended, modes without a loop, memory estimates, hooks from files, several processes,
+# profiler, plot, trackers. Then the observers that run.
 
 
 # ---- rows from Python
@@ -2588,7 +2581,8 @@ def export(run, params, step, progress):
     began = time.perf_counter()
     with timed(progress["timers"], "other"), log_errors(run, progress, step, "export"):
         run["task"]["hf"]["export"](params, run["cfg"])
-        run["log_event"]("export", {"step": step, "export_s": time.perf_counter() - began})
+        run["log_event"]("export", {"step": step, "folder": run["cfg"].export,
+                                    "export_s": time.perf_counter() - began})
 
 
 # ---- dynamic sources of parameters
@@ -2797,6 +2791,41 @@ def peft_base(name):
 def hub_texts(fields):
     """The fields of a config that may have names on the Hub, as JSON."""
     return json.dumps({name: fields.get(name, ()) for name in HUB_FIELDS})
+
+
+# ---- samples of a run that has ended
+
+
+def data_to_continue(setup, is_of_run):
+    """The data whose beginning the samples of mode sample continue; None if they have a prompt, or
+    if the data is that of no run. Data that cannot be opened is a notice.
+    """
+    cfg, task = setup["cfg"], setup["task"]
+    has_data = bool(cfg.data or cfg.val_data) or is_of_run
+    if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
+        return None
+    try:
+        opened = open_data(task, cfg, ("val",))
+    except (ValueError, OSError) as e:
+        print0(f"samples begin with no text of the data, since it cannot be opened: {e}")
+        return None
+    return opened["val"] or opened["train"]
+
+
+def check_samples_file(path):
+    """Raise ValueError when no file can be written at a path."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f"samples_file {path!r}: must be a file, in a folder that exists and can "
+                         "be written")
+
+
+def write_samples(path, texts, prompts):
+    """Write samples as JSON lines with "prompt" and "text", what follows it."""
+    with open(path, "w", encoding="utf-8") as file:
+        for text, prompt in zip(texts, prompts, strict=True):
+            row = {"prompt": prompt, "text": text[len(prompt):]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 # ---- modes without a loop
@@ -3010,41 +3039,17 @@ def load_hooks(texts):
     namespaces = {}
     hooks = []
     for text in texts:
-        path, colon, name = text.rpartition(":")
-        if not colon:  # without a function: the error lists those in the file
-            path, name = text, ""
+        path, _, name = text.rpartition(":")
+        if not Path(path).is_file():
+            raise ValueError(f"hooks {text!r}: must be file.py:function; there is no file {path!r}")
         if path not in namespaces:
             sys.path.append(os.path.dirname(os.path.abspath(path)))
-            namespaces[path] = {}
-            if Path(path).is_file():
-                namespaces[path] = runpy.run_path(path)
-        functions = [key for key, value in namespaces[path].items()
-                     if callable(value) and not key.startswith("__")]
-        if not functions:
-            raise ValueError(f"hooks {text!r}: must be file.py:function; {path!r} is not a file "
-                             "with functions")
-        if name not in functions:
-            raise ValueError(f"hooks {text!r}: must be file.py:function; it has no {name!r} "
-                             f"({config.did_you_mean(name, functions)})")
+            namespaces[path] = runpy.run_path(path)
+        if not callable(namespaces[path].get(name)):
+            raise ValueError(f"hooks {text!r}: the file has no function {name!r} "
+                             f"({config.did_you_mean(name, namespaces[path])})")
         hooks.append(namespaces[path][name])
     return hooks
-
-
-# ---- compilation cache
-
-
-def use_compilation_cache(cfg):
-    """Have JAX keep compiled programs in cfg.cache_dir. A default folder that cannot be written is
-    a notice, another one an error.
-    """
-    try:
-        steplib.enable_compilation_cache(cfg.cache_dir)
-    except OSError as e:
-        error = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
-        if cfg.cache_dir != config.Config.cache_dir:
-            raise ValueError(f"{error}; choose another, or '' for none") from None
-        print0(f"{error}; compiled programs are not kept between runs")
-        steplib.enable_compilation_cache("")
 
 
 # ---- several processes
@@ -3284,52 +3289,6 @@ def make_observers(cfg):
     for name in cfg.track:
         observers.append((name, TRACKERS[name](cfg)))
     return observers
-
-
-# ---- command line
-
-
-def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
-    """Run a command line; return the exit code. A user error is printed without a traceback, every
-    other exception with it.
-    """
-    # Print characters that a stream cannot encode as escapes.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # not every replacement of a stream can do it
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        return main(config.parse(argv, kind), hooks, task)["exit_code"]
-    except Exception as e:
-        if not is_user_error(e) and not jax.distributed.is_initialized():
-            raise
-        message = traceback.format_exc()
-        if is_user_error(e):
-            message = f"error: {e}"
-        print(message, file=sys.stderr, flush=True)
-        exit_code = 2 if is_user_error(e) else 1
-        if jax.distributed.is_initialized():
-            # Exit without JAX's shutdown, which would wait for the other processes. They end when
-            # process 0 does: first let them print why.
-            time.sleep(2)
-            os._exit(exit_code)
-        return exit_code
-    except KeyboardInterrupt as e:  # before the first step, or in a mode that does not train
-        with ignore_stdout_errors():
-            print(f"{str(e) or 'SIGINT'}: ended; nothing to save", file=sys.stderr)
-        os._exit(0 if e.args else 128 + signal.SIGINT)  # without waiting for a compilation
-
-
-def is_user_error(error):
-    """Whether a file may not be read, a path is too long, or a `raise` statement of the six files
-    raised a ValueError (and not, say, `k, v = f()`).
-    """
-    if isinstance(error, PermissionError) or getattr(error, "errno", 0) == errno.ENAMETOOLONG:
-        return True
-    if not isinstance(error, ValueError):
-        return False
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    files = [__file__] + [module.__file__ for module in (config, model, steplib, data, ckpt)]
-    return last.filename in files and last.line.startswith("raise")
 
 
 if __name__ == "__main__":

@@ -158,8 +158,6 @@ JUMPS = {
         "locks of buckets": ["lock_bucket"],
     },
     "train.py": {
-        "custom tasks": ["check_table", "complete_task"],
-        "prompts of samples": ["given_prompts", "sample_from_text"],
         "rows from Python": ["write_rows"],
         "best checkpoint": ["best_so_far", "describe_best", "keep_if_best"],
         "branches of a run": ["find_branch"],
@@ -173,7 +171,6 @@ JUMPS = {
         "modes without a loop": ["run_saved", "tokenize_data"],
         "memory estimates": ["memory_advice", "plan"],
         "hooks from files": ["load_hooks"],
-        "compilation cache": ["use_compilation_cache"],
         "several processes": ["check_shared_folders", "connect_processes", "restart_watchdog"],
         "trackers": ["TRACKERS", "check_trackers"],
         "observers that run": ["make_observers"],

@@ -46,10 +46,6 @@ FEATURES = {
         "rooms": {"train.py": ["hooks from files"]},
         "edits": [("train.py", "    hooks = (*hooks, *load_hooks(cfg.hooks))\n", "")],
     },
-    "compilation cache": {
-        "rooms": {"train.py": ["compilation cache"], "step.py": ["compilation cache"]},
-        "edits": [("train.py", "    use_compilation_cache(cfg)\n", "")],
-    },
     "dynamic sources": {
         "rooms": {"train.py": ["dynamic sources of parameters"]},
         "edits": [
