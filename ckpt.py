@@ -1167,14 +1167,16 @@ def find_outsiders(root):
         return name
 
     name = broadcast_from_main(write)
-    store = _open(root)
+    found = False
     deadline = time.monotonic() + SHARE_TIMEOUT_S
-    while not _read(store, name) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    found = multihost_utils.process_allgather(np.array(bool(_read(store, name))))
+    with contextlib.suppress(ValueError, OSError):  # a process that cannot read does not find it
+        while not found and time.monotonic() < deadline:
+            found = bool(_read(_open(root), name))
+            time.sleep(0.1)
+    all_found = multihost_utils.process_allgather(np.array(found))
     if jax.process_index() == 0:
-        store.write(name, None).result()
-    return np.flatnonzero(~found).tolist()
+        _open(root).write(name, None).result()
+    return np.flatnonzero(~all_found).tolist()
 
 
 # ---- buckets
