@@ -1374,34 +1374,23 @@ def test_begin_and_end_ids(tmp_path):
 
 # ---- chats
 
-ENDS = {"chatml": ("<|im_end|>", None), "llama": ("<|eot_id|>", "<|begin_of_text|>"),
-        "mistral": ("</s>", "<s>")}
-# In the form of Qwen's, Llama 3's and Mistral's; `generation` marks the labels for transformers.
+# Beside the families in test_real_data.py. `generation` marks the labels for transformers.
+ENDS = {"chatml": ("<|im_end|>", None), "mistral": ("</s>", "<s>"),
+        "ends as a whole": ("<|endoftext|>", None)}
 TEMPLATES = {
     "chatml": """{%- if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}\
 {{ ' ' + t.name }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}\
 {{ '<|im_start|>' + m.role + '\n' }}\
-{% if m.role == 'assistant' %}{% generation %}{% if loop.last and think %}\
-{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\
+{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\
 {% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    "llama": """{{ bos_token }}{% for m in messages %}\
-{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.role == 'assistant' %}\
-{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}\
-{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}\
-{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
     "mistral": """{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}\
 {% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% elif m.role == 'user' %}\
 {{ '[INST] ' + ns.system + m.content + ' [/INST]' }}{% set ns.system = '' %}\
 {% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + ' [/TOOL_RESULTS]' }}{% else %}\
 {% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""}
-TEMPLATES["thinking"] = "{% set think = true %}" + TEMPLATES["chatml"]
-ENDS["thinking"] = ENDS["chatml"]
-# In the form of Qwen's base models and of Phi's: eos ends the text, another mark each turn.
-TEMPLATES["another end"], ENDS["another end"] = TEMPLATES["thinking"], ("<|endoftext|>", None)
 TEMPLATES["ends as a whole"] = (
     TEMPLATES["chatml"] + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
-ENDS["ends as a whole"] = ("<|endoftext|>", None)
 
 
 def chat_folder(path, family):
