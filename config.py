@@ -658,16 +658,16 @@ def _last_name(path):
     return re.split("[/:]", path)[-1]
 
 
+BRANCH_RULE = ("must be DIR@STEP, as in out/default@400; to begin with the parameters alone, as "
+               "those of DIR@best, use --init_from")
+
+
 def parse_branch(text):
     """(folder of a run, step) of DIR@STEP. Raises ValueError when the text is malformed."""
     folder, _, step = text.rpartition("@")
     if not folder or not step.isdecimal():
         raise ValueError(f"branch_from {text!r}: {BRANCH_RULE}")
     return folder, int(step)
-
-
-BRANCH_RULE = ("must be DIR@STEP, as in out/default@400; to begin with the parameters alone, as "
-               "those of DIR@best, use --init_from")
 
 
 def _runs_in(folder):
@@ -724,6 +724,7 @@ def _expand_home(path):
 
 
 def _is_same_path(one, other):
+    """Whether two paths lead to the same file."""
     return os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -1007,6 +1008,7 @@ def _type_errors(values, hints):
 
 
 def _is_of_type(value, hint):
+    """Whether a value is of the type of its field."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
@@ -1020,6 +1022,7 @@ def _is_of_type(value, hint):
 
 
 def _describe_type(hint):
+    """The type of a field in words."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is tuple:
@@ -1041,6 +1044,7 @@ def _bound_errors(cfg):
 
 
 def _choice_errors(cfg, choices):
+    """Errors of names that are not among the legal values of a field."""
     errors = []
     for name, known in choices.items():
         given = getattr(cfg, name)
@@ -1222,6 +1226,7 @@ def raise_if_errors(errors, where="config"):
 
 
 def field_error(cfg, name, rule):
+    """An error on the value of a field."""
     return f"{name} {getattr(cfg, name)!r}: {rule}"
 
 
@@ -1343,6 +1348,12 @@ def _saved_values(cfg, changes=()):
     return json.loads(to_json(cfg)) | dict(changes)
 
 
+def _refused_changes(old, new, may_change):
+    """Errors: the differences of two dicts in values that may not change."""
+    return [f"{text} (on purpose: --allow_change {text.split()[0]})"
+            for text in differences(old, new) if text.split()[0] not in may_change]
+
+
 def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
     """Raise ValueError with each difference that keeps a run from resuming.
 
@@ -1359,11 +1370,9 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
         # Expert capacity is counted over each sp device's part of a sequence, so sp changes which
         # tokens are dropped.
         may_change.remove("sp")
-    after = {name: value for name, value in after.items() if name not in may_change}
-    errors = [f"{text} (on purpose: --allow_change {text.split()[0]})"
-              for text in differences(before, after)]
-    raise_if_errors(errors, f"{new.out_dir} holds a run with another config (to resume that run, "
-                            f"type only: --out_dir {new.out_dir})")
+    raise_if_errors(_refused_changes(before, after, may_change),
+                    f"{new.out_dir} holds a run with another config (to resume that run, type "
+                    f"only: --out_dir {new.out_dir})")
 
 
 def architecture_mismatch(saved, current):
@@ -1376,9 +1385,8 @@ def architecture_mismatch(saved, current):
     names = fields[fields.index("n_heads"):fields.index("experts_per_token") + 1]
     if saved.get("lora_rank"):
         names.append("lora_alpha")
-    current_values = {name: current[name] for name in names if name not in current["allow_change"]}
-    return [f"{text} (on purpose: --allow_change {text.split()[0]})"
-            for text in differences(saved, current_values)]
+    return _refused_changes(
+        saved, {name: current[name] for name in names}, current["allow_change"])
 
 
 # ---- optional
