@@ -1127,12 +1127,9 @@ def _file_states(name):
     """Return the names, times and sizes of a tokenizer's files, which change when one is written;
     () for a tokenizer without files.
     """
-    states = []
-    for file in (Path(name), *_tokenizer_files(name)):
-        if file.is_file():
-            stat = file.stat()
-            states.append((str(file), stat.st_mtime_ns, stat.st_size))
-    return tuple(states)
+    stats = [(str(file), file.stat()) for file in (Path(name), *_tokenizer_files(name))
+             if file.is_file()]
+    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
 
 
 def _can_cut(encode_batch, special_tokens):
