@@ -1041,7 +1041,7 @@ def test_the_coordinator_flags_initialize_jax_distributed(tiny, monkeypatch):
     """
     received = []
 
-    def initialize(*args):
+    def initialize(*args, **options):
         received.append(args)
         raise StopIteration
 
@@ -3706,7 +3706,7 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         "--dp 8 --batch_size 9":
             "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8; nearest: 8",
         "--attention pallas":
-            "attention pallas: needs a TPU, and head_dim and seq_len multiples of 128",
+            "attention pallas: needs a TPU, head_dim and seq_len multiples of 128",
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
         "--freeze *": "freeze *: leaves no parameter to train",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
