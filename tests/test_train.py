@@ -3072,7 +3072,7 @@ def test_an_error_in_an_evaluation_saves_first(tiny):
     saved, the next launch evaluates it, and the run ends like one without an error. An error before
     the first step saves nothing.
 
-    Break: train.py: mark_done(progress, "eval", step) => pass
+    Break: train.py: save_state(run, state, step, progress, "error") => pass
     """
     def crash(event, row):
         if event == "val_data" and not crashed:
