@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # windows.py stands there
 
 import train  # isort: skip  before JAX, whose memory it sets up
 import jax
