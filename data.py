@@ -796,7 +796,7 @@ def _check_columns(row, used, where):
     for name in UNREAD_COLUMNS:
         if name not in used and not _is_empty(row.get(name)):
             raise ValueError(f"{where}: no token would hold the column {name}; remove it, or name "
-                             "the columns to use, as in --columns text=text")
+                             "the columns to use, as in --columns messages=messages")
 
 
 # {form of a row: the columns that it must have}. Lists may also be written as JSON.
@@ -1189,9 +1189,11 @@ def make_cfg_tokenizer(cfg):
 
 def find_meta_pkl(cfg):
     """Return the path of the meta.pkl that nanoGPT wrote beside the token files of a config; None
-    without one, or with a tokenizer.
+    without one, or where a tokenizer was chosen.
     """
-    if cfg.tokenizer == "bytes" and has_only_token_files(cfg):
+    if "tokenizer" in cfg.explicit or cfg.tokenizer != "bytes":
+        return None
+    if has_only_token_files(cfg):
         for file in expand(_data_patterns(cfg), lenient=True)[:1]:
             if (file.parent / "meta.pkl").is_file():
                 return str(file.parent / "meta.pkl")
@@ -2718,8 +2720,9 @@ def _known_names(names, columns):
     if len(set(kept)) < len(kept):
         raise ValueError(f"two columns have one name, of {', '.join(kept)}")
     if not kept:
-        raise ValueError(f"no column is {', '.join(sorted(known))}; the file has "
-                         f"{', '.join(names) or 'no columns'}. Name another one as in --columns "
+        wanted = known if columns else [form[0] for form in FORMS.values()]
+        raise ValueError(f"no column is {', '.join(wanted)}; the file has "
+                         f"{', '.join(names) or 'no columns'}. Name one as in --columns "
                          "text=content")
     return kept
 

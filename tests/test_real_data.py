@@ -1167,7 +1167,8 @@ def test_the_characters_beside_token_files_of_nanogpt(tmp_path, capsys):
     cfg, _ = train.prepare(cfg, ())
     assert cfg.tokenizer == str(tmp_path / "meta.pkl")
     assert "meta.pkl, which nanoGPT wrote beside the data" in capsys.readouterr().out
-    assert data.find_meta_pkl(config.Config(data=(str(path),), tokenizer="tiktoken:gpt2")) is None
+    for choice in ({"tokenizer": "tiktoken:gpt2"}, {"explicit": ("tokenizer",)}):
+        assert data.find_meta_pkl(config.Config(data=(str(path),), **choice)) is None
 
 
 def test_samples_of_characters(tmp_path):
