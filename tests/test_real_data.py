@@ -533,7 +533,7 @@ def test_tables(case, tmp_path):
     else:
         both = arrow.Table.from_arrays([table["text"]] * 2, ["text"] * 2)
         path = write_stream(tmp_path / "a.arrow", both, arrow.ipc.new_stream)
-    words = {"corrupted": "offset", "no known column": "the file has body. Name another one as in",
+    words = {"corrupted": "offset", "no known column": "the file has body. Name one as in",
              "twice": "two columns have one name"}.get(case)
     if words:
         code = ("import sys, data\ntry:\n    list(data.rows_in(data.Path(sys.argv[1]), -1))\n"
