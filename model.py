@@ -49,7 +49,7 @@ def param_table(cfg):
     ("normal", std) for matrices or ("constant", value) for scales and biases; optimizers
     distinguish the two by it.
 
-    Raises: ValueError for a pattern in freeze or lora_targets without a match.
+    Raises ValueError for a pattern in freeze or lora_targets without a match.
     """
     # Sizes that are 0 in a Config are resolved by now, by config.derive_text.
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
@@ -387,14 +387,14 @@ def batch_shapes(cfg):
 
 
 def loss_fn(params, batch, cfg, train_keys=None):
-    """Return sums and counts over the positions with a label: ({name: sum}, {name: count}).
+    """Sums and counts over the positions with a label: ({name: sum}, {name: count}).
 
     batch has "tokens" and "labels" [B, T]; labels of IGNORE are not counted. "objective" is
     minimized, divided as cfg.loss_norm says. A fork may add whole sums to sums["objective"]. It
-    adds a term per token in _loss_sums, which weights it by weights_BT.
-    "loss" is the plain cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the
-    label is the likeliest token, 1/n where n tokens tie. Experts add "balance", "router_z" and
-    "dropped"; a document mask adds "padding" and "attended_keys".
+    adds a term per token in _loss_sums, which weights it by weights_BT. "loss" is the plain
+    cross-entropy in nats; "z" the squared log-partition; "acc" 1 where the label is the likeliest
+    token, 1/n where n tokens tie. Experts add "balance", "router_z" and "dropped"; a document mask
+    adds "padding" and "attended_keys".
 
     train_keys: in training, a random key for each row [B], for dropout; None in evaluation.
     """
@@ -477,7 +477,7 @@ def _logits(x_BTD, unembed_DV, cfg):
 def matching(field, patterns, names):
     """The set of names that patterns select. Later patterns win; a leading `!` deselects.
 
-    Raises: ValueError for a pattern without a match.
+    Raises ValueError for a pattern without a match.
     """
     chosen = set()
     for pattern in patterns:
@@ -502,7 +502,7 @@ def apply_param_groups(table, cfg, parse_number):
     as PATTERN=VALUE: the keys of GROUP_KEYS. Rows that freeze names get "trained" False. The last
     pattern that matches a parameter applies.
 
-    Raises: ValueError for a pattern without a match.
+    Raises ValueError for a pattern without a match.
     """
     for field, key in GROUP_KEYS.items():
         for text in getattr(cfg, field):
@@ -774,7 +774,7 @@ def choose_attention(cfg, platform):
     """cfg.attention, with "auto" resolved to the fastest that works. platform: "cuda" for an NVIDIA
     GPU of compute capability 8.0 or later, "tpu", or another.
 
-    Raises: ValueError when the kernel that cfg.attention names cannot be used.
+    Raises ValueError when the kernel that cfg.attention names cannot be used.
     """
     H, T = cfg.head_dim, cfg.seq_len
     one_document = cfg.packing == "stream" and not cfg.document_mask
@@ -1601,7 +1601,7 @@ def names_to_load(table, saved, cfg):
     """The parameters that a run takes from another run, which saved those in `saved` (none: a fresh
     initialization).
 
-    Raises: ValueError when LoRA would tune a fresh initialization, or when the LoRA factors of the
+    Raises ValueError when LoRA would tune a fresh initialization, or when the LoRA factors of the
     other run would be lost.
     """
     if cfg.lora_rank and not saved:
@@ -1661,7 +1661,7 @@ def _experts(y_BTD, w, segments_BT, cfg, decoding):
 def _route(y_BTD, router_DE, segments_BT, cfg, decoding):
     """Choose the experts of each token, in float32.
 
-    Gives {"weights": [B, T, k], of each choice, 0 where it is dropped; "slots": [B, parts,
+    Returns {"weights": [B, T, k], of each choice, 0 where it is dropped; "slots": [B, parts,
     T/parts * k], the slot of each choice among those of all experts; "tokens": [B, parts, E C],
     the token in each slot; "stats": {name: [B, T]}}.
 
@@ -1839,7 +1839,7 @@ def hf_fields(hf):
     """The fields of Config that describe a model, from its config.json as a dict, in the form of
     transformers 4 or 5.
 
-    Raises: ValueError that lists what this model cannot express, and what is missing.
+    Raises ValueError that lists what this model cannot express, and what is missing.
     """
     family = hf.get("model_type")
     if family not in HF_FAMILIES:
@@ -1949,7 +1949,7 @@ def hf_config(cfg):
 
     The ids of special tokens are null. A family ignores the entries of other families.
 
-    Raises: ValueError when no model of Hugging Face has this combination of fields.
+    Raises ValueError when no model of Hugging Face has this combination of fields.
     """
     family = _hf_family(cfg)
     names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
@@ -2058,7 +2058,7 @@ def peft_config(cfg, base=None):
     """The adapter_config.json of cfg's LoRA factors as a dict. base: name or folder of the model
     that they tune.
 
-    Raises: ValueError when more than the factors is trained, or when experts are among the targets:
+    Raises ValueError when more than the factors is trained, or when experts are among the targets:
     PEFT tunes modules, and transformers 5 keeps all experts of a layer in one parameter.
     """
     targets = []

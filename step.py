@@ -36,7 +36,7 @@ RESERVED_METRICS = {"step", "event", "lr", "grad_norm", "skipped", "finite", "fi
 
 
 def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0):
-    """Take one step with the learning rate lr, see lr_at: (state, metrics).
+    """Take one step with the learning rate lr (see lr_at): (state, metrics).
 
     Metrics are float32: the means of the loss's sums; "lr"; "grad_norm" before clipping;
     "n_labels", the count of the loss; "finite"; "finite_grads", the same for the gradient of each
@@ -121,10 +121,11 @@ def train_step(state, batch, lr, cfg, loss_fn, optimizer, table, loss_scale=1.0)
 # ---- gradients
 
 def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
-    """Return the loss's sums and counts, and the gradient of its summed objective times loss_scale.
+    """The loss's sums and counts, and the gradient of its summed objective times loss_scale.
 
-    All are sums over cfg.grad_accum_steps microbatches. The gradient is float32, of the trained
-    parameters. options: {name: array with an entry for each row}, more arguments of the loss.
+    All are sums over cfg.grad_accum_steps microbatches. The gradient is float32 and has the trained
+    parameters only. options: {name: array with an entry for each row}, further arguments of the
+    loss.
     """
     mesh = jax.sharding.get_abstract_mesh()
     specs = {}
@@ -149,7 +150,7 @@ def _sum_gradients(params, batch, options, cfg, loss_fn, loss_scale, table):
 
 
 def takes_train_keys(loss_fn):
-    """Return whether a loss has the argument train_keys.
+    """Whether a loss has the argument train_keys.
 
     Such a loss is called as loss_fn(params, batch, cfg, train_keys=keys) in training, with the
     result of make_train_keys, and without it in evaluation.
@@ -158,14 +159,14 @@ def takes_train_keys(loss_fn):
 
 
 def make_train_keys(step, batch, seed):
-    """Return a random key for each row of a batch [B], a function of (seed, step, row)."""
+    """A random key for each row of a batch [B], a function of (seed, step, row)."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     n_rows = jax.tree.leaves(batch)[0].shape[0]
     return jax.vmap(partial(jax.random.fold_in, step_key))(jnp.arange(n_rows))
 
 
 def _sum_over_microbatches(f, batch, A):
-    """Return the sums of f(microbatch) over A microbatches of a batch, one after the other."""
+    """The sums of f(microbatch) over A microbatches of a batch, computed one after the other."""
     if A == 1:
         return f(batch)
 
@@ -186,7 +187,7 @@ def _sum_over_microbatches(f, batch, A):
 # ---- learning rate
 
 def lr_at(step, cfg):
-    """Return the learning rate of the step from `step` to `step + 1`, on the host.
+    """The learning rate of the step from `step` to `step + 1`, on the host.
 
     The rate rises linearly to its peak during warm-up, then follows cfg.schedule. Most schedules
     end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
@@ -206,7 +207,7 @@ def lr_at(step, cfg):
 
 
 def warmup_steps(cfg):
-    """Return the number of steps in which the rate rises. Below 1, the field is a fraction."""
+    """The number of warm-up steps. A field below 1 is a fraction of cfg.steps."""
     if cfg.warmup_steps < 1:
         return round(cfg.warmup_steps * cfg.steps)
     return round(cfg.warmup_steps)
@@ -230,7 +231,7 @@ def make_optimizer(cfg, table):
         # else 1. Before kind changes below, since AdamW under Muon keeps Muon's rate.
         rates[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
 
-        # Muon is for stacks of matrices, one per layer. AdamW handles the other parameters.
+        # Muon is for stacks of matrices, one per layer. AdamW updates the other parameters.
         is_stack = is_matrix and len(row["shape"]) > 2
         if kind == "muon" and not is_stack:
             kind = "adamw"
@@ -246,7 +247,7 @@ def make_optimizer(cfg, table):
 
     # One optax optimizer for each kind in use.
     optimizers = {kind: OPTIMIZERS[kind](cfg) for kind in sorted(set(kinds.values()))}
-    # Adafactor: each matrix or vector of a stack alone.
+    # Adafactor treats each matrix or vector of a stack separately.
     if "adafactor" in optimizers:
         optimizers["adafactor"] = _unstacked(optimizers["adafactor"], table)
     if len(optimizers) == 1:
@@ -259,10 +260,10 @@ def make_optimizer(cfg, table):
 # ---- evaluation
 
 def eval_step(params, batch, cfg, loss_fn):
-    """Return {name: (sum, count)} of one batch.
+    """{name: (sum, count)} of one batch.
 
-    It is split into cfg.grad_accum_steps microbatches: with the cfg and the batch of train_step it
-    needs no more memory than a step.
+    The batch is split into cfg.grad_accum_steps microbatches: with the cfg and the batch of
+    train_step, an evaluation needs no more memory than a step.
     """
     def microbatch_sums(microbatch):
         return loss_fn(params, microbatch, cfg)
@@ -272,7 +273,7 @@ def eval_step(params, batch, cfg, loss_fn):
 
 
 def evaluate(eval_fn, params, batches, stopped=lambda: False):
-    """Return {name: (sum, count)} in float64 over all batches, or None once stopped() is true.
+    """{name: (sum, count)} in float64 over all batches, or None once stopped() is true.
 
     eval_fn(params, batch): the compiled eval_step.
     """
@@ -327,7 +328,7 @@ def make_mesh(cfg, devices=None):
 # ---- state and shardings
 
 def init_state(key, cfg, init_fn, optimizer, table, params=None):
-    """Return the state {"step", "params", "opt", "skipped"}, and "scale" with float16.
+    """The initial state {"step", "params", "opt", "skipped"}; with float16 also "scale".
 
     Only trained parameters have moments. params: values that replace those of init_fn.
     """
@@ -344,10 +345,10 @@ def init_state(key, cfg, init_fn, optimizer, table, params=None):
 
 
 def state_shardings(state, table, mesh, moment_memory=None):
-    """Return the shardings of a state.
+    """The shardings of a state.
 
-    A parameter has its spec. A moment of a parameter's shape has that of moment_specs, and lies in
-    moment_memory, which is the device's by default. All else is replicated.
+    A parameter has its spec. A moment of a parameter's shape has the spec of moment_specs and lies
+    in moment_memory (default: the device's memory). All else is replicated.
     """
     replicated = NamedSharding(mesh, P())
     specs = moment_specs(table, mesh)
@@ -365,9 +366,9 @@ def state_shardings(state, table, mesh, moment_memory=None):
 
 
 def moment_specs(table, mesh):
-    """Return {name: spec} of moments and gradients.
+    """{name: spec} of moments and gradients.
 
-    It is the parameter's spec, but dims that are split over fsdp are also split over dp where
+    The spec is the parameter's, but dims that are split over fsdp are also split over dp where
     divisible. So dp is ZeRO-2, and fsdp is ZeRO-3.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
@@ -388,7 +389,7 @@ def moment_specs(table, mesh):
 # ---- programs
 
 def replicate(x, mesh):
-    """Return a number as a float32 array on all devices of a mesh, also on those of other hosts."""
+    """A number as a float32 array on all devices of a mesh, including those of other hosts."""
     return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: np.float32(x))
 
 
@@ -523,8 +524,8 @@ def _adafactor(cfg):
 
 
 def _unstacked(optimizer, table):
-    """Return an optax optimizer that treats each matrix (init "normal") or vector of a stack as a
-    parameter of its own: layers and experts share neither factors nor norms.
+    """An optax optimizer that treats each matrix (init "normal") or vector of a stack as a separate
+    parameter: layers and experts share neither factors nor norms.
     """
     def over_stack(f, path, shape):
         n_dims = 2 if table[path[-1].key]["init"][0] == "normal" else 1
@@ -569,9 +570,9 @@ def _muon(cfg):
 
 
 def _orthogonalize(u, _):
-    """Return U V^T of each matrix U S V^T in the last two dims of u, with singular values near 1.
+    """U V^T of each matrix U S V^T in the last two dims of u, with singular values near 1.
 
-    Five Newton-Schulz iterations with Jordan's coefficients bring those that are above a hundredth
+    Five Newton-Schulz iterations with Jordan's coefficients bring singular values above a hundredth
     of the Frobenius norm to between 0.7 and 1.2.
     """
     is_tall = u.shape[-2] > u.shape[-1]
@@ -614,7 +615,7 @@ OPTIMIZERS = {
 }
 
 # The peak learning rate of each optimizer where cfg.lr is -1. Muon's rate also applies to the AdamW
-# that handles the other parameters.
+# that updates the other parameters.
 DEFAULT_LR = {
     "adamw": 2e-3,
     "adafactor": 3e-3,
@@ -626,7 +627,7 @@ DEFAULT_LR = {
 
 
 def _relative_rate(cfg, kind):
-    """Return the rate of parameters with this optimizer, as a multiple of lr_at."""
+    """The rate of parameters with this optimizer, as a multiple of lr_at."""
     if cfg.lr == -1:
         return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer]
     return 1.0
@@ -639,7 +640,7 @@ def _trained(params, table):
 
 
 def trained_names(table):
-    """Return the names of the parameters that are trained, sorted."""
+    """The names of the trained parameters, sorted."""
     return sorted(_trained(table, table))
 
 
@@ -648,8 +649,9 @@ def _f32(tree):
 
 
 def _parameter_of(path, names):
-    """Return the parameter to which a leaf of the state belongs: the one of these names that its
-    path contains, or None. path: as in jax.tree_util.tree_map_with_path.
+    """The one of these names in the path of a leaf of the state, or None.
+
+    path: as in jax.tree_util.tree_map_with_path.
     """
     found = None
     for entry in path:
@@ -662,7 +664,7 @@ def _parameter_of(path, names):
 # ---- shapes and slices
 
 def check_shapes(table, mesh):
-    """Return errors, as texts, for parameters with a dim that the mesh cannot split evenly."""
+    """Errors, as texts, for parameters with a dim that the mesh cannot split evenly."""
     errors = []
     for name, row in table.items():
         # A spec may be shorter than a shape: the other dims are not split.
@@ -679,7 +681,7 @@ def check_shapes(table, mesh):
 
 
 def _axis_names(axes):
-    """Return the mesh axes in one entry of a PartitionSpec: None, a name, or a tuple of names."""
+    """The mesh axes in one entry of a PartitionSpec: None, a name, or a tuple of names."""
     return jax.tree.leaves(axes)
 
 
@@ -774,10 +776,10 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
 # ---- devices
 
 def platform(device):
-    """Return the kind of a device, by which dtype and attention are chosen.
+    """The kind of a device, by which dtype and attention are chosen.
 
-    It is "cuda" for an NVIDIA GPU of compute capability 8.0 or later, "old cuda" for an earlier
-    one, which has no bfloat16, and JAX's name for all others.
+    The result is "cuda" for an NVIDIA GPU of compute capability 8.0 or later, "old cuda" for an
+    earlier one, which has no bfloat16, and JAX's name for all others.
     """
     capability = str(getattr(device, "compute_capability", ""))
     is_number = capability.replace(".", "").isdigit()  # AMD's are names
@@ -787,9 +789,9 @@ def platform(device):
 
 
 def choose_dtype(dtype, platform_name):
-    """Return dtype, with "auto" resolved to the fastest one on this platform (see `platform`).
+    """dtype, with "auto" resolved to the fastest one on this platform (see `platform`).
 
-    On a CPU that is "mixed" if it has AMX, or if it has AVX512_BF16 and AMD made it. Intel's CPUs
+    On a CPU the result is "mixed" if the CPU has AMX, or is AMD's with AVX512_BF16. Intel's CPUs
     with AVX512_BF16 alone multiply float32 twice as fast as bfloat16.
     """
     if dtype != "auto":
@@ -812,13 +814,13 @@ XLA_FLAGS_NAME_LEVEL = "xla_backend_optimization_level" in os.environ.get("XLA_F
 
 
 def compiler_options(cfg, device):
-    """Return options of XLA for every program that runs on this kind of device.
+    """XLA options for every program that runs on this kind of device.
 
-    CPU: each matrix product is a fusion of its own. XLA's default fuses a product with the
-    reduction that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12):
-    a batched product with a broadcast operand, then a sum. tests/test_step.py has the known forms.
-    LLVM's first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the
-    time and run as fast as with the third, since the products are library calls.
+    CPU: each matrix product is a separate fusion. XLA's default fuses a product with the reduction
+    that follows it, and some of these fusions return wrong numbers (jax 0.10 to 0.12): a batched
+    product with a broadcast operand, then a sum. tests/test_step.py has the known cases. LLVM's
+    first level of optimization, unless XLA_FLAGS names one: programs compile in 0.85 of the time
+    and run as fast as with the third level, since the products are library calls.
 
     NVIDIA GPU with cfg.deterministic: no sums by atomics, whose order changes from run to run, as
     in the gradients of the embedding and of experts.
@@ -836,7 +838,7 @@ def compiler_options(cfg, device):
 # ---- memory
 
 def memory_by_kind(state, compiled):
-    """Return the bytes per device that a compiled train_step needs, by kind.
+    """The bytes per device that a compiled train_step needs, by kind.
 
     "total" must fit in the memory of a device. state: shapes with shardings.
     """
@@ -861,13 +863,13 @@ def memory_by_kind(state, compiled):
 
 
 def added_bytes(compiled):
-    """Return the bytes per device that a compiled program adds to its arguments while it runs."""
+    """The bytes per device that a compiled program adds to its arguments while it runs."""
     stats = compiled.memory_analysis()
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
 def held_bytes(tree):
-    """Return the bytes that arrays take on each device. tree: shapes with shardings.
+    """The bytes that arrays take on each device. tree: shapes with shardings.
 
     Arrays in host memory count only on a CPU, where it is the device's memory.
     """
@@ -884,7 +886,7 @@ def _shard_bytes(x):
 
 
 def memory_limit(mesh):
-    """Return the bytes that a program can have on each device, or None when they are unknown.
+    """The bytes available to a program on each device, or None when unknown.
 
     Devices of a CPU divide its memory equally.
     """
@@ -901,8 +903,9 @@ def memory_limit(mesh):
 
 
 def check_fits(kinds, mesh, program="a step"):
-    """Raise MemoryError when a program needs more memory than a device has. kinds: the result of
-    memory_by_kind.
+    """Raise MemoryError when a program needs more memory than a device has.
+
+    kinds: the result of memory_by_kind.
     """
     limit = memory_limit(mesh)
     if limit and kinds["total"] > limit:
@@ -919,7 +922,7 @@ def _gib(n_bytes):
 def check_eval_fits(compiled, state, batch, memory, mesh):
     """Raise MemoryError when a compiled eval_step does not fit beside the state and its batch.
 
-    memory: memory_by_kind of the step.
+    memory: the result of memory_by_kind for the step.
     """
     total = held_bytes((state, batch)) + added_bytes(compiled)
     check_fits(memory | {"total": total}, mesh, "evaluation")
@@ -927,8 +930,8 @@ def check_eval_fits(compiled, state, batch, memory, mesh):
 
 @contextlib.contextmanager
 def explain_oom(suggest):
-    """Turn an error for lack of memory, from a compilation or a run, into a ValueError with the
-    advice that suggest() returns.
+    """Turn an out-of-memory error of a compilation or a run into a ValueError with the advice of
+    suggest().
     """
     try:
         yield
@@ -942,12 +945,12 @@ def explain_oom(suggest):
 # ---- digest of the state
 
 def digest_sums(state):
-    """Return {key of the state: {name of a leaf: sums}}, the sums that digest needs.
+    """{key of the state: {name of a leaf: sums}}, the input of digest.
 
-    Sums are two uint32 of an array: over its elements, hashes of an element's bits and its
-    position. Integer sums do not depend on their order, so neither the mesh nor the device changes
-    them. The hash of a position is one-to-one in the bits, so that a change of a single element
-    changes both sums; several changes cancel with probability 2^-64.
+    The sums of an array are two uint32. Each adds up a hash of the bits and the position of every
+    element. Integer sums do not depend on their order, so neither the mesh nor the device changes
+    them. The hash of a position is one-to-one in the bits: a change of a single element changes
+    both sums. Several changes cancel with probability 2^-64.
     """
     named = {}
     for part, tree in state.items():
@@ -960,7 +963,7 @@ def digest_sums(state):
 
 
 def _hash_sums(x):
-    """Return the two sums of an array."""
+    """The two sums of an array, see digest_sums."""
     bits = _as_uint32(x)
     index = jnp.zeros(bits.shape, jnp.uint32)
     for dim, size in enumerate(bits.shape):
@@ -973,10 +976,10 @@ def _hash_sums(x):
 
 
 def _as_uint32(x):
-    """Return the bits of an array, each element as one uint32, or as two if it has 64 bits."""
+    """The bits of an array, each element as one uint32, or as two if it has 64 bits."""
     if x.dtype != bool:
         n_bits = min(8 * x.dtype.itemsize, 32)
-        x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # of 64 bits: along a new last dim
+        x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # 64 bits become a new last dim
     return x.astype(jnp.uint32)
 
 
@@ -988,7 +991,7 @@ def _mix(x):
 
 
 def digest(sums):
-    """Return {key of the state: 16 hexadecimal digits}, of digest_sums.
+    """{key of the state: 16 hexadecimal digits} from the result of digest_sums.
 
     Two states with equal names, shapes, dtypes and bits have equal digests; others almost never.
     """
@@ -1004,10 +1007,10 @@ def digest(sums):
 # ---- utilization
 
 def utilization(flops, units_per_s, n_devices, peak_tflops):
-    """Return {"model_tflops_per_device", "mfu"} of a run.
+    """{"model_tflops_per_device", "mfu"} of a run.
 
     flops: of the model for one unit (a token, an example). peak_tflops: of one device, or None when
-    it is not known; then mfu, the fraction of it, is None too.
+    unknown. "mfu" is the fraction of it, or None.
     """
     model_tflops = flops * units_per_s / n_devices / 1e12
     mfu = None
@@ -1018,17 +1021,18 @@ def utilization(flops, units_per_s, n_devices, peak_tflops):
 
 # ---- peak figures of devices
 
-# {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; a kind that
-# begins like another stands before it. Source: the makers' data sheets; memory of TPUs, XLA. Memory
-# of GPUs: that of an idle one less 4.5 GiB, for CUDA's context and GPU_RESERVED_BYTES of train.py.
+# {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; of two
+# kinds with the same beginning, the longer comes first. Source: the makers' data sheets; memory of
+# TPUs, XLA. GPU memory: that of an idle GPU minus 4.5 GiB, for CUDA's context and
+# GPU_RESERVED_BYTES of train.py.
 PEAKS = {
     "NVIDIA A100": (312, 74.5),
     "NVIDIA H100": (989, 74.5),
     "NVIDIA H200": (989, 135),
     "NVIDIA B200": (2250, 173.5),
-    "NVIDIA GeForce RTX 4080 ": (None, None),  # of laptops, and SUPER: other chips
+    "NVIDIA GeForce RTX 4080 ": (None, None),  # laptop and SUPER variants are other chips
     "NVIDIA GeForce RTX 4080": (97.5, 11.5),
-    "NVIDIA GeForce RTX 4090 ": (None, None),  # of laptops, and D: other chips
+    "NVIDIA GeForce RTX 4090 ": (None, None),  # laptop and D variants are other chips
     "NVIDIA GeForce RTX 4090": (165.2, 19.5),
     "TPU v4": (275, 30.75),
     "TPU v5 lite": (197, 15.75),
@@ -1038,7 +1042,7 @@ PEAKS = {
 
 
 def peaks(kind):
-    """Return the row of PEAKS of a device of this kind, or Nones."""
+    """The row of PEAKS of a device of this kind, or (None, None)."""
     for name, row in PEAKS.items():
         if kind.startswith(name):
             return row
@@ -1048,11 +1052,11 @@ def peaks(kind):
 # ---- description of the machine
 
 def describe_machine(device):
-    """Return {"cpu", "threads", "driver", "nccl"}.
+    """{"cpu", "threads", "driver", "nccl"}, which with the versions and the mesh decide how a
+    program rounds.
 
-    With the versions and the mesh these decide how a program rounds. cpu: model, family and
-    stepping. threads: number that this process may use. driver, nccl: versions, or None without an
-    NVIDIA GPU.
+    cpu: model, family and stepping. threads: the number that this process may use. driver, nccl:
+    versions, or None without an NVIDIA GPU.
     """
     driver, nccl = None, None
     if platform(device).endswith("cuda"):
@@ -1063,7 +1067,7 @@ def describe_machine(device):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 nccl = importlib.metadata.version(package)
     threads = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # Linux has it, a Mac has not
+    if hasattr(os, "sched_getaffinity"):  # missing on macOS
         threads = len(os.sched_getaffinity(0))
     cpu = os.uname().machine
     cpuinfo = Path("/proc/cpuinfo")
@@ -1092,7 +1096,7 @@ FP16_PATIENCE = 2000  # finite steps in a row before the scale doubles
 
 
 def init_loss_scale():
-    """Return state["scale"] of a new run: the loss scale, and the finite steps since it changed."""
+    """state["scale"] of a new run: the loss scale, and the finite steps since it changed."""
     return {"value": jnp.float32(FP16_SCALE), "good": jnp.zeros((), jnp.int32)}
 
 
@@ -1130,7 +1134,7 @@ def _next_scale(scale, finite):
 # ---- optimizer in host memory
 
 def opt_from_host(f, on_device):
-    """Return f(state, ...), which first copies the moments from host memory to the device.
+    """A function f(state, ...) that first copies the moments from host memory to the device.
 
     on_device: shardings of state["opt"] on the device.
     """
@@ -1148,7 +1152,7 @@ N_BINS = 64
 
 
 def weight_stats(step, params, grads, cfg):
-    """Return {name: _histogram} of the parameters in cfg.watch, at steps that are logged.
+    """{name: result of _histogram} of the parameters in cfg.watch, at logged steps.
 
     At all other steps the result is zeros, which cost nothing.
     """
@@ -1163,7 +1167,7 @@ def weight_stats(step, params, grads, cfg):
 
 
 def _histogram(x, grad):
-    """Return {"counts": of N_BINS bins from "min" to "max", "mean", "std", "grad_norm"}."""
+    """{"counts": of N_BINS bins from "min" to "max", "mean", "std", "grad_norm"}."""
     x = x.astype(jnp.float32)
     low = x.min()
     high = x.max()
@@ -1183,9 +1187,9 @@ def _histogram(x, grad):
 def count_memory(state, programs, batch):
     """Compile programs, and count the bytes that a device holds while each of them runs.
 
-    state, batch: shapes with shardings; batch: that of an evaluation. programs: {program: lowered},
-    of "a step" and "evaluation". Without "a step" nothing is trained, so a device holds only the
-    parameters of the state.
+    state, batch: shapes with shardings; batch: that of an evaluation. programs: {"a step": lowered,
+    "evaluation": lowered}; either may be missing. Without "a step" nothing is trained, so a device
+    holds only the parameters of the state.
 
     Returns {"peaks": {program: bytes}, "programs": {program: compiled}, "memory": memory_by_kind of
     the step or, without one, the parameters and the total}.
@@ -1215,9 +1219,9 @@ def check_peaks(cost, mesh):
 # ---- memory advice
 
 def memory_flags(cfg, mesh, savers):
-    """Return flags, not set yet, that lower the memory of a step, the cheapest in time first.
+    """Flags, not set yet, that lower the memory of a step, the cheapest in time first.
 
-    A flag is {field: value}. savers: those of the model.
+    A flag is {field: value}. savers: the flags of the model.
     """
     flags = []
     rows = cfg.batch_size // prod(mesh.shape[axis] for axis in ("dp", "fsdp", "ep"))
@@ -1232,16 +1236,16 @@ def memory_flags(cfg, mesh, savers):
 
 
 def suggest_flags(flags, count, limit):
-    """Return which flags make a run fit, as a text. They are added in their order until it fits,
-    and those that save less than one percent are skipped.
+    """The flags that make a run fit, as a text.
 
+    Flags are added in order until the run fits; a flag that saves less than one percent is skipped.
     count(changes): the bytes of the largest program with {field: value} changed; infinite when it
-    cannot be compiled. limit: the bytes of a device, or None if they are unknown.
+    cannot be compiled. limit: the bytes of a device, or None when unknown.
     """
     changes = {}
     peak = count(changes)
     if limit is None or peak <= limit:
-        limit = 0.9 * peak  # it seemed to fit, and did not
+        limit = 0.9 * peak  # the estimate fits, the run did not
     for flag in flags:
         new_peak = count(changes | flag)
         if peak == inf or new_peak < 0.99 * peak:
@@ -1256,7 +1260,7 @@ def suggest_flags(flags, count, limit):
 
 
 def as_flags(changes):
-    """Return {field: value} as flags of the command line."""
+    """{field: value} written as command-line flags."""
     words = []
     for name, value in changes.items():
         words.append(f"--{name}" if value is True else f"--{name} {value}")
@@ -1289,11 +1293,11 @@ def init_distributed(coordinator, n_processes, process_id):
 # ---- profiler
 
 def profiler(first, last, folder, log=print):
-    """Return observe(event, row), which traces the steps `first` to `last` into the folder.
+    """A hook observe(event, row) that traces the steps `first` to `last` into the folder.
 
-    It writes time as an XPlane (`jax.profiler.ProfileData`, Perfetto, XProf) and memory as pprof.
-    After an error it writes memory_at_failure.prof: always if a trace is requested, otherwise only
-    for lack of memory. first: counted from 1; 0 for no trace.
+    The trace has time as an XPlane (`jax.profiler.ProfileData`, Perfetto, XProf) and memory as
+    pprof. After an error the hook writes memory_at_failure.prof: always if a trace is requested,
+    otherwise only for lack of memory. first: counted from 1; 0 for no trace.
     """
     traced = 0  # the newest step in the trace that runs
 
@@ -1341,5 +1345,5 @@ def enable_compilation_cache(folder):
 # ---- this file alone
 
 def make_cfg(**fields):
-    """A cfg of the fields that are given, for a program without config.py."""
+    """A frozen dataclass of these fields, for a program without config.py."""
     return dataclasses.make_dataclass("Cfg", fields, frozen=True)(**fields)
