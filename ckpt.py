@@ -40,8 +40,8 @@ READERS = 32  # number of arrays that are read at a time
 # ---- save
 
 def flatten(tree):
-    """Return ({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and
-    names that cannot be saved.
+    """({path of keys joined by "/": array}, treedef). Raises ValueError for arrays and names that
+    cannot be saved.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays = {}
@@ -68,13 +68,13 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     that it owns, process 0 commits, and all Futures resolve after that. Then older checkpoints are
     deleted: see `delete_old`.
 
-    root: a folder, gs://bucket/path, s3://bucket/path or, for another server than Amazon's,
-    s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step",
-    "folder" and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets
-    a message for whatever cannot be deleted.
+    root: a folder, gs://bucket/path, s3://bucket/path or, for a server other than Amazon's,
+    s3://bucket/path?endpoint=http://host:port. meta: further entries of meta.json; "step", "folder"
+    and "arrays" are reserved. temporary: the next checkpoint replaces this one. log: gets a message
+    for each file that cannot be deleted.
 
-    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. The Future
-    has all other errors: see `wait`.
+    Raises TypeError for a reserved entry, ValueError for a tree that cannot be saved. All other
+    errors are raised by the Future: see `wait`.
     """
     arrays, _ = flatten(tree)
 
@@ -94,7 +94,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
     if meta is None:
         meta = {}
     meta = dict(step=step, folder=save_id, arrays=layouts, **meta)  # TypeError for a reserved entry
-    # Convert meta to what a reader will get: JSON has text keys, and no numbers of NumPy.
+    # Convert meta to what a reader will get: JSON has text keys and no NumPy numbers.
     meta = json.loads(json.dumps(meta, default=lambda x: np.asarray(x).tolist()))
 
     thread = ThreadPoolExecutor(1, "ckpt")
@@ -103,7 +103,7 @@ def save(root, step, tree, meta=None, max_to_keep=0, keep_period=0, temporary=Fa
 
 
 def _copy_shards(arrays, layouts):
-    """Return copies of what this process writes: dicts of "name", "index" and "data"."""
+    """Copies of the data that this process writes: dicts of "name", "index" and "data"."""
     is_main = jax.process_index() == 0
     shards = []
     small = []
@@ -128,7 +128,7 @@ def _copy_shards(arrays, layouts):
 def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
     """Write the shards of this process and commit; return the path of the checkpoint.
 
-    Raises ValueError when anything fails; what this save has written is then deleted.
+    Raises ValueError when anything fails, after deleting what this save has written.
     """
     rank = jax.process_index()
     save_id = meta["folder"]
@@ -143,7 +143,7 @@ def _write(root, meta, shards, temporary, max_to_keep, keep_period, log):
         store = _open(root, step_name)
         # This file has two purposes. Its write fails for a bucket that does not exist, where
         # TensorStore would try forever. With several processes, its content "written" will
-        # say that this process has written its shards.
+        # mean that this process has written its shards.
         store.write(f"{save_id}.{rank}", b"begun").result()
 
         # (1) Write the shards of this process: create all arrays in the format zarr 3, start all
@@ -222,8 +222,8 @@ def _commit(root, store, meta, temporary):
 
 
 def wait(future):
-    """Block until a save is committed, and return its path. Raises the ValueError of a failed save.
-    None, for no save, returns at once.
+    """Block until a save is committed, and return its path. Raises ValueError for a failed save.
+    future None: return None at once.
     """
     if future is None:
         return None
@@ -233,13 +233,13 @@ def wait(future):
 # ---- restore
 
 def newest_meta(root):
-    """Return (step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) when there
-    is no checkpoint. Process 0 reads it for all.
+    """(step, meta) of the newest checkpoint whose meta.json is intact; (None, {}) without a
+    checkpoint. Process 0 reads it for all.
 
-    A launch calls this first, through `find_start`, to choose what to resume from. Its arrays are
-    not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
+    A launch calls this first, through `find_start`, to choose the checkpoint to resume from. The
+    arrays are not read: if they are corrupted, `restore_newest` later returns an older checkpoint.
 
-    Raises ValueError when there are checkpoints but no meta.json can be read.
+    Raises ValueError when checkpoints exist but no meta.json can be read.
     """
     def find():
         error = None
@@ -256,7 +256,7 @@ def newest_meta(root):
 
 
 def read_meta(root, step):
-    """Return the meta given to `save`, with "step", "folder" and "arrays".
+    """The meta given to `save`, with "step", "folder" and "arrays".
 
     Raises ValueError when meta.json is missing or corrupted, or was written by another version.
     """
@@ -274,11 +274,11 @@ def read_meta(root, step):
 
 
 def restore_newest(root, like, log=print):
-    """Return (step, tree) of the newest checkpoint that every process can read; see `restore`.
+    """(step, tree) of the newest checkpoint that every process can read; see `restore`.
 
-    A run resumes with this, through `restore_run`, once `newest_meta` has found a checkpoint; the
-    two differ when arrays of the newest one are corrupted. `log` gets a message for each corrupted
-    checkpoint.
+    A run resumes with this, through `restore_run`, once `newest_meta` has found a checkpoint. The
+    two differ when arrays of the newest checkpoint are corrupted. `log` gets a message for each
+    corrupted checkpoint.
 
     Process 0 lists the checkpoints. Raises ValueError when no checkpoint can be read, KeyError and
     TypeError as `restore` does.
@@ -300,12 +300,12 @@ def restore_newest(root, like, log=print):
 
 
 def restore(root, step, like=None, meta=None):
-    """Return the saved tree in the shapes, dtypes and shardings of `like`.
+    """The saved tree in the shapes, dtypes and shardings of `like`.
 
     like: a tree of arrays or ShapeDtypeStructs; those without a sharding become NumPy arrays. None:
-    the arrays as they were saved, as NumPy arrays in nested dicts; a list comes back as a dict with
-    keys "0", "1", .... meta: from `read_meta`, if already read. Each process reads only what its
-    devices hold.
+    the arrays as they were saved, as NumPy arrays in nested dicts; a list becomes a dict with keys
+    "0", "1", .... meta: from `read_meta`, if already read. Each process reads only what its devices
+    hold.
 
     Raises KeyError or TypeError that lists all arrays that the checkpoint lacks or has in another
     shape, ValueError that names an array whose data is corrupted or missing.
@@ -357,7 +357,7 @@ def _load(root, meta, small, name, like):
 # ---- layout of arrays
 
 def _plan_layout(arrays):
-    """Return {name: layout}, how each array is stored; equal on every process.
+    """{name: layout}, which defines how each array is stored; equal on every process.
 
     Small arrays are stored one after another in SMALL, an array of bytes, each at an "offset". A
     larger array is stored in files of shape "file", which consist of chunks of shape "chunk".
@@ -408,7 +408,7 @@ def _file_slices(shape, file):
 
 
 def _is_path(name):
-    """Return whether the name of an array leads to a place below its folder."""
+    """Whether the name of an array leads to a path below its folder."""
     keys = name.split("/")
     return "." not in keys and ".." not in keys
 
@@ -416,7 +416,7 @@ def _is_path(name):
 # ---- copies of arrays
 
 def _snapshot(x):
-    """Copy an array, so that x may be overwritten or donated."""
+    """Copy an array; x may then be overwritten or donated."""
     if not isinstance(x, jax.Array):
         return np.array(x)
     if _in_host_memory(x):
@@ -470,7 +470,7 @@ def _abort(root, store, meta, error, pending, log):
 # ---- parts of a restore
 
 def saved_shapes(meta):
-    """Return the tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta.
+    """The tree of a checkpoint as nested dicts of ShapeDtypeStructs, from its meta.
 
     Raises ValueError when a name is both an array and the beginning of another name.
     """
@@ -537,8 +537,7 @@ def _assemble(shape, sharding, read):
 
 
 def _aligned_empty(shape, dtype):
-    """Return new memory, aligned to 64 bytes: JAX uses it on a CPU as it is, and copies any other.
-    """
+    """New memory, aligned to 64 bytes: on a CPU, JAX uses it without a copy."""
     n_bytes = prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(n_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -548,8 +547,8 @@ def _aligned_empty(shape, dtype):
 # ---- values from process 0
 
 def broadcast_from_main(decide):
-    """Return in every process what decide() returns on process 0, passed on as JSON. A ValueError
-    that it raises there is raised in every process.
+    """The result of decide() on process 0, passed as JSON to every process. A ValueError of
+    decide() is raised in every process.
     """
     if jax.process_count() == 1:
         return decide()
@@ -559,7 +558,7 @@ def broadcast_from_main(decide):
 # ---- paths
 
 def join_path(root, *names):
-    """Return the path of a folder or file in a root."""
+    """The path of a folder or file in a root."""
     if not _is_local(root):
         return _join_url(root, *names)
     return "/".join([str(root).rstrip("/"), *names])
@@ -570,7 +569,7 @@ def _is_local(root):
 
 
 def _step_name(step):
-    """Return the name of a step's folder."""
+    """The name of a step's folder."""
     if not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"step {step!r}: must be a whole number, at least 0")
     return f"{step:09d}"
@@ -579,12 +578,12 @@ def _step_name(step):
 # ---- list of checkpoints
 
 def steps(root):
-    """Return the steps of the complete checkpoints, ascending."""
+    """The steps of the complete checkpoints, ascending."""
     return sorted(step for step, names in _step_folders(root).items() if "meta.json" in names)
 
 
 def latest(root):
-    """Return the step of the newest complete checkpoint, or None."""
+    """The step of the newest complete checkpoint, or None."""
     return max(steps(root), default=None)
 
 
@@ -593,7 +592,7 @@ KNOWN_NAMES = re.compile(r"(save-[0-9a-f]{8}(\.(\d+|failed))?|temporary|meta\.js
 
 
 def _step_folders(root):
-    """Return {step: names in its folder}, without the folders of other programs."""
+    """{step: names in its folder}, without folders of other programs."""
     try:
         folders = _list_folders(root) if _is_local(root) else _list_bucket(root)
     except (ValueError, OSError) as e:
@@ -601,7 +600,7 @@ def _step_folders(root):
     found = {}
     for folder, names in folders.items():
         is_step = re.fullmatch("[0-9]{9,}", folder) and folder == _step_name(int(folder))
-        # Without meta.json it is an unfinished save or deletion, if a save writes all these names.
+        # Without meta.json: an unfinished save or deletion, if a save writes all these names.
         has_meta = "meta.json" in names
         has_only_known_names = all(KNOWN_NAMES.fullmatch(name) for name in names)
         if is_step and (has_meta or has_only_known_names):
@@ -610,7 +609,7 @@ def _step_folders(root):
 
 
 def _list_folders(root):
-    """Return {folder: names in it} of a root on this machine."""
+    """{folder: names in it} of a local root."""
     folders = {}
     if os.path.lexists(root):
         for entry in os.scandir(root):
@@ -630,12 +629,12 @@ def _open(root, *names):
 
 
 def _read(store, key):
-    """Return the bytes of a key; b"" when there is no such key."""
+    """The bytes of a key; b"" for a missing key."""
     return store.read(key).result().value
 
 
 def _kvstore(root, *names):
-    """Return TensorStore's spec of a folder. Raises ValueError when a link leads elsewhere."""
+    """TensorStore's spec of a folder. Raises ValueError for a link within the folder of a step."""
     if not _is_local(root):
         return _bucket_kvstore(root, *names)
     # The folder of a step may be a link. TensorStore refuses "..".
@@ -646,7 +645,7 @@ def _kvstore(root, *names):
 
 
 def _zarr_spec(root, meta, name):
-    """Return TensorStore's spec of an array. Opening fails if zarr.json differs from this spec."""
+    """TensorStore's spec of an array. Opening fails if zarr.json differs from this spec."""
     layout = meta["arrays"][name]
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     if "chunk" in layout:
@@ -666,7 +665,7 @@ def _zarr_spec(root, meta, name):
 
 
 def _message(error):
-    """Return TensorStore's error message without the spec and source locations at its end."""
+    """TensorStore's error message without the spec and source locations at its end."""
     return re.split(r"\s*\[(?:tensorstore_spec|source locations|http_)", str(error))[0]
 
 
@@ -675,7 +674,7 @@ def _message(error):
 def delete_old(root, max_to_keep, keep_period=0, log=print, up_to=float("inf")):
     """Delete the checkpoints up to a step, except the `max_to_keep` newest (0: keep all), those
     whose step keep_period divides, and the newest one. A temporary checkpoint is kept only while it
-    is the newest. `log` gets a message for each that cannot be deleted.
+    is the newest. `log` gets a message for each checkpoint that cannot be deleted.
     """
     saved = {}
     for step, names in sorted(_step_folders(root).items()):
@@ -703,8 +702,8 @@ def delete_after(root, step, log=print):
 
 
 def _delete_step(root, step, names, log):
-    """Delete a checkpoint whose folder has these names: what a save wrote, and the folder if it is
-    then empty. Of a link only the link is deleted.
+    """Delete a checkpoint whose folder has these names: the files of a save, and the folder if it
+    is then empty. Of a link only the link is deleted.
     """
     folder = _step_name(step)
     if Path(root, folder).is_symlink():
@@ -714,7 +713,7 @@ def _delete_step(root, step, names, log):
     written = [f"{folder}/{name}" for name in sorted(names) if KNOWN_NAMES.fullmatch(name)]
     _delete(root, log, f"{folder}/meta.json", *written)
     if _is_local(root):
-        with contextlib.suppress(OSError):  # it has files of the user
+        with contextlib.suppress(OSError):  # it contains files of the user
             os.rmdir(Path(root, folder))
 
 
@@ -730,7 +729,7 @@ def delete_leftovers(root, log=print, only=None):
             continue
         try:
             meta = read_meta(root, step)
-        except ValueError:  # a corrupted meta.json does not say which folder it names
+        except ValueError:  # a corrupted meta.json does not name its folder
             continue
         for name in names - {"meta.json", "temporary", meta["folder"]}:
             if KNOWN_NAMES.fullmatch(name):
@@ -762,28 +761,28 @@ RUN_FILES = ("metrics.jsonl", "plot.png", "windows.jsonl")
 
 
 def ckpt_root(out_dir, ckpt_dir):
-    """Return the folder or bucket with the checkpoints of a run."""
+    """The folder or bucket with the checkpoints of a run."""
     return ckpt_dir or join_path(out_dir, "ckpt")
 
 
 def root_of(out_dir):
-    """Return the root of the checkpoints of the run whose config.json is in out_dir."""
+    """The root of the checkpoints of the run whose config.json is in out_dir."""
     return ckpt_root(out_dir, read_json(Path(out_dir, "config.json")).get("ckpt_dir"))
 
 
 def roots(root):
-    """Return {kind: root} of the checkpoints of a run: "save" of the whole state, "weights" and
-    "best" of the parameters alone.
+    """{kind: root} of the checkpoints of a run: "save" of the whole state, "weights" and "best" of
+    the parameters alone.
     """
     return {"save": root, "weights": join_path(root, "weights"), "best": join_path(root, "best")}
 
 
 def newest_run_meta(root, needed_for="", others=""):
-    """Return (step, meta) of the newest checkpoint, as `newest_meta` does.
+    """(step, meta) of the newest checkpoint of a run, see `newest_meta`.
 
     needed_for: the purpose that needs a checkpoint; "" if the run can do without. others: text that
-    names other runs, for the error. Raises ValueError when a needed checkpoint is missing, or when
-    the checkpoint was not saved by a run.
+    names other runs, for the error. Raises ValueError when a needed checkpoint is missing, or was
+    not saved by a run.
     """
     saved, meta = newest_meta(root)
     if needed_for and not meta:
@@ -796,11 +795,11 @@ def newest_run_meta(root, needed_for="", others=""):
 
 
 def find_start(out_dir, root, resume, given=False, others=""):
-    """Return (step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
+    """(step, meta) of the checkpoint from which a run resumes; (None, {}) for none.
 
     resume: "overwrite", "must", "never" or another text. given: whether the caller has a state or
-    parameters. others: as in newest_run_meta. Raises ValueError when a checkpoint is required and
-    missing, or must not exist.
+    parameters. others: as in newest_run_meta. Raises ValueError when a required checkpoint is
+    missing, or when a checkpoint must not exist.
     """
     if resume == "overwrite":
         return None, {}
@@ -823,12 +822,12 @@ def find_start(out_dir, root, resume, given=False, others=""):
 
 
 def steps_by_kind(root):
-    """Return {kind: steps} of the complete checkpoints of a run, by the kinds of `roots`."""
+    """{kind: steps} of the complete checkpoints of a run, by the kinds of `roots`."""
     return {kind: steps(kind_root) for kind, kind_root in roots(root).items()}
 
 
 def find_checkpoint(root, which, field="checkpoint"):
-    """Return (root, step, meta) of one checkpoint of a run: "best" or a step, as text. Those of the
+    """(root, step, meta) of one checkpoint of a run: "best" or a step, as text. Checkpoints of the
     parameters alone count too.
 
     field: the field that names it, for the error. Raises ValueError when it is missing, and lists
@@ -858,8 +857,8 @@ FIRST_BYTES = 2**16  # size of config.json and the first rows of metrics.jsonl
 
 @contextlib.contextmanager
 def lock_folders(out_dir, root, log=print):
-    """Make out_dir, and a root on this machine; keep other runs from writing to them and to a
-    bucket. Process 0 does it for all processes. Delete the remains of interrupted saves.
+    """Make out_dir and a local root; lock them and a bucket against other runs. Process 0 does it
+    for all processes. Delete the remains of interrupted saves.
 
     Yield check(), which raises ValueError once a newer process of this run writes to the bucket.
     """
@@ -867,7 +866,7 @@ def lock_folders(out_dir, root, log=print):
         yield lambda: None
         return
     with contextlib.ExitStack() as locks:
-        # One lock where both are the same folder.
+        # One lock if both are the same folder.
         folders = {}
         for field, path in (("out_dir", out_dir), ("ckpt_dir", root)):
             if _is_local(path):
@@ -875,7 +874,7 @@ def lock_folders(out_dir, root, log=print):
         for folder, field in folders.items():
             lock_file = locks.enter_context(_open_lock_file(folder, field))
             try:
-                # The system unlocks it when the process ends, in whatever way.
+                # The system unlocks it when the process ends for any reason.
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{field}: another run is writing to it; choose another") from None
@@ -931,8 +930,8 @@ def open_log(out_dir, step):
 
 
 def read_log(out_dir):
-    """Return the rows of metrics.jsonl that have a step and an event. An incomplete line has none,
-    nor may rows that were added by hand.
+    """The rows of metrics.jsonl that have a step and an event. Incomplete lines, and rows added by
+    hand without these, are skipped.
     """
     path = Path(out_dir, "metrics.jsonl")
     if not path.exists():
@@ -949,8 +948,8 @@ def read_log(out_dir):
 
 
 def json_line(row):
-    """Return a row as JSON on one line. NumPy's numbers and arrays become numbers and lists.
-    Numbers that are not finite become null, since JSON has none. Other values become text.
+    """A row as JSON on one line. Numbers and arrays of NumPy become numbers and lists. Numbers that
+    are not finite become null, since JSON has no such numbers. Other values become text.
     """
     def plain(x):
         if hasattr(x, "tolist"):
@@ -969,8 +968,7 @@ def json_line(row):
 # ---- parameters of a run
 
 def load_parameters(sources, like):
-    """Return {name: array} of the parameters that `open_sources` chose. like: {name: shape with
-    sharding}.
+    """{name: array} of the parameters that `open_sources` chose. like: {name: shape with sharding}.
     """
     loaded = {}
     for source in sources:
@@ -981,7 +979,7 @@ def load_parameters(sources, like):
 
 
 def paths_of(names, arrays):
-    """Return the paths in a flat state of these parameters and of their moments."""
+    """The paths in a flat state of these parameters and of their moments."""
     paths = set()
     for path in arrays:
         kind, *keys = path.split("/")
@@ -994,7 +992,7 @@ def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
     """Raise ValueError when a checkpoint of the run in out_dir lacks arrays of `like`, has them in
     other shapes, or has arrays that `like` lacks, which only drops_unknown permits.
 
-    like: the state or a part of it. initial: paths of arrays that come from elsewhere.
+    like: the state or a part of it. initial: paths of arrays from other sources.
     """
     path = join_path(root, _step_name(meta["step"]))
     wanted, _ = flatten(like)
@@ -1004,7 +1002,7 @@ def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
     except (KeyError, TypeError) as e:
         raise ValueError(f"{e.args[0]}; to start from the parameters that fit: --init_from "
                          f"'{out_dir} strict=no' and another --out_dir") from None
-    # A mode that reads the parameters ignores the rest. A scale remains from float16.
+    # A mode that reads the parameters ignores the rest. A scale is left over from float16.
     unknown = []
     for name in meta["arrays"].keys() - wanted.keys() - {SMALL, "scale/value", "scale/good"}:
         if "opt" in like or name.startswith("params/"):
@@ -1016,8 +1014,8 @@ def check_run_fits(out_dir, root, meta, like, initial, drops_unknown):
 
 
 def restore_run(root, like, initial, log=print, step=None):
-    """Return (step, tree) of a checkpoint of a run, in the shapes and shardings of `like`: that of
-    `step`, or the newest intact one. initial: {path: array} of those that come from elsewhere.
+    """(step, tree) of a checkpoint of a run, in the shapes and shardings of `like`: that of `step`,
+    or the newest intact one. initial: {path: array} from other sources.
     """
     wanted, treedef = flatten(like)
     saved = {path: x for path, x in wanted.items() if path not in initial}
@@ -1032,8 +1030,8 @@ def restore_run(root, like, initial, log=print, step=None):
 # ---- files
 
 def read_json(path):
-    """Return the object in a JSON file, or {} when there is no such file. Raises ValueError for a
-    file that cannot be read.
+    """The object in a JSON file, or {} without the file. Raises ValueError for a file that cannot
+    be read.
     """
     try:
         return json.loads(Path(path).read_bytes())
@@ -1059,7 +1057,7 @@ def replace_file(path, text):
 # ---- patterns of names
 
 def _matching(names, patterns):
-    """Return the set of names that match at least one glob pattern."""
+    """The set of names that match at least one glob pattern."""
     found = set()
     for pattern in patterns:
         found.update(fnmatch.filter(names, pattern))
@@ -1076,7 +1074,7 @@ PEER_TIMEOUT_S = 600  # how long a process that is done writing waits for the ot
 
 
 def _broadcast(decide):
-    """Do the work of `broadcast_from_main` for several processes."""
+    """broadcast_from_main for several processes."""
     value = error = None
     if jax.process_index() == 0:
         try:
@@ -1115,8 +1113,8 @@ def _report_and_wait_for_commit(store, save_id):
 
 
 def _wait_for_peers(store, save_id, unfinished, timeout_s):
-    """Poll until unfinished() lists no process. Raises OSError when one has failed or takes too
-    long.
+    """Poll until unfinished() lists no process. Raises OSError when a process has failed or takes
+    too long.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -1139,7 +1137,7 @@ def _announce_failure(store, save_id, error):
 
 
 def _agree_on_error(error, step):
-    """Return this process's error, or a message when only another process has one, or ""."""
+    """This process's error, a message when only another process has an error, or ""."""
     any_error = multihost_utils.process_allgather(bool(error)).any()
     if any_error and not error:
         return f"another process could not read checkpoint {step}"
@@ -1152,11 +1150,11 @@ SHARE_TIMEOUT_S = 5  # how long a process looks for the file of process 0
 
 
 def find_outsiders(root):
-    """Return the processes that do not find in root a file that process 0 writes there, the same on
-    every process. root: a folder or a bucket, as in `save`.
+    """The processes that do not find in root a file that process 0 writes to it, the same on every
+    process. root: a folder or a bucket, as in `save`.
 
-    A process looks only once the file is written: a client of NFS may remember for half a minute
-    that a file was missing. Raises ValueError when process 0 cannot write.
+    A process looks only once the file is written: an NFS client may cache for half a minute that a
+    file was missing. Raises ValueError when process 0 cannot write.
     """
     if jax.process_count() == 1:
         return []
@@ -1181,11 +1179,11 @@ def find_outsiders(root):
 
 # ---- buckets
 
-RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # of a request to a store: half a minute
+RETRIES = {"max_retries": 5, "initial_delay": "1s"}  # requests to a store: half a minute in all
 
 
 def _bucket_kvstore(root, *names):
-    """Return TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
+    """TensorStore's spec of a folder in a bucket. Raises ValueError for an unknown kind."""
     url, _, endpoint = str(root).partition("?endpoint=")
     kind, _, rest = url.partition("://")
     bucket, *folders = rest.rstrip("/").split("/")
@@ -1201,13 +1199,13 @@ def _bucket_kvstore(root, *names):
 
 
 def _join_url(root, *names):
-    """Return the URL of a folder or file in a bucket; the endpoint stays last."""
+    """The URL of a folder or file in a bucket; the endpoint stays last."""
     url, mark, endpoint = str(root).partition("?endpoint=")
     return "/".join([url.rstrip("/"), *names]) + mark + endpoint
 
 
 def _list_bucket(root):
-    """Return {folder: names in it} of a root in a bucket."""
+    """{folder: names in it} of a root in a bucket."""
     folders = {}
     for key in _open(root).list().result():
         folder, *rest = key.decode(errors="replace").split("/")
@@ -1232,10 +1230,10 @@ LOCK = ".lock"  # an object beside the checkpoints
 
 @contextlib.contextmanager
 def lock_bucket(root, out_dir):
-    """Keep other runs from writing to a bucket: an object in it names the run, by its out_dir, and
-    the newest process of that run. Yield check(), which raises ValueError in an older process.
+    """Lock a bucket against other runs: an object in it names the run, by its out_dir, and the
+    newest process of that run. Yield check(), which raises ValueError in an older process.
 
-    Raises ValueError when another run has the bucket.
+    Raises ValueError when another run has locked the bucket.
     """
     if _is_local(root):
         yield lambda: None
@@ -1251,7 +1249,7 @@ def lock_bucket(root, out_dir):
     def check():
         try:
             holder = read()
-        except (ValueError, OSError):  # without a server the save will fail
+        except (ValueError, OSError):  # without a server the save itself will fail
             return
         if holder != this:  # a newer process, or its run has ended
             raise ValueError(f"{path} names another process, {holder}: this one saves no more")
@@ -1278,8 +1276,8 @@ def lock_bucket(root, out_dir):
 
 def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, wanted=None,
                  log=print):
-    """Return the source of each text (see `parse_source`), with "take": {saved name: name} of the
-    parameters to load from it. Of several sources that have a parameter the last wins.
+    """The source of each text (see `parse_source`), with "take": {saved name: name} of the
+    parameters to load from it. The last of several sources with a parameter wins.
 
     shapes: {name: shape} of the model's parameters. open_weights, find_mismatches: see
     `_open_source`. expected_names: {saved name} -> {name} of the parameters that these sources
@@ -1315,12 +1313,12 @@ def open_sources(texts, shapes, open_weights, expected_names, find_mismatches, w
 
 
 def _open_source(source, open_weights, find_mismatches, log=print):
-    """Return a source of `parse_source` with "names": {saved name: shape}, and "read": {saved name:
-    like} -> {saved name: array}.
+    """A source of `parse_source` with "names": {saved name: shape}, and "read": {saved name: like}
+    -> {saved name: array}.
 
-    open_weights: path -> these two, of weights in another format, or None when the path has no such
-    weights. find_mismatches: meta of a checkpoint -> errors, one for each difference from the
-    model; a source that is not strict may differ. Raises ValueError when the source holds no
+    open_weights: path -> ("names", "read") of weights in another format, or None when the path has
+    no such weights. find_mismatches: meta of a checkpoint -> errors, one for each difference from
+    the model; a source that is not strict may differ. Raises ValueError when the source has no
     parameters.
     """
     path = source["path"]
@@ -1346,8 +1344,8 @@ def _open_source(source, open_weights, find_mismatches, log=print):
 
 
 def _find_source_checkpoint(path, which=""):
-    """Return (root, meta) of a checkpoint of a run's out_dir or of a folder of checkpoints. which:
-    "best" or a step, as text; "" for the newest.
+    """(root, meta) of a checkpoint of a run's out_dir or of a folder of checkpoints. which: "best"
+    or a step, as text; "" for the newest.
     """
     _check_is_no_file(path)
     for root in broadcast_from_main(lambda: (root_of(path), path)):
@@ -1366,14 +1364,14 @@ SOURCE_OPTIONS = {"load": "*", "exclude": "", "rename": "", "strict": "yes", "dy
 
 
 def parse_source(text):
-    """Return the parts of a text such as 'DIR@best load=embed,layers.* exclude=*norm
-    rename=old.:new. strict=no dynamic=yes', by the names "path", "checkpoint", "load", "exclude",
-    "rename", "strict" and "dynamic".
+    """The parts of a text such as 'DIR@best load=embed,layers.* exclude=*norm rename=old.:new.
+    strict=no dynamic=yes', by the names "path", "checkpoint", "load", "exclude", "rename", "strict"
+    and "dynamic".
 
     checkpoint: "best" or a step, as text; "" for DIR. load and exclude: patterns of the model's
     names. rename: prefixes, saved:local. dynamic: loaded again during the run.
 
-    Raises ValueError for a malformed text and an unknown option.
+    Raises ValueError for a malformed text or an unknown option.
     """
     path, *options = re.split(r"\s+(?=\w+=)", os.path.expanduser(text.strip()))
     values = SOURCE_OPTIONS | dict(option.split("=", 1) for option in options)
@@ -1408,13 +1406,13 @@ def _split(text):
 
 
 def choose_sources(sources, shapes):
-    """Return {name: (index of the source, saved name)}; of several sources the last wins.
+    """{name: (index of the source, saved name)}; the last of several sources with a parameter wins.
 
-    sources: of `parse_source`, with "names": {saved name: shape}, or shape None for one that fits,
-    and perhaps "mismatches", errors to raise together with those found here. shapes: {name: shape}
-    of the model's parameters.
+    sources: results of `parse_source`, with "names": {saved name: shape}, where the shape None fits
+    any; and perhaps "mismatches", errors to raise together with those of this function. shapes:
+    {name: shape} of the model's parameters.
 
-    Raises ValueError that lists all errors: patterns that match nothing, and, for a strict source,
+    Raises ValueError that lists all errors: patterns without a match and, for a strict source,
     unknown names and other shapes. A source that is not strict skips these.
     """
     chosen = {}
@@ -1467,7 +1465,7 @@ def _rename(name, rename):
 def log_sources(sources, missing, names, log=print):
     """Log how many of the missing parameters each source gives, and how many are initialized.
 
-    names: of all parameters. sources: of `open_sources`.
+    names: all parameters. sources: the result of `open_sources`.
     """
     origins = []  # (text, names)
     initialized = set(missing)
@@ -1486,8 +1484,8 @@ def log_sources(sources, missing, names, log=print):
 # ---- verify
 
 def verify(root, log=print):
-    """Read every array of every checkpoint in root, and in the folders of `roots` where a run keeps
-    those of its parameters alone; return the errors. `log` gets a line for each checkpoint.
+    """Read every array of every checkpoint in root, and in the folders of `roots` with checkpoints
+    of parameters alone; return the errors. `log` gets a line for each checkpoint.
     """
     errors = []
     n_checkpoints = 0
@@ -1504,7 +1502,7 @@ def verify(root, log=print):
 
 
 def _verify_step(root, step):
-    """Return the errors of a checkpoint, one for each array that cannot be read."""
+    """The errors of a checkpoint, one for each array that cannot be read."""
     try:
         meta = read_meta(root, step)
     except ValueError as e:
@@ -1522,7 +1520,7 @@ def _verify_step(root, step):
 
 # ---- safetensors
 
-SLICE_BYTES = 2**22  # of a tensor, read at a time by each thread: stays in the processor's cache
+SLICE_BYTES = 2**22  # part of a tensor that a thread reads at a time: fits the CPU's cache
 TENSOR_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -1535,8 +1533,8 @@ def import_safetensors():
 
 
 def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tensors):
-    """Return {name: array} in the shapes, dtypes and shardings of `like`, as `restore` does, read
-    from the tensors of a folder in Hugging Face's layout.
+    """{name: array} in the shapes, dtypes and shardings of `like`, as in `restore`, read from the
+    tensors of a folder in Hugging Face's layout.
 
     wanted: {name: ({index: tensor's name}, transposed)}: array[index], transposed or not, is that
     tensor. unused: patterns of tensors that need not be wanted. split: function of the result of
@@ -1559,9 +1557,9 @@ def read_safetensors(folder, wanted, like, unused=(), split=lambda tensors: tens
 
 
 def check_tied_tensors(folder, name, copy):
-    """Raise ValueError when a folder of Hugging Face weights has two different tensors for what its
-    config.json says is one: `name` and `copy`. Two dtypes are compared in the narrower one. Process
-    0 reads both.
+    """Raise ValueError when two tensors of a folder of Hugging Face weights differ although its
+    config.json ties them: `name` and `copy`. Two dtypes are compared in the narrower one. Process 0
+    reads both.
     """
     def check():
         tensors = open_tensors(folder)
@@ -1580,8 +1578,8 @@ def check_tied_tensors(folder, name, copy):
 
 
 def open_tensors(folder):
-    """Return {tensor's name: {"shape", "dtype", "read": slices -> NumPy array}} of all files of a
-    folder; headers are checked.
+    """{tensor's name: {"shape", "dtype", "read": slices -> NumPy array}} of all files of a folder.
+    Headers are checked.
     """
     safetensors = import_safetensors()
     paths = [Path(folder, "model.safetensors")]
@@ -1605,7 +1603,7 @@ def open_tensors(folder):
 
 
 def _tensor_shapes(wanted, like):
-    """Return {tensor's name: shape that it must have}."""
+    """{tensor's name: required shape}."""
     shapes = {}
     for name, (pieces, transposed) in wanted.items():
         for index, tensor in pieces.items():
@@ -1615,7 +1613,7 @@ def _tensor_shapes(wanted, like):
 
 
 def _tensor_errors(tensors, shapes, unused):
-    """Return the errors of a folder's tensors that must have these shapes."""
+    """Errors of tensors that are missing, unknown or not of these shapes."""
     errors = []
     for name, shape in shapes.items():
         if name not in tensors:
@@ -1684,7 +1682,7 @@ def each_tensor(arrays, pieces, dtype):
 
 
 def take_tensor(x, index, transposed, dtype):
-    """Return x[index], transposed or not, in dtype: one tensor of `each_tensor`."""
+    """x[index], transposed or not, in dtype: one tensor of `each_tensor`."""
     for i in index:
         x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
     if transposed:
@@ -1695,7 +1693,7 @@ def take_tensor(x, index, transposed, dtype):
 def write_safetensors(folder, tensors, stem="model", shard_bytes=2**31):
     """Write an iterator of (name, array) into a folder as Hugging Face does: stem.safetensors, or
     several files of at most shard_bytes and an index. One file at a time is in memory. Every
-    process must call it, process 0 writes.
+    process must call it; process 0 writes.
     """
     safetensors = import_safetensors()
     folder = Path(folder)
@@ -1745,7 +1743,7 @@ def _group_tensors(tensors, file_bytes):
 
 
 def read_hf_config(folder):
-    """Return the config.json of a folder of Hugging Face weights, or {}."""
+    """The config.json of a folder of Hugging Face weights, or {}."""
     if not _is_local(folder):
         return {}
     _check_is_no_file(folder)
@@ -1755,7 +1753,7 @@ def read_hf_config(folder):
 
 # ---- exports
 
-EXPORT_MARK = "sixfile.json"  # file in an export that says which run wrote it
+EXPORT_MARK = "sixfile.json"  # file in an export that names the run that wrote it
 
 
 def check_export(folder, run):
@@ -1774,9 +1772,9 @@ def write_export(folder, run, tensors, stem, add_files):
     """Write a folder as `write_safetensors` does, under another name, then rename it; an existing
     folder is replaced. Every process must call it.
 
-    run: of `check_export`. tensors: an iterator of (name, array). add_files: function of the new
+    run: as in `check_export`. tensors: an iterator of (name, array). add_files: function of the new
     folder that writes the other files; process 0 calls it. Raises ValueError in every process when
-    the disk refuses, or when taking a tensor does.
+    the disk or the computation of a tensor fails.
     """
     is_main = jax.process_index() == 0
     out = Path(folder)
