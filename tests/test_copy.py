@@ -218,7 +218,7 @@ def test_a_recipe_in_a_folder_of_the_root():
 
 
 def test_isolated(tmp_path):
-    """`python -I train.py` works, although the folder of the script is not on sys.path, and through
+    """`python -I -OO train.py` works: without docstrings, with its folder not on sys.path, through
     a link. A hook file that imports train gets the running module, not a second one.
 
     Break: train.py: os.path.realpath(__file__) => os.path.abspath(__file__)
@@ -227,7 +227,7 @@ def test_isolated(tmp_path):
     (tmp_path / "my_hooks.py").write_text(
         "import sys, train, config\nprint(train is sys.modules['__main__'], config.__file__)\n"
         "raise ValueError('imported')\n")
-    run = subprocess.run([sys.executable, "-I", "linked.py", "--hooks", "my_hooks.py:f"],
+    run = subprocess.run([sys.executable, "-I", "-OO", "linked.py", "--hooks", "my_hooks.py:f"],
                          cwd=tmp_path, capture_output=True, text=True)
     assert run.stderr.endswith("ValueError: imported\n"), run.stderr[-2000:]
     assert run.stdout == f"True {ROOT}/config.py\n"

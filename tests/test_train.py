@@ -2310,9 +2310,11 @@ def test_a_resume_with_another_batch_size_says_so(tiny, capsys, batch_size):
             batches.append({row.tobytes() for row in np.asarray(value["tokens"])})
 
     # Sequences of 64 tokens: all differ.
-    cfg = tiny(steps=2, batch_size=16, seq_len=64, eval_every=0, save_every=0)
+    cfg = tiny(steps=2, batch_size=16, seq_len=64, eval_every=0, save_every=0,
+               param_dtype="bfloat16")
     train.main(cfg, [collect])
     printed = capsys.readouterr().out
+    assert "param_dtype bfloat16: a step that moves a parameter by less than 1/256" in printed
     assert "since the checkpoint" not in printed
     assert "warmup_steps 2: lr rises in all 2 steps" in printed
     cfg = dataclasses.replace(cfg, steps=3, batch_size=batch_size, allow_change=("batch_size",))
@@ -3162,6 +3164,7 @@ def test_a_run_resumes_bit_identical_on_its_mesh_and_within_rounding_on_others(
     for (devices, out), run in runs.items():
         code, output = ended(*run)
         assert code == 0, output
+        assert ("dp was 2, is 1" in output) == (devices != 8)
         if devices == 8:
             assert losses(out) == straight_losses and same(arrays(out), straight_arrays)
         for actual, expected in zip(losses(out)[:2], straight_losses):
@@ -3688,6 +3691,16 @@ def test_a_file_without_read_permission_is_named(capsys):
         pytest.skip(f"no {closed} on this system")
     assert train.cli(["--config", str(closed)]) == 2
     assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: '{closed}'\n"
+
+
+def test_a_name_that_is_too_long_is_a_users_error(capsys):
+    """A name of 300 characters, of which a file can have 255, gives a one-line error.
+
+    Break: train.py: getattr(error, "errno", 0) == errno.ENAMETOOLONG => False
+    """
+    for flags in (["--data", "x" * 300], ["--config", "é" * 150]):
+        assert train.cli([*flags, "--steps", "1"]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
