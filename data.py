@@ -3,10 +3,9 @@
 
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone; there is no iterator state. Optional, at the end: mixtures, document
-mask, packing, token files, prompts and chats, examples, prompts of
-samples, file formats, tokenizers, names on the Hub, evaluation batches of another size, custom
-tasks.
+its arguments alone, without iterator state. Optional, at the end: mixtures, document mask, packing,
+token files, prompts and chats, examples, prompts of samples, file formats, tokenizers, names on the
+Hub, evaluation batches of another size, custom tasks.
 """
 import contextlib
 import csv
@@ -75,9 +74,9 @@ def batch_at(dataset, step, batch_size, seed=0, rows=None):
     """Build `rows` (default: all) of training batch `step`: int32 [rows, seq_len] arrays.
 
     dataset: as made by make_dataset, below. The arrays are "tokens" and "labels"; with
-    document_mask or packing also "segments" (the number of the document in its row, 0: padding)
+    document_mask or packing also "segments" (index of the document in its row, from 1; 0: padding)
     and "positions" (in the document).
-    Raises: ValueError for an id that is not below vocab_size, and for a file that changed.
+    Raises ValueError for an id that is not below vocab_size, and for a changed file.
     """
     draws = draws_at(step, batch_size, rows)
     # Optional: the dataset is several, mixed by weight.
@@ -97,8 +96,8 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
         "lengths": [shards], number of tokens in each}.
     With packing "stream" a sequence is seq_len successive tokens, and each token but a shard's
     first is a label in exactly one sequence. With 10 tokens and seq_len 4, sequences start at 0,
-    4 and 5: the last one of a shard begins earlier, to fit, and ignores the labels that the one
-    before has. Labels are tokens 1 to 4, 5 to 8, and 9. With other packing, documents stay
+    4 and 5: the last sequence of a shard begins earlier, to fit, and ignores the labels of the
+    sequence before. Labels are tokens 1 to 4, 5 to 8, and 9. With other packing, documents stay
     together: see `pack`.
     """
     seq_format = SEQ_FORMAT | seq_format
@@ -114,15 +113,15 @@ def make_dataset(shards, seq_format=SEQ_FORMAT):
 
 def read_sequences(dataset, examples):
     """Build the batch of the sequences numbered `examples` (int64)."""
-    # The shard of each sequence, and which of the shard's sequences it is.
+    # The shard of each sequence, and its index among the shard's sequences.
     cum_counts = dataset["cum_counts"]
     shard_of = np.searchsorted(cum_counts, examples, side="right")
     # For the first shard the index is -1: `where` discards that value.
     n_before = np.where(shard_of > 0, cum_counts[shard_of - 1], 0)
     offsets = examples - n_before
 
-    # Is the file as long as it was? Check two shards only, since a check costs as much as
-    # copying a row. Other batches check the other shards.
+    # Check the length of the file for two shards only, since a check costs as much as copying a
+    # row. Other batches check the other shards.
     for i in shard_of[:2]:
         _check_unchanged(dataset["shards"][i])
     if dataset["seq_format"]["packing"] == "stream":
@@ -133,7 +132,7 @@ def read_sequences(dataset, examples):
 def _stream_batch(dataset, shard_of, offsets):
     """Build a batch of seq_len successive tokens a row.
 
-    offsets: which of its shard's sequences each row is.
+    offsets: index of each row among the sequences of its shard.
     """
     seq_format = dataset["seq_format"]
     T = seq_format["seq_len"]
@@ -188,7 +187,7 @@ EVAL_SEED = "held out"  # determines the order of evaluation batches
 
 
 def draws_at(step, batch_size, rows):
-    """Return the draws of `rows` (default: all) of batch `step`.
+    """The draws of `rows` (default: all) of batch `step`.
 
     Draw k is row k % batch_size of batch k // batch_size.
     """
@@ -197,9 +196,9 @@ def draws_at(step, batch_size, rows):
 
 
 def shuffled(draws, n, seed):
-    """Choose the example (int64 in [0, n)) of each draw: epoch after epoch, each in its own order.
+    """The example (int64 in [0, n)) of each draw: epoch after epoch, each in a different order.
 
-    n may be an array with a number of examples for each draw (mixtures).
+    n may be an array with the number of examples for each draw (mixtures).
     """
     epochs, ranks = np.divmod(draws, n)
     blocks, offsets = np.divmod(ranks, BLOCK)
@@ -213,13 +212,13 @@ def shuffled(draws, n, seed):
 
 @lru_cache(maxsize=256)
 def _permuted_block(block, n, seed):
-    """Permute the indices of a block; the key of the cache is all arguments."""
+    """The permuted indices of a block, cached by all arguments."""
     first = block * BLOCK
     return permute(np.arange(first, min(first + BLOCK, n)), n, seed)
 
 
 def eval_examples_at(index, batch_size, n, rows=None):
-    """Choose the examples in `rows` of evaluation batch `index`, and the mask of rows that count.
+    """The examples in `rows` of evaluation batch `index`, and the mask of rows that count.
 
     Each of the n examples counts once. Their order is fixed, and shuffled so that the first few
     batches are a fair sample. After the last example they repeat with a mask of False.
@@ -233,7 +232,7 @@ def eval_examples_at(index, batch_size, n, rows=None):
 
 
 def n_eval_batches(n, batch_size, limit):
-    """Compute how many batches an evaluation of n examples reads. limit: 0 for all of them."""
+    """The number of batches in an evaluation of n examples. limit: 0 for all of them."""
     n_batches = ceil(n / batch_size)
     if limit:
         n_batches = min(n_batches, limit)
@@ -243,7 +242,7 @@ def n_eval_batches(n, batch_size, limit):
 # ---- to the devices
 
 def local_rows(sharding, shape):
-    """Find which rows (axis 0) of an array of `shape` this process's devices hold, sorted."""
+    """The rows (axis 0) of an array of `shape` on this process's devices, sorted."""
     all_rows = np.arange(shape[0])
     indices = sharding.addressable_devices_indices_map(shape).values()
     return np.unique(np.concatenate([all_rows[index[0]] for index in indices]))
@@ -269,11 +268,11 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
     """Yield (make(i), seconds waited for it) for i in [start, stop). A thread makes `depth` items
     ahead.
 
-    stopped(): asked during a wait; the iterator ends early when it is true.
-    wait_until_idle(): blocks until the device is idle; the wait is timed from then, so that only
-    the time in which the device has nothing to do counts.
-    Data may come later: make(i) returns None while its data is missing, and is then
-    called again. on_missing(i) is called once when the consumer has to wait for such an item.
+    stopped() is polled during a wait; the iterator ends early when it is true.
+    wait_until_idle() blocks until the device is idle. The wait is timed from then: only time in
+    which the device is idle counts.
+    Data may arrive later: make(i) returns None while its data is missing, and is then called again.
+    on_missing(i) is called once when the consumer has to wait for such an item.
     """
     pool = ThreadPoolExecutor(1, "data")
     closed = threading.Event()
@@ -310,16 +309,16 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
 def open_text(parts, cfg):
     """Open the text of a config as {"train": source, "val": source or None}.
 
-    parts: which of "train" and "val" are needed. "train" is None if it was not asked for and "val"
+    parts: which of "train" and "val" are needed. "train" is None if it is not in parts and "val"
     does not come from its files.
     A source is {
         "n": number of sequences,
         "batch": (step, rows) -> batch,
         "fingerprint": a text that differs when the tokens do,
         "summary": a text to print,
-        "examples": () -> documents to print, as show_examples returns them,
-        "bytes_per_token": number, or None if it is unknown,
-        "prompt": () -> ids with which a sample begins}.
+        "examples": () -> documents to print, see show_examples,
+        "bytes_per_token": number, or None when unknown,
+        "prompt": () -> ids at the beginning of a sample}.
     The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
     {name: source}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
@@ -332,7 +331,7 @@ def open_text(parts, cfg):
     weights = mixture_weights(cfg.data)
     train_sets = {name: [name] for name in weights} or {"": cfg.data}
     val_sets = named_sets(cfg.val_data)
-    # No file may be in two of them.
+    # No file may be in two of these sets.
     groups = {f"data {name}".strip(): files for name, files in train_sets.items()}
     groups |= {f"val_data {name}".strip(): files for name, files in val_sets.items()}
     check_disjoint(groups)
@@ -342,7 +341,7 @@ def open_text(parts, cfg):
     for name, files in val_sets.items():
         dataset = open_files(files, field=f"val_data {name}".strip())
         val[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
-    # Training data was not asked for, and validation does not come from it: open nothing more.
+    # Training data is not requested, and validation does not come from it: open nothing more.
     if "train" not in parts and val:
         return {"train": None, "val": _join_sources(val)}
 
@@ -361,7 +360,7 @@ def open_text(parts, cfg):
 
 
 def _join_sources(sources):
-    """Return the source named "", or several as {"parts": {name: source}, "summary"}."""
+    """The source named "", or several as {"parts": {name: source}, "summary"}."""
     if not sources or "" in sources:
         return sources.get("")
     summaries = [f"{len(sources)} sets"]
@@ -370,7 +369,7 @@ def _join_sources(sources):
 
 
 def file_opener(cfg, tokenizer):
-    """Return open_dataset with the arguments that a config gives."""
+    """open_dataset with the arguments that a config gives."""
     seq_format = {name: getattr(cfg, name) for name in SEQ_FORMAT}
     seq_format["vocab_size"] = cfg.vocab_size or tokenizer["vocab_size"]
     return partial(
@@ -401,10 +400,10 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
                  folder=".token_cache", eod_id=-1, may_be_empty=False, columns=(), field="data"):
     """Open text documents and token files.
 
-    patterns: files, globs or dataset folders; empty: the standard library. All documents are one
-    shard, tokenized into `folder` once. Each token file is a shard; dtype is that of .bin files,
-    eod_id the id between their documents, -1: unknown. columns: see `rows_in`. field: see `expand`.
-    Raises: ValueError naming the file that is missing, malformed, too short for a sequence with a
+    patterns: files, globs or dataset folders; empty: the standard library. All documents form one
+    shard, tokenized into `folder` once. Each token file is a shard. dtype: of .bin files. eod_id:
+    the id between their documents; -1 when unknown. columns: see `rows_in`. field: see `expand`.
+    Raises ValueError naming the file that is missing, malformed, too short for a sequence with a
     label (unless may_be_empty), or has an id that is not below vocab_size.
     """
     _increase_file_limit()  # each mapped file keeps a descriptor
@@ -432,7 +431,7 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
 # ---- the permutation
 
 def permute(index, n, seed):
-    """Map `index`, an array in [0, n), by the permutation of [0, n) that `seed` names.
+    """`index`, an array in [0, n), mapped by the permutation of [0, n) that `seed` selects.
 
     Takes O(1) memory: a Feistel network over the smallest near-square grid of at least n cells. A
     result beyond n goes through the network again (cycle walking), so the map stays a permutation.
@@ -451,7 +450,7 @@ def permute(index, n, seed):
 
 
 def _feistel(cells, n_rows, n_columns, keys):
-    """Permute the cells of a grid in three rounds.
+    """The cells of a grid, permuted in three rounds.
 
     Each round shifts the row by a hash of the column, then the column by a hash of the row.
     """
@@ -473,7 +472,8 @@ def hash64(x, key):
 # ---- details of devices and threads
 
 def _device_slice(x, rows, batch_size, index):
-    """Slice the local rows x for one device, which holds the global array at `index`."""
+    """The part of the local rows x for one device, which has the slice `index` of the global array.
+    """
     first, last, _ = index[0].indices(batch_size)
     # The rows of a device are consecutive, so they are consecutive in `rows` too.
     start, stop = np.searchsorted(rows, (first, last))
@@ -481,7 +481,7 @@ def _device_slice(x, rows, batch_size, index):
 
 
 def _make_when_there(make, missing, closed, i):
-    """Make item i, in the thread of prefetch. A missing item is tried again every 0.2 s."""
+    """Make item i, in the thread of prefetch. A missing item is retried every 0.2 s."""
     item = make(i)
     while item is None and not closed.wait(0.2):
         missing.add(i)
@@ -492,12 +492,12 @@ def _make_when_there(make, missing, closed, i):
 # ---- text files to tokens
 
 def expand(patterns, lenient=False, field="data"):
-    """List the files that match, sorted within each pattern, each file once.
+    """The matching files, sorted within each pattern, each file once.
 
-    field: the name of the flag, for the error and to choose a split. Raises: ValueError for a
-    pattern that no file matches, unless lenient.
+    field: the name of the flag, for the error and to choose a split. Raises ValueError for a
+    pattern without a match, unless lenient.
     """
-    paths = {}  # by real path: a link is the file that it points to
+    paths = {}  # by real path: a link counts as its target
     for pattern in map(hub_path, map(str, patterns)):  # optional: names on the Hub
         names = sorted(glob.glob(_literal_folders(pattern), recursive=True))
         n_found = 0
@@ -519,7 +519,7 @@ def expand(patterns, lenient=False, field="data"):
 
 
 def _literal_folders(pattern):
-    """Return a glob that takes brackets in the names of existing folders and files literally."""
+    """A glob that takes brackets in the names of existing folders and files literally."""
     parts = pattern.split(os.sep)
     for i, part in enumerate(parts):
         path = os.sep.join([*parts[:i], part])
@@ -529,7 +529,7 @@ def _literal_folders(pattern):
 
 
 def _standard_library():
-    """List Python's own sources without their tests: real text on any machine that runs this."""
+    """Python's sources without their tests: real text on any machine."""
     root = Path(os.__file__).parent
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
@@ -543,7 +543,7 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
     """Tokenize the documents of these files into one shard, in a subfolder of `folder`.
 
     columns: see `rows_in`. The subfolder is named after the content of the files, the columns and
-    the tokenizer; if it exists, it is read. Of several processes one does the work, and the others
+    the tokenizer; an existing one is read. With several processes, one does the work and the others
     wait.
     Returns {
         "name": for messages,
@@ -563,7 +563,7 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
     cached = Path(folder, _cache_key(paths, tokenizer, columns))
-    shard = _read_shard(cached, tokenizer)  # works where nothing can be written, too
+    shard = _read_shard(cached, tokenizer)  # also works on a read-only disk
     if shard is None:
         with as_value_error(f"{name}: cannot be tokenized into {folder}; make room there, or "
                             "choose another folder with --token_cache", OSError):
@@ -687,19 +687,19 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
 
 
 def _ids_before(bos, eos, kind, last_kind):
-    """Return the ids to write before a document of this kind."""
+    """The ids to write before a document of this kind."""
     if kind == "ids" and last_kind not in ("text", "pair"):
         return []
     if bos is None:
-        return [eos]  # it also ends the document before
+        return [eos]  # also ends the document before
     if kind in ("chat", "ids"):
-        return []  # the template writes all
+        return []  # a chat, or ids, have all special tokens already
     return [bos]
 
 
 def _append_ids(tokens, ignored, dtype, ids, is_ignored):
-    """Append ids to the file `tokens`, and to `ignored` which of them are not labels (one for each,
-    or one for all); return the number of tokens so far.
+    """Append ids to the file `tokens`, and a mask to the file `ignored`: which ids are not labels,
+    one bool for each id or for all. Return the number of tokens so far.
     """
     n = tokens.tell() // dtype.itemsize
     if np.any(is_ignored):
@@ -712,8 +712,8 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 def _encode_files(paths, tokenizer, columns):
     """Yield the examples of these files, see `read_example`, with their "ids" and "ignored".
 
-    Many are encoded together, since a tokenizer's library uses all cores for a list. Another thread
-    calls it. Meanwhile this thread reads the next rows.
+    Many examples are encoded together, since a tokenizer's library uses all cores for a list.
+    Another thread encodes; meanwhile this thread reads the next rows.
     """
     # The number of bytes, for the progress bar.
     total = 0
@@ -750,7 +750,7 @@ MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
 
 
 def _take_some(examples):
-    """Return a list of the next examples, to be encoded together."""
+    """A list of the next examples, to be encoded together."""
     some = []
     n_characters = 0
     for example in islice(examples, MOST_ROWS):
@@ -762,7 +762,7 @@ def _take_some(examples):
 
 
 def read_example(row, where, tokenizer):
-    """Return the example of a row: {
+    """The example of a row: {
         "kind": "text", "pair", "chat" or "ids",
         "form": the columns from which it was read, for the summary,
         "text": a text; of a pair, the prompt; of a chat, what the chat template renders,
@@ -772,7 +772,7 @@ def read_example(row, where, tokenizer):
         "has_date": of a chat: whether the template may hold today's date,
         "ids", "ignored": of token ids, see encode_examples}.
 
-    Raises: ValueError naming `where` for a row without these columns, for a column that would reach
+    Raises ValueError naming `where` for a row without these columns, for a column that would reach
     no token, and for broken text.
     """
     if not isinstance(row, dict):
@@ -792,7 +792,7 @@ def read_example(row, where, tokenizer):
 
 
 def _check_columns(row, used, where):
-    """Raise ValueError for a column that tells something and is not used."""
+    """Raise ValueError for a column of UNREAD_COLUMNS that has a value and is not used."""
     for name in UNREAD_COLUMNS:
         if name not in used and not _is_empty(row.get(name)):
             raise ValueError(f"{where}: no token would hold the column {name}; remove it, or name "
@@ -810,7 +810,7 @@ FORMS = {
 }
 # Columns that a row may have beside those of its form.
 OPTIONAL_COLUMNS = ("system", "tools", "input", "labels", "attention_mask")
-# Columns that tell a model or a trainer something: an error in a row that does not use them.
+# Columns with a meaning for a model or a trainer: an error in a row that does not use them.
 UNREAD_COLUMNS = (
     "system", "tools", "input", "history", "system_prompt", "functions", "function_call",
     "tool_calls", "documents", "reasoning_content", "chat_template", "chat_template_kwargs",
@@ -820,14 +820,14 @@ UNREAD_COLUMNS = (
 
 
 def _is_empty(value):
-    """Return whether a row has no value: null, NaN as in tables, or an empty text or list."""
+    """Whether a row has no value: null, NaN as in tables, or an empty text or list."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null")
     return value is None or value != value or value in ([], {})
 
 
 def _find_form(row, where):
-    """Find the one form of `FORMS` that a row has."""
+    """The one form of `FORMS` that a row has. Raises ValueError for none or several."""
     found = []
     for form, names in FORMS.items():
         kinds = (str,) if form in ("text", "instruction, output") else (str, list)
@@ -848,8 +848,8 @@ def _find_form(row, where):
 
 
 def encode_examples(examples, tokenizer):
-    """Encode examples of `read_example`: [(ids, ignored)]. ignored: 1 for each id that is not a
-    label, or one bool for all ids.
+    """[(ids, ignored)] of examples of `read_example`. ignored: 1 for each id that is not a label,
+    or one bool for all ids.
     """
     # All texts in one list: a tokenizer's library uses all cores for a list.
     texts = [example["text"] for example in examples if example["kind"] in ("text", "pair")]
@@ -879,8 +879,8 @@ def rows_in(path, size, columns=()):
     """Yield (where, row, is_last) for the rows of a file or folder.
 
     A row is a JSON value, or {"text"} of a text file. A text file is read in pieces of about `size`
-    characters (-1: in one); all rows but these have is_last. columns: texts NAME=COLUMN; rows of
-    other files then have the value of COLUMN under NAME, and nothing else.
+    characters (-1: in one); all rows except the earlier pieces have is_last. columns: texts
+    NAME=COLUMN; rows of other files then have only the value of COLUMN under NAME.
     """
     # Optional: tables, and JSON.
     read_rows = _row_reader(path, columns)
@@ -900,13 +900,13 @@ def rows_in(path, size, columns=()):
 
 
 def _file_kind(path):
-    """Return the name of a file in lower case, without the suffix of a compressed file."""
+    """The name of a file in lower case, without the suffix of compression."""
     return path.name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 @contextlib.contextmanager
 def _open_utf8(path, newline="\n"):
-    """Open a text file; errors in reading it are ValueErrors that name it."""
+    """Open a text file. Errors in reading it are ValueErrors that name it."""
     with io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline=newline) as file:
         try:
             yield file
@@ -930,10 +930,10 @@ def _open_bytes(path):
 
 
 def _text_pieces(file, size):
-    """Yield (text, is_last) in pieces of about `size` characters, -1: in one.
+    """Yield (text, is_last) in pieces of about `size` characters; -1: in one piece.
 
     Text is cut where tokenizers split it anyway: after a line that a letter or digit follows, else
-    after a word. The cut is the last one possible, so patterns begin with a greedy `.*`.
+    after a word. The cut is the last possible one, so patterns begin with a greedy `.*`.
     """
     line_end = re.compile(r"(?s).*\S\n(?=[^\W_])")
     word_end = re.compile(r"(?s).*[^\W_](?=\s)")
@@ -953,7 +953,7 @@ def _text_pieces(file, size):
 
 
 def content_id(path):
-    """Identify the content of a file by its size and a checksum of its first MiB.
+    """Identifier of the content of a file: its size and a checksum of its first MiB.
 
     A folder written by the datasets library is identified by its state.json.
     """
@@ -973,14 +973,14 @@ def _increase_file_limit():
 # ---- token cache
 
 def _token_cache_folder(cfg):
-    """Choose the folder of tokenized text: token_cache, or the first of "data" in cache_dir and in
-    out_dir that can be made.
+    """The folder of tokenized text: token_cache, or the first of "data" in cache_dir and in out_dir
+    that can be made.
     """
     if cfg.token_cache:
         folders = [cfg.token_cache]
     else:
         homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-        # A ~ that could not be expanded: this user has no home folder.
+        # This user has no home folder: ~ was not expanded.
         folders = [os.path.join(home, "data") for home in homes if not home.startswith("~/")]
     for folder in folders:
         try:
@@ -991,15 +991,15 @@ def _token_cache_folder(cfg):
     return folders[-1]
 
 
-# Sections of this file that decide which tokens come from a file and a tokenizer. Whoever edits
-# them gets other tokens.
+# Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
+# changes the names in the token cache.
 READER_SECTIONS = ("text files to tokens", "rows of token ids", "prompts and chats", "file formats",
                    "tokenizers")
 
 
 def _cache_key(paths, tokenizer, columns):
-    """Name the tokens of these files: a hash of their content, the columns, the tokenizer, and the
-    source of READER_SECTIONS.
+    """Name of the tokens of these files: a hash of their content, the columns, the tokenizer, and
+    the source of READER_SECTIONS.
     """
     source = Path(__file__).read_text(encoding="utf-8")
     sections = re.split(r"(?m)^# ---- (.+)$", source)  # each banner, then its text
@@ -1023,14 +1023,14 @@ def _cache_key(paths, tokenizer, columns):
 def _write_once(folder, write, read):
     """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
 
-    Of several processes one writes, and the others wait for its lock.
+    With several processes, one writes and the others wait for its lock.
     """
     temporary = folder.with_suffix(".partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: at worst two processes do the work
+        except OSError:  # a file system without locks: at worst two processes write
             temporary = folder.with_suffix(f".{time.time_ns()}")
         if read(folder) is not None:
             return
@@ -1050,7 +1050,7 @@ def _write_once(folder, write, read):
 def make_tokenizer(name, eos_token=""):
     """Make a tokenizer: "bytes", a tokenizer.json, a folder that transformers saved,
     tiktoken:ENCODING, or a meta.pkl of nanoGPT. eos_token: the token that ends a document; empty:
-    the tokenizer's own. Files that are as they were at the last call are not read again.
+    the tokenizer's own. Unchanged files are not read again.
 
     Special tokens that are written out in a text become their ids, in all tokenizers but bytes,
     which has none.
@@ -1080,7 +1080,7 @@ def make_tokenizer(name, eos_token=""):
 
 @lru_cache(maxsize=8)
 def _read_tokenizer(name, eos_token, file_states):
-    """Make a tokenizer; it is kept, and read again when file_states differ."""
+    """Make a tokenizer. It is cached, and read again when file_states differ."""
     if name == "bytes":
         library = _bytes_tokenizer(eos_token)
     elif name.startswith("tiktoken:"):
@@ -1124,8 +1124,8 @@ def _read_tokenizer(name, eos_token, file_states):
 
 
 def _file_states(name):
-    """Return the names, times and sizes of a tokenizer's files, which change when one is written;
-    () for a tokenizer without files.
+    """The names, times and sizes of a tokenizer's files, which change with each write; () for a
+    tokenizer without files.
     """
     stats = [(str(file), file.stat()) for file in (Path(name), *_tokenizer_files(name))
              if file.is_file()]
@@ -1133,14 +1133,14 @@ def _file_states(name):
 
 
 def _can_cut(encode_batch, special_tokens):
-    """Probe whether a text that is encoded in pieces gets the same ids. See _text_pieces."""
+    """Whether a text that is encoded in pieces gets the same ids, by a test. See _text_pieces."""
     if any(re.search(r"\S\s", token) for token in special_tokens):
         return False
     pieces = ("One two 3\n", "four five.\n", "Six  seven,\n", "eight", " nine")
     try:
         whole = encode_batch(["".join(pieces)])[0]
         return np.array_equal(whole, np.concatenate(encode_batch(pieces)))
-    except ValueError:  # it has no token for a part of these
+    except ValueError:  # a part of these has no token
         return False
 
 
@@ -1170,8 +1170,8 @@ def _decode_bytes(ids):
 
 
 def make_cfg_tokenizer(cfg):
-    """Make the tokenizer of a config. Where token files have ids of an unknown vocabulary, it shows
-    ids as numbers: shown as bytes, they would look like a text that they are not.
+    """Make the tokenizer of a config. If token files have ids of an unknown vocabulary, ids are
+    shown as numbers: as bytes, they would look like text.
     """
     tokenizer = make_tokenizer(cfg.tokenizer, cfg.eos_token)
     # Optional: rows of token ids, which may be any of the model's.
@@ -1188,8 +1188,8 @@ def make_cfg_tokenizer(cfg):
 
 
 def find_meta_pkl(cfg):
-    """Return the path of the meta.pkl that nanoGPT wrote beside the token files of a config; None
-    without one, or where a tokenizer was chosen.
+    """The path of the meta.pkl that nanoGPT wrote beside the token files of a config; None without
+    one, or when a tokenizer was chosen.
     """
     if "tokenizer" in cfg.explicit or cfg.tokenizer != "bytes":
         return None
@@ -1201,18 +1201,18 @@ def find_meta_pkl(cfg):
 
 
 def has_only_token_files(cfg):
-    """Return whether all data of a config is files of token ids."""
+    """Whether all data of a config is files of token ids."""
     patterns = _data_patterns(cfg)
     return bool(patterns) and all(name.lower().endswith(TOKEN_FILES) for name in patterns)
 
 
 def _data_patterns(cfg):
-    """Return the files and globs that a config names as training and validation data."""
+    """The files and globs that a config names as training and validation data."""
     return [*(mixture_weights(cfg.data) or cfg.data), *cfg.val_data]
 
 
 def _refuse_text(patterns, text):
-    """Raise ValueError for any text but an empty one, since the vocabulary is unknown."""
+    """Raise ValueError for any non-empty text, since the vocabulary is unknown."""
     if text:
         raise ValueError(f"tokenizer 'bytes': the ids in {' '.join(patterns)} are not bytes, so "
                          f"that {text[:40]!r} has no ids; set --tokenizer to the one that made "
@@ -1221,14 +1221,16 @@ def _refuse_text(patterns, text):
 
 
 def _decode_numbers(ids):
-    """Show ids without a text as numbers, as in <15496>."""
+    """ids without a text, shown as numbers, as in <15496>."""
     return "".join(f"<{i}>" for i in np.asarray(ids).tolist())
 
 
 # ---- summaries and metrics
 
 def describe(dataset):
-    """Summarize in a few lines what was read, what was skipped, and what is a label."""
+    """A summary of a dataset in a few lines: what was read, what was skipped, and which tokens are
+    labels.
+    """
     # Optional: several datasets, mixed by weight.
     if "mixture" in dataset:
         return _describe_mixture(dataset["mixture"])
@@ -1253,7 +1255,7 @@ def describe(dataset):
 
 
 def _join_facts(facts):
-    """Join facts into lines of at most 90 characters, where that is possible."""
+    """Facts joined into lines of at most 90 characters, where that is possible."""
     lines = []
     for fact in facts:
         if lines and len(lines[-1]) + len(fact) < 90:
@@ -1264,7 +1266,7 @@ def _join_facts(facts):
 
 
 def fingerprint(dataset):
-    """Describe the tokens in a line that differs when they do: their number and a checksum.
+    """A line that differs when the tokens do: their number and a checksum.
 
     The checksum is over the first and last 2^20 tokens of each shard, fewer of each if there are
     many shards.
@@ -1284,9 +1286,9 @@ def fingerprint(dataset):
 
 
 def bytes_per_token(dataset):
-    """Count the bytes of the texts themselves per token; bos and eos are one byte each.
+    """Bytes of text per token; bos and eos are one byte each.
 
-    Returns None if a shard is not text, or has tokens that are not labels.
+    None if a shard is not text, or has tokens that are not labels.
     """
     n_bytes = 0
     n_tokens = 0
@@ -1308,9 +1310,9 @@ N_SEARCHED = 10_000  # documents of a shard in which one with a label is searche
 
 
 def _first_documents(shard):
-    """Return [first token, the one after the last] of the first documents that begin in a shard.
+    """[first token, the one after the last] of the first documents that begin in a shard.
 
-    In the second part of a split, the documents before the cut do not.
+    In the second part of a split, documents before the cut are excluded.
     """
     starts = shard["documents"][:, 0]  # sorted
     first = int(np.searchsorted(starts, shard["token_offset"]))
@@ -1319,7 +1321,7 @@ def _first_documents(shard):
 
 
 def text_metrics(means, source):
-    """Compute perplexity per token, and bits per byte if the source is text."""
+    """Perplexity per token, and bits per byte if the source is text."""
     loss = float(means["loss"])
     metrics = {"ppl": exp(min(loss, 700))}
     n_bytes = source.get("bytes_per_token")
@@ -1331,10 +1333,10 @@ def text_metrics(means, source):
 
 
 def _mean_bytes_per_token(source):
-    """Return the bytes per token of a source with "parts", weighted by the labels of each part.
+    """The bytes per token of a source with "parts", weighted by the labels of each part.
 
-    "part_means": {name: means} of an evaluation of the parts. None if a part is not text, or if
-    there was no label.
+    source["part_means"]: {name: means} of an evaluation of the parts. None if a part is not text,
+    or without any label.
     """
     n_bytes = 0.0
     n_labels = 0.0
@@ -1353,7 +1355,7 @@ def split(dataset, val_frac):
     """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
 
     No side of a cut shard is shorter than seq_len + 1. With packing, no document is cut.
-    Raises: ValueError when one side would have no sequence.
+    Raises ValueError when one side would have no sequence.
     """
     seq_format = dataset["seq_format"]
     n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
@@ -1411,9 +1413,9 @@ def _cut_tokens(shard, cut, seq_len):
 # ---- sets of files
 
 def mixture_weights(entries):
-    """Return {pattern: weight} of entries PATTERN=WEIGHT, as cfg.data; {} if none has a weight.
+    """{pattern: weight} of entries PATTERN=WEIGHT, as in cfg.data; {} if no entry has a weight.
 
-    Raises: ValueError when only some entries have a weight, or two the same pattern.
+    Raises ValueError when only some entries have a weight, or two have the same pattern.
     """
     weights = {}
     for text in entries:
@@ -1427,10 +1429,10 @@ def mixture_weights(entries):
 
 
 def named_sets(entries):
-    """Return {name: patterns} of entries NAME=PATTERN, such as cfg.val_data; the name of entries
-    without one is "". Entries with the same name are one set.
+    """{name: patterns} of entries NAME=PATTERN, such as cfg.val_data; the name of entries without
+    one is "". Entries with the same name form one set.
 
-    Raises: ValueError when only some entries have a name.
+    Raises ValueError when only some entries have a name.
     """
     sets = {}
     for text in entries:
@@ -1444,8 +1446,7 @@ def named_sets(entries):
 
 
 def _is_path(text):
-    """Return whether a text is an existing path, or a glob that matches one: its "=" belongs to it.
-    """
+    """Whether a text is an existing path, or a glob that matches one: its "=" belongs to it."""
     return os.path.exists(text) or bool(glob.glob(_literal_folders(text), recursive=True))
 
 
@@ -1486,7 +1487,7 @@ def _check_shards(dataset, may_be_empty):
 
 
 def has_label(shard):
-    """Return whether any token of a shard is a label."""
+    """Whether any token of a shard is a label."""
     if "ignored" not in shard:
         return True
     # The first token of a shard follows no other one, so it is no label.
@@ -1544,23 +1545,24 @@ def require(module, user):
 
 
 # ---- optional
-# Mixtures, document mask, packing, token files, prompts and chats,
-# examples, prompts of samples, file formats, tokenizers, names on the Hub, evaluation batches of
-# another size, custom tasks. A room can be deleted together with the few lines that call it.
+# Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, examples,
+# prompts of samples, file formats, rows from Python, tokenizers, names on the Hub, evaluation
+# batches of another size, custom tasks. A room can be deleted together with the few lines that
+# call it.
 
 # ---- mixtures
 
 def mix(datasets, weights):
     """Join datasets into one that draws from each in proportion to its weight (text or number).
 
-    Each is read in epochs of its own. After any number of sequences the counts are within 1 of
-    exact, so they are exact in every batch that can be divided so.
-    Raises: ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
+    Each dataset has separate epochs. After any number of sequences the counts are within 1 of
+    exact; they are exact in every batch whose size allows it.
+    Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
     """
     weights = [Fraction(weight) for weight in weights]
     if len(datasets) == 1 and min(weights) > 0:
         return datasets[0]
-    total = sum(weights) or 1  # weights that add up to 0 are refused below
+    total = sum(weights) or 1  # weights that add up to 0 are rejected below
     fractions = [weight / total for weight in weights]
     n_cycle = lcm(*(fraction.denominator for fraction in fractions))
     if min(weights) <= 0 or n_cycle > 10**4:
@@ -1572,7 +1574,7 @@ def mix(datasets, weights):
     # fraction: the one that would fall behind first.
     counts = [0] * len(datasets)  # sequences of each dataset so far
     dataset_of = []  # the dataset at each position of the cycle
-    rank_of = []  # how many sequences of the same dataset come before it in the cycle
+    rank_of = []  # earlier sequences of the same dataset in the cycle
     for position in range(n_cycle):
         due = []
         for i, (n, fraction) in enumerate(zip(counts, fractions)):
@@ -1605,7 +1607,7 @@ def mix(datasets, weights):
 
 
 def _mixture_examples(mixture, draws, seed):
-    """Choose the example of each draw, in [0, sequences of all datasets)."""
+    """The example of each draw, in [0, sequences of all datasets)."""
     cycles, positions = np.divmod(draws, len(mixture["dataset_of"]))
     dataset_of = mixture["dataset_of"][positions]
     # Each dataset counts its own draws.
@@ -1646,7 +1648,7 @@ def _add_document_mask(batch, shards, starts):
 
 
 def _document_starts(shard, start, labels):
-    """Find where documents begin in a sequence; ignore its labels across a border."""
+    """Mark the positions where documents begin in a sequence; ignore its labels across a border."""
     # The documents that begin among the tokens and the last label, and the one before them.
     n = len(labels) + 1
     first_token = shard["token_offset"] + start
@@ -1655,8 +1657,7 @@ def _document_starts(shard, start, labels):
     begins = np.zeros(n, bool)
     begins[starts[starts >= 0]] = True
 
-    # Documents with bos and eos ids of their own share no token: no label leads from one to the
-    # next.
+    # Documents that each have a bos and an eos share no token: no label leads from one to the next.
     is_apart = stops[:-1] <= starts[1:]
     borders = starts[1:][is_apart]
     labels[borders[borders > 0] - 1] = IGNORE
@@ -1666,10 +1667,10 @@ def _document_starts(shard, start, labels):
 # ---- packing
 
 def pack(lengths, room, one_each=False):
-    """Put items of these lengths into rows of `room`; an item of length 0 goes nowhere.
+    """Put items of these lengths into rows of `room`; items of length 0 are skipped.
 
     Returns (bounds, items): row i has items[bounds[i] : bounds[i + 1]]. Best fit: longest first,
-    each into the fullest row that has room for it. one_each: a row for each item.
+    each into the fullest row that has room for it. one_each: one row per item.
     """
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     if one_each:
@@ -1749,7 +1750,7 @@ def _pack_shard(shard, seq_format):
 
 
 def _count_ignored(shard, starts, stops):
-    """Count the tokens of each document, but its first, that are not labels."""
+    """The number of tokens of each document, except its first, that are not labels."""
     # Sums between borders; every second one is over the labels of a document.
     borders = np.stack([starts + 1, stops], axis=1).ravel()
     ignored = np.append(shard["ignored"], np.uint8(0))  # a border may be at the end
@@ -1804,7 +1805,7 @@ def _cut_documents(shard, cut):
 
 
 def _describe_packing(dataset):
-    """Return facts about documents in sequences."""
+    """Facts about documents in sequences."""
     seq_format = dataset["seq_format"]
     shards = dataset["shards"]
     n_tokens = np.concatenate([np.diff(shard["documents"]) for shard in shards]) - 1
@@ -1827,7 +1828,7 @@ LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint
 
 
 def _open_token_files(paths, seq_format, dtype, eod_id):
-    """Open token files, each as a shard without documents; eod_id: the id between them."""
+    """Open token files, each as a shard without documents. eod_id: the id between them."""
     vocab_size = seq_format["vocab_size"]
     is_id = eod_id >= 0 and (not vocab_size or eod_id < vocab_size)
     if seq_format["document_mask"] and not is_id:
@@ -1868,10 +1869,10 @@ def _map_tokens(path, dtype):
 
 
 def _likely_width(words):
-    """Guess the bytes of an integer from the first uint16 of a file; None if it may be 2.
+    """A guess of the bytes of an integer from the first uint16 of a file; None if it may be 2.
 
-    In wider integers the words after the first one of each are zeros or, for ids beyond 65,535,
-    small; only a very small vocabulary has words of 2 bytes like this.
+    In wider integers, the words after the first of each integer are zeros or, for ids beyond
+    65,535, small; only a very small vocabulary has words of 2 bytes like this.
     """
     low = words[::2]
     high = words[1::2]
@@ -1885,7 +1886,7 @@ def _likely_width(words):
 
 
 def _map_npy(path):
-    with as_value_error(f"{path}: not a .npy file", Exception):  # of any kind, for its header
+    with as_value_error(f"{path}: not a .npy file", Exception):  # from its header: any exception
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
@@ -1908,7 +1909,7 @@ def _map_llmc(path, size, header):
 # ---- rows of token ids
 
 def _read_ids(row, where, tokenizer):
-    """Return the example of a row of token ids. Ids whose attention_mask is 0 are padding."""
+    """The example of a row of token ids. Ids whose attention_mask is 0 are padding."""
     ids = _integers(row, "input_ids", where)
     labels = ids if _is_empty(row.get("labels")) else _integers(row, "labels", where)
     mask = np.ones_like(ids)
@@ -1931,7 +1932,7 @@ def _read_ids(row, where, tokenizer):
 
 
 def _integers(row, name, where):
-    """Return a column of a row as a 1-D array of integers."""
+    """A column of a row as a 1-D array of integers."""
     with as_value_error(f"{where}: {name} must be a list of integers", ValueError, OverflowError):
         array = np.asarray(_parsed(row[name], where))
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -1942,7 +1943,7 @@ def _integers(row, name, where):
 # ---- prompts and chats
 
 def _read_prompt_or_chat(form, row, where, tokenizer):
-    """Return the example of a row that is not a plain text; see `read_example`."""
+    """The example of a row that is not a plain text; see `read_example`."""
     if form == "prompt, completion":
         prompt = messages_in(row["prompt"])
         completion = messages_in(row["completion"])
@@ -1971,7 +1972,7 @@ def _read_prompt_or_chat(form, row, where, tokenizer):
 
 
 def messages_in(value):
-    """Return the list of messages in a value, or in its JSON text; another value as it is."""
+    """The list of messages in a value, or in its JSON text; any other value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("[") and _is_json(value.strip(), list):
         messages = json.loads(value)
         if messages and all(isinstance(x, dict) and {"role", "from"} & {*x} for x in messages):
@@ -1989,7 +1990,7 @@ SHAREGPT_ROLES = {
 
 
 def _with_role(message):
-    """Return a message with "role" and "content" instead of ShareGPT's "from" and "value"."""
+    """A message with "role" and "content" in place of ShareGPT's "from" and "value"."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     message = dict(message)
@@ -2001,7 +2002,7 @@ def _with_role(message):
 
 
 def _with_system(messages, row):
-    """Return messages after the text in the column system of their row, if it has one."""
+    """The messages, after the text in the column system of their row if it has one."""
     if _is_empty(row.get("system")) or not isinstance(messages, list):
         return messages
     return [{"role": "system", "content": row["system"]}, *messages]
@@ -2026,10 +2027,11 @@ ROUTINE_KEYS = {"role", "content", "weight", "id", "tool_call_id", "timestamp"}
 
 
 def _clean_messages(messages, source, where):
-    """Return (messages as a chat template expects them, numbers of those without labels).
+    """(messages as a chat template expects them, indices of those without labels).
 
     source: of the chat template. Empty values are dropped, parts of text are joined, and JSON in
     tool calls is parsed.
+
     Raises ValueError for a message that is not an object, has a role out of order, content that is
     not text, a weight other than 0 and 1, or a key that the template does not name.
     """
@@ -2066,12 +2068,12 @@ def _clean_messages(messages, source, where):
 
 
 def _names(source, name):
-    """Return whether the source of a template has this name."""
+    """Whether the source of a template has this name."""
     return bool(re.search(rf"\b{re.escape(name)}\b", source))
 
 
 def _content_text(content, at):
-    """Return the content of a message as a text."""
+    """The content of a message as a text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -2084,7 +2086,7 @@ def _content_text(content, at):
 
 
 def _functions(holders, where):
-    """Return tools, or calls of tools, with the JSON texts in them parsed."""
+    """Tools, or calls of tools, with the JSON texts in them parsed."""
     holders = _parsed(holders, where)
     if not isinstance(holders, list):
         raise ValueError(f"{where} is {str(holders)[:80]!r}; must be a list")
@@ -2107,7 +2109,7 @@ def _functions(holders, where):
 
 
 def _chat_template(tokenizer):
-    """Return the chat template of a tokenizer as `_load_chat_template` does; None without one."""
+    """The result of `_load_chat_template` for a tokenizer; None without a chat template."""
     return tokenizer["chat"]() if tokenizer["chat"] else None
 
 
@@ -2123,9 +2125,9 @@ def render_chat(messages, tools, tokenizer, where):
     """Render a conversation in the tokenizer's chat template: (text, spans).
 
     spans: [first, last) of the characters of the text that are labels: the messages of the
-    assistant, each with the mark that ends it. They are those that the template marks by
-    {% generation %}; or else each is found by `_answer_span`. tools: None, a list, or its JSON.
-    Raises: ValueError naming `where`, also when it cannot find a message in the text.
+    assistant, each with the mark that ends it. The template marks them by {% generation %};
+    otherwise `_answer_span` finds each. tools: None, a list, or its JSON.
+    Raises ValueError naming `where`, also when it cannot find a message in the text.
     """
     template = _require_template(tokenizer, where)
     tools = _clean_tools(tools, template, where)
@@ -2139,7 +2141,7 @@ def render_chat(messages, tools, tokenizer, where):
     excluded = []
     end = 0
     for i, message in enumerate(messages):
-        # Of a template with marks, only messages without labels have to be found.
+        # With a template that marks answers, only messages without labels have to be found.
         if message["role"] != "assistant" or (is_marked and i not in unlabelled):
             continue
         first, last = _answer_span(render, messages, text, i, tokenizer)
@@ -2160,7 +2162,7 @@ def render_chat(messages, tools, tokenizer, where):
 
 
 def _clean_tools(tools, template, where):
-    """Return a list of tools, or None, from what a row has."""
+    """The list of tools in a row's value, or None."""
     if _is_empty(tools):
         return None
     tools = _functions(tools, f"{where}: tools")
@@ -2191,12 +2193,13 @@ def _check_rendered(render, messages, text, where):
 
 
 def _answer_span(render, messages, text, i, tokenizer):
-    """Find where message i of the assistant begins and ends in `text`, the rendered conversation;
-    (0, -1) if it cannot be decided.
+    """(first, last) of message i of the assistant in `text`, the rendered conversation; (0, -1) if
+    it cannot be decided.
 
     In a copy of the conversation, message i is a single mark. The text around the mark shows what
-    is before and after the answer. What the prompt for it has in common with the text before is not
-    a part of it. What follows the mark where the conversation ends with it is a part of it.
+    is before and after the answer. Text that the prompt for it has in common with the text before
+    is not a part of it. Text that follows the mark where the conversation ends with it is a part of
+    it.
     """
     message = messages[i]
     mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
@@ -2227,7 +2230,7 @@ def _answer_span(render, messages, text, i, tokenizer):
     if not text.startswith(prompt):
         first = before.rfind(header) if header else len(before)
         first += _n_common(before[first:], opening)
-        is_call = "tool_calls" in message and not header  # its begin is not in the copy
+        is_call = "tool_calls" in message and not header  # its beginning is not in the copy
         if is_call or not text.startswith(before[:first]):
             return 0, -1
     # The last message ends in another way: take what is common, or another token if the header of a
@@ -2249,19 +2252,19 @@ def _answer_span(render, messages, text, i, tokenizer):
 
 
 def _n_common(a, b):
-    """Return the number of characters that two texts have in common at their beginning."""
+    """The number of characters that two texts have in common at their beginning."""
     differ = (i for i, (x, y) in enumerate(zip(a, b)) if x != y)
     return next(differ, min(len(a), len(b)))
 
 
 def _special_token(text, tokenizer):
-    """Return the special token with which a text begins, or an empty text."""
+    """The special token with which a text begins, or an empty text."""
     found = [token for token in tokenizer["special_tokens"] if text.startswith(token)]
     return max(found, key=len, default="")
 
 
 def _named_columns(row, columns, where):
-    """Return {name: row[column]} for each NAME=COLUMN."""
+    """{name: row[column]} for each NAME=COLUMN."""
     if not isinstance(row, dict):
         row = {}
     named = {}
@@ -2276,18 +2279,18 @@ def _named_columns(row, columns, where):
 
 
 def _parsed(value, where):
-    """Return a value that may be written as JSON text."""
+    """A value that may be written as JSON text, parsed."""
     return _parse_json(value, where) if isinstance(value, str) else value
 
 
 def _join_prompt(prompt, completion):
-    """Join the ids of a prompt and its completion: (ids, ignored); a prompt is not a label."""
+    """(ids, ignored) of a prompt and its completion; a prompt is not a label."""
     ignored = np.repeat([1, 0], [len(prompt), len(completion)])
     return np.concatenate([prompt, completion]), ignored
 
 
 def _ignore_outside(encoded, example, tokenizer):
-    """Return (ids, ignored) of a chat: only tokens in the spans of the example are labels.
+    """(ids, ignored) of a chat: only tokens in the spans of the example are labels.
 
     encoded: (ids, first character of each, the one after its last).
     """
@@ -2325,7 +2328,7 @@ def _check_eval_labels(dataset, cfg):
 
 
 def _describe_labels(dataset):
-    """Return facts about labels: their fraction in the first sequences, and what has none."""
+    """Facts about labels: their fraction in the first sequences, and sequences without any."""
     n = min(dataset["n"], 1 + 2**20 // dataset["seq_format"]["seq_len"])
     batch = read_sequences(dataset, np.arange(n))
     is_label = batch["labels"] != IGNORE
@@ -2346,8 +2349,8 @@ SHOWN_TOKENS = 100  # at most, on each side of the first label
 
 
 def show_examples(dataset, tokenizer):
-    """Return the first examples with a label, each as pieces of text: [(text, whether the piece is
-    labels)]. An example is a document as it is packed, or the first tokens of a token file.
+    """The first examples with a label, each as pieces of text: [(text, whether the piece is
+    labels)]. An example is a document as packed, or the first tokens of a token file.
     """
     examples = []
     for shard in dataset["shards"]:
@@ -2365,7 +2368,7 @@ def show_examples(dataset, tokenizer):
 
 
 def _spans_to_show(shard, seq_len):
-    """Return [first token, the one after the last] of the examples of a shard to choose from."""
+    """[first token, the one after the last] of candidate examples of a shard."""
     if "documents" not in shard:
         starts = range(0, len(shard["tokens"]) - 1, seq_len)[:N_SHOWN]
         return [(start, start + seq_len + 1) for start in starts]
@@ -2375,7 +2378,7 @@ def _spans_to_show(shard, seq_len):
 
 
 def _show_labels(ids, ignored, tokenizer):
-    """Return a document as pieces [(text, whether it is labels)], cut around the first label."""
+    """Pieces [(text, whether it is labels)] of a document, cut around the first label."""
     first_label = int(np.argmin(ignored))
     start = max(0, first_label - SHOWN_TOKENS)
     stop = first_label + SHOWN_TOKENS
@@ -2401,15 +2404,15 @@ PREVIEW_TOKENS = 32  # tokens of the data that a sample without a prompt continu
 
 
 def sample_prompts(cfg, tokenizer, source=None):
-    """Return the prompts of a config's samples: [{
-        "text": what is shown of it,
+    """The prompts of a config's samples: [{
+        "text": its text for display,
         "ids": at least one,
         "stops": ids that end a sample}].
 
     They are, by the first of these fields that is set, the prompts in the file cfg.prompts, the
     question cfg.chat, or the text cfg.prompt; else the beginning of the data of `source`, if it has
     a "prompt"; else the token that begins a document.
-    Raises: ValueError naming the field, or the file and line.
+    Raises ValueError naming the field, or the file and line.
     """
     if source and "parts" in source:  # the first validation set of several
         source = next(iter(source["parts"].values()))
@@ -2427,8 +2430,8 @@ def sample_prompts(cfg, tokenizer, source=None):
 
 
 def _whole_characters(ids, decode):
-    """Return ids without those, at both ends, that are only a part of a character: such a part is
-    decoded to U+FFFD. A character has at most four bytes, and a token at least one.
+    """The ids without incomplete characters at both ends, which decode to U+FFFD. A character has
+    at most four bytes, and a token at least one.
     """
     for _ in range(3):
         if len(ids) > 1 and decode(ids).endswith("\ufffd"):
@@ -2439,8 +2442,8 @@ def _whole_characters(ids, decode):
 
 
 def _make_prompt(text, ids, tokenizer):
-    """Return a prompt as `sample_prompts` does. After a chat, the end of a turn is a stop, too: a
-    chat has special tokens beside those around a document.
+    """A prompt as in `sample_prompts`. After a chat, the end of a turn is a stop, too: a chat has
+    special tokens beside those around a document.
     """
     stops = set(tokenizer["stops"])
     special = set(tokenizer["special_tokens"].values()) - {tokenizer["bos"], tokenizer["eos"]}
@@ -2450,7 +2453,7 @@ def _make_prompt(text, ids, tokenizer):
 
 
 def prompt_ids(text, tokenizer):
-    """Return the ids of a prompt, after the token that begins a document."""
+    """The ids of a prompt, after the token that begins a document."""
     ids = tokenizer["encode"](text).tolist()
     first = tokenizer["bos"]
     if first is None:
@@ -2482,7 +2485,7 @@ def read_prompts(path, tokenizer):
 
 
 def _prompt_of_row(row, where, tokenizer):
-    """Return the text of a row of a file of prompts."""
+    """The text of a row of a file of prompts."""
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ValueError(f"{where}: must be an object with either a text 'prompt' or a list "
                          f"'messages': {str(row)[:80]}")
@@ -2498,9 +2501,10 @@ def _prompt_of_row(row, where, tokenizer):
 
 
 def chat_prompt(messages, tools, tokenizer, where):
-    """Render a conversation up to the next answer, which a sample writes. tools: as in render_chat.
+    """Render a conversation up to the next answer, which a sample continues. tools: as in
+    render_chat.
 
-    Raises: ValueError naming `where`.
+    Raises ValueError naming `where`.
     """
     template = _require_template(tokenizer, where)
     tools = _clean_tools(tools, template, where)
@@ -2515,8 +2519,8 @@ def chat_prompt(messages, tools, tokenizer, where):
 
 
 def turn_ends(tokenizer):
-    """Return the ids that end an answer in the chat template: the special tokens after an answer at
-    the end of a conversation and before another question, unless they also end its thought.
+    """The ids that end an answer in the chat template: the special tokens after an answer at the
+    end of a conversation and before another question, unless they also end its thought.
     """
     template = _chat_template(tokenizer)
     if not template:
@@ -2531,7 +2535,7 @@ def turn_ends(tokenizer):
     try:
         text = template["render"](messages, None)
         with_thought = template["render"](thoughtful, None)
-    except Exception:  # such as a template that needs tools; the declared ends remain
+    except Exception:  # e.g. a template that needs tools; the declared ends remain
         return set()
     after_thought = with_thought.partition(thought)[2].partition(answers[-1])[0]
     ends = set()
@@ -2544,8 +2548,8 @@ def turn_ends(tokenizer):
 
 
 def preview_prompt(dataset):
-    """Return the ids with which a sample begins that shows what a run has learnt: of prompts and
-    chats, a document up to its first label; else the beginning of the first evaluation row.
+    """The ids at the beginning of a sample that shows what a run has learnt: for prompts and chats,
+    a document up to its first label; else the beginning of the first evaluation row.
     """
     T = dataset["seq_format"]["seq_len"]
     for shard in dataset["shards"]:
@@ -2574,8 +2578,8 @@ JSON_FILES = (".json", ".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
 
 
 def _row_reader(path, columns=()):
-    """Return the function that yields (where, row) for the rows of a file or folder; None if it is
-    a text file. columns: see `rows_in`.
+    """The function that yields (where, row) for the rows of a file or folder; None for a text file.
+    columns: see `rows_in`.
     """
     kind = _file_kind(path)
     if path.is_dir() or kind.endswith((".parquet", ".arrow")):
@@ -2588,8 +2592,8 @@ def _row_reader(path, columns=()):
 
 
 def _has_json_lines(path):
-    """Return whether most of the first 100 lines of a file are JSON objects, whatever its name. The
-    others are errors then, not text.
+    """Whether most of the first 100 lines of a file are JSON objects, whatever its name. The others
+    are errors then, not text.
     """
     is_object = []
     with _open_utf8(path) as file:
@@ -2601,7 +2605,7 @@ def _has_json_lines(path):
 
 
 def _is_json(text, kind):
-    """Return whether a text is a JSON value of this kind."""
+    """Whether a text is a JSON value of this kind."""
     if kind is dict and text[0] != "{":  # most text files: parse nothing
         return False
     try:
@@ -2656,7 +2660,7 @@ def _csv_rows(path, columns=()):
     """Yield the rows of a .csv or .tsv file as {name in the first line: text}."""
     delimiter = "\t" if _file_kind(path).endswith(".tsv") else ","
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
-    # newline "": a line may end with \r alone, as on old Macs.
+    # newline "": a line may end with \r alone, as in files of classic Mac OS.
     with _open_utf8(path, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         line = 0  # the last one of the row before
@@ -2671,7 +2675,7 @@ def _csv_rows(path, columns=()):
                 if not values:
                     continue
                 has_columns = len(values) == len(names)
-                # In a .tsv, quotes may be characters: they must not join rows of one line each.
+                # In a .tsv, quotes may be plain text: they must not join rows of one line each.
                 if delimiter == "\t" and line > first_line and len(names) > 1:
                     parts = "\t".join(values).splitlines()
                     has_columns &= any(part.count("\t") + 1 != len(names) for part in parts)
@@ -2680,15 +2684,15 @@ def _csv_rows(path, columns=()):
                                      "columns of the first line; put quotes around a text with a "
                                      f"line end or a {delimiter!r}, and write a quote in it twice")
                 yield f"{path} line {first_line}", dict(zip(names, values))
-        except csv.Error as e:  # which is not a ValueError
+        except csv.Error as e:  # not a ValueError
             raise ValueError(f"{path} line {line + 1}: not {delimiter!r}-separated: {e}") from None
 
 
 def _table_rows(path, columns):
     """Yield the rows of a .parquet or .arrow file, or of a folder by datasets.save_to_disk.
 
-    Only the columns that a row is read by: another one may be large, or of a type that Python does
-    not have.
+    Only columns that a row is read by are loaded: others may be large, or of a type that Python
+    lacks.
     """
     parquet = require("pyarrow.parquet", path)
     ipc = require("pyarrow.ipc", path)
@@ -2706,7 +2710,7 @@ def _table_rows(path, columns):
 
 
 def known_columns(columns):
-    """Return the names of the columns that rows are read by. columns: see `rows_in`."""
+    """The names of the columns that rows are read by. columns: see `rows_in`."""
     if columns:
         return {entry.partition("=")[2] for entry in columns}
     names = ("prompt", "chosen", "rejected", *OPTIONAL_COLUMNS, *UNREAD_COLUMNS)
@@ -2714,7 +2718,7 @@ def known_columns(columns):
 
 
 def _known_names(names, columns):
-    """Return the columns of a table that rows are read by. Raises ValueError without one."""
+    """The columns of a table that rows are read by. Raises ValueError without one."""
     known = known_columns(columns)
     kept = [name for name in names if name in known]
     if len(set(kept)) < len(kept):
@@ -2728,7 +2732,7 @@ def _known_names(names, columns):
 
 
 def _plain_value(value, arrow_type):
-    """Return a value of Arrow as the row had it before it became a table.
+    """A value of Arrow as it was in the row before the table.
 
     Arrow gives all structs of a column the same fields, null where a row had none: these are
     dropped. JSON that the datasets library has stored as text is parsed.
@@ -2774,12 +2778,12 @@ def _ipc_batches(path, ipc):
         yield batch
 
 
-# Names of the split for validation; the first one that a data set has is used.
+# Names of the split for validation; the first name found is used.
 VAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 def _choose_split(folder, field):
-    """Return the split of a DatasetDict's folder: for training "train", for val_data another."""
+    """The split of a DatasetDict's folder: for training "train", for val_data another."""
     names = ("train",)
     if field.startswith("val_data"):  # a set with a name is the field "val_data NAME"
         names = VAL_SPLITS
@@ -2794,8 +2798,8 @@ def _choose_split(folder, field):
 # ---- rows from Python
 
 def fields_of_splits(splits):
-    """Return the splits to use of a dict such as a DatasetDict: {"data": name, "val_data": name}.
-    "val_data" is missing if there is no split for validation.
+    """The splits to use of a dict such as a DatasetDict: {"data": name, "val_data": name}.
+    "val_data" is missing without a split for validation.
     """
     if "train" not in splits:
         names = ", ".join(map(repr, splits)) or "no keys"
@@ -2809,10 +2813,10 @@ def fields_of_splits(splits):
 
 
 def write_rows(folder, name, rows, columns=()):
-    """Write the columns that are read of rows as a .jsonl file, and return its path.
+    """Write the columns of rows that are read as a .jsonl file; return its path.
 
     rows: dicts in an iterable, or by index. The file is named after its content, so that a resumed
-    run finds the same one.
+    run finds the same file.
     """
     is_from_arrow = hasattr(rows, "features")  # of Hugging Face: null stands for a missing field
     if not hasattr(rows, "__iter__") and hasattr(rows, "__getitem__"):
@@ -2835,7 +2839,7 @@ def write_rows(folder, name, rows, columns=()):
             if not number:
                 raise ValueError(f"data: {name} has no row")
             path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
-            # A file that is kept keeps its time, which the cache of tokens knows it by.
+            # An unchanged file keeps its time, which is part of its key in the token cache.
             if not path.exists() or path.stat().st_size != temporary.stat().st_size:
                 temporary.replace(path)
     finally:
@@ -2844,7 +2848,7 @@ def write_rows(folder, name, rows, columns=()):
 
 
 def _row_as_json(row, known, is_from_arrow, where):
-    """Return the line of a .jsonl file that holds the known columns of a row."""
+    """The line of a .jsonl file with the known columns of a row."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: is {type(row).__name__}; must be a dict, as {{'text': ...}}")
     kept = {name: x for name, x in row.items() if name in known}
@@ -2858,7 +2862,7 @@ def _row_as_json(row, known, is_from_arrow, where):
 
 
 def _without_nulls(value):
-    """Return a value without the fields of objects that are None."""
+    """A value without the fields of objects that are None."""
     if isinstance(value, dict):
         return {name: _without_nulls(x) for name, x in value.items() if x is not None}
     if isinstance(value, list):
@@ -2867,7 +2871,7 @@ def _without_nulls(value):
 
 
 def _as_json(value):
-    """Return the list or number that an array or scalar of NumPy, pandas or Arrow stands for."""
+    """The list or number in an array or scalar of NumPy, pandas or Arrow."""
     if hasattr(value, "as_py"):
         return _without_nulls(value.as_py())
     if hasattr(value, "tolist"):
@@ -2926,9 +2930,9 @@ def _hf_tokenizer(name, eos_token):
         # As transformers does: a token that is named is not cut into pieces.
         tok.add_special_tokens(sorted(text for text in named if tok.token_to_id(text) is not None))
     settings = special_tokens | config
-    if hasattr(tok.model, "dropout"):  # of BPE; it would draw at random
+    if hasattr(tok.model, "dropout"):  # BPE dropout would draw at random
         tok.model.dropout = None
-    tok.no_truncation()  # a tokenizer.json keeps both as they were last used
+    tok.no_truncation()  # a tokenizer.json stores the last truncation and padding
     tok.no_padding()
 
     # The token that ends a document: the named one, the declared one, or the first known one.
@@ -2948,7 +2952,7 @@ def _hf_tokenizer(name, eos_token):
     if missing:
         raise ValueError(f"tokenizer {name!r}: its settings name tokens that tokenizer.json lacks: "
                          f"{', '.join(missing)}; {_HOW_TO_MAKE.format(name)}")
-    # A model that was tuned on chats may end a text by several ids.
+    # A model tuned on chats may end a text by several ids.
     stops = {eos, *known[:1]}
     more_stops = generation.get("eos_token_id") or []
     if not isinstance(more_stops, list):
@@ -3038,7 +3042,7 @@ def _character_tokenizer(name, eos_token):
 
 
 def _read_characters(name):
-    """Return (content of a meta.pkl, {character: id}). A pickle that could run code is refused."""
+    """(content of a meta.pkl, {character: id}). A pickle that could run code is refused."""
     rule = (f"tokenizer {name!r}: must be a pickle of {{'stoi': {{character: id}}}}, as nanoGPT "
             "writes it beside its token files")
     with as_value_error(rule, Exception):
@@ -3054,7 +3058,7 @@ def _read_characters(name):
 
 
 def _find_token(text, token_id, name):
-    """Return the id of a token, or raise ValueError if it has none."""
+    """The id of a token. Raises ValueError if it has none."""
     if token_id is None:
         raise ValueError(f"tokenizer {name!r}: has no token {text!r} to end a document; name one "
                          "that it has with --eos_token")
@@ -3066,7 +3070,7 @@ _HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as
 
 
 def _named_tokens(settings):
-    """Return the texts of the tokens that a settings file names."""
+    """The texts of the tokens that a settings file names."""
     entries = [*settings.get("added_tokens_decoder", {}).values()]
     for field, value in settings.items():
         if field.endswith("_token"):
@@ -3078,7 +3082,7 @@ def _named_tokens(settings):
 
 
 def _read_settings(folder, name):
-    """Return the object in a JSON file of a tokenizer's folder; {} without that file."""
+    """The object in a JSON file of a tokenizer's folder; {} without that file."""
     path = Path(folder, name)
     if not path.is_file():
         return {}
@@ -3086,16 +3090,16 @@ def _read_settings(folder, name):
 
 
 def _with_offsets(encoding):
-    """Return (ids, first character of each, the one after its last)."""
+    """(ids, first character of each, the one after its last)."""
     numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
     offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
     return np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]
 
 
 def _without_first_space(library, tok):
-    """Copy a tokenizer, without the space that it may put before a text (Metaspace).
+    """A copy of a tokenizer, without the space that it may put before a text (Metaspace).
 
-    A completion is encoded so: its space, if it has one, is its own.
+    Completions are encoded with it, so that they keep only a space of their own.
     """
     settings = json.loads(tok.to_str())
     normalizer = settings["normalizer"]
@@ -3114,14 +3118,14 @@ def _without_first_space(library, tok):
 
 
 def _load_chat_template(name):
-    """Return the chat template of a folder, or None: {
+    """The chat template of a folder, or None: {
         "render": (messages, tools, add_generation_prompt) -> text,
         "render_marked": (messages, tools) -> (text, [first, last) of what {% generation %} marks),
         "source": tools -> text of the template, without comments,
         "has_date": whether the template may hold today's date}.
 
-    Only the template comes from transformers: its class for a folder may encode text in another
-    way than the folder's tokenizer.json.
+    Only the template comes from transformers: its class for a folder may encode text in another way
+    than the folder's tokenizer.json.
     """
     library = require("transformers", f"tokenizer {name!r}: a chat")
     templates = require("transformers.utils.chat_template_utils", f"tokenizer {name!r}: a chat")
@@ -3190,11 +3194,11 @@ HUB_NAME = (r"(hf://(datasets/)?(?!(?:datasets|models|spaces)/)([\w.-]+/[\w.-]+)
 
 def hub_path(name, weights=False):
     """Fetch the files of a name on the Hub into its cache; return their local path. Another name is
-    returned as it is.
+    returned unchanged.
 
     name: hf://ORG/NAME, a model or tokenizer; hf://datasets/ORG/NAME/PATTERN, files of a data set.
-    @REVISION may follow NAME. A PATTERN may have * and **. weights: fetch those of a model, too.
-    Raises: ValueError when the files cannot be fetched and are not in the cache.
+    @REVISION may follow NAME. A PATTERN may have * and **. weights: also fetch those of a model.
+    Raises ValueError when the files cannot be fetched and are not in the cache.
     """
     if not name.startswith("hf://"):
         return name
@@ -3213,9 +3217,9 @@ def hub_path(name, weights=False):
 
 
 def resolve_hub(text, earlier=()):
-    """Return a text that begins with a name on the Hub with the commit that the name stands for:
-    'hf://ORG/NAME load=embed' becomes 'hf://ORG/NAME@COMMIT load=embed', and @BRANCH becomes
-    @BRANCH@COMMIT, where the branch is not main. Another text is returned as it is.
+    """A text that begins with a name on the Hub, with the commit of that name: 'hf://ORG/NAME
+    load=embed' becomes 'hf://ORG/NAME@COMMIT load=embed', and @BRANCH becomes @BRANCH@COMMIT, where
+    the branch is not main. Another text is returned unchanged.
 
     earlier: texts that this function has returned. If one of them has the name, its commit is used.
     """
@@ -3232,7 +3236,7 @@ def resolve_hub(text, earlier=()):
 
 
 def parse_hub(text):
-    """Return the parts of a text that begins with a name on the Hub: {
+    """The parts of a text that begins with a name on the Hub: {
         "name": hf://ORG/NAME, with @REVISION if it is neither main nor a commit,
         "kind": "model" or "dataset", "repo": ORG/NAME, "revision",
         "commit": 40 digits, or "" if the text has none,
@@ -3257,7 +3261,7 @@ def parse_hub(text):
 @cache
 def _fetch_hub(name, path, weights):
     """Fetch the files of a name; return the local folder of its repository."""
-    # In these patterns, unlike in those of glob, * stands for / too.
+    # In these patterns, unlike in those of glob, * also matches /.
     deeper = "*/" * (path.count("/") + 1) + "*"
     if not path:
         wanted = list(HUB_SETTINGS + HUB_WEIGHTS if weights else HUB_SETTINGS)
@@ -3288,8 +3292,9 @@ def _fetch(hub, wanted, unwanted=()):
 # ---- evaluation batches of another size
 
 def regroup(source, size, new_size):
-    """Return the source of an evaluation, whose batches have `size` rows, with batches of new_size
-    rows. Row r of batch k is example k * size + r, as in eval_batch_at.
+    """The source of an evaluation with batches of `new_size` rows instead of `size`.
+
+    Row r of batch k is example k * size + r, as in eval_batch_at.
     """
     if new_size == size:
         return source
@@ -3310,12 +3315,12 @@ def regroup(source, size, new_size):
 
 # ---- custom tasks
 
-# For tasks of your own, whose examples are not sequences of tokens. See eval_examples_at, too.
+# For custom tasks whose examples are not sequences of tokens. See eval_examples_at, too.
 
 def examples_at(step, batch_size, n, seed=0, rows=None):
-    """Choose the examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
+    """The examples (int64 in [0, n)) in `rows` (default: all) of training batch `step`.
 
-    Each of the n examples comes once an epoch, in another order each epoch. The last batch of an
-    epoch is filled from the next epoch.
+    Each of the n examples comes once per epoch, in a different order each epoch. The last batch of
+    an epoch is filled from the next epoch.
     """
     return shuffled(draws_at(step, batch_size, rows), n, seed)
