@@ -3,9 +3,7 @@
 
 Owns the order of training, tokenized text, evaluation batches, and placement on devices. Rejects
 malformed files and ids beyond the vocabulary. Invariant: `batch_at(dataset, step, ...)` depends on
-its arguments alone, without iterator state. Optional, at the end: mixtures, document mask, packing,
-token files, prompts and chats, examples, prompts of samples, file formats, tokenizers, names on the
-Hub, evaluation batches of another size, custom tasks.
+its arguments alone, without iterator state.
 """
 import contextlib
 import csv
@@ -993,8 +991,8 @@ def _token_cache_folder(cfg):
 
 # Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
 # changes the names in the token cache.
-READER_SECTIONS = ("text files to tokens", "rows of token ids", "prompts and chats", "file formats",
-                   "tokenizers")
+READER_SECTIONS = ("text files to tokens", "the tokenizer", "rows of token ids",
+                   "prompts and chats", "file formats", "tokenizers")
 
 
 def _cache_key(paths, tokenizer, columns):
@@ -1547,7 +1545,7 @@ def require(module, user):
 # ---- optional
 # Mixtures, document mask, packing, token files, rows of token ids, prompts and chats, examples,
 # prompts of samples, file formats, rows from Python, tokenizers, names on the Hub, evaluation
-# batches of another size, custom tasks. A room can be deleted together with the few lines that
+# batches of another size, custom tasks. A section can be deleted together with the few lines that
 # call it.
 
 # ---- mixtures

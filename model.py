@@ -51,7 +51,6 @@ def param_table(cfg):
 
     Raises ValueError for a pattern in freeze or lora_targets without a match.
     """
-    # Sizes that are 0 in a Config are resolved by now, by config.derive_text.
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
 
@@ -135,7 +134,7 @@ def init(key, cfg, table=None):
 # param_table. Only activations are constrained, by _shard(x, *mesh axes of each dim; a missing
 # one is unsplit). XLA inserts the collectives, since axes are Auto: it gathers weights over
 # WEIGHT_AXES and sums over tp. Written by hand are only those in the gradient of _look_up and in
-# rooms for tiles and kernels.
+# sections for tiles and kernels.
 
 def hidden_states(params, batch, cfg, train_keys=None):
     """Everything before the logits: (x_BTD, unembed_DV, router statistics [B, T], averaged over
@@ -910,16 +909,15 @@ def flops_per_token(cfg, seq_len, keys=None):
     return matmuls + 3 * attention, "6*P_matmul + 12*L*N*H*mean_keys, causal: T/2 keys"
 
 
-
 # ---- optional
 #
-# One section for each optional feature: helpers of several rooms, generation, rotary scaling,
+# One section for each optional feature: helpers of several sections, generation, rotary scaling,
 # dropout, label smoothing, document mask, rematerialization, memory flags, loss in tiles, MLP in
 # tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
 # PEFT.
 
 
-# ---- helpers of several rooms
+# ---- helpers of several sections
 
 # Llama 3.1's bounds on the periods of a rotary frequency within the original length: a frequency
 # with fewer than the low bound is stretched, one with more than the high bound is kept.
@@ -979,7 +977,6 @@ def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=Non
     compiled = jax.jit(_generate, static_argnames=("cfg", "n_new"),
                        compiler_options=compiler_options)
     return compiled(params, tokens_BT, lengths_B, cfg=cfg, key=key, n_new=n_new)
-
 
 
 def _generate(params, tokens_BT, lengths_B, cfg, key, n_new):
@@ -1120,7 +1117,6 @@ def _before_stop(tokens, stops):
         if token in stops:
             return tokens[:n]
     return tokens
-
 
 
 def _prompt_batches(prompts, cfg):

@@ -724,8 +724,7 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "digest": (state) -> the result of digest_sums;
     "compile_eval", "compile_digest": functions that compile that program if necessary, and wait for
     it; compile_eval raises MemoryError when it does not fit beside the state;
-    "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts;
-    "metrics": the shapes of its metrics.
+    "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
     steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override, evaluation)
     eval_batch = steps["eval_batch"]
@@ -769,7 +768,6 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
         "compile_eval": compiled_eval,
         "compile_digest": compiled_digest,
         "memory": memory,
-        "metrics": lowered_step.out_info[1],
     }
 
 
@@ -1023,17 +1021,16 @@ def utilization(flops, units_per_s, n_devices, peak_tflops):
 
 # {device_kind: (dense bfloat16 TFLOP/s, GiB of memory for a program)} of one device; of two
 # kinds with the same beginning, the longer comes first. Source: the makers' data sheets; memory of
-# TPUs, XLA. GPU memory: that of an idle GPU minus 4.5 GiB, for CUDA's context and
-# GPU_RESERVED_BYTES of train.py.
+# TPUs, XLA. GPU memory: 0.92 of the total, the share that train.py gives to JAX.
 PEAKS = {
-    "NVIDIA A100": (312, 74.5),
-    "NVIDIA H100": (989, 74.5),
-    "NVIDIA H200": (989, 135),
-    "NVIDIA B200": (2250, 173.5),
+    "NVIDIA A100": (312, 72.7),
+    "NVIDIA H100": (989, 72.7),
+    "NVIDIA H200": (989, 128.3),
+    "NVIDIA B200": (2250, 163.8),
     "NVIDIA GeForce RTX 4080 ": (None, None),  # laptop and SUPER variants are other chips
-    "NVIDIA GeForce RTX 4080": (97.5, 11.5),
+    "NVIDIA GeForce RTX 4080": (97.5, 14.7),
     "NVIDIA GeForce RTX 4090 ": (None, None),  # laptop and D variants are other chips
-    "NVIDIA GeForce RTX 4090": (165.2, 19.5),
+    "NVIDIA GeForce RTX 4090": (165.2, 22.1),
     "TPU v4": (275, 30.75),
     "TPU v5 lite": (197, 15.75),
     "TPU v5": (459, 95),
@@ -1080,10 +1077,9 @@ def describe_machine(device):
     return {"cpu": cpu, "threads": threads, "driver": driver, "nccl": nccl}
 
 
-
 # ---- optional
 #
-# The rooms, in this order: loss scaling for float16, optimizer in host memory, weight
+# The sections, in this order: loss scaling for float16, optimizer in host memory, weight
 # statistics, memory estimates, memory advice, processes, profiler, compilation cache,
 # this file alone.
 

@@ -124,7 +124,6 @@ TEXT = {
     # (params, key, source, cfg) -> [{"prompt": a text, "text": what the model wrote after it}].
     # source: the validation data, or None
     "sample": lambda params, key, source, cfg: sample_from_text(params, key, source, cfg),
-    # (params as shapes, cfg) -> {"sampling", "export": lowered program}, to estimate their memory
     # (table, saved names, cfg) -> names that a source of init_from has to provide
     "init_names": model.names_to_load,
     # (size of the mesh axis sp, cfg) -> flags that would lower the memory of the model
@@ -297,10 +296,12 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     timers = progress["timers"]
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
 
-    # Open the data. Every process has to see the same number of examples: a folder that grows may
-    # have had fewer files when another process listed it.
+    # Open the data, which has to be the same in every process. A folder that grows may have had
+    # fewer files when another process listed it: the number of examples is that of process 0.
     opened = open_data(task, cfg, ("train", "val"))
     train_data, val_data = opened["train"], opened["val"]
+    fingerprints = {"data": train_data["fingerprint"], "val": describe_validation(setup, val_data)}
+    raise_if_unequal(fingerprints)
     train_data["n"] = ckpt.broadcast_from_main(lambda: int(train_data["n"]))
     cfg = set_steps(cfg, train_data)
     setup = setup | {"cfg": cfg}
@@ -325,8 +326,6 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     intervals = [str(getattr(cfg, f"{event}_every")) for event in config.EVENTS]
     if "windows" not in train_data and "window" in " ".join(intervals):
         raise ValueError("an interval in windows needs data in windows: tests/recipes/windows.py")
-    if "restore" in train_data:
-        train_data["restore"](start_meta.get("data", {}).get("windows", []))
 
     # Print what will run.
     unsaved = model.matching("save_exclude", cfg.save_exclude, setup["table"])
@@ -344,9 +343,9 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     print0(f"compiling the training step, for {cfg.steps} steps ...")
     with timed(timers, "compile"):
         compile_began = time.perf_counter()
-        # Compiled: "train_step", "eval_step", "init", "from_params", "digest". Also "state" and
-        # "metrics" (shapes), "memory" (bytes by kind), and "compile_eval" and "compile_digest",
-        # which compile these two now, so that the time is charged to the compilation.
+        # Compiled: "train_step", "eval_step", "init", "from_params", "digest". Also "state"
+        # (shapes), "memory" (bytes by kind), and "compile_eval" and "compile_digest", which compile
+        # these two now, so that the time is charged to the compilation.
         programs = steplib.compile_steps(*step_args(setup))
         steplib.check_fits(programs["memory"], setup["mesh"])
         compile_s = time.perf_counter() - compile_began
@@ -362,6 +361,8 @@ def start_run(setup, progress, observers, heartbeat, check_lock, state, params):
     if start_meta and int(state["step"]) != start_meta["step"]:
         # The newest checkpoint is corrupted, and an older one was restored.
         start_meta = ckpt.read_meta(start["root"], int(state["step"]))
+    if "restore" in train_data:
+        train_data["restore"](start_meta.get("data", {}).get("windows", []))
     state = run_hooks(hooks, "load", state)
     first_step = int(state["step"])
 
@@ -585,7 +586,7 @@ def train(run, state, progress, signals):
             # Log the metrics of this step, if something is due: this waits for the device.
             # Otherwise they are logged below, while the device works on the next step.
             if due or run["is_synchronous"]:
-                log_step(run, state, progress)
+                log_step(run, progress)
 
             # Epochs and windows that ended with this step.
             for event in ("epoch", "window"):
@@ -632,8 +633,8 @@ def train(run, state, progress, signals):
 
             # Get the next batch. This waits while a growing folder has no new file.
             batch, waited_s = next(batches, (None, 0.0))
-            if batch is None:  # a stop was requested during the wait
-                stop = poll_stop(run, step, progress, signals)
+            if batch is None:  # a stop was requested during the wait, perhaps beside an event
+                stop = poll_stop(run, step, progress, signals) or stopped_while_waiting()
                 break
             run_begin_hooks(run, step, progress)
             batch = run_hooks(run["hooks"], "data", batch)
@@ -647,7 +648,7 @@ def train(run, state, progress, signals):
             state = run_hooks(run["hooks"], "state", new_state)
 
             # Log the metrics of step k. This waits for step k, while step k + 1 is queued.
-            log_step(run, state, progress)
+            log_step(run, progress)
             progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s": waited_s}
 
             # Report the saves that have finished.
@@ -659,7 +660,7 @@ def train(run, state, progress, signals):
         raise
 
     # Log the last metrics. They may change the reason and the exit code.
-    log_step(run, state, progress)
+    log_step(run, progress)
     batches.close()
     is_saved = progress["saved_step"] == step
     was_skipped = due.get("save") == "end"  # if it was due and is not saved, a hook has skipped it
@@ -696,11 +697,9 @@ def due_events(run, step, progress):
     return due
 
 
-def log_step(run, state, progress):
+def log_step(run, progress):
     """Log the pending metrics, which waits for them: the event "step", at a log point also "log",
     whose means are over all steps since the last log row. Update progress["last_metrics"].
-
-    state: the newest one, which is only read after a step that is not finite.
     """
     pending, progress["pending"] = progress["pending"], None
     if pending is None:
@@ -727,7 +726,7 @@ def log_step(run, state, progress):
         values |= metric_means(metric_sums(values))
     row = log_event("step", {"step": step} | floats(values))
 
-    # The first step of a launch is slower: no rate counts it.
+    # The first step of a launch is slower: no rate of a later row counts it.
     if step == run["first_step"] + 1 and not is_logged:
         begin_rates(timers, step)
 
@@ -755,6 +754,9 @@ def log_step(run, state, progress):
         row |= floats(values)
         row |= floats(run["task"]["metrics"](values, run["train_data"]))
         speeds = throughput(run, step, timers, row)
+        taken = sorted(speeds.keys() & row.keys())
+        if taken:
+            raise ValueError(f"metrics {', '.join(taken)}: are names of a log row; rename them")
         if weight_stats:
             row["watch"] = jax.tree.map(np.ndarray.tolist, jax.device_get(weight_stats))
         row = log_event("log", row | speeds)
@@ -1488,7 +1490,7 @@ def save_before_error(run, state, progress):
     """
     if jax.process_count() > 1 or any(x.is_deleted() for x in jax.tree.leaves(state)):
         return
-    log_step(run, state, progress)
+    log_step(run, progress)
     step = int(state["step"])
     if step and progress["saved_step"] != step:
         save_state(run, state, step, progress, "error")
@@ -3067,7 +3069,13 @@ def connect_processes(cfg):
     # These fields may differ between processes.
     common = dataclasses.replace(
         cfg, process_id=0, coordinator="", cache_dir="", token_cache="", explicit=())
-    local = json.loads(config.to_json(common))
+    raise_if_unequal(json.loads(config.to_json(common)))
+
+
+def raise_if_unequal(local):
+    """Raise ValueError in every process when one has other values than process 0. local: {name:
+    value that JSON keeps}.
+    """
     main = ckpt.broadcast_from_main(lambda: local)
     errors = []
     for name, value in local.items():
@@ -3076,7 +3084,7 @@ def connect_processes(cfg):
                           "in 0")
     any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any()
     if any_errors and not errors:
-        errors = ["another process was given other flags than process 0"]
+        errors = ["another process has other flags or data than process 0"]
     config.raise_if_errors(errors)
 
 

@@ -1465,11 +1465,11 @@ def test_memory_of_a_device():
     assert limit_of("TPU v5 lite") == 15.75 * 2**30 and limit_of("TPU v5") == 95 * 2**30
     assert limit_of("TPU v5", lambda: {"bytes_limit": 7}) == 7
     assert limit_of("TPU v1") is None
-    assert step.peaks("NVIDIA H100 80GB HBM3") == (989, 74.5) and step.peaks("cpu") == (None, None)
+    assert step.peaks("NVIDIA H100 80GB HBM3") == (989, 72.7) and step.peaks("cpu") == (None, None)
     assert step.peaks("NVIDIA A100-SXM4-80GB")[0] == 312 and step.peaks("TPU v4") == (275, 30.75)
-    assert step.peaks("NVIDIA H200") == (989, 135) and step.peaks("TPU v6 lite") == (918, 31.25)
+    assert step.peaks("NVIDIA H200") == (989, 128.3) and step.peaks("TPU v6 lite") == (918, 31.25)
     assert step.peaks("TPU v5 lite") == (197, 15.75) and step.peaks("TPU v5p") == (459, 95)
-    assert step.peaks("NVIDIA GeForce RTX 4090") == (165.2, 19.5)
+    assert step.peaks("NVIDIA GeForce RTX 4090") == (165.2, 22.1)
     assert step.peaks("NVIDIA GeForce RTX 4090 Laptop GPU") == (None, None)
 
 

@@ -1060,7 +1060,7 @@ def test_the_loop_reads_a_step_s_metrics_while_the_next_runs(tiny):
 
     Break: train.py: progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
     waited_s} => progress["pending"] = {"step": step + 1, "metrics": metrics, "waited_s":
-    waited_s}; log_step(run, state, progress)
+    waited_s}; log_step(run, progress)
     """
     dispatched, lags = [0], []
 
@@ -4524,20 +4524,32 @@ def test_a_disk_that_is_full_for_one_process_fails_one_save(tiny):
 
 
 @pytest.mark.slow
-def test_processes_with_different_flags_do_not_train(tiny):
-    """Process 1 prints which flag differs and process 0 that another process has other flags. Both
-    exit with 2 and write nothing.
+def test_processes_with_different_flags_or_data_do_not_train(tiny):
+    """Process 1 prints which flag or data differs, and process 0 that another process has other
+    ones. Both exit with 2 and write nothing.
 
     Break: train.py: any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any() =>
     any_errors, errors = False, []
     """
     cfg = tiny(dp=1, fsdp=2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    flags = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", "2", "--process_id"]
-    runs = [command(cfg, 1, [*flags, "0"]), command(cfg, 1, ["--lr", "0.5", *flags, "1"])]
-    (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
-    assert (code_0, code_1) == (2, 2)
-    assert "another process was given other flags than process 0" in output_0
-    assert "lr is 0.5 in process 1, 0.002 in 0" in output_1
-    assert not (Path(cfg.out_dir) / "config.json").exists()
+    texts = [Path(f"{cfg.out_dir}_{i}.txt") for i in range(2)]
+    for i, path in enumerate(texts):
+        path.write_text(f"the text of process {i} " * 400)
+    hook = Path(cfg.out_dir + "_hook.py")
+    hook.write_text("import dataclasses, jax, train\ndef other_file(parts, cfg):\n"
+                    f"    path = {cfg.out_dir!r} + f'_{{jax.process_index()}}.txt'\n"
+                    "    return opened(parts, dataclasses.replace(cfg, data=(path,)))\n"
+                    "opened, train.TEXT['open'] = train.TEXT['open'], other_file\n"
+                    "def nothing(event, value): pass\n")
+    for flags, words in ((["--lr", "0.5"], "lr is 0.5 in process 1, 0.002 in 0"),
+                         ([], "data is ")):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        both = ["--hooks", f"{hook}:nothing", "--coordinator", f"127.0.0.1:{port}",
+                "--n_processes", "2", "--process_id"]
+        runs = [command(cfg, 1, [*both, "0"]), command(cfg, 1, [*flags, *both, "1"])]
+        (code_0, output_0), (code_1, output_1) = [ended(*run) for run in runs]
+        assert (code_0, code_1) == (2, 2), output_0 + output_1
+        assert "another process has other flags or data than process 0" in output_0
+        assert words in output_1
+        assert not (Path(cfg.out_dir) / "config.json").exists()
