@@ -392,8 +392,8 @@ def test_steps_that_differ_are_found(tmp_path):
              "jax.ShapeDtypeStruct((), jnp.float32))")
     folder = copy_project(
         tmp_path / "copy", KNOWN_MACHINE,
-        ("step.py", "    old_opt = rows[\"opt\"]\n",
-         f"    old_opt = rows[\"opt\"]\n    lr *= {noise}\n"),
+        ("step.py", "    old_opt = state[\"opt\"]\n",
+         f"    old_opt = state[\"opt\"]\n    lr *= {noise}\n"),
         ("tests/check.py", "N_CALLS, SECONDS = 5000, 25", "N_CALLS, SECONDS = 20, 25"))
     code, output, records = run_check(folder, "--only", "determinism/threads-1")
     assert code == 1, output

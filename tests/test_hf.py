@@ -45,7 +45,7 @@ MODELS = {
     "qwen3 window": ("Qwen3", dict(head_dim=8, tie_word_embeddings=True, use_sliding_window=True,
                                    sliding_window=5, max_window_layers=0), None),
     "mixtral": ("Mixtral", dict(num_local_experts=4, head_dim=6), (1, 1, 4, 2, 1)),
-    "mixtral window": ("Mixtral", dict(num_local_experts=3, num_experts_per_tok=1,
+    "mixtral window": ("Mixtral", dict(num_local_experts=3, num_experts_per_tok=2,
                                        tie_word_embeddings=True, sliding_window=5), None),
     "qwen3_moe": ("Qwen3Moe", QWEN_MOE | dict(head_dim=8), (2, 2, 2, 1, 1)),
 }
