@@ -1107,6 +1107,10 @@ def restore_progress(progress, step, meta, validation):
         progress["last_metrics"] = saved["last_metrics"]
         if saved["validation"] == validation:
             progress["best_validation"] = saved["best_validation"]
+        else:  # what was measured on other validation data no longer counts
+            for name in [*progress["last_metrics"]]:
+                if name.startswith("val_"):
+                    del progress["last_metrics"][name]
         for bucket, seconds in saved["time_s"].items():
             progress["timers"]["seconds"][bucket] += seconds
     progress["since_log"] = new_sums(meta.get("since_log", {}))

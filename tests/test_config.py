@@ -398,6 +398,7 @@ REJECTED = [
     (dict(steps=2**31), "steps 2147483648: must be at least 1, and below 2^31"),
     (dict(checkpoint="newest"), "checkpoint 'newest': must be latest, best, or a step, as in 400"),
     (dict(warmup_steps=1.0), "warmup_steps 1.0: must be below 1, a fraction of"),
+    (dict(warmup_steps=2.5), "warmup_steps 2.5: must be below 1, a fraction of"),
     (dict(checkpoint="best"), "checkpoint 'best': has an effect only in modes eval, sample and "),
     (dict(keep_best="loss"), "keep_best 'loss': must be a metric of evaluations, as val_loss"),
     (dict(keep_best="val_margin"), "keep_best 'val_margin': must be a metric of evaluations"),

@@ -3132,6 +3132,9 @@ def test_a_stop_condition_that_holds_already_ends_a_resume_at_once(tiny):
         file.write('{"step": 9, "note": 1}\n{"event": "eval", "step": "2"}\n[]\n')
         file.write('{"event": "log", "step": 2, "time_s": 5}\n')
     assert train.main(cfg)["step"] == 4
+    # A validation loss of other data does not end the run.
+    other = dataclasses.replace(cfg, eval_batches=1, stop=("val_loss<9", "+1"))
+    assert train.main(other)["step"] == 5
     summary = train.main(tiny(stop=("los<1",)))
     assert summary["exit_code"] == 2 and "unknown metric los (nearest: loss)" in summary["reason"]
     train.main(tiny())
