@@ -546,6 +546,8 @@ def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
     assert model.choose_attention(cfg, platform) == chosen
 
 
+PALLAS_NEEDS = ("attention pallas: needs a TPU, head_dim and seq_len multiples of 128, and beyond "
+                "a seq_len of 32768 a sliding_window; choose xla or auto")
 CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 or later, dtype "
                "bfloat16 or float16, head_dim a multiple of 8 up to 128, rows of one document "
                "or seq_len up to 8192, and deterministic off; choose xla or auto")
@@ -559,10 +561,8 @@ CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 o
      CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda", CUDNN_NEEDS),
     (dict(attention="cudnn", dtype="bfloat16", head_dim=12), "cuda", CUDNN_NEEDS),
-    (dict(attention="pallas", head_dim=128), "cuda", "attention pallas: needs a TPU, and head_dim "
-     "and seq_len multiples of 128; choose xla or auto"),
-    (dict(attention="pallas", seq_len=128), "tpu", "attention pallas: needs a TPU, and head_dim "
-     "and seq_len multiples of 128; choose xla or auto"),
+    (dict(attention="pallas", head_dim=128), "cuda", PALLAS_NEEDS),
+    (dict(attention="pallas", seq_len=128), "tpu", PALLAS_NEEDS),
 ])
 def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
     """The error for a kernel that cannot run here lists its needs.

