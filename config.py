@@ -1144,7 +1144,8 @@ def _rule_errors(cfg):
     has_columns = all(entry.partition("=")[2] for entry in cfg.columns)
     rule("columns", has_columns and {*names} <= {*COLUMNS} and len({*names}) == len(names),
          f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
-    rule("warmup_steps", cfg.warmup_steps < 1 or cfg.warmup_steps in range(2, 2**31),
+    is_count = cfg.warmup_steps >= 2 and cfg.warmup_steps % 1 == 0
+    rule("warmup_steps", cfg.warmup_steps < 1 or is_count,
          "must be below 1, a fraction of steps, or a whole number of at least 2 steps")
     rule("loss_divisor", cfg.loss_norm != "constant" or cfg.loss_divisor,
          "must be above 0 with loss_norm constant")
