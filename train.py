@@ -3088,7 +3088,7 @@ def raise_if_unequal(local):
                           "in 0")
     any_errors = multihost_utils.process_allgather(np.array(bool(errors))).any()
     if any_errors and not errors:
-        errors = ["another process has other flags or data than process 0"]
+        errors = ["another process has other flags or data than process 0; its output names them"]
     config.raise_if_errors(errors)
 
 
