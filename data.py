@@ -305,10 +305,10 @@ def prefetch(make, start, stop, depth=2, stopped=lambda: False, wait_until_idle=
 # ---- the text of a run
 
 def open_text(parts, cfg):
-    """Open the text of a config as {"train": source, "val": source or None}.
+    """Open the text of a config as {"train": source, "val": {name: source}}.
 
     parts: which of "train" and "val" are needed. "train" is None if it is not in parts and "val"
-    does not come from its files.
+    does not come from its files. A validation set without a name is named "".
     A source is {
         "n": number of sequences,
         "batch": (step, rows) -> batch,
@@ -317,8 +317,6 @@ def open_text(parts, cfg):
         "examples": () -> documents to print, see show_examples,
         "bytes_per_token": number, or None when unknown,
         "prompt": () -> ids at the beginning of a sample}.
-    The "val" of a mixture, and of validation sets with names, has only "summary" and "parts",
-    {name: source}.
     cfg: any object with the fields under "data" in config.py, and batch_size, eval_batches,
     eval_batch_size, seq_len, vocab_size, seed, cache_dir and out_dir.
     """
@@ -341,7 +339,7 @@ def open_text(parts, cfg):
         val[name] = _make_source(dataset, eval_batch_at, cfg, tokenizer)
     # Training data is not requested, and validation does not come from it: open nothing more.
     if "train" not in parts and val:
-        return {"train": None, "val": _join_sources(val)}
+        return {"train": None, "val": val}
 
     # Training data. Without val_data, the last val_frac of each set is validation data.
     datasets = {name: open_files(files) for name, files in train_sets.items()}
@@ -354,16 +352,7 @@ def open_text(parts, cfg):
     if weights:
         dataset = mix([*datasets.values()], [*weights.values()])
     train = _make_source(dataset, partial(batch_at, seed=cfg.seed), cfg, tokenizer)
-    return {"train": train, "val": _join_sources(val)}
-
-
-def _join_sources(sources):
-    """The source named "", or several as {"parts": {name: source}, "summary"}."""
-    if not sources or "" in sources:
-        return sources.get("")
-    summaries = [f"{len(sources)} sets"]
-    summaries += [f"{name}: {source['summary']}" for name, source in sources.items()]
-    return {"parts": sources, "summary": "\n".join(summaries)}
+    return {"train": train, "val": val}
 
 
 def file_opener(cfg, tokenizer):
@@ -1319,32 +1308,14 @@ def _first_documents(shard):
 
 
 def text_metrics(means, source):
-    """Perplexity per token, and bits per byte if the source is text."""
+    """Perplexity per token, and bits per byte if the source is text. source: {} for the means over
+    several validation sets.
+    """
     loss = float(means["loss"])
     metrics = {"ppl": exp(min(loss, 700))}
-    n_bytes = source.get("bytes_per_token")
-    if "parts" in source:
-        n_bytes = _mean_bytes_per_token(source)
-    if n_bytes:
-        metrics["bits_per_byte"] = loss / log(2) / n_bytes
+    if source.get("bytes_per_token"):
+        metrics["bits_per_byte"] = loss / log(2) / source["bytes_per_token"]
     return metrics
-
-
-def _mean_bytes_per_token(source):
-    """The bytes per token of a source with "parts", weighted by the labels of each part.
-
-    source["part_means"]: {name: means} of an evaluation of the parts. None if a part is not text,
-    or without any label.
-    """
-    n_bytes = 0.0
-    n_labels = 0.0
-    for name, part in source["parts"].items():
-        if not part.get("bytes_per_token"):
-            return None
-        part_labels = source["part_means"][name]["n_labels"]
-        n_bytes += part["bytes_per_token"] * part_labels
-        n_labels += part_labels
-    return n_bytes / n_labels if n_labels else None
 
 
 # ---- validation data from training data
@@ -2412,8 +2383,6 @@ def sample_prompts(cfg, tokenizer, source=None):
     a "prompt"; else the token that begins a document.
     Raises ValueError naming the field, or the file and line.
     """
-    if source and "parts" in source:  # the first validation set of several
-        source = next(iter(source["parts"].values()))
     if cfg.prompts:
         texts = read_prompts(cfg.prompts, tokenizer)
     elif cfg.chat:

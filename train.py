@@ -96,13 +96,14 @@ TEXT = {
     "loss": model.loss_fn,
     # (cfg) -> {name: (shape, dtype, partition spec)} of a batch
     "batch": model.batch_shapes,
-    # (parts, cfg) -> {"train": source, "val": source or None}. A source is {
+    # (parts, cfg) -> {"train": source, "val": {name: source}}; the name of one set may be "". A
+    # source is {
     #   "n": number of examples,
     #   "batch": (step, rows) -> {name: these rows of the batch}, None while the data is missing,
     #   "fingerprint": a text that must not change between a run and its resumption,
     #   "summary": optional, a text to print}.
-    # Sources of data.open_text and of tests/recipes/windows.py have more keys. A "val" whose data
-    # comes later has "source_at" instead: step -> source, None while the data is missing.
+    # Sources of data.open_text and of tests/recipes/windows.py have more keys. A validation set ""
+    # whose data comes later has "source_at" instead: step -> source, None while it is missing.
     "open": data.open_text,
 
     # Keys with a default. A lambda calls a function that is defined further down.
@@ -1020,10 +1021,10 @@ def check_table(table):
 
 
 def open_data(task, cfg, parts):
-    """{"train", "val"}: what the task's "open" returns, None for a missing part."""
+    """{"train", "val"}: what the task's "open" returns."""
     opened = task["open"](parts, cfg)
     config.raise_if_errors(config.key_errors("open: ", opened, ("train", "val")), "task")
-    return {"train": None, "val": None} | opened
+    return {"train": None, "val": {}} | opened
 
 
 def set_steps(cfg, train_data):
@@ -1196,22 +1197,23 @@ def run_validation(run, state, step, progress, signals, stopped_while_waiting):
 
 
 def eval_batches(cfg, val_data):
-    """{part: number of batches} of an evaluation; data without parts have one, ""."""
+    """{name of a validation set: number of batches} of an evaluation."""
     n_batches = {}
-    for name, part in val_data.get("parts", {"": val_data}).items():
-        n_batches[name] = data.n_eval_batches(part["n"], cfg.batch_size, cfg.eval_batches)
+    for name, source in val_data.items():
+        n_batches[name] = data.n_eval_batches(source["n"], cfg.batch_size, cfg.eval_batches)
     return n_batches
 
 
 def describe_validation(setup, val_data):
-    """What an evaluation is made of: {part: [fingerprint, number of batches]}; {} without
-    validation data, and for data that changes from step to step.
+    """What an evaluation is made of: {name of a set: [fingerprint, number of batches]}; {} for data
+    that changes from step to step.
     """
+    if "source_at" in val_data.get("", {}):
+        return {}
     described = {}
-    if val_data and "source_at" not in val_data:
-        n_batches = eval_batches(evaluation_of(setup)["cfg"], val_data)
-        for name, part in val_data.get("parts", {"": val_data}).items():
-            described[name] = [part.get("fingerprint"), n_batches[name]]
+    n_batches = eval_batches(evaluation_of(setup)["cfg"], val_data)
+    for name, source in val_data.items():
+        described[name] = [source.get("fingerprint"), n_batches[name]]
     return described
 
 
@@ -1222,41 +1224,36 @@ def planned_eval(run, val_data, step):
 
 
 def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
-    """{"val_METRIC"}: the means of the loss's sums over the validation data, and the metrics of the
-    task; where the data has parts also "val_METRIC/PART", and the means are over all labels; with
-    duration and speed. {} once stopped().
+    """{"val_METRIC"}: the means of the loss's sums over all validation sets, and the metrics of the
+    task; for sets with names also "val_METRIC/NAME"; with duration and speed. {} once stopped().
     """
     began = time.perf_counter()
     source_size = setup["cfg"].batch_size
     eval_setup = setup | evaluation_of(setup)
     cfg, task = eval_setup["cfg"], setup["task"]
-    parts = val_data.get("parts", {"": val_data})
     n_batches = eval_batches(cfg, val_data)
 
-    # The sums of each part.
-    part_sums = {}
+    # The sums of each set.
+    sums_of = {}
     n_examples = 0
     with eval_bar(sum(n_batches.values())) as count_batch:
-        for name, part in parts.items():
+        for name, source in val_data.items():
             # Optional: evaluation batches of another size.
-            source = data.regroup(part, source_size, cfg.batch_size)
-            prefetched = data.prefetch(make_batch_at(eval_setup, source), 0, n_batches[name])
+            regrouped = data.regroup(source, source_size, cfg.batch_size)
+            prefetched = data.prefetch(make_batch_at(eval_setup, regrouped), 0, n_batches[name])
             batches = (run_hooks(setup["hooks"], "val_data", count_batch(batch))
                        for batch, _ in prefetched)
-            part_sums[name] = steplib.evaluate(eval_step, params, batches, stopped)
-            if part_sums[name] is None:
+            sums_of[name] = steplib.evaluate(eval_step, params, batches, stopped)
+            if sums_of[name] is None:
                 return {}
-            n_examples += min(n_batches[name] * cfg.batch_size, part["n"])
+            n_examples += min(n_batches[name] * cfg.batch_size, source["n"])
 
-    # The means over all parts, of the added sums, and of each part.
-    sums = jax.tree.map(lambda *values: sum(values), *part_sums.values())
-    part_means = {name: metric_means(each) for name, each in part_sums.items()}
-    if "parts" in val_data:
-        val_data = val_data | {"part_means": part_means}
-    row = eval_metrics(task, metric_means(sums), val_data)
-    if "parts" in val_data:
-        for name, part in parts.items():
-            row |= eval_metrics(task, part_means[name], part, f"/{name}")
+    # The means over all sets, of the added sums, and of each set with a name.
+    sums = jax.tree.map(lambda *values: sum(values), *sums_of.values())
+    row = eval_metrics(task, metric_means(sums), val_data.get("", {}))
+    for name, source in val_data.items():
+        if name:
+            row |= eval_metrics(task, metric_means(sums_of[name]), source, f"/{name}")
 
     # Duration and speed.
     n_units = n_examples * task["units_per_step"](cfg) / cfg.batch_size
@@ -1505,7 +1502,7 @@ def print_preview(run, params, step, timers):
     """Print samples. An error is logged, and training continues."""
     with timed(timers, "other"):
         row = {"step": step, "texts": []}
-        source = run["val_data"] or run["train_data"]
+        source = next(iter(run["val_data"].values()), run["train_data"])
         try:
             row |= sample_texts(run, params, step, source)
         except Exception as e:  # a sample is never worth losing a run
@@ -2165,25 +2162,20 @@ LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a 
 
 
 def print_eval_row(row, unit, with_speed=False):
-    """Print the metrics of an evaluation, a line for each of its parts, and the speed if it took
+    """Print the metrics of an evaluation, a line for each set with a name, and the speed if it took
     long.
     """
-    names = ["val_loss"]
-    for name in numbers(row):
-        is_shown = name.startswith("val_") and name not in HIDDEN_METRICS and "/" not in name
-        if is_shown and name != "val_loss":
-            names.append(name)
-    print0(f"{format_step(row)}  {format_metrics(row, names)}")
-
-    # {part: {metric: value}}
-    parts = {}
-    for key, value in row.items():
-        name, _, part = key.partition("/")
-        if part and name in names:
-            parts.setdefault(part, {})[name] = value
-    width = max(map(len, parts), default=0)
-    for part, values in parts.items():
-        print0(f"{'':11}  {part:<{width}}  {format_metrics(values, names)}")
+    # {name of a set: {metric: value}}; "" is all of them
+    sets = {}
+    for key, value in numbers(row).items():
+        metric, _, name = key.partition("/")
+        if metric.startswith("val_") and metric not in HIDDEN_METRICS:
+            sets.setdefault(name, {})[metric] = value
+    width = max(map(len, sets), default=0)
+    for name, values in sets.items():
+        others = [metric for metric in values if metric != "val_loss"]
+        line = format_metrics(values, ["val_loss", *others])
+        print0(f"{'':11}  {name:<{width}}  {line}" if name else f"{format_step(row)}  {line}")
 
     if with_speed or row["eval_s"] > LONG_EVAL_S:
         speed = f"{row[f'eval_{unit}s_per_s']:,.0f} {unit}s/s"
@@ -2317,10 +2309,12 @@ def run_summary(setup):
 
 def print_data_summary(opened, log, with_examples):
     """Print the summaries of the data, and the first examples to train on. opened: of open_data."""
-    for part, source in opened.items():
+    sources = {"train data": opened["train"]}
+    sources |= {f"val data {name}".strip(): source for name, source in opened["val"].items()}
+    for name, source in sources.items():
         if source and "summary" in source:
             summary = source["summary"].replace("\n", "\n  ")
-            log(f"{part} data: {summary}")
+            log(f"{name}: {summary}")
     source = opened["train"]
     if not with_examples or not source or "examples" not in source:
         return
@@ -2564,19 +2558,19 @@ def log_nonfinite(run, step, loss, finite_grads):
 
 
 def val_data_at(run, step, stopped):
-    """The validation data at `step`. Wait for data that is not there yet; None once stopped(), or
+    """The validation data at `step`. Wait for data that is not there yet; {} once stopped(), or
     when training is over.
     """
-    val_data = run["val_data"]
-    if "source_at" not in val_data:
-        return val_data
-    source = val_data["source_at"](step)
+    source_at = run["val_data"].get("", {}).get("source_at")
+    if not source_at:
+        return run["val_data"]
+    source = source_at(step)
     if source is None and step < run["cfg"].steps:
         run["log_event"]("out_of_data", {"step": step})
         while source is None and not stopped():
             time.sleep(0.2)
-            source = val_data["source_at"](step)
-    return source
+            source = source_at(step)
+    return {"": source} if source else {}
 
 
 # ---- exports during a run
@@ -2815,7 +2809,7 @@ def data_to_continue(setup, is_of_run):
     except (ValueError, OSError) as e:
         print0(f"samples begin with no text of the data, since it cannot be opened: {e}")
         return None
-    return opened["val"] or opened["train"]
+    return next(iter(opened["val"].values()), opened["train"])
 
 
 def check_samples_file(path):
@@ -2852,7 +2846,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     if cfg.mode == "sample":
         is_given = state is not None or params is not None
         source = data_to_continue(setup, is_given or bool(start["meta"]))
-    val_data = None
+    val_data = {}
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:

@@ -224,7 +224,7 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
     """
     cfg = planted(4, 300, data=(str(tmp_path / "days/day003.npz"),), dtype="float32", val_data=(
         str(tmp_path / "days/day00[12].npz"), str(tmp_path / "days/*0.npz")))
-    val = clicks.open_days(("val",), cfg)["val"]
+    val = clicks.open_days(("val",), cfg)["val"][""]
     batches = [val["batch"](i, np.arange(256)) for i in range(4)]
     found = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     valid = np.arange(4 * 256) < 900
@@ -234,7 +234,7 @@ def test_validation_data_are_all_files_of_all_globs(planted, tmp_path):
         expected = [day[name][np.lexsort((np.arange(300), *day["group"].T))] for day in days]
         np.testing.assert_array_equal(x[valid], np.concatenate(expected))
     named = dataclasses.replace(cfg, val_data=(f"a={cfg.val_data[0]}", f"b={cfg.val_data[1]}"))
-    parts = clicks.open_days(("val",), named)["val"]["parts"]
+    parts = clicks.open_days(("val",), named)["val"]
     assert {name: part["n"] for name, part in parts.items()} == {"a": 600, "b": 300}
     with pytest.raises(ValueError, match=r"none\*.npz': no such file, and no file matches it"):
         clicks.open_days(("val",), dataclasses.replace(cfg, val_data=("none*.npz",)))
@@ -359,7 +359,7 @@ def test_clicks_by_the_line_of_the_readme(tmp_path):
     """Both programs run, with fewer rows, and print the evaluation metrics. A mistyped flag is
     an error of one sentence, without a traceback.
 
-    Break: train.py: if is_shown and name != "val_loss": => if False and name != "val_loss":
+    Break: train.py: others = [metric for metric in values if metric != "val_loss"] => others = []
     """
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     days, out = str(tmp_path / "days"), str(tmp_path / "out")
@@ -387,13 +387,13 @@ def test_an_evaluation_in_microbatches_splits_few_groups(planted, tmp_path):
     cfg = planted(1, 300, data=(), val_data=(day,), batch_size=64)
     users = {}
     for A in (1, 4):
-        source = clicks.open_days(("val",), dataclasses.replace(cfg, grad_accum_steps=A))["val"]
+        source = clicks.open_days(("val",), dataclasses.replace(cfg, grad_accum_steps=A))["val"][""]
         batch_users = source["batch"](0, np.arange(64))["user"][:, 0]
         users[A] = [batch_users[part::A].tolist() for part in range(A)]
     assert [user for part in users[4] for user in part] == users[1][0]
     assert sum(len(set(part)) for part in users[4]) <= len(set(users[1][0])) + 3
     cfg = dataclasses.replace(cfg, grad_accum_steps=4, eval_batch_size=32)
-    whole = clicks.open_days(("val",), cfg)["val"]["batch"](0, np.arange(64))
+    whole = clicks.open_days(("val",), cfg)["val"][""]["batch"](0, np.arange(64))
     assert whole["user"][:, 0].tolist() == users[1][0]
 
 

@@ -750,11 +750,11 @@ def test_val_data_is_all_validation_data(val_frac, tmp_path):
     cfg = config.Config(data=(str(path),), val_data=(str(val),), val_frac=val_frac, seq_len=8,
                         batch_size=10, token_cache=str(tmp_path / "p"))
     opened = data.open_text(("train", "val"), cfg)
-    assert (opened["train"]["n"], opened["val"]["n"]) == (100, 10)
-    assert ord("a") not in opened["val"]["batch"](0, np.arange(10))["tokens"]
+    assert (opened["train"]["n"], opened["val"][""]["n"]) == (100, 10)
+    assert ord("a") not in opened["val"][""]["batch"](0, np.arange(10))["tokens"]
     if not val_frac:
         without = dataclasses.replace(cfg, val_data=())
-        assert data.open_text(("train", "val"), without)["val"] is None
+        assert data.open_text(("train", "val"), without)["val"] == {}
 
 
 @pytest.mark.parametrize("terminal", [True, False])

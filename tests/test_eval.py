@@ -66,10 +66,10 @@ def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_pa
     files = {"code": ("aa.jsonl",), "prose": ("bbbb.jsonl", second)}
     entries = [f"{name}={file}" for name in files for file in files[name]]
     cfg = tiny(**dict(data=("more.txt",), vocab_size=256, val_data=tuple(entries)) | changes)
-    parts = data.open_text(("val",), cfg)["val"]["parts"]
+    parts = data.open_text(("val",), cfg)["val"]
     assert [*parts] == ["code", "prose"]
     for name, part in parts.items():
-        alone = data.open_text(("val",), dataclasses.replace(cfg, val_data=files[name]))["val"]
+        alone = data.open_text(("val",), dataclasses.replace(cfg, val_data=files[name]))["val"][""]
         assert part["n"] == alone["n"]
         for index in range(2):
             found, expected = (x["batch"](index, np.arange(8)) for x in (part, alone))
@@ -91,21 +91,6 @@ def test_a_home_folder_may_follow_a_name(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     cfg = config.resolve_paths(config.Config(val_data=("code=~/a.txt", "~/b.txt", "c=d/~e")))
     assert cfg.val_data == ("code=/home/me/a.txt", "/home/me/b.txt", "c=d/~e")
-
-
-def test_bits_per_byte_of_several_sets():
-    """Bits per byte of all sets are their bits divided by their bytes. They are unknown if one set
-    is no text.
-
-    Break: data.py: n_bytes += part["bytes_per_token"] * part_labels =>
-    n_bytes += part["bytes_per_token"]
-    """
-    source = {"parts": {"a": {"bytes_per_token": 4.0}, "b": {"bytes_per_token": 2.0}},
-              "part_means": {"a": {"n_labels": 10}, "b": {"n_labels": 30}}}
-    found = data.text_metrics({"loss": 1.5}, source)["bits_per_byte"]
-    assert found == pytest.approx(1.5 * 40 / math.log(2) / (4 * 10 + 2 * 30))
-    source["parts"]["b"] = {"bytes_per_token": None}
-    assert "bits_per_byte" not in data.text_metrics({"loss": 1.5}, source)
 
 
 # ---- evaluation of a model that NumPy can follow: a probability for each byte
@@ -134,14 +119,14 @@ UNIGRAM = train.TEXT | {
 
 @pytest.mark.parametrize("size, accum", [(0, 2), (24, 2)])
 def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
-    """Loss, accuracy, bits per byte and the number of labels of each set, and of all sets, which
+    """Loss, accuracy and the number of labels of each set, and of all sets, which
     have different sizes, are those that float64 NumPy computes of the bytes of the files, one set
     after the other and concatenated; with batches of training, in microbatches, and with larger
     ones. --eval_batches counts batches of that size in each set. The screen has a line for all and
     for each, and ends with JSON.
 
-    Break: train.py: sums = jax.tree.map(lambda *values: sum(values), *part_sums.values()) =>
-    sums = jax.tree.map(lambda *values: max(values), *part_sums.values())
+    Break: train.py: sums = jax.tree.map(lambda *values: sum(values), *sums_of.values()) =>
+    sums = jax.tree.map(lambda *values: max(values), *sums_of.values())
     """
     texts = {"code": "def f(x): return x + 1\n" * 30, "prose": "some words, and more. " * 11}
     entries = []
@@ -165,12 +150,14 @@ def test_means_of_sets_are_those_of_numpy(size, accum, tiny, tmp_path, capsys):
         assert found[f"val_n_labels{end}"] == len(ids)
         assert found[f"val_loss{end}"] == pytest.approx(nll[ids].mean(), rel=1e-5)
         assert found[f"val_acc{end}"] == pytest.approx((ids == w.argmax()).mean(), rel=1e-6)
-        bits = nll[ids].mean() / math.log(2)
-        assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-5)
         head = f"             {name:<5}" if name else "step      0"
         accuracy = (ids == w.argmax()).mean()
-        assert (f"{head}  validation loss {nll[ids].mean():.4f}  accuracy {accuracy:.3f}  "
-                f"{bits:.3f} bits/byte") in screen
+        line = f"{head}  validation loss {nll[ids].mean():.4f}  accuracy {accuracy:.3f}"
+        if name:  # a byte is a token
+            bits = nll[ids].mean() / math.log(2)
+            assert found[f"val_bits_per_byte{end}"] == pytest.approx(bits, rel=1e-5)
+            line += f"  {bits:.3f} bits/byte"
+        assert line in screen
     speed = 16 * (math.ceil(len(labels["code"]) / 16) + math.ceil(len(labels["prose"]) / 16))
     assert found["eval_tokens_per_s"] == pytest.approx(speed / found["eval_s"])
     assert re.fullmatch(r" {13}evaluated in \d+\.\d s, [\d,]+ tokens/s", screen[-2])

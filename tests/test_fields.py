@@ -128,7 +128,7 @@ def slope(params, batch, cfg):
 def open_slope(names, cfg):
     part = {"n": 64, "batch": lambda index, rows: {"x": np.full(len(rows), 2, np.float32)},
             "fingerprint": "twos"}
-    return {"train": part, "val": None}
+    return {"train": part, "val": {}}
 
 
 SLOPE = {
@@ -184,8 +184,8 @@ def reason_with_nan(cfg):
 def sequences(cfg):
     """Numbers of training and validation sequences."""
     cfg = train.setup_run(cfg)["cfg"]
-    sources = data.open_text(("train", "val"), cfg)
-    return [source and source["n"] for source in sources.values()]
+    opened = data.open_text(("train", "val"), cfg)
+    return [source["n"] for source in (opened["train"], *opened["val"].values())]
 
 
 def eos_id(cfg):
@@ -194,7 +194,8 @@ def eos_id(cfg):
 
 def letters(split):
     def observe(cfg):
-        source = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])[split]
+        opened = data.open_text(("train", "val"), train.setup_run(cfg)["cfg"])
+        source = opened["val"][""] if split == "val" else opened["train"]
         tokens = source["batch"](0, np.arange(4))["tokens"]
         return sorted(map(chr, np.unique(tokens)))
     return observe
@@ -417,7 +418,7 @@ FIELDS = {
     "data": row(dict(data=("b.txt",)), letters("train"), ["a"], ["b"]),
     "val_data": row(dict(val_data=("b.txt",)), letters("val"), ["a"], ["b"]),
     "val_frac": row(dict(val_frac=0.5), sequences, [113, 13], [63, 63]),
-    "data_dtype": row(dict(data_dtype="uint32"), sequences, [63, None], [32, None],
+    "data_dtype": row(dict(data_dtype="uint32"), sequences, [63], [32],
                       dict(data=("ids.bin",), val_frac=0.0, vocab_size=2**18)),
     "eod_id": row(dict(eod_id=3), n_segments, "need the id", 5, dict(
         data=("ids.bin",), document_mask=True, val_frac=0.0)),

@@ -1040,7 +1040,7 @@ def test_hugging_face_weights_are_evaluated_sampled_and_talked_to(
 
     summary = train.main(dataclasses.replace(cfg, mode="eval"))
     resolved = train.setup_run(cfg)["cfg"]
-    val_data = data.open_text(("val",), resolved)["val"]
+    val_data = data.open_text(("val",), resolved)["val"][""]
     losses = []
     for i in range(-(-val_data["n"] // 8)):
         batch = val_data["batch"](i, np.arange(8))

@@ -1372,7 +1372,7 @@ def test_a_preview_begins_as_the_data_does(tmp_path):
     def begin(name, **changes):
         cfg = config.Config(data=(str(tmp_path / name),), tokenizer=folder, seq_len=64,
                             cache_dir=str(tmp_path / "cache"), **changes)
-        source = data.open_text(("train", "val"), cfg)["val"]
+        source = data.open_text(("train", "val"), cfg)["val"][""]
         prompt, = data.sample_prompts(cfg, data.make_tokenizer(folder), source)
         assert prompt["text"] == library.decode(prompt["ids"])
         row = source["batch"](0, np.arange(1))["tokens"][0]

@@ -1675,7 +1675,7 @@ def test_a_hook_may_add_values_of_any_type(tiny, capsys):
     """The console skips values that are not numbers, and metrics.jsonl holds values that JSON does
     not know as text.
 
-    Break: train.py: for name in numbers(row): => for name in row:
+    Break: train.py: for key, value in numbers(row).items(): => for key, value in row.items():
     """
     def at(event, row):
         if event in ("log", "eval"):
@@ -3470,7 +3470,8 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
     Break: train.py: return signal_received(signals) => return False
     """
     def open_text(parts, cfg):
-        val = (sources := data.open_text(parts, cfg))["val"]
+        sources = data.open_text(parts, cfg)
+        val = sources["val"][""]
 
         def batch(index, rows):
             if index == 0:
@@ -3478,7 +3479,7 @@ def test_a_signal_during_an_evaluation_ends_it(tiny):
             time.sleep(0.1)  # time for the signal thread
             return val["batch"](index, rows)
 
-        return sources | {"val": val | {"batch": batch}}
+        return sources | {"val": {"": val | {"batch": batch}}}
 
     cfg = tiny(steps=2, eval_batches=0)
     summary = train.main(cfg, task=train.TEXT | {"open": open_text})
@@ -3612,7 +3613,8 @@ def test_an_evaluation_of_a_mixture_has_the_loss_of_each_source(tiny, tmp_path):
     """An evaluation of a mixture has the loss of each source, equal to an evaluation of that
     source alone, and their mean weighted by labels.
 
-    Break: train.py: row |= eval_metrics(task, part_means[name], part, f"/{name}") => pass
+    Break: train.py: row |= eval_metrics(task, metric_means(sums_of[name]), source, f"/{name}") =>
+    pass
     """
     (other := tmp_path / "other.txt").write_text("12 34 " * 300)
     sources = tiny().data[0], str(other)

@@ -375,11 +375,7 @@ def open_days(parts, cfg):
                 ["no file here has an example"], f"val_data {' '.join(patterns)}")
         return source
 
-    val = None
-    if "" in val_sets:
-        val = open_val_files(cfg.val_data)
-    elif val_sets:
-        val = {"parts": {name: open_val_files(files) for name, files in val_sets.items()}}
+    val = {name: open_val_files(files) for name, files in val_sets.items()}
 
     days = None
     if "train" in parts:
@@ -392,7 +388,7 @@ def open_days(parts, cfg):
         return open_val([name], day_of, cfg)
 
     if days and not val:
-        val = {"source_at": next_day_at}
+        val = {"": {"source_at": next_day_at}}
     return {"train": days, "val": val}
 
 

@@ -82,7 +82,7 @@ def open_digits(parts, cfg):
         return {"image": val_x[i], "label": np.where(valid, val_y[i], -1)}
 
     return {"train": {"n": len(x), "batch": train_batch, "fingerprint": "sklearn digits"},
-            "val": {"n": len(val_x), "batch": val_batch, "fingerprint": "sklearn digits"}}
+            "val": {"": {"n": len(val_x), "batch": val_batch, "fingerprint": "sklearn digits"}}}
 
 
 TASK = {"table": table, "loss": loss, "batch": batch_shapes, "open": open_digits,

@@ -314,11 +314,11 @@ def open_pairs(parts, cfg):
     sources = {
         "train": {"n": n_train, "batch": train_batch, "fingerprint": fingerprint,
                   "summary": f"{n_train:,} pairs"},
-        "val": None,
+        "val": {},
     }
     if n_val:
-        sources["val"] = {"n": n_val, "batch": val_batch, "fingerprint": fingerprint,
-                          "summary": f"{n_val:,} pairs"}
+        sources["val"][""] = {"n": n_val, "batch": val_batch, "fingerprint": fingerprint,
+                              "summary": f"{n_val:,} pairs"}
     return sources
 
 

@@ -41,7 +41,7 @@ def open_text(parts, cfg):
     """Open the files of a config as training data in windows, and its validation data."""
     if cfg.val_frac:
         raise ValueError(f"val_frac {cfg.val_frac}: must be 0 with windows; set --val_data")
-    sources = {"train": None, "val": None}
+    sources = {"train": None, "val": {}}
     if cfg.val_data:
         sources = data.open_text(("val",), cfg)
     if "train" in parts:
