@@ -33,7 +33,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -268,57 +267,14 @@ def documents(tmp_path, **fields):
                 dtype="float32") | fields
 
 
-def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path):
+def test_logged_values_are_means_over_the_steps_since_the_last_row(tiny, tmp_path, monkeypatch):
     """A log row has sums over labels divided by label counts, as float64 NumPy computes them from
-    the metrics of each step. Learning rate and gradient norm are those of the last step.
-
-    Break: train.py: values |= metric_means(since_log["sums"]) => pass
-    """
-    steps = {}
-
-    def keep(event, row):
-        if event == "step":
-            steps[row["step"]] = dict(row)
-
-    train.main(tiny(**documents(tmp_path, log_every=4, eval_every=0)), hooks=[keep])
-    logged = rows(tiny().out_dir, "log")
-    assert [row["step"] for row in logged] == [4, 8]
-    for row in logged:
-        window = [steps[row["step"] - i] for i in (3, 2, 1, 0)]
-        labels = np.array([step["n_labels"] for step in window])
-        assert len(set(labels)) > 1 and row["n_labels"] == labels.sum()
-        for name in ("loss", "acc", "z", "objective"):
-            values = np.array([step[name] for step in window])
-            mean = (values * labels).sum() / labels.sum()
-            np.testing.assert_allclose(row[name], mean, rtol=1e-12)
-        assert (row["lr"], row["grad_norm"]) == (window[-1]["lr"], window[-1]["grad_norm"])
-        np.testing.assert_allclose(row["ppl"], np.exp(row["loss"]), rtol=1e-12)
-
-
-def test_a_log_row_after_a_resume_averages_the_steps_before_it_too(tiny, tmp_path):
-    """A run saves and stops between two log rows and then resumes. Its log rows equal those of an
-    uninterrupted run.
+    the metrics of each step, of which at most MAX_UNREAD_STEPS wait on the device. A run that
+    stops and resumes between two rows has the same ones.
 
     Break: train.py: new_sums(meta.get("since_log", {})) => new_sums({})
     """
-    fields = documents(tmp_path, log_every=5, eval_every=0, save_every=3, steps=10)
-    straight = tiny(**fields, out_dir=str(tmp_path / "straight"))
-    train.main(straight)
-    stopped = tiny(**fields, out_dir=str(tmp_path / "stopped"))
-    train.main(stopped, hooks=[stop_at(3)])
-    train.main(stopped)
-    assert rows(stopped.out_dir, "start")[-1]["step"] == 3
-    assert losses(stopped.out_dir) == losses(straight.out_dir)
-
-
-def test_the_number_of_unread_metrics_on_the_device_is_bounded(tiny, monkeypatch):
-    """With a long log_every the loop reads the metrics every MAX_UNREAD_STEPS steps. The log row
-    is the same mean.
-
-    Break: train.py: elif len(since_log["steps"]) >= MAX_UNREAD_STEPS: => elif False:
-    """
-    counts, losses = [], []
-    add_up = train.add_to_sums
+    steps, counts, add_up = {}, [], train.add_to_sums
 
     def count(window, last_step):
         counts.append(len(window["steps"]))
@@ -326,32 +282,53 @@ def test_the_number_of_unread_metrics_on_the_device_is_bounded(tiny, monkeypatch
 
     def keep(event, row):
         if event == "step":
-            losses.append(row["loss"])
+            steps[row["step"]] = dict(row)
 
     monkeypatch.setattr(train, "MAX_UNREAD_STEPS", 3)
     monkeypatch.setattr(train, "add_to_sums", count)
-    cfg = tiny(steps=12, log_every=12, eval_every=0, save_every=0)
-    train.main(cfg, hooks=[keep])
-    assert max(counts) <= 4 and len(counts) > 3
-    np.testing.assert_allclose(rows(cfg.out_dir, "log")[0]["loss"], np.mean(losses), rtol=1e-12)
+    fields = documents(tmp_path, log_every=5, eval_every=0, save_every=3, steps=10)
+    straight = tiny(**fields, out_dir=str(tmp_path / "straight"))
+    train.main(straight, hooks=[keep])
+    assert max(counts) == 3 and len(counts) > 3
+    logged = rows(straight.out_dir, "log")
+    assert [row["step"] for row in logged] == [5, 10]
+    for row in logged:
+        window = [steps[row["step"] - i] for i in (4, 3, 2, 1, 0)]
+        labels = np.array([step["n_labels"] for step in window])
+        assert len(set(labels)) > 1 and row["n_labels"] == labels.sum()
+        for name in ("loss", "acc", "z", "objective"):
+            values = np.array([step[name] for step in window])
+            mean = (values * labels).sum() / labels.sum()
+            np.testing.assert_allclose(row[name], mean, rtol=1e-12)
+        assert (row["lr"], row["grad_norm"]) == (window[-1]["lr"], window[-1]["grad_norm"])
+    stopped = tiny(**fields, out_dir=str(tmp_path / "stopped"))
+    train.main(stopped, hooks=[stop_at(3)])
+    train.main(stopped)
+    assert rows(stopped.out_dir, "start")[-1]["step"] == 3
+    assert losses(stopped.out_dir) == losses(straight.out_dir)
 
 
-def test_without_log_every_a_row_covers_one_step(tiny):
-    """With log_every 0 only a step whose loss is not finite gets a log row. The row covers this
-    step alone, also after a save.
+def test_without_log_every_only_a_step_that_is_not_finite_has_a_row(tiny):
+    """With log_every 0 only a step whose loss is not finite gets a log row, which covers this step
+    alone, also after a save. In metrics.jsonl numbers that are not finite are null.
 
-    Break: train.py: since_log["steps"] = [(at, kept) for at, kept in since_log["steps"] if at >=
-    step] => pass
+    Break: ckpt.py: return x if isfinite(x) else None => return x
     """
-    def break_step(event, state):
-        if event == "state" and int(state["step"]) == 6:
-            params = state["params"]
-            return state | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
+    def spoil(event, value):
+        if event == "state" and int(value["step"]) == 6:
+            params = value["params"]
+            return value | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
+        deep = {"list": [1.0, np.float32("-inf")], (1, 2): 3}
+        return value | {"deep": deep} if event == "log" else None
 
     cfg = tiny(log_every=0, on_nonfinite="skip", save_every=2, eval_every=0)
-    train.main(cfg, hooks=[break_step])
-    logged = rows(cfg.out_dir, "log")
-    assert [(row["step"], row["n_labels"]) for row in logged] == [(7, 128), (8, 128)]
+    train.main(cfg, hooks=[spoil])
+    text = Path(cfg.out_dir, "metrics.jsonl").read_text()
+    parsed = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    logged = [row for row in parsed if row["event"] == "log"]
+    assert [(row["step"], row["n_labels"], row["loss"]) for row in logged] == [
+        (7, 128, None), (8, 128, None)]
+    assert logged[0]["deep"] == {"list": [1.0, None], "(1, 2)": 3}
     for step in ckpt.steps(Path(cfg.out_dir) / "ckpt"):
         assert ckpt.read_meta(Path(cfg.out_dir) / "ckpt", step)["since_log"] == {}
 
@@ -379,96 +356,46 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
     assert "step      2  no label  lr" in capsys.readouterr().out
 
 
-def test_metrics_jsonl_has_null_for_numbers_that_are_not_finite(tiny):
-    """Every line of metrics.jsonl is valid JSON: numbers that are not finite become null, also
-    inside lists and dicts.
-
-    Break: ckpt.py: return x if isfinite(x) else None => return x
-    """
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    def infinite(event, row):
-        deep = {"list": [1.0, np.float32("-inf")], (1, 2): 3}
-        return row | {"deep": deep} if event == "log" else None
-
-    cfg = tiny(on_nonfinite="skip", eval_every=0, steps=2)
-    train.main(cfg, hooks=[poison, infinite])
-    text = (Path(cfg.out_dir) / "metrics.jsonl").read_text()
-    parsed = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    logged = [row for row in parsed if row["event"] == "log"]
-    assert [row["loss"] for row in logged] == [None, None]
-    assert logged[0]["deep"] == {"list": [1.0, None], "(1, 2)": 3}
-
-
-def test_on_a_cpu_the_evaluation_is_compiled_when_it_is_first_needed(tiny, caplog):
-    """On a CPU the evaluation is compiled just before its first use, not in parallel with the
-    first steps. The time counts as compilation.
+def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny, caplog):
+    """JAX's log shows one compilation of train_step and one of eval_step. On a CPU the evaluation
+    is compiled just before its first use, not in parallel with the first steps. The time counts as
+    compilation.
 
     Break: step.py: if mesh.devices.flat[0].platform == "cpu": => if False:
     """
     order = []
 
-    def note(event, row):
-        done = [r.getMessage() for r in caplog.records]
-        if event == "log":
-            time.sleep(0.2)  # enough time for a compilation in the background
-            order.append(any("compilation of jit(eval_step)" in line for line in done))
+    def compilations(name):
+        words = f"Finished XLA compilation of jit({name})"
+        return sum(words in record.getMessage() for record in caplog.records)
 
+    def note(event, row):
+        if event == "log":
+            time.sleep(0.1)  # enough time for a compilation in the background
+            order.append(compilations("eval_step"))
+
+    # The context manager has no effect in the compiler's threads.
     jax.config.update("jax_log_compiles", True)
     try:
         train.main(tiny(cache_dir=""), hooks=[note])
     finally:
         jax.config.update("jax_log_compiles", False)
-    assert order == [False] * 4 + [True] * 4
+    assert order == [0] * 4 + [1] * 4 and compilations("train_step") == 1
     start, end = rows(tiny().out_dir, "start")[0], rows(tiny().out_dir, "end")[0]
     assert end["time_s"]["compile"] > start["time_s"]["compile"]
 
 
-@pytest.mark.slow
-def test_the_first_command_trains_on_the_standard_library(tmp_path, capsys):
-    """With --lr 3e-4 and no data set, the model trains on Python's standard library, here for a
-    few small steps. The loss falls and a sample is printed.
-
-    Break: data.py: if patterns else _standard_library() => if patterns else []
-    """
-    flags = ("--lr 3e-4 --steps 14 --batch_size 8 --seq_len 32 --eval_batches 1 --sample_tokens 5 "
-             "--warmup_steps 2 --log_every 1").split()
-    code = train.cli([*flags, "--cache_dir", "", "--out_dir", str(tmp_path / "out")])
-    out, seen = capsys.readouterr().out, [r["loss"] for r in rows(tmp_path / "out", "log")]
-    assert code == 0 and "sample" in out and "best validation loss" in out.splitlines()[-2]
-    assert seen[-1] < seen[0] - 0.3
-
-
-@pytest.mark.slow
 def test_epochs_set_the_steps(tiny):
-    """--epochs 1.5 trains for 1.5 times the number of sequences, rounded up to a batch. The number
-    counts as it was typed: 1.1 epochs of 100 sequences by 10 are 11 steps.
+    """--epochs sets the steps, rounded up to a batch. The number counts as it was typed: 1.1
+    epochs of 100 sequences by 10 are 11 steps.
 
     Break: train.py: fractions.Fraction(str(cfg.epochs)) => fractions.Fraction(cfg.epochs)
     """
-    cfg = tiny(epochs=1.5, steps=config.Config.steps, eval_every=0, save_every=0, batch_size=64)
-    summary = train.main(cfg)
-    n = round(0.9 * (len(Path(tiny().data[0]).read_bytes()) + 2))  # tokens to train on
-    assert summary["step"] == int(np.ceil(1.5 * -(-(n - 1) // 16) / 64))
-    assert rows(tiny().out_dir, "log")[-1]["epoch"] >= 1.5
-    cfg = tiny(epochs=1.1, batch_size=10)
-    assert train.set_steps(cfg, {"n": 100}).steps == 11
+    for epochs, steps in ((1.1, 11), (1.12, 12)):
+        assert train.set_steps(tiny(epochs=epochs, batch_size=10), {"n": 100}).steps == steps
 
 
-@pytest.mark.slow
-def test_overfit_batch_learns_one_batch(tiny):
-    """--overfit_batch trains on batch 0 in every step. The loss falls further than it can on all
-    of the data.
-
-    Break: train.py: if pinned: => if False:
-    """
-    train.main(tiny(overfit_batch=True, steps=60, lr=1e-2, eval_every=0, save_every=0, batch_size=8,
-                    vocab_size=128, data=(str(ROOT / "train.py"),)))
-    assert rows(tiny().out_dir, "log")[-1]["loss"] < 1.0
-
-
-def test_a_pinned_batch_function_returns_batch_0_for_every_index(tiny):
+def test_overfit_batch_pins_batch_0(tiny):
     """A pinned batch function returns batch 0 for every index. Otherwise the function returns the
     batch of the index.
 
@@ -486,21 +413,23 @@ def test_a_pinned_batch_function_returns_batch_0_for_every_index(tiny):
         assert all((np.asarray(x) == seen).all() for x in made.values())
 
 
-@pytest.mark.slow
 def test_the_evaluation_is_the_same_at_any_batch_size(tiny, capsys):
     """An evaluation on all validation data gives the same loss at the end of training, with
     batches of 16 beside those of 8 for training, and in --mode eval, with batches of 24, up to
-    float32 rounding.
+    float32 rounding. A given flag overrides the saved config, even by the default of Config.
 
     Break: data.py: batch["labels"][~valid] = IGNORE => pass
     """
-    end = train.main(tiny(eval_batches=0, eval_batch_size=16))
+    end = train.main(tiny(eval_batches=0, eval_batch_size=16, seed=3))
     capsys.readouterr()
-    flags = "--mode eval --eval_batches 0 --batch_size 24 --eval_batch_size 0".split()
-    assert train.cli([*flags, "--out_dir", tiny().out_dir]) == 0
+    flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
+    assert train.cli([*flags, "--batch_size", "24", "--eval_batch_size", "0"]) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert alone["val_n_labels"] == end["val_n_labels"]
+    n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
+    assert alone["val_n_labels"] == end["val_n_labels"] == n_labels and n_labels % (24 * 16)
     assert abs(alone["val_loss"] - end["val_loss"]) < 1e-6 and alone["step"] == 8
+    with pytest.raises(ValueError, match="mode eval: val_frac 0.0 leaves no data; set --val_data"):
+        train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
 @pytest.mark.slow
@@ -535,7 +464,6 @@ def test_log_and_eval_rows_have_every_sum_and_the_task_s_metrics(tiny):
     assert abs(alone["val_error"] - rows(tiny().out_dir, "eval")[-1]["val_error"]) < 1e-6
 
 
-@pytest.mark.slow
 def test_a_sample_shows_control_characters_as_escapes(capsys):
     """print_samples keeps tabs, newlines and letters of any script. It escapes characters that
     control a terminal, in the prompt too. What follows the prompt is within marks, and on a
@@ -573,20 +501,16 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
     summary = train.main(dataclasses.replace(cfg, mode="sample"))
     assert [summary["texts"], summary["prompts"]] == [preview["texts"], preview["prompts"]]
     (tmp_path / "text.txt").unlink()
-    assert train.main(dataclasses.replace(cfg, mode="sample"))["prompts"] == [""]
-    assert "samples begin with no text of the data, since it" in capsys.readouterr().out
+    capsys.readouterr()
     flags = ["--mode", "sample", "--out_dir", tiny().out_dir, "--prompt", "12 bottles",
              "--n_samples", "2", "--sample_tokens", "8", "--temperature", "1",
              "--samples_file", str(tmp_path / "s.jsonl")]
-    texts = []
-    for _ in range(2):
-        capsys.readouterr()
-        assert train.cli(flags) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0].count("12 bottles{+") == 2 and texts[0] == texts[1]
+    assert train.cli(flags) == train.cli(flags) == 0
+    output = capsys.readouterr().out
     saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in saved] == ["12 bottles"] * 2
-    assert all(f"12 bottles{{+{train.printable(row['text'])}+}}\n" in texts[0] for row in saved)
+    for row in saved:  # as in both calls
+        assert output.count(f"12 bottles{{+{train.printable(row['text'])}+}}\n") >= 2
     with pytest.raises(ValueError, match="samples_file .*: must be a file, in a folder that"):
         train.main(dataclasses.replace(cfg, mode="sample", samples_file=str(tmp_path / "a/b")))
 
@@ -595,45 +519,21 @@ def test_sample_mode_continues_the_prompt(tiny, tmp_path, capsys):
 
     cfg = tiny(mode="sample", seed=3, sample_tokens=5)
     key = jax.random.fold_in(jax.random.key(3), 0)
-    assert train.main(cfg, (), train.TEXT | {"sample": key_as_text}) == {
-        "step": 8, "reason": "sample", "exit_code": 0, "prompts": [""],
-        "texts": [str(jax.random.key_data(key))]}
+    summary = train.main(cfg, (), train.TEXT | {"sample": key_as_text})
+    assert (summary["prompts"], summary["texts"]) == ([""], [str(jax.random.key_data(key))])
+    assert "samples begin with no text of the data, since it" in capsys.readouterr().out
     with pytest.raises(ValueError, match="mode sample: this task has no samples"):
         train.main(cfg, (), train.TEXT | {"sample": None})
-
-
-def test_in_eval_mode_a_given_flag_overrides_the_saved_config(tiny, caplog):
-    """In --mode eval a given flag overrides the saved config, even if its value is the default of
-    Config. Only eval_step is compiled.
-
-    Break: config.py: values = _load_values(str(path), type(cfg)) => return {}
-    """
-    train.main(tiny(seed=3, eval_batches=1))
-    flags = ["--mode", "eval", "--out_dir", tiny().out_dir]
-    jax.config.update("jax_log_compiles", True)
-    caplog.clear()
-    try:
-        summary = train.main(config.parse([*flags, "--eval_batches", "0"]))
-    finally:
-        jax.config.update("jax_log_compiles", False)
-    output = " ".join(r.getMessage() for r in caplog.records)
-    compiled = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", output))
-    assert "eval_step" in compiled and not {"train_step", "init_state"} & compiled
-    n_labels = len(Path(tiny().data[0]).read_bytes()) // 10 - 1  # all but the first token
-    assert summary["val_n_labels"] == n_labels and n_labels % (8 * 16)
-    assert train.main(config.parse(flags))["val_n_labels"] == 8 * 16
-    with pytest.raises(ValueError, match="mode eval: val_frac 0.0 leaves no data; set --val_data"):
-        train.main(config.parse([*flags, "--val_frac", "0"]))
 
 
 def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
     """Each save row and its meta.json have the digest of the arrays as they are read back, and of
     the parameters alone if only these are saved. A run with the same parameters on another mesh
-    has the same digest.
+    has the same digest. The summary has the saved state.
 
     Break: train.py: "why": why, "digest": digest, => "why": why,
     """
-    cfg = tiny(save_every=4, weights_every=4)
+    cfg = tiny(weights_every=4)
     summary = train.main(cfg)
     for row in rows(cfg.out_dir, "save"):
         root = Path(cfg.out_dir, "ckpt", *["weights"] * (row["kind"] == "weights"))
@@ -643,6 +543,7 @@ def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
                                         {"params", "opt", "step", "skipped"})
     like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), summary["state"])
     read = ckpt.restore(Path(cfg.out_dir) / "ckpt", 8, like)
+    assert all(map(np.array_equal, jax.tree.leaves(read), jax.tree.leaves(summary["state"])))
     saved = ckpt.read_meta(Path(cfg.out_dir) / "ckpt", 8)["digest"]
     assert steplib.digest(steplib.digest_sums(jax.tree.map(jnp.asarray, read))) == saved
     other = tiny(out_dir=cfg.out_dir + "2", dp=2, fsdp=4, init_from=(cfg.out_dir,), lr=0.0, steps=1)
@@ -650,10 +551,9 @@ def test_each_save_has_its_digest_in_the_log_and_in_meta_json(tiny):
     assert rows(other.out_dir, "save")[-1]["digest"]["params"] == saved["params"]
 
 
-def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path, capsys):
+def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path):
     """Evaluation, sampling and export of a given state or of given parameters equal those of the
-    checkpoint, even if out_dir holds another run. The caller's arrays remain valid, and errors
-    list wrong names and shapes.
+    checkpoint, even if out_dir holds another run. The caller's arrays remain valid.
 
     Break: train.py: return run_saved(cfg, task, hooks, state, params) =>
     return run_saved(cfg, task, hooks)
@@ -661,80 +561,82 @@ def test_modes_without_training_use_the_given_state_or_parameters(tiny, tmp_path
     first, other = tiny(steps=4), tiny(steps=1, seed=5, out_dir=str(tmp_path / "other"))
     state = train.main(first)["state"]
     train.main(other)
-    found = {}
-    for mode in ("eval", "sample", "export"):
-        for name, cfg, given in (("disk", first, {}), ("state", other, {"state": state}),
-                                 ("params", other, {"params": jax.device_get(state["params"])})):
-            cfg = dataclasses.replace(cfg, mode=mode, seed=0, sample_tokens=8, temperature=1.0)
-            if mode == "export":
-                cfg = dataclasses.replace(cfg, export=str(tmp_path / f"hf_{name}"))
-            summary = train.main(cfg, **given)
-            assert summary.pop("step") == (0 if name == "params" else 4)
-            summary.pop("eval_s", None)
-            summary.pop("eval_tokens_per_s", None)
-            found[mode, name] = summary
-        assert found[mode, "disk"] == found[mode, "state"] == found[mode, "params"]
-    tensors = [safetensors.numpy.load_file(tmp_path / f"hf_{name}" / "model.safetensors")
-               for name in ("disk", "state", "params")]
-    assert same(tensors[0], tensors[1]) and same(tensors[0], tensors[2])
-    norm = state["params"]["final_norm"]
-    assert (tensors[0]["model.norm.weight"] == np.asarray(norm)).all() and np.ptp(norm) > 0
+    params = {name: np.asarray(x) for name, x in state["params"].items()}
+    as_lists = {name: x.tolist() for name, x in params.items()}
+
+    def run(cfg, mode, **given):
+        changes = dict(mode=mode, seed=0, sample_tokens=8, temperature=1.0)
+        summary = train.main(dataclasses.replace(cfg, **changes), **given)
+        assert summary["step"] == (0 if "params" in given else 4)
+        return summary.get("val_loss", summary.get("texts"))
+
+    assert run(first, "eval") == run(other, "eval", state=state)
+    assert run(first, "eval") == run(other, "eval", params=as_lists)
+    assert run(first, "sample") == run(other, "sample", params=params)
+    folder = tmp_path / "hf"
+    run(dataclasses.replace(other, export=f"{folder}/"), "export", state=state)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    assert (tensors["model.norm.weight"] == params["final_norm"]).all()
+    assert {"config.json", "sixfile.json"} <= {*os.listdir(folder)}
+    again = dataclasses.replace(other, resume="overwrite", steps=5)
+    assert train.main(again, state=state)["step"] == 5
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-    wrong = dict(state["params"])
-    wrong["embedd"] = wrong.pop("embed")
-    wrong["final_norm"] = np.zeros(3)
-    with pytest.raises(ValueError) as e:
-        train.main(dataclasses.replace(other, mode="eval"), params=wrong)
-    for words in ("embedd: this model has no such parameter (nearest: embed)", "embed: is missing",
-                  "final_norm: has shape (3,), must have (32,)"):
-        assert words in str(e.value)
-    params = jax.device_get(state["params"])
+
+
+def test_wrong_parameters_are_explained(tiny):
+    """Errors list wrong names, shapes and types of given parameters, and keys of a given state.
+
+    Break: train.py: config.raise_if_errors(mismatches, root) => pass
+    """
+    cfg = tiny(mode="eval")
+    params = {name: np.zeros(row["shape"], np.float32)
+              for name, row in train.setup_run(cfg)["table"].items()}
+    wrong = {name: x for name, x in params.items() if name != "embed"}
+    wrong |= {"embedd": params["embed"], "final_norm": np.zeros(3)}
     for given, words in (
+            ({"params": wrong}, r"embedd: this model has no such parameter \(nearest: embed\)"),
+            ({"params": wrong}, "embed: is missing"),
+            ({"params": wrong}, r"final_norm: has shape \(3,\), must have \(32,\)"),
             ({"params": params | {"embed": np.int32(params["embed"])}},
              "embed: has dtype int32, must be a float"),
             ({"params": 3}, "the given parameters: are int, must be a dict"),
             ({"state": {"params": params}}, "the given state: has no step; must be a dict"),
             ({"state": 3}, "the given state: has no step, params; must be a dict")):
         with pytest.raises(ValueError, match=words):
-            train.main(dataclasses.replace(other, mode="eval"), **given)
+            train.main(cfg, **given)
     with pytest.raises(ValueError, match="the given state: has no .*opt"):
-        train.main(dataclasses.replace(other, resume="overwrite"), state={
-            "step": np.int32(0), "params": params})
-    listed = train.main(dataclasses.replace(other, mode="eval"), params={
-        name: x.tolist() for name, x in params.items()})
-    assert listed["val_loss"] == found["eval", "params"]["val_loss"]
+        train.main(tiny(), state={"step": np.int32(0), "params": params})
     for mode in ("plan", "data"):
         with pytest.raises(ValueError, match=f"mode {mode}: uses no state and no params"):
-            train.main(dataclasses.replace(other, mode=mode), state=state)
+            train.main(tiny(mode=mode), state={})
 
 
 def test_modes_without_training_read_init_from_if_out_dir_holds_no_run(tiny, tmp_path):
-    """If out_dir holds no run, evaluation and sampling use the parameters of init_from. A run with
-    another init_from in out_dir is an error, and so are parameters that no source has.
+    """If out_dir holds no run, an evaluation uses the parameters of init_from. A run with another
+    init_from in out_dir is an error, and so are parameters that no source has, and another
+    rope_theta, although the shapes of the parameters fit, unless --allow_change permits it.
 
     Break: train.py: if meta and cfg.init_from != => if False and cfg.init_from !=
     """
     train.main(tiny(steps=4))
-    new = tiny(out_dir=str(tmp_path / "new"), init_from=(tiny().out_dir,))
-    for mode in ("eval", "sample"):
-        saved = train.main(tiny(mode=mode, sample_tokens=8))
-        loaded = train.main(dataclasses.replace(new, mode=mode, sample_tokens=8))
-        assert saved.pop("step") == 4 and loaded.pop("step") == 0
-        for name in ("eval_s", "eval_tokens_per_s"):
-            saved.pop(name, None)
-            loaded.pop(name, None)
-        assert saved == loaded
+    new = tiny(mode="eval", out_dir=str(tmp_path / "new"), init_from=(tiny().out_dir,))
+    saved, loaded = train.main(tiny(mode="eval")), train.main(new)
+    assert (saved["step"], loaded["step"]) == (4, 0) and saved["val_loss"] == loaded["val_loss"]
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"out holds a run, whose own checkpoint mode eval would"):
         train.main(tiny(mode="eval", init_from=(str(tmp_path / "elsewhere"),)))
     with pytest.raises(ValueError, match="no source has final_norm"):
-        train.main(dataclasses.replace(new, mode="eval", init_from=(
-            f"{tiny().out_dir} exclude=final_norm",)))
+        train.main(dataclasses.replace(new, init_from=(f"{tiny().out_dir} exclude=final_norm",)))
+    for mode in ("eval", "sample", "export"):
+        with pytest.raises(ValueError, match=r"ckpt: rope_theta was 10000.0, is "):
+            train.main(tiny(mode=mode, rope_theta=10.0, export=tiny().out_dir + "_hf"))
+    train.main(tiny(mode="eval", rope_theta=10.0, allow_change=("rope_theta",)))
 
 
 def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch, capsys):
     """A checkpoint records CPU, threads, flags and versions. A resume prints the differences, or
-    nothing if all are equal. Only the first launch shows examples of the data.
+    nothing if all are equal. Only the first launch shows examples of the data. Other text in the
+    same file is an error, which --allow_change permits.
 
     Break: train.py: for kind in ("versions", "machine", "mesh"): => for kind in ():
     """
@@ -753,50 +655,37 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
     machine = steplib.describe_machine
     monkeypatch.setattr(steplib, "describe_machine", lambda device: machine(device) | {
         "threads": 99, "driver": "new"})
-    train.main(tiny(steps=6))
+    text = Path(tiny().data[0])
+    text.write_text(text.read_text().replace("beer", "wine"))
+    with pytest.raises(ValueError, match="from other data or parameters: data was"):
+        train.main(tiny(steps=6))
+    capsys.readouterr()
+    train.main(tiny(steps=6, allow_change=("data",)))
     printed = capsys.readouterr().out
     assert f"since the checkpoint: threads was {meta['machine']['threads']}, is 99; " in printed
     assert "is 'new'. The run continues" in printed
 
 
-def test_modes_without_training_refuse_another_architecture(tiny):
-    """Evaluation, sampling and export refuse a config with another rope_theta, although the shapes
-    of the parameters fit. --allow_change permits it.
-
-    Break: train.py: config.raise_if_errors(mismatches, root) => pass
-    """
-    train.main(tiny(steps=1, eval_every=0))
-    for mode in ("eval", "sample", "export"):
-        with pytest.raises(ValueError, match=r"ckpt: rope_theta was 10000.0, is "):
-            train.main(tiny(mode=mode, rope_theta=10.0, export=tiny().out_dir + "_hf"))
-    train.main(tiny(mode="eval", rope_theta=10.0, allow_change=("rope_theta",)))
-
-
-def test_a_sample_that_fails_does_not_stop_training(tiny, capsys):
-    """Training continues if a sample fails, here because its cache needs more memory than any
-    machine has. The error is printed and logged.
-
-    Break: train.py: f"no sample: {type(e).__name__}: {e}" => str(1 / 0)
-    """
-    summary = train.main(tiny(sample_tokens=10**15))
-    assert summary["exit_code"] == 0 and "no sample" in capsys.readouterr().out
-    assert "error" in rows(tiny().out_dir, "sample")[0]
-
-
 def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
-    """A hook receives every event and may add to a row. A hook that returns None changes nothing,
-    and each step has its own batch and number.
+    """A hook receives every event. It may add to a row and replace the state of a step; here it
+    restores the first parameters, which the checkpoint then holds. Each step has its own batch and
+    number.
 
-    Break: train.py: value = new => pass
+    Break: train.py: state = run_hooks(run["hooks"], "state", new_state) =>
+    state = new_state
     """
-    seen, batches, dispatched = [], set(), []
+    seen, batches, dispatched, first = [], set(), [], []
 
     def hook(event, value):
         seen.append(event)
+        if event == "load":
+            first.append(jax.tree.map(jnp.copy, value["params"]))
         if event == "data":
             batches.add(np.asarray(value["tokens"]).tobytes())
         if event == "dispatch":
             dispatched.append(value["step"])
+        if event == "state":
+            return value | {"params": jax.tree.map(jnp.copy, first[0])}
         return value | {"extra": 1} if event == "eval" else None
 
     train.main(tiny(sample_tokens=2), hooks=[hook])
@@ -806,71 +695,28 @@ def test_hooks_receive_every_event_and_may_replace_its_value(tiny):
                          "end", "before_epoch", "before_save", "before_eval"}
     assert seen.count("data") == seen.count("step") == seen.count("state") == 8
     assert all(row["extra"] == 1 for row in rows(tiny().out_dir, "eval"))
-
-
-@pytest.mark.slow
-def test_a_hook_may_replace_the_state_of_each_step(tiny):
-    """A hook restores the first parameters after each of three steps. The checkpoint of step 3
-    holds these parameters.
-
-    Break: train.py: state = run_hooks(run["hooks"], "state", new_state) =>
-    state = new_state
-    """
-    first = []
-
-    def restore_first(event, value):
-        if event == "load":
-            first.append(jax.tree.map(jnp.copy, value["params"]))
-        if event == "state" and int(value["step"]) <= 3:
-            return value | {"params": jax.tree.map(jnp.copy, first[0])}
-        return None
-
-    train.main(tiny(steps=3, eval_every=0, save_every=0), hooks=[restore_first])
     saved = arrays(tiny().out_dir)
-    assert saved["step"] == 3 and saved["opt/0/mu/embed"].any()
+    assert saved["step"] == 8 and saved["opt/0/mu/embed"].any()
     assert same({k: v for k, v in saved.items() if k.startswith("params/")},
                 {f"params/{k}": np.asarray(v) for k, v in first[0].items()})
 
 
-@pytest.mark.slow
-def test_a_hook_stops_the_run_with_a_reason(tiny, capsys):
-    """A "stop" in the row of a step, a log or an evaluation saves and ends the run with this
-    reason and exit code 0. The metrics of every step are read, and the same command continues the
-    run.
-
-    Break: train.py: progress["hook_stops"].append(str(row["stop"])) => pass
-    """
-    cfg, steps = tiny(dp=8, steps=12, log_every=2, save_every=3, eval_every=10), []
-    for event, at, end in (("step", 4, 5), ("log", 8, 9), ("eval", 10, 10)):
-        def enough(seen, row, event=event, at=at):
-            if seen == "step":
-                steps.append(row["step"])
-            return row | {"stop": "enough of it"} if seen == event and row["step"] >= at else None
-
-        summary = train.main(cfg, hooks=[enough])
-        assert (summary["reason"], summary["exit_code"]) == ("enough of it", 0)
-        assert summary["step"] == end  # rows of a step or log are read while the next step runs
-        assert steps == list(range(1, end + 1))
-        assert "stopped: enough of it" in capsys.readouterr().out
-        assert ckpt.steps(Path(cfg.out_dir) / "ckpt")[-2:] == [(end - 1) // 3 * 3, end]
-    assert train.main(cfg)["reason"] == "all 12 steps are done"
-    assert f"from its own checkpoint, at step {end}" in capsys.readouterr().out
-
-
-def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys, monkeypatch):
+def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys):
     """--hooks takes file.py:function. A missing function or file is a one-sentence error, and so
-    is a resume with other hooks. An error inside the file keeps its traceback, as does every
-    ValueError that no `raise` of the six files made.
+    is a resume with other hooks. Two functions of one file share its globals, and the file imports
+    a module of its own folder.
 
     Break: train.py: hooks = (*hooks, *load_hooks(cfg.hooks)) => pass
     """
+    (tmp_path / "beside_it.py").write_text("FACTOR = 2\n")
     hook_file = tmp_path / "my_hooks.py"
-    hook_file.write_text("def double(event, row):\n"
-                         "    return row | {'twice': 2 * row['loss']} if event == 'log' else None\n"
-                         "def fail(event, value):\n    a, b = 1, 2, 3\n")
+    hook_file.write_text("import beside_it\nseen = []\n"
+                         "def one(event, row):\n    seen.append(event)\n"
+                         "def double(event, row):\n    if event == 'log' and seen:\n"
+                         "        return row | {'twice': beside_it.FACTOR * row['loss']}\n")
     Path(tiny().out_dir + ".json").write_text(config.to_json(tiny(eval_every=0)))
     argv = ["--config", tiny().out_dir + ".json", "--hooks"]
-    assert train.cli([*argv, f"{hook_file}:double"]) == 0
+    assert train.cli([*argv, f"{hook_file}:one", f"{hook_file}:double"]) == 0
     assert all(r["twice"] == 2 * r["loss"] for r in rows(tiny().out_dir, "log"))
     for name, words in ((f"{hook_file}:duoble", "has no function 'duoble' (nearest: double)"),
                         ("my_hooks", "file.py:function"),
@@ -878,9 +724,14 @@ def test_hooks_are_loaded_from_the_command_line(tiny, tmp_path, capsys, monkeypa
         assert train.cli([*argv, name]) == 2
         assert words in capsys.readouterr().err
     assert train.cli(argv[:2]) == 2 and "hooks was [" in capsys.readouterr().err  # no --hooks
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        train.cli([*argv, f"{hook_file}:fail", "--steps", "9", "--allow_change", "hooks"])
 
+
+def test_only_errors_that_the_six_files_raise_are_one_sentence(monkeypatch, capsys):
+    """A ValueError that no `raise` of the six files made keeps its traceback. An interrupt is one
+    sentence.
+
+    Break: train.py: in files and last.line.startswith("raise") => in files
+    """
     def format_error(*_):  # a ValueError that Python raises in a function of train.py
         train.format_metrics({"loss": "high"}, ["loss"])
 
@@ -929,58 +780,6 @@ def test_lora_tunes_a_trained_model(tiny, tmp_path):
                           (dict(lora_alpha=8.0), "lora_alpha was 16.0, is 8.0")):
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(more, **change, out_dir=str(tmp_path / "none")))
-
-
-@pytest.mark.slow
-def test_pruning_hooks_keep_half_of_the_weights_zero(tiny, tmp_path):
-    """Hooks prune by magnitude in the loss function, the optimizer and the train step. Half of
-    each MLP matrix is zero in the checkpoint, and the model still learns.
-
-    Break: step.py: override("train_step", partial( => (lambda name, f: f)("train_step", partial(
-    """
-    names, called = ("layers.w_gate", "layers.w_up", "layers.w_down"), set()
-
-    def pruned(params):
-        def smallest_half(w):
-            return jnp.where(jnp.abs(w) <= jnp.median(jnp.abs(w)), 0, w)
-        return params | {n: smallest_half(params[n]) for n in names}
-
-    def prune(event, value):
-        called.add(event)
-        if event == "loss_fn":
-            return lambda params, batch, cfg: value(pruned(params), batch, cfg)
-        if event == "optimizer":
-            return optax.chain(value, optax.stateless(lambda updates, params: updates | {
-                n: jnp.where(params[n] == 0, 0, updates[n]) for n in names}))
-        if event == "train_step":
-            def step(state, batch, lr):
-                state, metrics = value(state, batch, lr)
-                return state | {"params": pruned(state["params"])}, metrics
-            return step
-
-    train.main(tiny(), hooks=[prune])
-    assert {"loss_fn", "optimizer", "train_step"} <= called
-    for name in names:
-        w = arrays(tiny().out_dir)[f"params/{name}"]
-        assert 0.5 <= np.mean(w == 0) < 0.51, name
-    seen = [r["loss"] for r in rows(tiny().out_dir, "log")]
-    assert seen[-1] < seen[0] - 0.1
-
-
-@pytest.mark.slow
-def test_watched_parameters_are_logged(tiny):
-    """Log rows have histograms and gradient norms of the parameters that match --watch, and of no
-    others.
-
-    Break: train.py: row["watch"] = => row["watched"] =
-    """
-    train.main(tiny(watch=("layers.w_*", "!*up"), log_every=4))
-    seen = rows(tiny().out_dir, "log")
-    assert [r["step"] for r in seen] == [4, 8]
-    for row in seen:
-        assert set(row["watch"]) == {"layers.w_gate", "layers.w_down"}
-        assert sum(row["watch"]["layers.w_gate"]["counts"]) == 32 * 96
-        assert 0 < row["watch"]["layers.w_gate"]["grad_norm"] < row["grad_norm"]
 
 
 @pytest.mark.parametrize("platform, capability, expected", [
@@ -1084,49 +883,6 @@ def test_an_implicit_transfer_in_the_loop_is_an_error(tiny):
 
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         train.main(tiny(), hooks=[to_host])
-
-
-def test_a_run_compiles_its_step_once(tiny, caplog):
-    """JAX's log shows one compilation of train_step and one of eval_step.
-
-    Break: train.py: programs["train_step"](state, batch, lr) =>
-    steplib.compile_steps(*step_args(run))["train_step"](state, batch, lr)
-    """
-    for thread in threading.enumerate():  # compilations of an earlier test's run
-        if thread.name.startswith("ThreadPoolExecutor"):
-            thread.join()
-    # The context manager has no effect in the compiler's threads.
-    jax.config.update("jax_log_compiles", True)
-    try:
-        train.main(tiny())
-    finally:
-        jax.config.update("jax_log_compiles", False)
-    output = [r.getMessage() for r in caplog.records]
-    for name in ("train_step", "eval_step"):
-        assert sum(f"Finished XLA compilation of jit({name})" in line for line in output) == 1
-
-
-@pytest.mark.slow
-def test_a_profile_holds_the_requested_steps(tiny):
-    """JAX's own reader finds the executions of steps 3 to 5 in the trace, and at most the step
-    that was already running. The memory profile is written after step 5 and after an error.
-
-    Break: step.py: and first <= row["step"] <= last: => and row["step"] == last:
-    """
-    train.main(tiny(dp=8, steps=8, profile="3:5", eval_every=0, save_every=0))
-    folder = Path(tiny(dp=8).out_dir) / "profile"
-    trace = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
-    names = [e.name for plane in trace.planes for line in plane.lines for e in line.events]
-    assert 3 <= sum(n.startswith("[0] ") and "jit_train_step" in n for n in names) <= 4
-    assert (folder / "memory_5.prof").stat().st_size > 0
-
-    def fail(event, value):
-        if event == "data":
-            raise RuntimeError("out of luck")
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        train.main(tiny(dp=8, profile="3:5", out_dir=tiny(dp=8).out_dir + "2"), hooks=[fail])
-    assert (Path(tiny(dp=8).out_dir + "2") / "profile/memory_at_failure.prof").stat().st_size > 0
 
 
 # ---- observers
@@ -1687,23 +1443,6 @@ def test_a_hook_may_add_values_of_any_type(tiny, capsys):
 
 
 @pytest.mark.slow
-def test_a_given_state_starts_no_run_in_a_used_folder(tiny):
-    """A given state or given parameters are refused if out_dir holds a run, which remains intact.
-    With --resume overwrite they start a new run.
-
-    Break: ckpt.py: if meta and (given or resume => if meta and (resume
-    """
-    state = train.main(tiny(steps=4))["state"]
-    for given in (dict(state=state), dict(params=state["params"])):
-        with pytest.raises(ValueError, match="holds a run at step 4, which this launch"):
-            train.main(tiny(), **given)
-    assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
-    assert train.main(tiny(steps=2, resume="overwrite"), params=state["params"])["step"] == 2
-    for _ in range(2):  # the given state remains valid
-        assert train.main(tiny(steps=5, resume="overwrite"), state=state)["step"] == 5
-
-
-@pytest.mark.slow
 def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
     """The wall clock advances by a day at each call. A time limit of an hour does not end the run,
     a save interval of ten minutes saves nothing, and the wall time in the summary is correct.
@@ -1960,22 +1699,6 @@ def test_wrong_return_values_of_hooks(tiny):
     assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
 
 
-def test_a_hook_file_is_loaded_once_and_may_import_its_neighbors(tmp_path):
-    """Two functions of one hook file share its globals, and the file imports a module of its own
-    folder.
-
-    Break: train.py: if path not in namespaces: => if True:
-    """
-    (tmp_path / "beside_it.py").write_text("SEEN = 'beside'\n")
-    (tmp_path / "my_hooks.py").write_text(
-        "import beside_it\nseen = []\n"
-        "def one(event, value): seen.append(beside_it.SEEN)\n"
-        "def two(event, value): return seen\n")
-    one, two = train.load_hooks([f"{tmp_path}/my_hooks.py:{name}" for name in ("one", "two")])
-    one("log", {})
-    assert two("log", {}) == ["beside"]
-
-
 def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
     """A tracker that is added to TRACKERS receives the events, although no package has its name.
 
@@ -1985,19 +1708,6 @@ def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
     monkeypatch.setitem(train.TRACKERS, "custom", lambda cfg: lambda event, row: seen.append(event))
     train.main(tiny(eval_every=0, save_every=0, track=("custom",)))
     assert seen[0] == "start" and seen[-1] == "end"
-
-
-@pytest.mark.slow
-def test_the_summary_holds_the_state_the_mesh_and_the_checkpoint(tiny):
-    """The returned summary holds the saved state of the last step, the mesh and the path of the
-    checkpoint.
-
-    Break: train.py: "state": state, "mesh": run["mesh"]} => "mesh": run["mesh"]}
-    """
-    summary = train.main(tiny())
-    saved = ckpt.restore(Path(summary["checkpoint"]).parent, 8, summary["state"])
-    assert all(map(np.array_equal, jax.tree.leaves(saved), jax.tree.leaves(summary["state"])))
-    assert summary["mesh"].shape["dp"] == 1 and summary["checkpoint"].endswith("000000008")
 
 
 @pytest.mark.parametrize("before, after, words", [
@@ -2161,30 +1871,6 @@ def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_an_error_in_edited_code_keeps_its_traceback(tiny, tmp_path):
-    """A ValueError that no `raise` statement of the project made keeps its traceback, here in an
-    edited copy. An error of the config is one sentence.
-
-    Break: train.py: in files and last.line.startswith("raise") => in files
-    """
-    for name in train_files():
-        shutil.copy(ROOT / name, tmp_path)
-    source = (tmp_path / "data.py").read_text()
-    wanted = "    tokenizer = make_cfg_tokenizer(cfg)"
-    assert source.count(wanted) == 1
-    (tmp_path / "data.py").write_text(source.replace(wanted, "    k, v = 1, 2, 3\n" + wanted))
-    call = [sys.executable, "train.py", "--steps", "1", "--cache_dir", ""]
-    for flags, code in (([], 1), (["--data", "none.txt", "--n_layers", "0"], 2)):
-        run = subprocess.run([*call, *flags], cwd=tmp_path, capture_output=True, text=True)
-        assert run.returncode == code and ("Traceback" in run.stderr) == (code == 1), run.stderr
-    assert run.stderr.startswith("error: config: n_layers 0: must be at least 1")
-
-
-def train_files():
-    return [f"{name}.py" for name in "train config model step data ckpt".split()]
-
-
-@pytest.mark.slow
 def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
     """From the fourth step on almost no memory page is new, although each step takes 280 MiB. The
     metrics of a step are read before the next step is dispatched.
@@ -2282,19 +1968,6 @@ def test_a_resume_with_another_config_lists_the_differences(tiny):
     assert "seed was 0, is 5" in str(e.value)
     assert "d_model was 32, is 64" in str(e.value)
     assert train.main(tiny(lr=1e-2, allow_change=("lr",)))["step"] == 8
-
-
-def test_a_resume_on_other_data_is_an_error(tiny, tmp_path):
-    """A resume with other text in the same file raises ValueError. --allow_change permits it.
-
-    Break: train.py: if saved[name] != value and name not in cfg.allow_change: => if False:
-    """
-    train.main(tiny(eval_every=0))
-    text = tmp_path / "text.txt"
-    text.write_text(text.read_text().replace("beer", "wine"))
-    with pytest.raises(ValueError, match="from other data or parameters: data was"):
-        train.main(tiny())
-    assert train.main(tiny(allow_change=("data",)))["reason"] == "already finished"
 
 
 @pytest.mark.parametrize("batch_size", [24, 8])
