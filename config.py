@@ -76,8 +76,6 @@ class Config:
     checkpoint: str = "latest"
     export: str = ""  # folder for the newest parameters as Hugging Face weights; empty: no export
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of exported weights
-    # merged: export weights with LoRA merged in; adapter: export the LoRA factors as a PEFT adapter
-    export_lora: Literal["merged", "adapter"] = "merged"
     hooks: tuple[str, ...] = ()  # functions to call on events of the run, as my_hooks.py:in_bits
     # folder of compiled programs and tokenized data; empty: keep no compiled programs
     cache_dir: str = "~/.cache/sixfile"
@@ -1185,9 +1183,9 @@ def _unused_errors(cfg, choices):
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
     unused("coordinator", not cfg.coordinator, "log_all_processes")
-    unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets", "export_lora")
+    unused("lora_rank", not cfg.lora_rank, "lora_alpha", "lora_targets")
     unused("epochs", cfg.epochs, "steps")
-    unused("export", not cfg.export, "export_every", "export_dtype", "export_lora")
+    unused("export", not cfg.export, "export_every", "export_dtype")
     unused("init_from", "dynamic=yes" not in str(cfg.init_from), "reload_every")
     unused("packing", cfg.packing == "stream", "truncation", "padding_side")
     unused("packing", cfg.packing != "stream", "document_mask")
@@ -1323,7 +1321,7 @@ def derive_text(cfg):
 # A run may resume with any of these changed. Every other field must be named in allow_change.
 RESUMABLE_FIELDS = (
     "mode", "config", "out_dir", "ckpt_dir", "resume", "allow_change", "explicit", "checkpoint",
-    "export", "export_dtype", "export_lora", "cache_dir",
+    "export", "export_dtype", "cache_dir",
     "token_cache", "steps", "epochs", "stop", "grad_accum_steps", "width_mult",
     "attention", "remat", "logit_tiles", "mlp_tiles", "deterministic", "offload_optimizer",
     "dp", "fsdp", "ep", "tp", "sp", "slices",

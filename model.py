@@ -42,14 +42,14 @@ DENSE_LEN = 1024
 # ---- parameters
 
 def param_table(cfg):
-    """Declare every parameter: {name: {"shape", "spec", "init", "trained"}}.
+    """Declare every parameter: {name: {"shape", "spec", "init"}}.
 
     Arrays under "layers." are stacked over layers: weights are [layers, in, out], weights of
     experts [layers, experts, in, out]. spec has the mesh axes that split each dim. init is
     ("normal", std) for matrices or ("constant", value) for scales and biases; optimizers
     distinguish the two by it.
 
-    Raises ValueError for a pattern in freeze or lora_targets without a match.
+    Raises ValueError for a pattern in lora_targets without a match.
     """
     L, D, F, V = cfg.n_layers, cfg.d_model, cfg.d_ff, cfg.vocab_size
     N, K, H = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
@@ -93,14 +93,6 @@ def param_table(cfg):
     # LoRA: two factors for each target.
     if cfg.lora_rank:
         table |= _lora_rows(table, cfg)
-
-    # The parameters that the patterns of cfg.freeze select are not trained.
-    frozen = matching("freeze", cfg.freeze, table)
-    if len(frozen) == len(table):
-        raise ValueError(f"freeze {' '.join(cfg.freeze)}: leaves no parameter to train; freeze "
-                         "fewer")
-    for name, row in table.items():
-        row["trained"] = name not in frozen
     return table
 
 
@@ -456,12 +448,12 @@ def _loss_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg):
         return sums
 
 
-def _logits(x_BTD, unembed_DV, cfg):
-    """Logits [B, T, V] in float32."""
+def _logits(x_BTD, unembed_DV, cfg, f32_out=True):
+    """Logits [B, T, V] in float32; rounded to cfg.dtype before, unless f32_out."""
     with jax.named_scope("head"):
-        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out=True)
+        logits_BTV = _matmul(x_BTD, unembed_DV, cfg, f32_out)
         # tp splits the vocabulary: no device holds all logits of a token.
-        return _shard(logits_BTV, BATCH_AXES, "sp", "tp")
+        return _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
 
 
 # ---- supporting
@@ -498,8 +490,8 @@ GROUP_KEYS = {"lr_mult": "lr_mult", "decay_mult": "decay_mult", "optimizers": "o
 
 def apply_param_groups(table, cfg, parse_number):
     """Put into the rows of table the values that the fields lr_mult, decay_mult and optimizers give
-    as PATTERN=VALUE: the keys of GROUP_KEYS. Rows that freeze names get "trained" False. The last
-    pattern that matches a parameter applies.
+    as PATTERN=VALUE: the keys of GROUP_KEYS. The last pattern that matches a parameter applies.
+    Rows that cfg.freeze selects get "trained" False.
 
     Raises ValueError for a pattern without a match.
     """
@@ -831,11 +823,8 @@ NARROW_LOGITS = {"gpu": True, "other": False}
 
 def loss_logits(x_BTD, unembed_DV, cfg):
     """_logits for a loss, on a GPU rounded to bfloat16 if that is the dtype."""
-    if cfg.dtype != "bfloat16" or not _by_platform(NARROW_LOGITS):
-        return _logits(x_BTD, unembed_DV, cfg)
-    with jax.named_scope("head"):
-        logits_BTV = _matmul(x_BTD, unembed_DV, cfg)
-        return _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32)
+    is_narrow = cfg.dtype == "bfloat16" and _by_platform(NARROW_LOGITS)
+    return _logits(x_BTD, unembed_DV, cfg, f32_out=not is_narrow)
 
 
 def max_and_logsumexp(logits_BTV):
@@ -890,15 +879,17 @@ def flops_per_token(cfg, seq_len, keys=None):
     """
     # Matmuls: 2 FLOPs per weight forward, 2 for the input's gradient, 2 for the weight's.
     head = "embed" if cfg.tie_embeddings else "unembed"
+    table = param_table(cfg)
+    frozen = matching("freeze", cfg.freeze, table)
     matmuls = 0
-    for name, row in param_table(cfg).items():
+    for name, row in table.items():
         if name != head and not name.startswith("layers.w"):
             continue
         n = prod(row["shape"])
         # Experts [layers, experts, in, out]: those that a token goes to.
         if len(row["shape"]) == 4:
             n = n * cfg.experts_per_token // row["shape"][1]
-        flops_per_weight = 6 if row["trained"] else 4
+        flops_per_weight = 4 if name in frozen else 6
         matmuls += flops_per_weight * n
 
     # Attention: scores and values, multiply and add; backward is twice forward.
@@ -913,8 +904,7 @@ def flops_per_token(cfg, seq_len, keys=None):
 #
 # One section for each optional feature: helpers of several sections, generation, rotary scaling,
 # dropout, label smoothing, document mask, rematerialization, memory flags, loss in tiles, MLP in
-# tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face,
-# PEFT.
+# tiles, attention by blocks, attention by cuDNN, attention by Pallas, LoRA, experts, Hugging Face.
 
 
 # ---- helpers of several sections
@@ -955,16 +945,10 @@ def _by_heads(attend):
 
 # ---- generation
 
-def forward(params, batch, cfg, cache=None):
-    """Logits [B, T, V] in float32, and the cache with the keys and values of batch written in.
-
-    batch: as in hidden_states. cache: see empty_cache; None to attend within batch alone.
-    """
-    if cache is None:
-        x_BTD, unembed_DV, _ = hidden_states(params, batch, cfg)
-    else:
-        x_BTD, unembed_DV, cache = _hidden_states_cached(params, batch, cfg, cache)
-    return _logits(x_BTD, unembed_DV, cfg), cache
+def forward(params, batch, cfg):
+    """Logits [B, T, V] in float32. batch: as in hidden_states."""
+    x_BTD, unembed_DV, _ = hidden_states(params, batch, cfg)
+    return _logits(x_BTD, unembed_DV, cfg)
 
 
 def generate(params, tokens_BT, lengths_B, cfg, key, n_new, compiler_options=None):
@@ -1007,8 +991,8 @@ def decode(params, logits_BV, cache, lengths_B, i, cfg, key):
     """
     token_B = _sample(logits_BV, jax.random.fold_in(key, i), cfg)
     batch = {"tokens": token_B[:, None], "positions": (lengths_B + i)[:, None]}
-    logits_B1V, cache = forward(params, batch, cfg, cache)
-    return token_B, logits_B1V[:, 0], cache
+    logits_BV, cache = prefill(params, batch, jnp.ones_like(lengths_B), cache, cfg)
+    return token_B, logits_BV, cache
 
 
 def empty_cache(B, T, n_new, cfg):
@@ -1084,59 +1068,43 @@ def sample_text(params, prompts, cfg, key, decode, compiler_options=None):
 
     prompts: [{"text", "ids", "stops"}]. decode: ids -> text.
     """
-    samples = []
     if not cfg.sample_tokens:
-        return samples
-    for i, (some, tokens_BT, lengths_B) in enumerate(_prompt_batches(prompts, cfg)):
-        new = generate(params, tokens_BT, lengths_B, cfg, jax.random.fold_in(key, i),
+        return []
+    # Batches of B rows. The last row is repeated, so that all batches have one shape.
+    rows = [prompt for prompt in prompts for _ in range(cfg.n_samples)]
+    B = min(len(rows), max(cfg.n_samples, SAMPLE_ROWS))
+    padded = rows + rows[-1:] * (-len(rows) % B)
+    lengths = np.array([len(row["ids"]) for row in padded], np.int32)
+    tokens = np.zeros((len(padded), lengths.max()), np.int32)
+    for row_tokens, row in zip(tokens, padded):
+        row_tokens[: len(row["ids"])] = row["ids"]
+
+    samples = []
+    for i, first in enumerate(range(0, len(rows), B)):
+        batch = slice(first, first + B)
+        new = generate(params, tokens[batch], lengths[batch], cfg, jax.random.fold_in(key, i),
                        cfg.sample_tokens, compiler_options)
-        rows = multihost_utils.process_allgather(new, tiled=True)
-        check_tokens(rows)
-        rows = rows.tolist()
-        for prompt, row in zip(some, rows):
-            kept = _before_stop(row, prompt["stops"])
+        new = multihost_utils.process_allgather(new, tiled=True)
+        check_tokens(new)
+        for prompt, ids in zip(rows[batch], new.tolist()):
+            kept = []
+            for token in ids:
+                if token in prompt["stops"]:
+                    break
+                kept.append(token)
             # Decode the prompt too: some tokenizers drop the space at the start of a text.
             # At the end, ids of only a part of a character are decoded to U+FFFD.
             n_before = len(decode(prompt["ids"]))
-            whole = decode([*prompt["ids"], *kept])
-            samples.append({"prompt": prompt["text"], "text": whole[n_before:].rstrip("\ufffd")})
+            text = decode([*prompt["ids"], *kept])[n_before:].rstrip("\ufffd")
+            samples.append({"prompt": prompt["text"], "text": text})
     return samples
 
 
 def check_tokens(tokens):
     """Raise ValueError when generated tokens have a -1, the mark of logits that are not finite."""
     if np.any(np.asarray(tokens) < 0):
-        raise ValueError("sample: the logits are not finite: the weights have NaN or infinite "
-                         "values, or overflow in this dtype; take another checkpoint, or "
-                         "--dtype float32")
-
-
-def _before_stop(tokens, stops):
-    """The tokens before the first of the stops."""
-    for n, token in enumerate(tokens):
-        if token in stops:
-            return tokens[:n]
-    return tokens
-
-
-def _prompt_batches(prompts, cfg):
-    """Yield (prompts, tokens_BT, lengths_B) of batches of one shape: each prompt n_samples times,
-    and the last one more often where the last batch would be smaller.
-    """
-    rows = []
-    for prompt in prompts:
-        rows += [prompt] * cfg.n_samples
-    T = max(len(prompt["ids"]) for prompt in prompts)
-    B = min(len(rows), max(cfg.n_samples, SAMPLE_ROWS))
-    for first in range(0, len(rows), B):
-        some = rows[first : first + B]
-        tokens_BT = np.zeros((B, T), np.int32)
-        lengths_B = np.zeros(B, np.int32)
-        for i in range(B):
-            ids = some[min(i, len(some) - 1)]["ids"]
-            tokens_BT[i, : len(ids)] = ids
-            lengths_B[i] = len(ids)
-        yield some, tokens_BT, lengths_B
+        raise ValueError("sample: the logits are not finite: the weights are, or overflow in this "
+                         "dtype; take another checkpoint, or --dtype float32")
 
 
 # ---- rotary scaling
@@ -1839,47 +1807,36 @@ def hf_fields(hf):
     """
     family = hf.get("model_type")
     if family not in HF_FAMILIES:
-        raise ValueError(f"config.json: model_type {family!r}: must be {', '.join(HF_FAMILIES)} "
-                         "(GPT-2 cannot be loaded: its positions are learnt, not rotary)")
+        raise ValueError(f"config.json: model_type {family!r}: must be {', '.join(HF_FAMILIES)}")
+    form = HF_FAMILIES[family]
     names = HF_FIELDS | HF_EXPERT_FIELDS.get(family, {})
     hf = _hf_defaults(hf) | hf
     # rope_scaling (transformers 4) or rope_parameters (5): its entries count as entries of hf.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    hf["rope_type"] = rope.get("type", "default")
-    hf |= rope
-    if family == "qwen2":  # has its biases whatever config.json says
-        hf["attention_bias"] = False
+    hf |= {"rope_type": rope.get("type", "default")} | rope
 
     errors = []
     for name, legal in HF_LEGAL.items():
         value = hf.get(name)
         if value is not None and value not in legal:
-            words = " or ".join(map(repr, legal)) or "null"
-            errors.append(f"{name} {value!r}: must be {words}")
+            errors.append(f"{name} {value!r}: must be one of {[*legal, None]}")
     needed = list(names.values())
     if hf["rope_type"] == "llama3":
-        needed.append("factor")
-    for name in needed:
-        if name not in hf:
-            errors.append(f"{name}: is missing")
+        needed += ["factor", "original_max_position_embeddings"]
+    errors += [f"{name}: is missing" for name in needed if name not in hf]
     if errors:
         raise ValueError("\n  ".join(["config.json: this model cannot express", *errors]))
 
     fields = {name: hf[hf_name] for name, hf_name in names.items()}
-    fields["qk_norm"] = HF_FAMILIES[family]["qk_norm"]
-    fields["qkv_bias"] = HF_FAMILIES[family]["qkv_bias"]
+    fields |= {"qk_norm": form["qk_norm"], "qkv_bias": form["qkv_bias"], "rope_factor": 1.0}
     fields["sliding_window"] = _hf_window(hf)
     fields["rope_theta"] = float(hf["rope_theta"])
-    fields["rope_factor"] = 1.0
-    if not fields["n_kv_heads"]:
-        fields["n_kv_heads"] = fields["n_heads"]
-    if not fields["head_dim"]:
-        fields["head_dim"] = fields["d_model"] // fields["n_heads"]
+    fields["n_kv_heads"] = fields["n_kv_heads"] or fields["n_heads"]
+    fields["head_dim"] = fields["head_dim"] or fields["d_model"] // fields["n_heads"]
     if hf["rope_type"] == "llama3" and hf["factor"] != 1:
-        length = hf.get("max_position_embeddings")
         fields["rope_factor"] = float(hf["factor"])
-        fields["rope_original_len"] = hf.get("original_max_position_embeddings", length)
-    if HF_FAMILIES[family]["experts"]:
+        fields["rope_original_len"] = hf["original_max_position_embeddings"]
+    if form["experts"]:
         fields["capacity_factor"] = 0.0
     else:
         fields["n_experts"] = 0
@@ -1889,42 +1846,27 @@ def hf_fields(hf):
 def _hf_defaults(hf):
     """The values that transformers takes for entries that some files lack."""
     family = hf["model_type"]
-    defaults = {"tie_word_embeddings": False, "head_dim": None, "norm_topk_prob": True,
-                "num_experts": hf.get("num_local_experts")}
-    if family == "qwen3":
-        defaults["head_dim"] = 128
-    if family == "qwen3_moe":
-        defaults["norm_topk_prob"] = False
+    defaults = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
+                "norm_topk_prob": family != "qwen3_moe",
+                "num_experts": hf.get("num_local_experts")}  # transformers 5 renamed it
     if family == "llama":
-        defaults["rope_theta"] = 1e4
-        defaults["num_key_value_heads"] = None
-        defaults["sliding_window"] = None
+        defaults |= {"rope_theta": 1e4, "sliding_window": None}
     return defaults
 
 
 def _hf_window(hf):
-    """The sliding window of all layers; 0: none. Raises ValueError where layers differ."""
+    """The sliding window of all layers; 0: none. Raises ValueError where layers may differ."""
     family = hf["model_type"]
     # Llama has no window. Qwen has one only if use_sliding_window says so.
-    used = hf.get("use_sliding_window", not family.startswith("qwen"))
-    window = hf["sliding_window"]
-    if family == "llama" or not used or not window:
-        window = 0
-    # Qwen2 and Qwen3 choose the layers that slide: layer_types, or else all from the layer
-    # max_window_layers on. In the others all layers slide, so layer_types must agree.
-    n_layers = hf["num_hidden_layers"]
-    by_layer = family in ("qwen2", "qwen3")
-    if hf.get("layer_types"):
-        n_sliding = hf["layer_types"].count("sliding_attention")
-    elif by_layer:
-        n_sliding = max(0, n_layers - hf.get("max_window_layers", 28))
-    else:
-        n_sliding = n_layers
-    agree = n_sliding == n_layers or (by_layer and n_sliding == 0)
-    if window and not agree:
-        raise ValueError(f"config.json: sliding_window {window}: must apply to all layers or to "
-                         "none; see layer_types and max_window_layers")
-    return window if n_sliding else 0
+    if family == "llama" or not hf.get("use_sliding_window", not family.startswith("qwen")):
+        return 0
+    # Qwen2 and Qwen3 slide from the layer max_window_layers on, the others in all layers.
+    n_full = hf.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+    layer_types = hf.get("layer_types") or ["full_attention"] * n_full
+    if hf["sliding_window"] and "full_attention" in layer_types:
+        raise ValueError(f"config.json: sliding_window {hf['sliding_window']}: must apply to all "
+                         "layers; see use_sliding_window, layer_types and max_window_layers")
+    return hf["sliding_window"] or 0
 
 
 def _hf_family(cfg):
@@ -1979,23 +1921,19 @@ def hf_config(cfg):
     return hf
 
 
-def hf_pieces(cfg, adapter=False):
+def hf_pieces(cfg):
     """{name: ({index: Hugging Face's name}, transposed)}: array[index], transposed or not, is the
-    tensor of that name. adapter: only the LoRA factors, by PEFT's names; else all but them.
+    tensor of that name. LoRA factors, which an export merges, have none.
     """
     hf_names = HF_NAMES | HF_EXPERT_NAMES.get(_hf_family(cfg), {})
     pieces = {}
     for name, row in param_table(cfg).items():
-        base, _, factor = name.partition(".lora_")
-        if base not in hf_names:
-            raise ValueError(f"{base}: Hugging Face's format has no place for this parameter")
-        is_adapter = factor != ""
-        if is_adapter != adapter:
+        if ".lora_" in name:
             continue
-        hf_name = hf_names[base]
+        if name not in hf_names:
+            raise ValueError(f"{name}: Hugging Face's format has no place for this parameter")
+        hf_name = hf_names[name]
         n_stacked = hf_name.count("{}")
-        if is_adapter:
-            hf_name = _peft_name(hf_name, factor)
         tensors = {}
         for index in np.ndindex(*row["shape"][:n_stacked]):
             tensors[index] = hf_name.format(*index)
@@ -2036,48 +1974,3 @@ def _read_expert(fused, expert, first_row, slices):
     rows, columns = slices
     rows = slice(first_row + rows.start, first_row + rows.stop)
     return fused["read"]((expert, rows, columns))
-
-
-# ---- PEFT
-
-def _peft_name(hf_name, factor):
-    """PEFT's name of the LoRA factor "a" or "b" of the weight hf_name."""
-    return "base_model.model." + hf_name.replace("weight", f"lora_{factor.upper()}.weight")
-
-
-def exports_adapter(cfg):
-    """Whether an export writes the LoRA factors as a separate adapter."""
-    return bool(cfg.lora_rank) and cfg.export_lora == "adapter"
-
-
-def peft_config(cfg, base=None):
-    """The adapter_config.json of cfg's LoRA factors as a dict. base: name or folder of the model
-    that they tune.
-
-    Raises ValueError when more than the factors is trained, or when experts are among the targets:
-    PEFT tunes modules, and transformers 5 keeps all experts of a layer in one parameter.
-    """
-    targets = []
-    lost = []
-    for name, row in param_table(cfg).items():
-        if name.endswith(".lora_a"):
-            targets.append(name.removesuffix(".lora_a"))
-        if row["trained"] and ".lora_" not in name:
-            lost.append(name)
-    for name in targets:
-        if cfg.n_experts and name.startswith("layers.w_"):
-            lost.append(name)
-    if lost:
-        raise ValueError(f"export_lora adapter: {', '.join(lost)} would be lost: PEFT stores only "
-                         "LoRA factors, and none for experts; export the merged weights")
-    modules = {HF_NAMES[name].split(".")[-2] for name in targets}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": cfg.lora_rank,
-        "lora_alpha": cfg.lora_alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(modules),
-    }

@@ -2684,58 +2684,43 @@ def open_hf(path, cfg):
 
 
 # Entries of the config.json in init_from that an export keeps.
-HF_PASSTHROUGH = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+HF_PASSTHROUGH = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def export_hf(params, cfg):
-    """Write cfg.export as transformers loads it, or as PEFT does for a separate LoRA adapter. A
-    previous export of this run is replaced. params: None to look for errors only.
+    """Write cfg.export as transformers loads it, with LoRA merged. A previous export of this run is
+    replaced. params: None to look for errors only.
 
     Raises ValueError when no Hugging Face family has this architecture, or the folder has other
     files.
     """
-    as_adapter = model.exports_adapter(cfg)
     written_by = {"out_dir": os.path.abspath(cfg.out_dir)}
     ckpt.check_export(cfg.export, written_by)
-
-    # The folder that the model came from, if it came from one.
-    base = None
-    for text in reversed(cfg.init_from):
-        path = ckpt.parse_source(text)["path"]
-        if read_hf_config(path):
-            base = path
-    hf_config = model.peft_config(cfg, base) if as_adapter else model.hf_config(cfg)
-    if as_adapter and base and base.startswith("hf://"):
-        hf_config |= peft_base(base)
+    hf_config = model.hf_config(cfg)
+    pieces = model.hf_pieces(cfg)
     ckpt.import_safetensors()
-    pieces = model.hf_pieces(cfg, as_adapter)
     if params is None:
         return
 
-    if not as_adapter:
-        params = model.merge_lora(params, cfg)
-        tokenizer = data.make_cfg_tokenizer(cfg)
-        hf_config["torch_dtype"] = cfg.export_dtype
-        hf_config["bos_token_id"] = tokenizer["bos"]
-        hf_config["eos_token_id"] = tokenizer["eos"]
-        saved = read_hf_config(base) if base else {}
-        for name in HF_PASSTHROUGH:
-            if name in saved:
-                hf_config[name] = saved[name]
+    tokenizer = data.make_cfg_tokenizer(cfg)
+    hf_config["torch_dtype"] = cfg.export_dtype
+    hf_config["bos_token_id"] = tokenizer["bos"]
+    hf_config["eos_token_id"] = tokenizer["eos"]
+    # Entries of the folder that the model came from, if it came from one.
+    for text in reversed(cfg.init_from):
+        saved = read_hf_config(ckpt.parse_source(text)["path"])
+        for name in HF_PASSTHROUGH & saved.keys():
+            hf_config[name] = saved[name]
 
     def add_files(folder):
-        name = "adapter_config.json" if as_adapter else "config.json"
-        (folder / name).write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
-        has_tokenizer = data.copy_tokenizer(cfg.tokenizer, folder)
-        if not has_tokenizer:
+        (folder / "config.json").write_text(json.dumps(hf_config, indent=1), encoding="utf-8")
+        if not data.copy_tokenizer(cfg.tokenizer, folder):
             print0(f"export {cfg.export}: has no tokenizer, as {cfg.tokenizer} is not a Hugging "
                    "Face tokenizer")
-        if not as_adapter:
-            write_generation_config(folder / "generation_config.json", tokenizer)
+        write_generation_config(folder / "generation_config.json", tokenizer)
 
-    tensors = ckpt.each_tensor(params, pieces, cfg.export_dtype)
-    stem = "adapter_model" if as_adapter else "model"
-    ckpt.write_export(cfg.export, written_by, tensors, stem, add_files)
+    tensors = ckpt.each_tensor(model.merge_lora(params, cfg), pieces, cfg.export_dtype)
+    ckpt.write_export(cfg.export, written_by, tensors, "model", add_files)
 
 
 def write_generation_config(path, tokenizer):
@@ -2780,12 +2765,6 @@ def resolve_hub_names(cfg):
         if isinstance(value, list):
             changes[name] = tuple(value)
     return dataclasses.replace(cfg, **changes)
-
-
-def peft_base(name):
-    """The fields of an adapter_config.json by which PEFT finds a base model on the Hub."""
-    hub = data.parse_hub(name)
-    return {"base_model_name_or_path": hub["repo"], "revision": hub["commit"] or hub["revision"]}
 
 
 def hub_texts(fields):

@@ -47,7 +47,7 @@ params = {name: jnp.float32(fill[row["init"][0]](row["init"][1], row["shape"]))
 # Traced only: it takes 10 s to compile.
 born = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
 assert {k: x.shape for k, x in born.items()} == {k: x.shape for k, x in params.items()}
-logits, _ = jax.jit(lambda p, b: model.forward(p, b, cfg))(params, batch)
+logits = jax.jit(lambda p, b: model.forward(p, b, cfg))(params, batch)
 assert logits.shape == (2, 5, 11) and bool(jnp.isfinite(logits).all()) and float(logits.std()) > 0
 sums, counts = jax.jit(lambda p, b: model.loss_fn(p, b, cfg))(params, batch)
 logits = np.float64(logits).reshape(10, 11)

@@ -409,8 +409,6 @@ FIELDS = {
     "export": row(dict(export="exported"), lambda cfg: Path("exported/config.json").exists()
                   and bool(cfg.export), False, True, RUN),
     "export_dtype": row(dict(export_dtype="bfloat16"), exported_dtype, "", "BF16", RUN),
-    "export_lora": row(dict(export_lora="adapter"), rejected("and none for experts"), False, True,
-                       EXPERTS | dict(lora_rank=2, export="apart")),
     "hooks": row(dict(hooks=("marks.py:mark",)), marked, False, True, RUN),
     "cache_dir": row(dict(cache_dir="other"), lambda cfg: any(
         Path(cfg.cache_dir).glob("jit_train_step*")) and cfg.cache_dir, "programs", "other", RUN),

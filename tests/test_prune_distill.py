@@ -242,7 +242,7 @@ def test_a_student_resumes_bit_exactly_and_its_teacher_does_not_change(tiny):
 
     forward = jax.jit(model.forward, static_argnums=2)
     logits = [np.float64(forward(params, first["data"], config.derive_text(
-        dataclasses.replace(shape, vocab_size=256)))[0]) / 3
+        dataclasses.replace(shape, vocab_size=256)))) / 3
         for shape, params in ((of_teacher, theirs), (cfg, first["load"]))]
     p_BTV, q_BTV = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in logits)
     row = next(row for row in ckpt.read_log(cfg.out_dir) if row["event"] == "log")

@@ -1236,8 +1236,8 @@ def test_a_sample_continues_its_prompt(family, tmp_path, monkeypatch):
     """The text of a sample is the prompt and the new tokens as the tokenizer decodes all of them
     together. A prompt that begins with a special token gets no other one before it.
 
-    Break: model.py: whole = decode([*prompt["ids"], *kept]) =>
-    whole = decode(prompt["ids"]) + decode([*kept])
+    Break: model.py: text = decode([*prompt["ids"], *kept])[n_before:] =>
+    text = (decode(prompt["ids"]) + decode([*kept]))[n_before:]
     """
     if family == "bytes":
         tokenizer = data.make_tokenizer("bytes")

@@ -261,8 +261,6 @@ FEATURES = {
             ("train.py", "ckpt.read_hf_config(data.hub_path(path))", "ckpt.read_hf_config(path)"),
             ("train.py", "        folder = data.hub_path(path, weights=True)\n",
              "        folder = path\n"),
-            ("train.py", '    if as_adapter and base and base.startswith("hf://"):\n'
-             "        hf_config |= peft_base(base)\n", ""),
         ],
     },
     "locks of buckets": {

@@ -1535,7 +1535,7 @@ def test_a_custom_parameter_that_hugging_face_lacks_cannot_be_exported(tiny, mon
     """A parameter that Hugging Face's format does not have is named in an error before training
     starts.
 
-    Break: model.py: if base not in hf_names: => if False:
+    Break: model.py: if name not in hf_names: => if False:
     """
     table = model.param_table
     monkeypatch.setattr(model, "param_table", lambda cfg: table(cfg) | {"layers.w_own": dict(

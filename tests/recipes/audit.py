@@ -30,7 +30,7 @@ LOGGED = ("loss", "objective", "grad_norm", "lr")
 WITHOUT_EFFECT = {
     *config.LAUNCH_FIELDS,
     "out_dir", "ckpt_dir", "cache_dir", "token_cache", "wait_s", "epochs", "stop",
-    "export", "export_dtype", "export_lora", "peer_timeout_s",
+    "export", "export_dtype", "peer_timeout_s",
     "track", "eval_every", "eval_batches", "save_every", "max_to_keep", "keep_period",
     "weights_every", "export_every", "sample_every", "watch", "profile",
     "prompt", "n_samples", "sample_tokens", "temperature", "top_k", "top_p",

@@ -123,8 +123,8 @@ def loss(params, batch, cfg):
     for name, x in params.items():
         if name.startswith(PREFIX):
             teacher[name.removeprefix(PREFIX)] = x
-    teacher_BTV, _ = model.forward(teacher, batch, teacher_config(cfg))
-    student_BTV, _ = model.forward(params, batch, cfg)
+    teacher_BTV = model.forward(teacher, batch, teacher_config(cfg))
+    student_BTV = model.forward(params, batch, cfg)
     return losses(student_BTV, teacher_BTV, batch["labels"], cfg)
 
 
