@@ -157,7 +157,7 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     """
     monkeypatch.undo()  # `tiny` disables the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("final_norm",),
+    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("*_norm", "!layers*"),
                dp=8)
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -185,14 +185,14 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert start["n_params"] == 256 * 32 + 32 * (2 * 32 + 2 * 16 + 3 * 96) + 3 * 32 + 2 * 8
     assert start["tokens_per_step"] == 8 * 16 and re.fullmatch("[0-9a-f]{8}", start["run_id"])
     assert start["versions"]["python"] == platform.python_version()
-    assert log[0]["mfu"] is None
-    assert all(sum(row["watch"]["final_norm"]["counts"]) == 32 for row in log)
+    for row in log:
+        assert list(row["watch"]) == ["final_norm"] and row["mfu"] is None
+        assert sum(row["watch"]["final_norm"]["counts"]) == 32
+        assert 0 < row["watch"]["final_norm"]["grad_norm"] < row["grad_norm"]
     assert summary["checkpoint"] == str(out / "ckpt/000000010") and summary["exit_code"] == 0
     assert summary["loss"] == log[-1]["loss"] and summary["val_loss"] == evals[-1]["val_loss"]
     assert not {"finite", "stop", "eval_s", "eval_tokens_per_s"} & set(summary)
-    flags = " ".join(["config:", *config.changed_flags(cfg)])
-    assert output.startswith(f"run {out}\nconfig: --") and "--steps 10" in flags
-    assert " ".join(output.partition("\n")[2].split()).startswith(" ".join(flags.split()))
+    assert output.startswith(f"run {out}\nconfig: --") and "--steps 10" in output
     lines = output[output.index("0.02M"):].splitlines()
     assert lines[0] == "0.02M parameters on 8 x cpu, mesh dp=8 fsdp=1 ep=1 tp=1 sp=1"
     assert lines[1] == f"{start['config']['dtype']}, attention xla, 128 tokens per step"
@@ -202,7 +202,7 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     assert "per device; from a fresh initialization, at step 0" in lines[compiling + 1]
     for row in log:
         assert f"step {row['step']:6}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  " in output
-    assert output.count(" sample -") == len(rows(out, "sample")) == 2
+    assert output.count(" sample -") == 2
     assert lines[-3].startswith("step 10, validation loss ")
     assert lines[-2].startswith("best validation loss ")
     assert lines[-1].startswith("done: all 10 steps are done; ")
@@ -783,15 +783,14 @@ def test_lora_tunes_a_trained_model(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("platform, capability, expected", [
-    ("gpu", "9.0", "cuda"), ("gpu", "gfx942", "gpu"), ("cpu", "", "cpu"), ("tpu", "", "tpu")])
+    ("gpu", "9.0", "cuda"), ("gpu", "gfx942", "gpu"), ("cpu", "", "cpu")])
 def test_a_task_receives_its_platform(tiny, monkeypatch, platform, capability, expected):
     """The task's "resolve" function receives the platform before anything is allocated: "cuda" on
     NVIDIA GPUs, for the available devices and for given ones.
 
     Break: train.py: platform = steplib.platform(devices[0]) => platform = devices[0].platform
     """
-    device = types.SimpleNamespace(platform=platform, compute_capability=capability,
-                                   device_kind="abacus", addressable_memories=list)
+    device = fake_device(platform, capability)
     monkeypatch.setattr(jax, "devices", lambda: 8 * [device])
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     seen = []
@@ -807,9 +806,13 @@ def test_a_task_receives_its_platform(tiny, monkeypatch, platform, capability, e
     assert seen == 2 * [("mixed", expected)]
 
 
+def fake_device(platform, capability="9.0"):
+    return types.SimpleNamespace(platform=platform, compute_capability=capability,
+                                 device_kind="abacus", addressable_memories=list)
+
+
 @pytest.mark.parametrize("platform, dtype, user, expected", [
-    ("gpu", "float32", None, "highest"), ("tpu", "float32", None, "highest"),
-    ("gpu", "bfloat16", None, None),
+    ("gpu", "float32", None, "highest"), ("gpu", "bfloat16", None, None),
     ("gpu", "float32", "tensorfloat32", None), ("cpu", "float32", None, None)])
 def test_float32_is_not_rounded(tiny, monkeypatch, platform, dtype, user, expected):
     """On a GPU or a TPU a run in float32 multiplies in float32, unless the user has chosen another
@@ -817,9 +820,6 @@ def test_float32_is_not_rounded(tiny, monkeypatch, platform, dtype, user, expect
 
     Break: train.py: jax.config.update("jax_default_matmul_precision", "highest") => pass
     """
-    device = types.SimpleNamespace(platform=platform, compute_capability="9.0",
-                                   device_kind="abacus", addressable_memories=list)
-
     def stop(cfg, devices):
         raise StopIteration
 
@@ -828,7 +828,7 @@ def test_float32_is_not_rounded(tiny, monkeypatch, platform, dtype, user, expect
     monkeypatch.setattr(jax.config, "update", changed.__setitem__)
     with jax.default_matmul_precision(user), pytest.raises(StopIteration):
         task = train.TEXT | {"resolve": lambda platform, cfg: cfg}
-        train.setup_run(tiny(dtype=dtype, fsdp=1, dp=1), task, [device])
+        train.setup_run(tiny(dtype=dtype, fsdp=1, dp=1), task, [fake_device(platform)])
     assert changed.get("jax_default_matmul_precision") == expected
 
 
@@ -954,14 +954,16 @@ def test_an_observer_cannot_change_the_run(tiny, monkeypatch):
     assert meta["config"] == json.loads(json.dumps(asked_for))
 
 
-def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
-    """One observer fails at the first log row and another at the last event. The run ends
-    normally, prints each error once with its event, and the other observers miss no row.
+def test_what_observers_and_samples_raise_ends_no_run(tiny, monkeypatch, capsys):
+    """An observer fails at the first log row, metrics.jsonl at a list that contains itself, and
+    another observer at the last event; no machine has the memory for the sample. The run ends
+    normally, prints each error once with its event, and a tracker, which needs no package of its
+    name, misses no row.
 
     Break: train.py: observers[:] = [other for other in observers if other is not observer] =>
     pass
     """
-    calls, seen = [], []
+    calls, seen, tracked = [], [], []
 
     def chart(cfg):
         def observe(event, row):
@@ -972,61 +974,39 @@ def test_an_observer_that_raises_is_removed(tiny, monkeypatch, capsys):
 
     def last(cfg):
         def observe(event, row):
-            seen.append(event)
+            seen.append((event, "error" in row))
             if event == "end":
                 raise RuntimeError("too late\nby far")
         return observe
 
-    monkeypatch.setattr(train, "OBSERVERS", (chart, *train.OBSERVERS, last))
-    assert train.main(tiny(eval_every=0, save_every=0))["exit_code"] == 0
-    output = capsys.readouterr().out
-    assert output.count("observer ") == 2
-    assert ("observer chart: at the event log: KeyError: 'no such chart'; it is removed, and the "
-            "run continues\n") in output
-    assert ("observer last: at the event end: RuntimeError: too late; it is removed, and the run "
-            "continues\n") in output
-    assert calls.count("log") == 1 and calls[-1] == "log" and "end" not in calls
-    assert seen.count("log") == len(rows(tiny().out_dir, "log")) == 8 and seen[-1] == "end"
-
-
-def test_training_continues_if_metrics_jsonl_cannot_be_written(tiny, capsys):
-    """A hook adds a list that contains itself, which JSON cannot represent. Training continues
-    without metrics.jsonl, and a printed line says so.
-
-    Break: train.py: lost = "; metrics.jsonl is no longer written" if => lost = "" if
-    """
     def odd(event, row):
         endless = []
         endless.append(endless)
-        return row | {"endless": endless} if event == "log" and row["step"] == 3 else None
+        if event == "log":  # the console skips values that are no numbers
+            return row | {"at": Path("a")} | ({"endless": endless} if row["step"] == 3 else {})
 
-    cfg = tiny(eval_every=0, save_every=0)
-    assert train.main(cfg, [odd])["step"] == 8
+    monkeypatch.setattr(train, "OBSERVERS", (chart, *train.OBSERVERS, last))
+    monkeypatch.setitem(train.TRACKERS, "own", lambda cfg: lambda event, row: tracked.append(event))
+    cfg = tiny(eval_every=0, save_every=0, sample_tokens=10**15, track=("own",))
+    assert train.main(cfg, [odd])["exit_code"] == 0
     output = capsys.readouterr().out
-    assert "observer jsonl: at the event log: RecursionError: " in output
-    assert "; it is removed, and the run continues; metrics.jsonl is no longer written\n" in output
-    assert "\nstep      4  loss " in output
-    assert [row["step"] for row in rows(cfg.out_dir, "log")] == [1, 2]
+    assert output.count("observer ") == 3 and "no sample: " in output
+    for words in ("chart: at the event log: KeyError: 'no such chart'; it is removed, and the run "
+                  "continues\n", "jsonl: at the event log: RecursionError: ",
+                  "; it is removed, and the run continues; metrics.jsonl is no longer written\n",
+                  "last: at the event end: RuntimeError: too late; it is removed, and the run "
+                  "continues\n"):
+        assert words in output
+    assert calls.count("log") == 1 and calls[-1] == "log"
+    assert seen.count(("log", False)) == 8 and ("sample", True) in seen
+    assert tracked[0] == "start" and tracked[-1] == "end"
+    assert [(row["step"], row["at"]) for row in rows(cfg.out_dir, "log")] == [(1, "a"), (2, "a")]
     assert not rows(cfg.out_dir, "end")
-
-
-def test_an_interrupt_within_an_observer_is_raised():
-    """KeyboardInterrupt is raised from the observer, and the observer is not removed.
-
-    Break: train.py: except Exception as error: => except BaseException as error:
-    """
-    def interrupted(event, row):
-        raise KeyboardInterrupt("SIGINT")
-
-    observers = [("screen", interrupted)]
-    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
-        train.notify(observers, "log", {"step": 1})
-    assert observers == [("screen", interrupted)]
 
 
 def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, capsys):
     """An observer raises when it receives the error that ends the run. The original error is still
-    raised, and the other observers receive it.
+    raised, and the other observers receive it. KeyboardInterrupt is raised from an observer.
 
     Break: train.py: except Exception as error: => except KeyError as error:
     """
@@ -1037,11 +1017,16 @@ def test_an_observer_that_raises_hides_no_error_of_the_run(tiny, monkeypatch, ca
         if event == "state" and int(value["step"]) == 2:
             raise FloatingPointError("diverged")
 
+    def interrupted(event, row):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(train, "OBSERVERS", (lambda cfg: fails, *train.OBSERVERS))
     with pytest.raises(FloatingPointError, match="diverged"):
         train.main(tiny(), [diverges])
     assert rows(tiny().out_dir, "error")[0]["error"] == "FloatingPointError: diverged"
     assert "at the event error: AssertionError: no room; it is removed" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        train.notify([("screen", interrupted)], "log", {"step": 1})
 
 
 def test_metrics_jsonl_resumes_at_the_step_of_the_run(tmp_path):
@@ -1228,11 +1213,10 @@ def poison(event, value):
         return value | {"params": params | {"final_norm": params["final_norm"] * np.nan}}
 
 
-@pytest.mark.parametrize("policy", [
-    *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "stop")), "raise"])
-def test_on_nonfinite_skips_stops_or_raises(tiny, policy, capsys):
-    """"skip" counts the step and continues, "stop" saves and exits with 1, and "raise" raises. The
-    parameters never change in such a step, and the step is in the log or in the error.
+@pytest.mark.parametrize("policy", ["stop", "raise"])
+def test_on_nonfinite_stops_or_raises(tiny, policy, capsys):
+    """"stop" saves and exits with 1, and "raise" raises. The parameters never change in such a
+    step, and the step is in the log or in the error.
 
     Break: train.py: True) and cfg.on_nonfinite == "stop" => True) and cfg.on_nonfinite == "skip"
     """
@@ -1249,51 +1233,47 @@ def test_on_nonfinite_skips_stops_or_raises(tiny, policy, capsys):
         words = "step      1  not finite: loss nan, gradients ['embed', 'final_norm', 'layers."
         assert words in capsys.readouterr().out
         return
-    summary = train.main(cfg, hooks=[poison])
-    assert (summary["exit_code"], summary["step"]) == ((0, 8) if policy == "skip" else (1, 1))
-    assert [r["step"] for r in rows(cfg.out_dir, "log")] == list(range(1, summary["step"] + 1))
-    assert len(rows(cfg.out_dir, "nonfinite")) == 1
-    if policy == "stop":  # also at the last step
+    for last in (cfg, dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")):
+        summary = train.main(last, hooks=[poison])
+        assert (summary["exit_code"], summary["step"]) == (1, 1)
         assert summary["reason"].endswith("near step 1; the state before it is saved")
-        last = dataclasses.replace(cfg, steps=1, out_dir=cfg.out_dir + "1")
-        assert train.main(last, hooks=[poison])["exit_code"] == 1
+    assert [r["step"] for r in rows(cfg.out_dir, "log")] == [1]
+    assert len(rows(cfg.out_dir, "nonfinite")) == 1
     saved = arrays(cfg.out_dir)
-    assert saved["skipped"] == saved["step"] == summary["step"]
+    assert saved["skipped"] == saved["step"] == 1
     assert not saved["opt/0/mu/embed"].any() and np.isfinite(saved["params/embed"]).all()
 
 
 # ---- resume
 
-@pytest.mark.slow
 def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
-    """A run is stopped at its last step before the evaluation. The same command with more steps
-    evaluates, saves again and continues. Launches that would start over a
-    finished run are refused.
+    """A run is stopped at its last step before the evaluation. The same command evaluates, saves
+    again and ends, and with more steps it continues. Launches that would start over a finished run,
+    or that differ in other flags, are refused.
 
     Break: train.py: step, meta = ckpt.newest_meta(root) => step, meta = 0, {}
     """
-    make = partial(tiny, schedule="constant")
     out = Path(tiny().out_dir)
-    summary = train.main(make(steps=4), hooks=[stop_at(4, "log")])
+    summary = train.main(tiny(steps=4), hooks=[stop_at(4, "log")])
     assert (summary["reason"], summary["exit_code"]) == ("SIGTERM", 0)
     assert event_steps(out, "save eval") == [("save", 4)]
-    half = out / "ckpt/000000099/save-abcd0123"
-    half.mkdir(parents=True)  # a process killed during a save leaves such a folder
-    (half / "zarr.json").touch()
-    assert train.main(make(steps=8), hooks=[stop_at(8, "log")])["step"] == 8
-    assert not list(out.glob("ckpt/*99*"))
-    summary = train.main(make(steps=8))
+    partial_saves = [out / f"ckpt/{name}000000099/save-abcd0123" for name in ("", "weights/")]
+    for folder in partial_saves:  # a process killed during a save leaves such a folder
+        folder.mkdir(parents=True)
+        (folder / "zarr.json").touch()
+    assert train.main(tiny(), hooks=[stop_at(8, "log")])["step"] == 8
+    assert not any(folder.parent.exists() for folder in partial_saves)
+    summary = train.main(tiny())
     assert (summary["reason"], summary["step"]) == ("all 8 steps are done", 8)
     assert "val_loss" in summary and summary["checkpoint"] == str(out / "ckpt/000000008")
     assert event_steps(out, "log") == [("log", i) for i in range(1, 9)]
     assert event_steps(out, "save eval") == [
         ("save", 4), ("eval", 4), ("save", 8), ("eval", 8), ("save", 8)]
-    first, second, third = rows(out, "start")
-    assert [r["step"] for r in (first, second, third)] == [0, 4, 8]
-    assert first["run_id"] == second["run_id"] == third["run_id"]
+    starts = rows(out, "start")
+    assert [r["step"] for r in starts] == [0, 4, 8] and len({r["run_id"] for r in starts}) == 1
     capsys.readouterr()
     for steps in (8, 6):
-        again = train.main(make(steps=steps))
+        again = train.main(tiny(steps=steps))
         assert (again["step"], again["reason"], again["exit_code"]) == (8, "already finished", 0)
         for name in ("val_loss", "best_val_loss", "checkpoint"):
             assert again[name] == summary[name]
@@ -1303,52 +1283,38 @@ def test_the_same_command_with_more_steps_continues_the_run(tiny, capsys):
             (dict(resume="never"), {}, "resume never: .* holds a run at step 8"),
             ({}, dict(state={}), "holds a run at step 8, which this launch"),
             ({}, dict(params={}), "holds a run at step 8, which this launch"),
-            (dict(lr=1e-2), {}, "lr was 0.002, is 0.01"),
+            (dict(lr=1e-2), {}, r"lr was 0.002, is 0.01 \(on purpose: --allow_change lr\)"),
+            (dict(seed=5, d_model=64), {}, "seed was 0, is 5(.|\n)*d_model was 32, is 64"),
             (dict(resume="must", out_dir=str(out / "new")), {}, "resume must: .* no checkpoint")):
         with pytest.raises(ValueError, match=words):
-            train.main(make(**dict(steps=8) | change), **given)
+            train.main(tiny(**change), **given)
     assert ckpt.steps(out / "ckpt") == [4, 8] and rows(out, "end")
 
 
-@pytest.mark.slow
-def test_resume_never_must_and_overwrite(tiny):
-    """"never" refuses a used folder and leaves it intact, "must" refuses an unused folder, and
-    "overwrite" starts a new run.
+def test_resume_overwrite_starts_a_new_run(tiny):
+    """A launch with --resume overwrite that fails in a hook, when it receives the state, deletes
+    nothing. Otherwise it starts a new run, which its own config.json continues.
 
-    Break: ckpt.py: (given or resume == "never"): => (given or resume == "none"):
-    """
-    with pytest.raises(ValueError, match="resume must: .* holds no checkpoint"):
-        train.main(tiny(resume="must"))
-    train.main(tiny())
-    with pytest.raises(ValueError, match="resume never: .* holds a run at step 8"):
-        train.main(tiny(resume="never"))
-    assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4, 8]
-    train.main(tiny(resume="overwrite", steps=4, seed=1))
-    assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4]
-    assert len(rows(tiny().out_dir, "start")) == 1
-
-
-@pytest.mark.slow
-def test_overwrite_deletes_nothing_if_the_launch_fails(tiny):
-    """A launch with --resume overwrite fails in a hook that receives the state. The old run
-    remains.
-
-    Break: train.py: state = run_hooks(hooks, "load", state) =>
-    __import__("shutil").rmtree(cfg.out_dir + "/ckpt"); state = run_hooks(hooks, "load", state)
+    Break: config.py: return dataclasses.replace(cfg, **reset) => return cfg
     """
     def fail(event, value):
         if event == "load":
             raise RuntimeError(event)
 
+    root = Path(tiny().out_dir) / "ckpt"
     train.main(tiny(steps=4))
     with pytest.raises(RuntimeError, match="load"):
         train.main(tiny(steps=4, resume="overwrite"), hooks=[fail])
-    assert ckpt.steps(Path(tiny().out_dir) / "ckpt") == [4] and rows(tiny().out_dir, "end")
+    assert ckpt.steps(root) == [4] and rows(tiny().out_dir, "end")
+    train.main(tiny(resume="overwrite", steps=2, seed=1))
+    assert ckpt.steps(root) == [2] and len(rows(tiny().out_dir, "start")) == 1
+    assert train.cli(["--config", f"{tiny().out_dir}/config.json", "--steps", "3"]) == 0
+    assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 2]
 
 
 def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
     """A second run is refused while the first is alive, also if only its ckpt_dir is the same
-    folder. Later it is not refused.
+    folder.
 
     Break: ckpt.py: ("ckpt_dir", root)): => ("ckpt_dir", out_dir)):
     """
@@ -1361,38 +1327,7 @@ def test_two_runs_never_write_to_one_folder(tiny, tmp_path):
                 with pytest.raises(ValueError, match=words):
                     train.main(tiny(**change))
 
-    train.main(tiny(), hooks=[second])
-    assert train.main(tiny())["reason"] == "already finished"
-
-
-@pytest.mark.slow
-def test_an_evaluation_missed_after_the_last_save_is_made_up_for(tiny):
-    """A signal stops a run at its last step before its last evaluation. The same command evaluates,
-    saves and ends, and only then is the run finished.
-
-    Break: train.py: if is_due_at_end(cfg, event) and event not in done] =>
-    if event not in done][:0]
-    """
-    assert train.main(tiny(), hooks=[stop_at(8, "log")])["reason"] == "SIGTERM"
-    assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4]
-    summary = train.main(tiny())
-    assert summary["reason"] == "all 8 steps are done" and "val_loss" in summary
-    assert [r["step"] for r in rows(tiny().out_dir, "eval")] == [4, 8]
-    finished = train.main(tiny())
-    assert finished["reason"] == "already finished"
-    assert finished["val_loss"] == summary["val_loss"] and "val_step" not in finished
-
-
-@pytest.mark.slow
-def test_config_json_does_not_contain_resume_overwrite(tiny):
-    """A run launched with --resume overwrite is continued, not deleted, by its own config.json.
-
-    Break: config.py: return dataclasses.replace(cfg, **reset) => return cfg
-    """
-    train.main(tiny(steps=4, resume="overwrite", schedule="constant"))
-    argv = ["--config", f"{tiny().out_dir}/config.json", "--steps", "6"]
-    assert train.cli(argv) == 0
-    assert [r["step"] for r in rows(tiny().out_dir, "start")] == [0, 4]
+    train.main(tiny(steps=1), hooks=[second])
 
 
 def test_a_run_that_fails_waits_for_its_save(tiny, monkeypatch):
@@ -1427,61 +1362,29 @@ def test_a_checkpoint_of_another_program_is_refused(tiny, tmp_path):
             train.main(tiny(mode=mode, ckpt_dir=str(tmp_path / "foreign")))
 
 
-def test_a_hook_may_add_values_of_any_type(tiny, capsys):
-    """The console skips values that are not numbers, and metrics.jsonl holds values that JSON does
-    not know as text.
+def custom_task(loss=None, row=(), batch=np.ones(8, np.float32), **changes):
+    """Return a task with parameters w and v of shape (4,), whose batches are 8 floats."""
+    def own_loss(params, batch, cfg):
+        objective = ((params["w"] + params["v"]).sum() * batch["x"]).sum()
+        return {"objective": objective}, {"objective": jnp.float32(8)}
 
-    Break: train.py: for key, value in numbers(row).items(): => for key, value in row.items():
-    """
-    def at(event, row):
-        if event in ("log", "eval"):
-            return row | {"val_best_at": "step 3", "at": Path("a")}
-
-    train.main(tiny(steps=2, eval_every=0), hooks=[at])
-    assert {row["at"] for name in ("log", "eval") for row in rows(tiny().out_dir, name)} == {"a"}
-    assert "it is removed" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_wall_clock_that_jumps_changes_nothing(tiny, monkeypatch):
-    """The wall clock advances by a day at each call. A time limit of an hour does not end the run,
-    a save interval of ten minutes saves nothing, and the wall time in the summary is correct.
-
-    Break: train.py: "elapsed_s": time.perf_counter() - => "elapsed_s": time.time() -
-    """
-    days = itertools.count(0, 86400)
-    monkeypatch.setattr(time, "time", lambda: float(next(days)))
-    cfg = tiny(steps=4, stop=("1h",), save_every="10m", eval_every=0)
-    began = time.perf_counter()
-    summary = train.main(cfg)
-    assert summary["reason"] == "all 4 steps are done"
-    assert 0 < summary["wall_s"] <= time.perf_counter() - began
-    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [4]
-
-
-def test_a_task_with_a_wrong_key_is_refused(tiny):
-    """An unknown key of a task and a missing required key raise ValueError before anything runs.
-
-    Break: train.py: config.key_errors("task: ", task, TEXT, =>
-    config.key_errors("task: ", TEXT, TEXT,
-    """
-    task = {k: v for k, v in train.TEXT.items() if k != "loss"} | {"units": ("word", len)}
-    words = r"task: unknown key 'units' \(nearest: unit\)\n  task: no 'loss'"
-    with pytest.raises(ValueError, match=words):
-        train.main(tiny(), task=task)
+    row = dict(shape=(4,), spec=P(), init=("normal", 1.0)) | dict(row)
+    source = {"n": np.int64(64), "fingerprint": "x", "batch": lambda step, rows: {"x": batch}}
+    return {"table": lambda cfg: {"w": row, "v": row}, "loss": loss or own_loss,
+            "batch": lambda cfg: {"x": ((8,), jnp.float32, P())},
+            "open": lambda parts, cfg: {"train": source}} | changes
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(table={"trainde": True}), r"task: table: w: unknown key 'trainde' \(nearest: trained\)"),
-    (dict(task={"table": lambda cfg: {"w": dict(shape=(4,), spec=jax.P())}}),
-     "task: table: w: no 'init'"),
-    (dict(table={"init": ("uniform", 3.0)}), "w: init 'uniform': must be 'normal' or 'constant'"),
-    (dict(task={"open": lambda parts, cfg: {"validation": None}}),
-     "task: open: unknown key 'validation'"),
-    (dict(task={"init": lambda key, cfg: {"w": jnp.ones(3)}}), r"init: w is \(3,\)"),
-    (dict(task={"loss": lambda *args: (dict(objective=1.0, lr=1.0), dict(objective=1, lr=1))}),
+    (dict(units=1), r"task: unknown key 'units' \(nearest: unit\)"),
+    (dict(row={"trainde": True}), r"table: w: unknown key 'trainde' \(nearest: trained\)"),
+    (dict(table=lambda cfg: {"w": dict(shape=(4,), spec=P())}), "task: table: w: no 'init'"),
+    (dict(row={"init": ("uniform", 3.0)}), "w: init 'uniform': must be 'normal' or 'constant'"),
+    (dict(open=lambda parts, cfg: {"validation": None}), "task: open: unknown key 'validation'"),
+    (dict(init=lambda key, cfg: {"w": jnp.ones(3)}), r"init: w is \(3,\)"),
+    (dict(loss=lambda *args: (dict(objective=1.0, lr=1.0), dict(objective=1, lr=1))),
      r"loss: sums named \['lr'\]: these names are reserved"),
-    (dict(table={"trained": False}), "task: table: no parameter is trained"),
+    (dict(row={"trained": False}), "task: table: no parameter is trained"),
     (dict(batch=np.zeros(3, np.float32)), r"batch 0 is .*\(3,\), .*, must be .*\(8,\), "),
     (dict(batch=np.zeros(8)), r"batch 0 is .*float64.*, must be .*float32"),
 ])
@@ -1491,19 +1394,8 @@ def test_errors_in_a_custom_task_are_explained(tiny, change, words):
 
     Break: train.py: f"table: {name}: ", row, known, => f"table: {name}: ", row, row,
     """
-    batch = change.get("batch", np.ones(8, np.float32))
-    source = {"n": 64, "fingerprint": "x", "batch": lambda step, rows: {"x": batch}}
-
-    def loss(params, batch, cfg):
-        objective = (params["w"].sum() * batch["x"]).sum()
-        return {"objective": objective}, {"objective": jnp.float32(8)}
-
-    row = dict(shape=(4,), spec=jax.P(), init=("normal", 1.0)) | change.get("table", {})
-    task = {"table": lambda cfg: {"w": row}, "loss": loss,
-            "batch": lambda cfg: {"x": ((8,), jnp.float32, jax.P())},
-            "open": lambda parts, cfg: {"train": source}} | change.get("task", {})
     with pytest.raises((ValueError, AssertionError), match=words):
-        train.main(tiny(steps=1, eval_every=0, batch_size=8), task=task)
+        train.main(tiny(steps=1, eval_every=0), task=custom_task(**change))
 
 
 def test_a_custom_task_may_freeze_parameters_and_use_numpy_integers(tiny):
@@ -1512,17 +1404,8 @@ def test_a_custom_task_may_freeze_parameters_and_use_numpy_integers(tiny):
 
     Break: model.py: in matching("freeze", cfg.freeze, table): => in ():
     """
-    def loss(params, batch, cfg):
-        objective = ((params["w"] + params["v"]).sum() * batch["x"]).sum()
-        return {"objective": objective}, {"objective": 8}
-
-    row = dict(shape=(4,), spec=jax.P(), init=("normal", 1.0))
-    source = {"n": np.int64(64), "fingerprint": "x",
-              "batch": lambda step, rows: {"x": np.ones(8, np.float32)}}
-    task = {"table": lambda cfg: {"w": row, "v": row}, "loss": loss,
-            "batch": lambda cfg: {"x": ((8,), np.float32, jax.P())},
-            "open": lambda parts, cfg: {"train": source}}
-    cfg = tiny(steps=2, batch_size=8, freeze=("w",), eval_every=0, dp=1, fsdp=8)
+    task = custom_task()
+    cfg = tiny(steps=2, freeze=("w",), eval_every=0, dp=1, fsdp=8)
     params = train.main(cfg, task=task)["state"]["params"]
     begun = model.init(jax.random.key(cfg.seed), cfg, task["table"](cfg))
     moved = {name: float(abs(params[name] - begun[name]).max()) for name in begun}
@@ -1667,77 +1550,57 @@ def test_the_state_of_a_hook_resumes_with_its_run(tiny):
     assert losses(make("crashed").out_dir) == losses(make("straight").out_dir)
 
 
-def test_a_hook_that_requests_an_unknown_event_fails():
-    """A wrong request is a mistake of a programmer.
+def test_wrong_hooks_are_named(tiny):
+    """The exception of a hook, and the one for a row without its keys, have a note with the hook
+    and the event. An unknown request is an error. An empty "stop" stops nothing; NumPy and JAX
+    values are written as numbers and lists.
 
-    Break: train.py: assert requested <= {*config.EVENTS}, => assert requested,
+    Break: train.py: e.add_note( => str(
     """
-    with pytest.raises(AssertionError, match="hooks request {'evall'}: events are"):
-        train.run_row_hooks([lambda event, row: row | {"request": "evall"}], "log", {"step": 4},
-                            train.init_progress(0.0))
+    def divides(event, value):
+        return 1 / 0 if event == "data" else None
 
-
-def test_wrong_return_values_of_hooks(tiny):
-    """A row without its keys raises an error that names the hook and the event. An empty "stop"
-    stops nothing. NumPy and JAX values are written as numbers and lists.
-
-    Break: train.py: if row.get("stop"): => if "stop" in row:
-    """
     def forgets(event, row):
         return {"bits": 1.0} if event == "log" else None
-
-    with pytest.raises(TypeError, match="lacks .*loss.*; return None, or all of the") as e:
-        train.main(tiny(eval_every=0, save_every=0), [forgets])
-    assert "forgets, at the event log" in e.value.__notes__[0]
 
     def adds(event, row):
         more = {"stop": None, "a": np.float32(3), "b": jnp.ones(2), "c": jnp.float32(5)}
         return row | more if event == "log" else None
 
+    with pytest.raises(ZeroDivisionError) as e:
+        train.main(tiny(), [divides])
+    note, = e.value.__notes__
+    assert note.startswith("in the hook ") and note.endswith("divides, at the event data")
+    with pytest.raises(TypeError, match="lacks .*loss.*; return None, or all of the") as e:
+        train.main(tiny(eval_every=0, save_every=0), [forgets])
+    assert "forgets, at the event log" in e.value.__notes__[0]
+    with pytest.raises(AssertionError, match="hooks request {'evall'}: events are"):
+        train.run_row_hooks([lambda event, row: row | {"request": "evall"}], "log", {"step": 4},
+                            train.init_progress(0.0))
     cfg = tiny(eval_every=0, resume="overwrite", save_every=0, log_every=4)
     assert train.main(cfg, [adds])["step"] == 8
     assert [(r["a"], r["b"], r["c"]) for r in rows(cfg.out_dir, "log")] == [(3, [1, 1], 5)] * 2
 
 
-def test_a_custom_tracker_needs_no_package_of_its_name(tiny, monkeypatch):
-    """A tracker that is added to TRACKERS receives the events, although no package has its name.
-
-    Break: train.py: package = TRACKER_PACKAGES.get(TRACKERS[name]) => package = name
-    """
-    seen = []
-    monkeypatch.setitem(train.TRACKERS, "custom", lambda cfg: lambda event, row: seen.append(event))
-    train.main(tiny(eval_every=0, save_every=0, track=("custom",)))
-    assert seen[0] == "start" and seen[-1] == "end"
-
-
-@pytest.mark.parametrize("before, after, words", [
-    ({}, dict(n_heads=8, n_kv_heads=2, head_dim=4, qk_norm=False), ["n_heads was 4, is 8",
-     "head_dim was 8, is 4", "layers.q_norm is not a parameter", "qk_norm was True"]),
-    pytest.param(dict(tie_embeddings=False, qkv_bias=True), {}, [
-        "unembed is not a parameter", "tie_embeddings was False", "layers.bq is not a"],
-                 marks=pytest.mark.slow),
-    pytest.param(dict(rope_theta=5e5, norm_eps=1e-5), {}, [
-        "rope_theta was 500000.0, is 10000.0", "norm_eps was 1e-05"],
-                 marks=pytest.mark.slow),
-])
-def test_parameters_of_another_architecture_are_refused(tiny, tmp_path, before, after, words):
+def test_parameters_of_another_architecture_are_refused(tiny, tmp_path):
     """If the architecture differs, init_from raises an error that lists the differences, even if
     all shapes fit. --allow_change permits differences of the forward pass.
 
     Break: ckpt.py: wrong = list(source.get("mismatches", [])) => wrong = []
     """
-    base = tiny(steps=1, eval_every=0, save_every=0, **before)
+    base = tiny(steps=1, eval_every=0, save_every=0, rope_theta=5e5, norm_eps=1e-5)
     train.main(base)
-    cfg = dataclasses.replace(tiny(steps=1, **after), init_from=(base.out_dir,),
-                              out_dir=str(tmp_path / "next"))
-    with pytest.raises(ValueError) as e:
-        train.main(cfg)
-    assert [w for w in words if w not in str(e.value)] == [], str(e.value)
-    if "rope_theta" in before:
-        train.main(dataclasses.replace(cfg, allow_change=("rope_theta", "norm_eps")))
+    fits = dict(out_dir=str(tmp_path / "next"), init_from=(base.out_dir,), steps=1)
+    differs = dict(n_heads=8, head_dim=4, qk_norm=False)
+    for change, listed in (({}, ["rope_theta was 500000.0, is 10000.0", "norm_eps was 1e-05"]),
+                           (differs, ["n_heads was 4, is 8", "head_dim was 8, is 4",
+                                      "layers.q_norm is not a parameter", "qk_norm was True"])):
+        with pytest.raises(ValueError) as e:
+            train.main(tiny(**fits | change))
+        assert [words for words in listed if words not in str(e.value)] == [], str(e.value)
+    train.main(tiny(**fits, allow_change=("rope_theta", "norm_eps")))
 
 
-@pytest.mark.slow
 def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
     """A resume with another sp is refused, because experts would drop other tokens. meta.json
     holds the mesh of the checkpoint.
@@ -1745,12 +1608,10 @@ def test_a_resume_with_another_sp_is_refused_if_experts_drop_tokens(tiny):
     Break: train.py: setup["cfg"], meta.get("mesh", {}), => setup["cfg"],
     dict(setup["mesh"].shape),
     """
-    experts = dict(n_experts=2, d_ff=32, steps=2, eval_every=0, save_every=0, seq_len=32)
-    train.main(tiny(**experts))
-    more = experts | dict(steps=3, schedule="constant", allow_change=("schedule",))
+    experts = dict(n_experts=2, d_ff=32, eval_every=0, save_every=0, seq_len=32)
+    train.main(tiny(**experts, steps=1))
     with pytest.raises(ValueError, match="sp was 1, is 2 .on purpose: --allow_change sp"):
-        train.main(tiny(**more, sp=2))
-    assert train.main(tiny(**more))["step"] == 3
+        train.main(tiny(**experts, steps=2, sp=2))
 
 
 def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
@@ -1768,49 +1629,30 @@ def test_a_folder_without_locks_is_used(tiny, monkeypatch, capsys):
     assert "has no locks (No locks available)" in capsys.readouterr().out
 
 
-def test_a_partial_save_of_weights_is_deleted(tiny):
-    """The next launch deletes an unfinished save of --weights_every.
+def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
+    """A save is due by time after each step. The run keeps only the two checkpoints that are due
+    by steps, and weights that are saved by time.
 
-    Break: ckpt.py: delete_leftovers(kind_root, log) => delete_leftovers(root, log)
+    Break: train.py: and why == "second" => and why == "third"
     """
-    cfg = tiny(steps=1, eval_every=0)
-    left = Path(cfg.out_dir, "ckpt/weights/000000007/save-0a1b2c3d")
-    left.mkdir(parents=True)
+    cfg = tiny(steps=6, save_every="3,1s", weights_every="1s", max_to_keep=0, eval_every=0)
+    ask = train.poll_requests
+    monkeypatch.setattr(train, "poll_requests", lambda run, step, *rest: (
+        ask(run, step, *rest) | {"elapsed_s": step + 1.0}))
     train.main(cfg)
-    assert not left.parent.exists()
+    kinds = [(row["step"], row["kind"]) for row in rows(cfg.out_dir, "save")]
+    assert sorted(kinds) == [(i, kind) for i in range(1, 7) for kind in ("save", "weights")]
+    folder = Path(cfg.out_dir, "ckpt")
+    assert (ckpt.steps(folder), ckpt.steps(folder / "weights")) == ([3, 6], [1, 2, 3, 4, 5, 6])
 
 
-def test_weights_saved_by_time_are_kept(tiny):
-    """Weights that are saved by time are kept. Of full checkpoints saved by time only the newest
-    is kept.
-
-    Break: train.py: temporary = kind == "save" and why => temporary = why
-    """
-    train.main(tiny(steps=3, eval_every=0, weights_every="0.001s", save_every="0.001s"))
-    folder = Path(tiny().out_dir, "ckpt")
-    assert (ckpt.steps(folder / "weights"), ckpt.steps(folder)) == ([1, 2, 3], [3])
-
-
-def test_an_export_path_may_end_with_a_slash(tiny):
-    """An export path may end with a slash, and a later export replaces the first.
-
-    Break: ckpt.py: Path(f"{out}.partial") => Path(f"{folder}.partial")
-    """
-    cfg = tiny(steps=2, eval_every=0, export=tiny().out_dir + "_hf/", export_every=1)
-    assert train.main(cfg)["exit_code"] == 0
-    assert {"config.json", "model.safetensors", "sixfile.json"} <= {*os.listdir(cfg.export)}
-    assert not os.path.exists(tiny().out_dir + "_hf.partial")
-
-
-def test_config_json_is_replaced_atomically(tiny, monkeypatch):
+def test_config_json_is_replaced_atomically(tmp_path, monkeypatch):
     """If a write ends halfway, the old config.json remains.
 
     Break: ckpt.py: partial_path.write_text(text, encoding="utf-8") =>
     path.write_text(text, encoding="utf-8")
     """
-    cfg = tiny(steps=1, eval_every=0)
-    train.main(cfg)
-    before = Path(cfg.out_dir, "config.json").read_text()
+    (tmp_path / "config.json").write_text("the old one")
 
     def half(path, text, encoding, write=Path.write_text):
         write(path, text[: len(text) // 2], encoding)
@@ -1818,12 +1660,12 @@ def test_config_json_is_replaced_atomically(tiny, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(OSError, match="the disk is full"):
-        ckpt.begin_out_dir(cfg.out_dir, f"{cfg.out_dir}/ckpt", before.replace("0", "1"))
-    assert Path(cfg.out_dir, "config.json").read_text() == before
+        ckpt.begin_out_dir(str(tmp_path), f"{tmp_path}/ckpt", "the new one")
+    monkeypatch.undo()
+    assert Path(tmp_path, "config.json").read_text() == "the old one"
 
 
-def test_an_export_that_fails_is_reported(
-        tiny, monkeypatch):
+def test_an_export_that_fails_is_reported(tiny, monkeypatch):
     """Without safetensors the run does not start. If the last export fails, the run saves its
     checkpoint and ends with exit code 1 and the reason.
 
@@ -1872,12 +1714,12 @@ def test_a_cache_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
-    """From the fourth step on almost no memory page is new, although each step takes 280 MiB. The
+    """From the fourth step on almost no memory page is new, although each step takes 140 MiB. The
     metrics of a step are read before the next step is dispatched.
 
     Break: train.py: jax.config.update("jax_cpu_enable_async_dispatch", False) => None
     """
-    cfg = tiny(steps=8, d_model=64, batch_size=64, seq_len=256, vocab_size=256, logit_tiles=1,
+    cfg = tiny(steps=6, d_model=64, batch_size=32, seq_len=256, vocab_size=256, logit_tiles=1,
                dtype="float32", dp=1, eval_every=0, save_every=0, val_frac=0)
     Path(tmp_path, "cfg.json").write_text(config.to_json(cfg))
     Path(tmp_path, "pages.py").write_text(
@@ -1892,32 +1734,8 @@ def test_a_step_on_one_cpu_reuses_its_memory(tiny, tmp_path):
                    env=os.environ | {"XLA_FLAGS": flags})
     rows = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert [(event, int(step)) for event, step, _ in rows] == [
-        (event, step) for step in range(1, 9) for event in ("dispatch", "step")]
-    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # a step uses 70,000 pages
-
-
-def test_the_bar_of_an_evaluation_moves(tiny, monkeypatch):
-    """The bar is as long as the evaluation has batches, and advances with each.
-
-    Break: train.py: run_hooks(setup["hooks"], "val_data", count_batch(batch)) =>
-    run_hooks(setup["hooks"], "val_data", batch)
-    """
-    class Bar:
-        def __init__(self, total=None, **options):
-            self.total, self.n_updates = total, 0
-            bars.append(self)
-
-        def update(self):
-            self.n_updates += 1
-
-        def __getattr__(self, name):
-            return lambda *args, **options: None
-
-    Bar.write = staticmethod(train.tqdm.write)
-    bars = []
-    monkeypatch.setattr(train, "tqdm", Bar)
-    train.main(tiny(steps=4, eval_batches=3, save_every=0))
-    assert [bar.n_updates for bar in bars if bar.total == 3] == [3]
+        (event, step) for step in range(1, 7) for event in ("dispatch", "step")]
+    assert int(rows[-1][2]) - int(rows[6][2]) < 5000  # a step uses 35,000 pages
 
 
 @pytest.mark.slow
@@ -1952,22 +1770,6 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
     bars = [line for line in lines if re.match(r"\d+/20 \|", line)]
     assert bars and all(len(line.split("|")[1]) > 10 for line in bars), bars
     assert any("loss" in line and "tokens/s" in line for line in bars)
-
-
-@pytest.mark.slow
-def test_a_resume_with_another_config_lists_the_differences(tiny):
-    """The error lists each field with both values. A change that is allowed is accepted.
-
-    Break: train.py: config.check_resumable(meta["config"], setup["cfg"], =>
-    print(meta["config"], setup["cfg"],
-    """
-    train.main(tiny(steps=4))
-    with pytest.raises(ValueError) as e:
-        train.main(tiny(lr=1e-2, seed=5, d_model=64))
-    assert "lr was 0.002, is 0.01 (on purpose: --allow_change lr)" in str(e.value)
-    assert "seed was 0, is 5" in str(e.value)
-    assert "d_model was 32, is 64" in str(e.value)
-    assert train.main(tiny(lr=1e-2, allow_change=("lr",)))["step"] == 8
 
 
 @pytest.mark.parametrize("batch_size", [24, 8])
@@ -2234,14 +2036,14 @@ def test_a_failed_save_is_logged_at_the_next_step(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_over_100_saves(tiny, tmp_path):
-    """After 20 and 100 saves the live arrays exceed those after 2 saves by at most half of a
-    save's copy. Between these two the process grows by less than 40 copies.
+def test_memory_does_not_grow_over_50_saves(tiny, tmp_path):
+    """After 10 and 50 saves the live arrays exceed those after 2 saves by at most half of a
+    save's copy. Between these two the process grows by less than 20 copies.
 
     Break: ckpt.py: data = _snapshot(shard.data) => data = _snapshot(shard.data);
     _snapshot.kept = [*getattr(_snapshot, "kept", []), data]
     """
-    cfg = tiny(steps=101, save_every=1, eval_every=0, max_to_keep=1, d_model=96, log_every=0)
+    cfg = tiny(steps=51, save_every=1, eval_every=0, max_to_keep=1, d_model=96, log_every=0)
     hook, found = tmp_path / "hook.py", tmp_path / "found.json"
     hook.write_text(f"""
 import gc, json, pathlib, time
@@ -2251,7 +2053,7 @@ root, found = pathlib.Path({cfg.out_dir!r}, "ckpt"), {{}}
 def look(event, value):
     if event == "load":
         found["copied"] = sum(x.nbytes for x in jax.tree.leaves(value))
-    if event != "dispatch" or value["step"] - 1 not in (2, 20, 100):
+    if event != "dispatch" or value["step"] - 1 not in (2, 10, 50):
         return
     while ckpt.latest(root) != value["step"] - 1:  # committed
         time.sleep(0.01)
@@ -2273,7 +2075,7 @@ def look(event, value):
     (first, *others), copied, resident = found["live"], found["copied"], found["resident"]
     assert first > copied > 2**20 and len(others) == 2
     assert max(others) <= first + copied / 2, found
-    assert resident[2] - resident[1] < 40 * copied, found
+    assert resident[2] - resident[1] < 20 * copied, found
 
 
 # ---- intervals, excluded parameters, sources
@@ -2389,22 +2191,6 @@ def test_a_full_disk_at_the_start_is_a_sentence(tiny, capsys):
     assert code == 2 and "compiling" not in output.out
     assert output.err == (f"error: out_dir {cfg.out_dir!r}: cannot be written: File too large; "
                           "choose another\n")
-
-
-def test_a_checkpoint_by_time_is_deleted_after_the_next(tiny, monkeypatch):
-    """A save is due by time after each step. The run keeps only the two checkpoints that are due
-    by steps.
-
-    Break: train.py: and why == "second" => and why == "third"
-    """
-    cfg = tiny(steps=6, save_every="3,1s", max_to_keep=0, eval_every=0)
-    ask = train.poll_requests
-    monkeypatch.setattr(train, "poll_requests", lambda run, step, *rest: (
-        ask(run, step, *rest) | {"elapsed_s": step + 1.0}))
-    train.main(cfg)
-    saved = [row["step"] for row in rows(cfg.out_dir, "save")]
-    assert saved == [1, 2, 3, 4, 5, 6]
-    assert ckpt.steps(cfg.out_dir + "/ckpt") == [3, 6]
 
 
 @pytest.mark.slow
@@ -3852,20 +3638,6 @@ def test_each_epoch_is_an_event_and_its_row_may_stop_the_run(tiny):
     assert (summary["step"], summary["reason"]) == (24, "three epochs")
     epochs = [(r["step"], r["epoch"]) for r in rows(cfg.out_dir, "epoch")]
     assert epochs == [(8, 1), (16, 2), (24, 3)]
-
-
-def test_a_hook_that_fails_is_named(tiny):
-    """The exception of a hook gets a note with the name of the hook and the event.
-
-    Break: train.py: e.add_note( => str(
-    """
-    def divides(event, value):
-        return 1 / 0 if event == "data" else None
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        train.main(tiny(), [divides])
-    note, = caught.value.__notes__
-    assert note.startswith("in the hook ") and note.endswith("divides, at the event data")
 
 
 def test_the_time_of_all_launches_is_counted_once(monkeypatch):
