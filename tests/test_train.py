@@ -157,8 +157,8 @@ def test_a_run_writes_its_events_checkpoints_and_plot(tiny, capsys, monkeypatch)
     """
     monkeypatch.undo()  # `tiny` disables the plot
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, watch=("*_norm", "!layers*"),
-               dp=8)
+    cfg = tiny(steps=10, max_to_keep=2, sample_tokens=5, sample_every=5, dp=8,
+               watch=("*_norm", "!layers*"))
     summary = train.main(cfg)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -1362,13 +1362,14 @@ def test_a_checkpoint_of_another_program_is_refused(tiny, tmp_path):
             train.main(tiny(mode=mode, ckpt_dir=str(tmp_path / "foreign")))
 
 
-def custom_task(loss=None, row=(), batch=np.ones(8, np.float32), **changes):
+def custom_task(loss=None, row=(), batch=None, **changes):
     """Return a task with parameters w and v of shape (4,), whose batches are 8 floats."""
     def own_loss(params, batch, cfg):
         objective = ((params["w"] + params["v"]).sum() * batch["x"]).sum()
         return {"objective": objective}, {"objective": jnp.float32(8)}
 
     row = dict(shape=(4,), spec=P(), init=("normal", 1.0)) | dict(row)
+    batch = np.ones(8, np.float32) if batch is None else batch
     source = {"n": np.int64(64), "fingerprint": "x", "batch": lambda step, rows: {"x": batch}}
     return {"table": lambda cfg: {"w": row, "v": row}, "loss": loss or own_loss,
             "batch": lambda cfg: {"x": ((8,), jnp.float32, P())},
