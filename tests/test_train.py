@@ -753,33 +753,48 @@ def test_only_errors_that_the_six_files_raise_are_one_sentence(monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_lora_tunes_a_trained_model(tiny, tmp_path):
+def test_lora_tunes_a_trained_model_and_saves_only_its_factors(tiny, tmp_path, capsys):
     """LoRA on the parameters of another run lowers the validation loss and changes only the LoRA
-    factors. A new run starts from the tuned parameters, and an error is raised if it would discard
-    the factors.
+    factors. Checkpoints hold only these; a resumed run loads the other parameters from init_from,
+    prints this, and ends bit-identical. A new run starts from both, and an error is raised if it
+    would discard the factors.
 
-    Break: model.py: y += _lora_product( => y -= 0 * _lora_product(
+    Break: train.py: paths = ckpt.paths_of(start["missing"], wanted) => paths = set()
     """
-    base = tiny(steps=16)
-    before = train.main(base)
-    cfg = tiny(init_from=(base.out_dir,), lora_rank=4, lr=0.02, steps=8,
-               out_dir=str(tmp_path / "lora"))
-    seen = train.main(cfg)
-    assert seen["val_loss"] < before["val_loss"] - 0.02
-    old, new = (arrays(c.out_dir) for c in (base, cfg))
-    params = {k for k in new if k.startswith("params/")}
-    moved = {k for k in params if k not in old or not np.array_equal(old[k], new[k])}
-    assert moved == {k for k in params if ".lora_" in k} and len(moved) == 14
+    base = tiny(steps=8, eval_every=0)
+    old = train.main(base)["state"]["params"]
+    make = partial(tiny, init_from=(base.out_dir,), lora_rank=4, save_exclude=("*", "!*.lora_?"),
+                   lr=0.02)
+    straight = train.main(make(out_dir=str(tmp_path / "straight")))
+    new = straight["state"]["params"]
+    moved = {k for k in new if k not in old or not np.array_equal(old[k], new[k])}
+    assert moved == {k for k in new if ".lora_" in k} and len(moved) == 14
+    half = make(steps=4, out_dir=str(tmp_path / "half"))
+    before = train.main(half)["val_loss"]
+    names = ckpt.newest_meta(half.out_dir + "/ckpt")[1]["arrays"]
+    assert all(".lora_" in name for name in names if name.startswith("params/"))
+    capsys.readouterr()
+    summary = train.main(make(out_dir=half.out_dir))
+    assert same(summary["state"]["params"], new) and rows(half.out_dir, "start")[-1]["step"] == 4
+    row = train.main(make(mode="eval", out_dir=half.out_dir))
+    assert row["val_loss"] == straight["val_loss"] < before
+    output = " ".join(capsys.readouterr().out.split())
+    assert "from its own checkpoint, at step 4" in output
+    assert "13 of 27 parameters from " in output and "will be trained" not in output
+    _, _, output = output.partition("parameters on")  # after the flags of the run
+    assert ".lora_" not in output  # parameters of its own checkpoint are not listed
     began = []
-    more = dataclasses.replace(cfg, init_from=(cfg.out_dir,), steps=1,
-                               out_dir=str(tmp_path / "more"))
+    more = make(steps=1, init_from=(base.out_dir, half.out_dir), out_dir=str(tmp_path / "more"))
     train.main(more, hooks=[lambda event, value: began.append(jax.device_get(value["params"]))
                             if event == "load" else None])
-    assert same({f"params/{k}": v for k, v in began[0].items()}, {k: new[k] for k in params})
+    assert same(began[0], new)
     for change, words in ((dict(lora_rank=0), "has LoRA updates; set its --lora_rank"),
                           (dict(lora_alpha=8.0), "lora_alpha was 16.0, is 8.0")):
         with pytest.raises(ValueError, match=words):
             train.main(dataclasses.replace(more, **change, out_dir=str(tmp_path / "none")))
+    train.main(dataclasses.replace(base, steps=9))  # the base run gets a newer checkpoint
+    with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
+        train.main(make(steps=9, out_dir=half.out_dir))
 
 
 @pytest.mark.parametrize("platform, capability, expected", [
@@ -1773,8 +1788,7 @@ def test_the_console_fits_80_columns(tiny, tmp_path):
     assert any("loss" in line and "tokens/s" in line for line in bars)
 
 
-@pytest.mark.parametrize("batch_size", [24, 8])
-def test_a_resume_with_another_batch_size_says_so(tiny, capsys, batch_size):
+def test_a_resume_with_another_batch_size_says_so(tiny, capsys):
     """The first batch after the resume has new examples, or those that were trained on before.
 
     Break: train.py: print0(f"since the checkpoint: {sentence}") => pass
@@ -1793,51 +1807,16 @@ def test_a_resume_with_another_batch_size_says_so(tiny, capsys, batch_size):
     assert "param_dtype bfloat16: a step that moves a parameter by less than 1/256" in printed
     assert "since the checkpoint" not in printed
     assert "warmup_steps 2: lr rises in all 2 steps" in printed
-    cfg = dataclasses.replace(cfg, steps=3, batch_size=batch_size, allow_change=("batch_size",))
-    train.main(cfg, [collect])
-    words = f"since the checkpoint: steps was 2, is 3; batch_size was 16, is {batch_size}\n"
-    assert words in capsys.readouterr().out
-    first, second, resumed = batches
-    assert len(resumed) == batch_size
-    assert resumed.isdisjoint(first | second) if batch_size == 24 else resumed < second
-
-
-@pytest.mark.slow
-def test_the_start_is_state_then_params_then_checkpoint_then_init_from_then_fresh(
-        tiny, tmp_path):
-    """A run starts from the first available source in this order. The origin in the start event
-    and the parameters show which one it used.
-
-    Break: train.py: return start | {"origin": "the given state"} => return start | {"origin":
-    "the given parameters"}
-    """
-    def origin(cfg):
-        return rows(cfg.out_dir, "start")[-1]["origin"]
-
-    train.main(tiny())
-    assert origin(tiny()) == "a fresh initialization"
-    saved = arrays(tiny().out_dir)
-    other = tiny(out_dir=str(tmp_path / "other"), init_from=(tiny().out_dir,), steps=4)
-    train.main(other)
-    assert origin(other).startswith(f"{tiny().out_dir} at step 8 of run ")
-    assert rows(other.out_dir, "start")[-1]["step"] == 0
-    more = dataclasses.replace(other, steps=8)
-    train.main(more)
-    assert origin(more) == "its own checkpoint"
-    params = {k.removeprefix("params/"): v for k, v in saved.items() if k.startswith("params/")}
-    began = {}
-
-    def given(event, value):
-        if event == "load":
-            began.update(jax.device_get(value))
-
-    fresh = dict(steps=2, resume="overwrite")
-    train.main(dataclasses.replace(other, **fresh), hooks=[given], params=params)
-    assert origin(other) == "the given parameters"
-    assert same(began["params"], params) and began["step"] == 0
-    state = began | {"step": np.int32(1)}
-    train.main(dataclasses.replace(other, **fresh), hooks=[given], state=state, params=params)
-    assert origin(other) == "the given state" and began["step"] == 1
+    for batch_size in (24, 8):
+        out_dir = f"{cfg.out_dir}{batch_size}"
+        shutil.copytree(cfg.out_dir, out_dir)
+        train.main(dataclasses.replace(cfg, out_dir=out_dir, steps=3, batch_size=batch_size,
+                                       allow_change=("batch_size",)), [collect])
+        words = f"since the checkpoint: steps was 2, is 3; batch_size was 16, is {batch_size}\n"
+        assert words in capsys.readouterr().out
+    first, second, more, fewer = batches
+    assert (len(more), len(fewer)) == (24, 8)
+    assert more.isdisjoint(first | second) and fewer < second
 
 
 def flip(folder):
@@ -1914,16 +1893,16 @@ def test_load_start_uses_the_first_available_source(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys):
+def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, tmp_path, capsys):
     """The newest checkpoint has a flipped bit. The run logs this, resumes from the checkpoint
-    before it, and ends bit-identical to an uninterrupted run.
+    before it, in the middle between two log rows, and ends bit-identical to an uninterrupted run.
+    If no checkpoint can be read, a launch raises an error and deletes nothing.
 
-    Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") => pass
+    Break: train.py: start_meta = ckpt.read_meta(start["root"], int(state["step"])) => pass
     """
-    make = partial(tiny, steps=12, schedule="cosine")
-    train.main(make())
-    expected_arrays, expected_losses = arrays(tiny().out_dir), losses(tiny().out_dir)
-    shutil.rmtree(tiny().out_dir)
+    make = partial(tiny, steps=12, schedule="cosine", log_every=3)
+    straight = make(out_dir=str(tmp_path / "straight"))
+    train.main(straight)
     root = Path(tiny().out_dir) / "ckpt"
     train.main(make(), hooks=[stop_at(8)])
     assert ckpt.steps(root) == [4, 8]
@@ -1933,107 +1912,54 @@ def test_a_run_skips_a_corrupted_checkpoint_and_ends_bit_identical(tiny, capsys)
     train.main(make())
     output = capsys.readouterr().out
     assert "skipping a corrupted checkpoint: " in output and "000000008: array " in output
-    assert losses(tiny().out_dir) == expected_losses
-    assert same(arrays(tiny().out_dir), expected_arrays)
+    assert losses(tiny().out_dir) == losses(straight.out_dir)
+    assert same(arrays(tiny().out_dir), arrays(straight.out_dir))
     assert ckpt.steps(root) == [8, 12] and not ckpt.verify(root)
-
-
-@pytest.mark.slow
-def test_log_rows_after_a_skipped_checkpoint_continue_the_older_one(tiny):
-    """With log rows every 3 steps and saves every 4, a run whose newest checkpoint is corrupted
-    averages its first row over the steps since the last row before the older checkpoint.
-
-    Break: train.py: start_meta = ckpt.read_meta(start["root"], int(state["step"])) => pass
-    """
-    make = partial(tiny, steps=12, log_every=3)
-    train.main(make())
-    expected = losses(tiny().out_dir)
-    shutil.rmtree(tiny().out_dir)
-    train.main(make(), hooks=[stop_at(8)])
-    flip(Path(tiny().out_dir, "ckpt", "000000008"))
-    train.main(make())
-    assert losses(tiny().out_dir) == expected
-
-
-@pytest.mark.slow
-def test_if_every_checkpoint_is_corrupted_the_run_deletes_none(tiny):
-    """If no checkpoint can be read, each launch raises an error, deletes nothing and does not
-    start over.
-
-    Break: ckpt.py: log(f"skipping a corrupted checkpoint: {error}") =>
-    delete_all(root)
-    """
-    train.main(tiny())
-    root = Path(tiny().out_dir) / "ckpt"
     for step in ckpt.steps(root):
         flip(root / f"{step:09d}")
     for _ in range(2):
         with pytest.raises(ValueError, match="no checkpoint can be read"):
-            train.main(tiny(steps=12))
-    assert ckpt.steps(root) == [4, 8]
+            train.main(make(steps=13))
+    assert ckpt.steps(root) == [8, 12]
 
 
-def test_the_run_continues_after_a_failed_save(tiny, capsys):
+def test_the_run_continues_after_a_failed_save(tiny, monkeypatch, capsys):
     """A file blocks the folder of a checkpoint, so the save fails in the background. The run logs
-    and prints the error and continues, and the next save is intact. If the last save fails, the
-    exit code is 1.
+    and prints the error at the next step and continues, and the next save is intact. If the last
+    save fails, the exit code is 1.
 
-    Break: train.py: progress["save_errors"][kind] = str(e) => pass
+    Break: train.py: if save["future"].done(): => if False:
     """
-    def block(at):
-        def hook(event, value):
-            if event == "state" and int(value["step"]) == at:
-                folder = Path(tiny().out_dir) / "ckpt"
-                folder.mkdir(exist_ok=True)
-                (folder / f"{at:09d}").write_text("in the way")
-        return hook
-
-    summary = train.main(tiny(eval_every=0), hooks=[block(4)])
-    assert (summary["exit_code"], summary["step"]) == (0, 8)
-    row, = rows(tiny().out_dir, "nonfatal_error")
-    assert row["step"] == 4 and "000000004 could not be written" in row["error"]
-    assert row["error"] in capsys.readouterr().out
-    assert ckpt.steps(tiny().out_dir + "/ckpt") == [8]
-    summary = train.main(tiny(eval_every=0, steps=12), hooks=[block(12)])
-    assert summary["exit_code"] == 1 and summary["checkpoint"] is None
-    assert "all 12 steps are done; " in summary["reason"]
-    assert "000000012 could not be written" in summary["reason"]
-    assert ckpt.steps(tiny().out_dir + "/ckpt") == [8]
-
-
-def saves_in(monkeypatch):
-    """Return a list to which every checkpoint save of this process adds its future."""
-    futures, save = [], ckpt.save
+    futures, save, events = [], ckpt.save, []
 
     def noted(*args):
         futures.append(save(*args))
         return futures[-1]
 
-    monkeypatch.setattr(ckpt, "save", noted)
-    return futures
-
-
-def test_a_failed_save_is_logged_at_the_next_step(tiny, monkeypatch):
-    """A file blocks the folder of step 4. The failed save is logged at the next step, three steps
-    before the next save.
-
-    Break: train.py: if save["future"].done(): => if False:
-    """
-    futures, events = saves_in(monkeypatch), []
-
-    def hook(event, value):
-        if event == "state" and int(value["step"]) == 4:
-            (Path(tiny().out_dir) / "ckpt").mkdir(exist_ok=True)
-            (Path(tiny().out_dir) / "ckpt/000000004").write_text("in the way")
+    def block(event, value):
+        if event == "state" and int(value["step"]) in (4, 12):
+            folder = Path(tiny().out_dir) / "ckpt"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{int(value['step']):09d}").write_text("in the way")
         if event in ("save", "nonfatal_error", "dispatch"):
             events.append((event, value["step"]))
         if event == "dispatch" and value["step"] == 5:
             futures[0].exception()
 
-    train.main(tiny(eval_every=0, steps=10, save_every=4), hooks=[hook])
+    monkeypatch.setattr(ckpt, "save", noted)
+    summary = train.main(tiny(eval_every=0), hooks=[block])
+    assert (summary["exit_code"], summary["step"]) == (0, 8)
     begin = events.index(("save", 4))
     assert events[begin : begin + 4] == [
         ("save", 4), ("dispatch", 5), ("nonfatal_error", 4), ("dispatch", 6)]
+    row, = rows(tiny().out_dir, "nonfatal_error")
+    assert row["step"] == 4 and "000000004 could not be written" in row["error"]
+    assert row["error"] in capsys.readouterr().out
+    summary = train.main(tiny(eval_every=0, steps=12), hooks=[block])
+    assert summary["exit_code"] == 1 and summary["checkpoint"] is None
+    assert "all 12 steps are done; " in summary["reason"]
+    assert "000000012 could not be written" in summary["reason"]
+    assert ckpt.steps(tiny().out_dir + "/ckpt") == [8]
 
 
 @pytest.mark.slow
@@ -2108,8 +2034,8 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
     assert steps(save_every=7) == [7, 14] and steps(save_every=0) == []
     assert steps(save_every="1epoch") == [3, 5, 8, 10, 13, 15, 18]
     assert steps(sample_every="2 epochs") == [5, 10, 15]
+    assert steps(save_every="1.2epochs") == [3, 6, 9, 12, 15, 18]  # 1.2 // 0.4 is 2 in floats
     assert steps(reload_every="2windows") == [6, 12, 18]
-    assert steps(reload_every="2epochs") == [5, 10, 15]
     assert steps(eval_every=0) == [3, 6, 9, 12, 15, 18]  # windows set the evaluations
     assert steps(weights_every="5,1window") == [3, 5, 6, 9, 10, 12, 15, 18]
     assert due(4, {"save": (4, 0.0)}, save_every=4) == {}
@@ -2126,17 +2052,6 @@ def test_due_events_by_steps_epochs_windows_and_seconds():
     ends = {"epoch": "epoch"} | dict.fromkeys(("save", "eval", "sample"), "end")
     assert due(20) == ends
     assert due(20, weights_every=7, export="there") == ends | {"weights": "end", "export": "end"}
-
-
-def test_fractions_of_an_epoch_are_due_at_the_right_steps():
-    """An epoch has 2.5 steps, so 0.4 epochs are one step, although 1.2 // 0.4 is 2 in floating
-    point.
-
-    Break: train.py: train_data["n"] + 1e-9 => train_data["n"]
-    """
-    for period, n in (("0.4 epochs", 1), ("0.8epoch", 2), ("1.2epochs", 3)):
-        found = [step for step in range(1, 20) if "save" in due(step, save_every=period)]
-        assert found == list(range(n, 20, n)), period
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_written_later(tiny, capsys):
@@ -2192,40 +2107,6 @@ def test_a_full_disk_at_the_start_is_a_sentence(tiny, capsys):
     assert code == 2 and "compiling" not in output.out
     assert output.err == (f"error: out_dir {cfg.out_dir!r}: cannot be written: File too large; "
                           "choose another\n")
-
-
-@pytest.mark.slow
-def test_parameters_excluded_from_checkpoints_are_loaded_from_init_from(tiny, tmp_path, capsys):
-    """Checkpoints hold only the LoRA factors. A resumed run loads the other parameters from
-    init_from, prints this, and ends bit-identical to an uninterrupted run.
-
-    Break: train.py: paths = ckpt.paths_of(start["missing"], wanted) => paths = set()
-    """
-    base = tiny(steps=5, eval_every=0)
-    train.main(base)
-    newest = Path(base.out_dir, "ckpt/000000005")
-    newest.rename(tmp_path / "newest")  # the first launch does not find this checkpoint
-    make = partial(tiny, init_from=(base.out_dir,), lora_rank=2, save_exclude=("*", "!*.lora_?"),
-                   eval_every=0, schedule="constant")
-    straight = train.main(make(steps=8, out_dir=str(tmp_path / "straight")))
-    half = make(steps=4, out_dir=str(tmp_path / "half"))
-    train.main(half)
-    names = ckpt.newest_meta(half.out_dir + "/ckpt")[1]["arrays"]
-    assert all(".lora_" in name for name in names if name.startswith("params/"))
-    capsys.readouterr()
-    summary = train.main(make(steps=8, out_dir=half.out_dir))
-    assert same(summary["state"]["params"], straight["state"]["params"])
-    assert rows(half.out_dir, "start")[-1]["step"] == 4
-    row = train.main(make(mode="eval", out_dir=half.out_dir))
-    assert row["val_loss"] == straight["val_loss"]
-    output = " ".join(capsys.readouterr().out.split())
-    assert "from its own checkpoint, at step 4" in output
-    assert "13 of 27 parameters from " in output and "will be trained" not in output
-    _, _, output = output.partition("parameters on")  # after the flags of the run
-    assert ".lora_" not in output  # parameters of its own checkpoint are not listed
-    (tmp_path / "newest").rename(newest)  # the base run gets a newer checkpoint
-    with pytest.raises(ValueError, match=r"init_from was \[.*, is \[.*: bring it back"):
-        train.main(make(steps=9, out_dir=half.out_dir))
 
 
 def test_saved_arrays_that_a_run_lacks_are_an_error(tiny, capsys):
@@ -2326,122 +2207,89 @@ def test_parameters_come_from_several_sources(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_dynamic_source_is_loaded_again(tiny, tmp_path):
+def test_a_dynamic_source_is_loaded_again(tiny, tmp_path, capsys):
     """A reload replaces the parameters of a dynamic source by its newest ones. Step, moments and
-    the schedule remain.
+    the schedule remain. If the source cannot be read, the error is logged and printed, and training
+    continues.
 
     Break: train.py: open_sources(run) if source["dynamic"]] =>
     open_sources(run) if not source["dynamic"]]
     """
-    other = tiny(steps=1, eval_every=0, out_dir=str(tmp_path / "other"), seed=5)
-    train.main(other)
-    newest, states = {}, []
+    other, states = str(tmp_path / "other"), []
+
+    def save(step, value):
+        params = {name: np.full(shape, value, np.float32)
+                  for name, shape in (("embed", (256, 32)), ("final_norm", (32,)))}
+        ckpt.wait(ckpt.save(other, step, {"params": params}))
 
     def watch(event, value):
         if event == "state":
             states.append(jax.device_get(value))
-        if event == "state" and len(states) == 3:  # before the second reload
-            params = jax.tree.map(lambda x: np.full_like(x, 0.5), states[-1]["params"])
-            newest.update(params)
-            meta = ckpt.newest_meta(other.out_dir + "/ckpt")[1]
-            ckpt.wait(ckpt.save(other.out_dir + "/ckpt", 2, {"params": params}, {
-                "config": meta["config"]}))
-
-    cfg = tiny(steps=6, eval_every=0, reload_every=4, lr=0.0, out_dir=str(tmp_path / "out"),
-               init_from=(f"{other.out_dir} load=embed,final_norm dynamic=yes",))
-    train.main(cfg, hooks=[watch])
-    assert [row["step"] for row in rows(cfg.out_dir, "reload")] == [4]
-    before, after = states[3], states[4]
-    assert before["params"]["embed"].max() != 0.5
-    assert (after["params"]["embed"] == 0.5).all() and (after["params"]["final_norm"] == 0.5).all()
-    assert (after["params"]["layers.wq"] == before["params"]["layers.wq"]).all()
-    assert after["step"] == 5
-    moments = jax.tree_util.tree_leaves_with_path(after["opt"])
-    mu = [x for path, x in moments if "embed" in str(path)]
-    assert any(abs(x).max() > 0 for x in mu)  # the moments are not reset
-
-
-def test_training_continues_if_a_dynamic_source_cannot_be_read(tiny, tmp_path, capsys):
-    """The folder of the source is deleted after the first reload. Each later reload is logged and
-    printed as an error, and training continues with the current parameters.
-
-    Break: train.py: run["log_event"]("nonfatal_error", {"step": step, "error": f"reload: {e}"})
-    => raise
-    """
-    other, norms = str(tmp_path / "other"), []
-    ckpt.wait(ckpt.save(other, 1, {"params": {"final_norm": np.full(32, 0.5, np.float32)}}))
-
-    def delete(event, value):
-        if event == "state":
-            norms.append(np.asarray(value["params"]["final_norm"]))
+            if len(states) == 2:
+                save(2, 0.5)
         if event == "reload":
             shutil.rmtree(other)
 
-    cfg = tiny(steps=6, eval_every=0, save_every=0, reload_every=2, lr=0.0,
-               init_from=(f"{other} load=final_norm dynamic=yes",))
-    summary = train.main(cfg, [delete])
+    save(1, 0.25)
+    cfg = tiny(steps=6, eval_every=0, save_every=0, reload_every=3, lr=0.0,
+               init_from=(f"{other} load=embed,final_norm dynamic=yes",))
+    summary = train.main(cfg, hooks=[watch])
     assert (summary["step"], summary["exit_code"]) == (6, 0)
     assert event_steps(cfg.out_dir, "reload nonfatal_error") == [
-        ("reload", 2), ("nonfatal_error", 4), ("nonfatal_error", 6)]
+        ("reload", 3), ("nonfatal_error", 6)]
+    before, after = states[2], states[3]
+    for name in ("embed", "final_norm"):
+        assert (before["params"][name] == 0.25).all() and (after["params"][name] == 0.5).all()
+    assert (after["params"]["layers.wq"] == before["params"]["layers.wq"]).all()
+    assert after["step"] == 4
+    moments = jax.tree_util.tree_leaves_with_path(after["opt"])
+    mu = [x for path, x in moments if "embed" in str(path)]
+    assert any(abs(x).max() > 0 for x in mu)  # the moments are not reset
     words = f"reload: init_from {other}: holds no checkpoint and no weights"
     assert rows(cfg.out_dir, "nonfatal_error")[0]["error"].startswith(words)
-    assert f"step      4  {words}" in capsys.readouterr().out
-    assert len(norms) == 6 and all((norm == 0.5).all() for norm in norms)
+    assert f"step      6  {words}" in capsys.readouterr().out
+    assert (states[5]["params"]["embed"] == 0.5).all()
 
 
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_in_an_object_store(tiny, tmp_path, monkeypatch):
-    """With --ckpt_dir s3://... a stopped and resumed run ends bit-identical to a run on disk,
-    another run starts from its parameters, and overwrite deletes its checkpoints. out_dir itself
-    must be a local folder.
-
-    Break: ckpt.py: return ckpt_dir or => return
-    """
-    from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
-    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
-        monkeypatch.setenv(key, "true")
-    make = partial(tiny, eval_every=0, schedule="constant")
-    local = train.main(make(out_dir=str(tmp_path / "local")))
-    with s3_server() as address:
-        root = address.format("bucket").replace("some/run", "another/run")
-        assert train.main(make(steps=4, ckpt_dir=root))["step"] == 4
-        summary = train.main(make(ckpt_dir=root))
-        assert same(summary["state"]["params"], local["state"]["params"])
-        assert ckpt.steps(root) == [4, 8] and not Path(tiny().out_dir, "ckpt").exists()
-        assert summary["checkpoint"] == ckpt.join_path(root, "000000008")
-        began = []
-        train.main(make(steps=1, init_from=(root,), out_dir=str(tmp_path / "next")), hooks=[
-            lambda event, value: began.append(jax.device_get(value["params"]))
-            if event == "load" else None])
-        assert same(began[0], jax.device_get(local["state"]["params"]))
-        train.main(make(steps=2, ckpt_dir=root, resume="overwrite"))
-        assert ckpt.steps(root) == [2]
-    with pytest.raises(ValueError, match=r"out_dir 's3://a/b': must be a folder on this machine"):
-        train.main(tiny(out_dir="s3://a/b"))
-
-
-def test_a_run_whose_bucket_was_taken_over_saves_nothing_more(tiny, tmp_path, monkeypatch):
-    """A newer process of the run has written its name into the lock. The next save of this one ends
-    it with this reason. Another out_dir is refused.
+    """With --ckpt_dir s3://... a stopped and resumed run ends bit-identical to a run on disk, and
+    another run starts from its parameters. If a newer process of the run writes its name into the
+    lock, the next save ends this one. Another out_dir is refused; out_dir itself must be a local
+    folder.
 
     Break: train.py: run["check_lock"]() => pass
     """
     from test_ckpt import s3_server  # a late import: test_ckpt initializes the devices
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(key, "true")
+    make = partial(tiny, eval_every=0)
+    params = train.main(make(out_dir=str(tmp_path / "local")))["state"]["params"]
     with s3_server() as address:
-        root = address.format("bucket").replace("some/run", "taken")
+        root = address.format("bucket").replace("some/run", "another/run")
+        assert train.main(make(steps=4, ckpt_dir=root))["step"] == 4
+        summary = train.main(make(ckpt_dir=root))
+        assert same(summary["state"]["params"], params)
+        assert ckpt.steps(root) == [4, 8] and not Path(tiny().out_dir, "ckpt").exists()
+        assert summary["checkpoint"] == ckpt.join_path(root, "000000008")
+        began = []
+        train.main(make(steps=1, init_from=(root,), out_dir=str(tmp_path / "next")), hooks=[
+            lambda event, value: began.append(jax.device_get(value["params"]))
+            if event == "load" else None])
+        assert same(began[0], jax.device_get(params))
 
         def take(event, row):
-            if event == "dispatch" and row["step"] == 6:
+            if event == "dispatch" and row["step"] == 10:
                 other = json.dumps({"out_dir": tiny().out_dir, "process": "7 on b"})
                 ckpt._open(root).write(".lock", other.encode()).result()
 
         with pytest.raises(ValueError, match="names another process, .*7 on b"):
-            train.main(tiny(ckpt_dir=root, eval_every=0), hooks=[take])
-        assert ckpt.steps(root) == [4]
+            train.main(make(ckpt_dir=root, steps=12), hooks=[take])
+        assert ckpt.steps(root) == [4, 8]
         with pytest.raises(ValueError, match="another run is writing to it, .*7 on b"):
-            train.main(tiny(ckpt_dir=root, out_dir=str(tmp_path / "another")))
+            train.main(make(ckpt_dir=root, out_dir=str(tmp_path / "another")))
+    with pytest.raises(ValueError, match=r"out_dir 's3://a/b': must be a folder on this machine"):
+        train.main(tiny(out_dir="s3://a/b"))
 
 
 @pytest.mark.slow
@@ -2529,25 +2377,32 @@ def test_a_run_killed_at_any_moment_ends_bit_identical(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_in_an_evaluation_saves_first(tiny):
+def test_an_error_in_an_evaluation_saves_first(tiny, monkeypatch):
     """A hook raises in the evaluation of step 3, for which no save is due. The state of step 3 is
-    saved, the next launch evaluates it, and the run ends like one without an error. An error before
-    the first step saves nothing.
+    saved, the next launch evaluates it, and the run ends like one without an error. So it is if the
+    evaluation of step 6 does not fit into memory. An error before the first step saves nothing.
 
     Break: train.py: save_state(run, state, step, progress, "error") => pass
     """
     def crash(event, row):
-        if event == "val_data" and not crashed:
-            crashed.append(event)
+        if event == "val_data":
             raise RuntimeError("crash")
 
-    straight = tiny(out_dir=f"{tiny().out_dir}/straight", eval_every=3, save_every=4)
+    def shrink(event, value):
+        if event == "start":
+            patch.setattr(steplib, "memory_limit", lambda mesh: 1)
+
+    straight = tiny(out_dir=f"{tiny().out_dir}/straight", eval_every=3, save_every=0)
     train.main(straight)
-    cfg, crashed = tiny(eval_every=3, save_every=4), []
+    cfg = tiny(eval_every=3, save_every=0)
     with pytest.raises(RuntimeError, match="crash"):
         train.main(cfg, [crash])
     assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [3]
     assert rows(cfg.out_dir, "save")[-1]["why"] == "error"
+    with monkeypatch.context() as patch, pytest.raises(
+            ValueError, match="does not fit: evaluation needs .* parameters take"):
+        train.main(dataclasses.replace(cfg, stop=()), [shrink])
+    assert not rows(cfg.out_dir, "eval")
     train.main(cfg)
     assert event_steps(cfg.out_dir, "eval") == [("eval", 3), ("eval", 6), ("eval", 8)]
     assert losses(cfg.out_dir) == losses(straight.out_dir)
@@ -3434,23 +3289,6 @@ def test_a_plan_counts_the_step_and_the_evaluation(tiny):
                                            + evaluation.output_size_in_bytes)
     alone = counted(mode="eval")["peaks"]
     assert alone == {"evaluation": cost["peaks"]["evaluation"] - (state - params)}
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_does_not_fit_loses_no_step(tiny, monkeypatch):
-    """An evaluation that does not fit is refused before it runs. The run saves its state first,
-    although no save was due.
-
-    Break: train.py: if step and progress["saved_step"] != step: => if False:
-    """
-    def shrink(event, value):
-        if event == "start":
-            monkeypatch.setattr(steplib, "memory_limit", lambda mesh: 1)
-
-    cfg = tiny(eval_every=3, save_every=0)
-    with pytest.raises(ValueError, match="does not fit: evaluation needs .* parameters take"):
-        train.main(cfg, [shrink])
-    assert ckpt.steps(Path(cfg.out_dir) / "ckpt") == [3]
 
 
 @pytest.mark.slow
