@@ -17,23 +17,22 @@ import sys
 import textwrap
 import zlib
 from decimal import Decimal
-from math import gcd, isfinite, prod
+from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 # Types of numbers. Each carries its bound: (test, rule as text).
 PosInt = Annotated[int, (lambda x: 1 <= x < 2**31, "at least 1, and below 2^31")]
 NonNegInt = Annotated[int, (lambda x: x >= 0, "at least 0")]
-NonNegFloat = Annotated[float, (lambda x: x >= 0, "at least 0")]
-PosFloat = Annotated[float, (lambda x: x > 0, "above 0")]
+NonNegFloat = Annotated[float, (lambda x: 0 <= x < inf, "at least 0, and finite")]
+PosFloat = Annotated[float, (lambda x: 0 < x < inf, "above 0, and finite")]
 FractionBelow1 = Annotated[float, (lambda x: 0 <= x < 1, "in [0, 1)")]
 Fraction = Annotated[float, (lambda x: 0 <= x <= 1, "in [0, 1]")]
 PosFraction = Annotated[float, (lambda x: 0 < x <= 1, "in (0, 1]")]
-LearningRate = Annotated[float, (lambda x: x >= 0 or x == -1, "at least 0, or -1 for the default")]
+LearningRate = Annotated[float, (
+    lambda x: 0 <= x < inf or x == -1, "at least 0 and finite, or -1 for the default")]
 TokenId = Annotated[int, (lambda x: x >= -1, "at least 0, or -1 for unknown")]
-Interval = Annotated[int | str, (
-    lambda x: _parses(parse_intervals, x),
-    "0, or steps, epochs, windows or a time, as in 250, 1epoch, 1window, 10m or 250,1h")]
+Interval = int | str  # see parse_intervals
 Seed = Annotated[int, (lambda x: x < 2**63, "below 2^63")]
 Axis = Annotated[int, (lambda x: x >= 1 or x == -1, "at least 1, or -1 for all remaining devices")]
 
@@ -309,28 +308,22 @@ def parse(argv, kind=Config):
     """
     if "--help" in argv or "-h" in argv:
         _print_help(argv, kind)
-        sys.exit()
     # Each source is a dict {field: value}.
-    typed = _typed_values(argv, kind)
-    branch, named = {}, {}
-    # Optional: branches of a run.
-    if typed.get("branch_from"):
-        branch = _branch_values(typed["branch_from"], kind)
-    if typed.get("config"):
-        named = _load_values(_expand_home(typed["config"]), kind)
-    cfg = resolve_paths(kind(**_merge(branch, named, typed)))
-    out_dir = _choose_out_dir(cfg, typed)
-    run = _run_values(out_dir, cfg)
-    for source in (branch, named):  # another run keeps its folders to itself
-        if not _is_same_path(source.get("out_dir", out_dir), out_dir):
-            source.update(ckpt_dir="", export="")
+    typed = _expand_home(_typed_values(argv, kind))
+    branch, named = _named_values(kind(**typed))
+    # Which folder? A first config answers that. The folder may hold a run with a config of its own.
+    first = kind(**_merge(branch, named, typed))
+    out_dir = _choose_out_dir(first, typed)
+    run = _run_values(first, out_dir)
+    if not _is_same_path(named.get("out_dir", out_dir), out_dir):  # the file is of another run
+        named.update(ckpt_dir="", export="")
 
-    values = _merge(branch, run, named, typed)
+    values = _merge(run or branch, named, typed)
     values["explicit"] = tuple(sorted(values))
     values["out_dir"] = out_dir
     if run:
         values["config"] = run["config"]
-    return resolve_paths(kind(**values))
+    return kind(**values)
 
 
 def _merge(*sources):
@@ -351,11 +344,9 @@ def validate(cfg, n_devices, choices=(), task_errors=lambda sizes, cfg: []):
     errors that only the task can find, e.g. text_errors.
     """
     # Each field alone: its type, its bound, and its choices if other files define them.
-    field_errors = _type_errors(vars(cfg), get_type_hints(type(cfg)))
-    if not field_errors:
-        field_errors = _bound_errors(cfg)
+    field_errors = _field_errors(vars(cfg), type(cfg))
     # Field names are the legal values of allow_change, and "state", for arrays of the state.
-    choices = {"allow_change": [*vars(cfg), "state"], "explicit": vars(cfg)} | dict(choices)
+    choices = {"allow_change": [*vars(cfg), "state"]} | dict(choices)
     errors = field_errors + _choice_errors(cfg, choices)
     if field_errors:  # stop here: the rules would fail on wrong types
         raise_if_errors(errors)
@@ -410,7 +401,7 @@ def _read_flag(name, value, hint):
     """The value of a flag, in which numbers may be written as 1Ki, 50% or 2h30m."""
     if isinstance(value, tuple):
         return tuple(_read_flag(name, item, get_args(hint)[0]) for item in value)
-    if hint == int | str and value.isdecimal():
+    if hint == Interval and value.isdecimal():
         return int(value)
     if hint not in (int, float):
         return value
@@ -426,14 +417,10 @@ def _check_unknown(words, kind):
     words: those of the command line that tyro cannot place: unknown flags, and values without one.
     """
     flags = [word for word in words if re.match(r"--?[A-Za-z]|\w+=", word)]  # also lr=3, without --
-    if flags:
-        plural = "s" if len(flags) > 1 else ""
-        named = ", ".join(f"{word} ({_suggest_flag(word, kind)})" for word in flags)
-        raise ValueError(f"unknown flag{plural}: {named}")
+    raise_if_errors([f"{word} ({_suggest_flag(word, kind)})" for word in flags], "unknown flag")
     if words:
-        raise ValueError(f"{' '.join(words)}: is neither a flag nor the value of one. Write a flag "
-                         "as --steps 100, a switch as --qk_norm or --no_qk_norm, a config file as "
-                         "--config FILE")
+        raise ValueError(f"{' '.join(words)}: is neither a flag nor the value of one. Switches are "
+                         "written as --qk_norm or --no_qk_norm, config files as --config FILE")
 
 
 def _suggest_flag(word, kind):
@@ -448,76 +435,70 @@ def _suggest_flag(word, kind):
     if hint:
         return hint
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-    if close:
-        return f"nearest: --{close[0]}"
-    return "see --help all"
+    return f"nearest: --{close[0]}" if close else "see --help all"
 
 
 # ---- help
 
-# The flags that --help lists: those that people type most. Those of a fork's class are added.
-SHORT_HELP = """
-    mode config out_dir seed resume allow_change init_from branch_from export
-    data val_data tokenizer packing steps epochs stop batch_size grad_accum_steps seq_len
-    d_model n_layers n_heads n_experts lora_rank dropout dtype remat
-    optimizer lr schedule warmup_steps weight_decay fsdp tp
-    track log_every eval_every save_every keep_best prompt chat sample_tokens temperature
+SHORT_HELP = """The flags that people type most. --help all: all flags, with defaults
+
+run       --mode MODE           train, eval, sample, export, data, plan
+          --config NAME         preset, as gpt2-124m, or JSON file with flags
+          --out_dir DIR         folder of the run; empty: named after the flags
+          --seed N              initialization, order of the data, sampling
+          --resume HOW          auto, must, never, overwrite
+          --init_from DIR       begin with these weights; or hf://ORG/NAME
+          --branch_from DIR@N   begin with all of another run, as of its step N
+          --export DIR          write Hugging Face weights there
+data      --data FILE ...       text, jsonl, parquet, token files; FILE=WEIGHT
+          --val_data FILE ...   validation files; empty: the end of data
+          --tokenizer NAME      bytes, FILE, hf://ORG/NAME, tiktoken:NAME
+          --packing HOW         stream, best_fit, none
+length    --steps N             optimizer steps
+          --epochs X            passes over the data, in place of steps
+          --stop WHEN ...       500, +100, 2h30m, val_loss<3
+          --batch_size N        sequences a step, on all devices together
+          --grad_accum_steps N  microbatches a step
+          --seq_len N           tokens a sequence
+model     --d_model N           width
+          --n_layers N          layers
+          --n_heads N           query heads
+          --n_experts N         experts a layer; 0: none
+          --lora_rank N         train LoRA factors alone; 0: all parameters
+          --dtype NAME          float32, mixed, bfloat16, float16
+          --remat NAME          saves memory: none, full, dots, named, offload
+optimizer --optimizer NAME      muon, adamw, lion, adafactor, rmsprop, sgd
+          --lr X                peak learning rate
+          --schedule NAME       linear, cosine, wsd, constant, ...
+          --warmup_steps X      steps, or below 1 a fraction of all
+          --weight_decay X      of the matrices
+mesh      --fsdp N              devices that split parameters and batch
+          --tp N                devices that split heads and MLP
+intervals --eval_every N        steps, or 1epoch, or 10m; so for the next two
+          --save_every N        checkpoints
+          --sample_every N      printed samples
+          --keep_best METRIC    keep the best checkpoint, by val_loss
+          --track NAME ...      wandb, tensorboard
+sampling  --prompt TEXT         text to continue
+          --sample_tokens N     length of a sample
+
+Numbers may be written as 1Ki, 2^20, 1.5M, 50% or 2h30m.
 """
 
 
 def _print_help(argv, kind):
-    """Print the flags that people type most, a line for each. `--help all` prints all flags with
-    their whole texts, `--help GROUP` or `--help FIELD` those of a group. Raises ValueError for an
-    unknown group.
+    """Print the flags that people type most and the names of those of a fork, then exit. With
+    `--help all`: all flags with the comments of their fields, by tyro.
     """
-    words = argv[argv.index("--help" if "--help" in argv else "-h") + 1:]
-    wanted = " ".join(word for word in words if not word.startswith("-"))
-    fields = _describe_fields(kind)
-    groups = list(dict.fromkeys(field["group"] for field in fields.values()))
-    if wanted in fields:
-        wanted = fields[wanted]["group"]
-    if wanted not in ("", "all", *groups):
-        raise ValueError(f"--help {wanted}: unknown group; the groups are {', '.join(groups)}")
-    print("Train, evaluate, sample, plan, prepare data or export. --help all: all flags;\n"
-          f"--help GROUP: those of {', '.join(groups)}.")
-    shown_group = ""
-    for name, field in fields.items():
-        is_common = name in SHORT_HELP.split() or field["group"] == kind.__name__
-        if wanted not in (field["group"], "all") and (wanted or not is_common):
-            continue
-        if field["group"] != shown_group:
-            shown_group = field["group"]
-            print(shown_group)
-        text = field["text"]
-        if wanted:
-            text += f" (default: {_format_value(getattr(kind, name)) or 'empty'})"
-            indent = 8 * " "
-            print(f"  --{name}")
-            print(textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent))
-        else:
-            print(f"  --{name:18}{textwrap.shorten(text, 78, placeholder=' ...')}")
+    import tyro
 
-
-def _describe_fields(kind):
-    """{field: {"group", "text"}} from the comments in the source of a dataclass and its bases. A
-    class without `# ---- group` is a group of its own name.
-    """
-    fields, types = {}, get_type_hints(kind)
-    for cls in reversed(kind.__mro__[:-1]):
-        group, comment = cls.__name__, []
-        for line in inspect.getsource(cls).splitlines():
-            code, _, text = line.strip().partition("# ")
-            name, colon, _ = code.partition(":")
-            if colon and name in types:
-                fields.setdefault(name, {"group": group})
-                fields[name]["text"] = " ".join([*comment, text]).strip()
-            if text.startswith("---- "):
-                group = text.removeprefix("---- ")
-            if code or not text or text.startswith("---- "):
-                comment = []
-            else:
-                comment.append(text)
-    return fields
+    if "all" in argv:
+        tyro.cli(kind, args=["--help"], use_underscores=True)  # exits
+    print(SHORT_HELP)
+    own = [f"--{name}" for name in get_type_hints(kind) if name not in get_type_hints(Config)]
+    if own:
+        print(f"of {kind.__name__}: {' '.join(own)}")
+    sys.exit()
 
 
 # ---- names of runs
@@ -538,20 +519,52 @@ def _choose_out_dir(cfg, typed):
     typed: {field: value} of the flags. Modes that read a run take the newest one in RUNS_DIR when
     no flag defines a run.
     """
-    derived = derive_out_dir(cfg)
-    if "out_dir" not in typed and typed.get("branch_from"):
-        return derived
+    if "out_dir" in typed:
+        return cfg.out_dir
     # A file of --config or a recipe may set the folder. A variant of a run gets one of its own.
     is_variant = _has_config_of_run(cfg) and _defining_changes(cfg)
-    if cfg.out_dir and ("out_dir" in typed or not is_variant):
+    if cfg.out_dir and "branch_from" not in typed and not is_variant:
         return cfg.out_dir
-    defining = [name for name in typed if _defines_run(name) or name == "config"]
-    if not _is_run(derived):  # else a run was trained with the flags of an evaluation
-        defining = [name for name in defining if name not in EVALUATION_FIELDS]
-    runs = _runs_in(RUNS_DIR)
-    if cfg.mode in READ_MODES and not defining and runs:
-        return max(runs, key=lambda run: Path(run, "metrics.jsonl").stat().st_mtime)
+    derived = derive_out_dir(cfg)
+    defining = {name for name in typed if _defines_run(name) or name == "config"}
+    if not Path(derived, "metrics.jsonl").exists():
+        defining -= {*EVALUATION_FIELDS}  # else a run was trained with the flags of an evaluation
+    logs = list(Path(RUNS_DIR).glob("*/metrics.jsonl"))
+    if cfg.mode in READ_MODES and not defining and logs:
+        newest = max(logs, key=lambda log: log.stat().st_mtime)
+        return str(newest.parent)
     return derived
+
+
+def derive_out_dir(cfg):
+    """The folder of a run, named after the fields that define it and differ from their defaults.
+
+    A name that is cut, or has lost characters that do not suit a folder, ends in a checksum.
+    """
+    # The recipe, the checkpoint that a branch leaves, and the preset, file or run of cfg.config.
+    words = []
+    if type(cfg) is not Config:
+        words.append(type(cfg).__name__.removesuffix("Config").lower())
+    if cfg.branch_from:
+        words.append(cfg.branch_from)
+    source = cfg.config.removesuffix(".json")
+    if os.path.basename(cfg.config) == "config.json":  # of a run
+        source = os.path.dirname(os.path.realpath(cfg.config))
+        if cfg.branch_from or os.path.basename(source) == "default":
+            source = ""
+    words.append(source)
+    # lr=0.0003, no_qk_norm, data=a.txt+b.txt
+    for name, value in _defining_changes(cfg).items():
+        flag = _as_flag(name, value).removeprefix("--")
+        words.append(flag.replace(" ", "=", 1).replace(" ", "+"))
+    # Of each path its last name. DIR/@400 is DIR@400.
+    words = [re.sub(r"/+(?=[@+']|$)", "", word) for word in words if word]
+    words = [re.sub(r"[^=+'/:]*[/:]", "", word) for word in words]
+    whole = ",".join(words) or "default"
+    name = re.sub(r"[^A-Za-z0-9_.,=+@%-]", "_", whole.replace("'", ""))[:NAME_BYTES]
+    if name != whole:
+        name = f"{name[: NAME_BYTES - 9]}-{zlib.crc32(whole.encode(errors='replace')):08x}"
+    return f"{RUNS_DIR}/{name}"
 
 
 def _has_config_of_run(cfg):
@@ -559,19 +572,12 @@ def _has_config_of_run(cfg):
     return bool(cfg.config) and _is_same_path(cfg.config, Path(cfg.out_dir, "config.json"))
 
 
-def derive_out_dir(cfg):
-    """The folder of a run, named after the fields that define it and differ from their defaults."""
-    return f"{RUNS_DIR}/{_run_name(_base_name(cfg), _defining_changes(cfg))}"
-
-
 def _defining_changes(cfg):
-    """{field: value} of the fields that define a run and differ from default_values."""
+    """{field: value} of the fields that define a run and differ from _default_values."""
     default = _default_values(cfg)
-    changes = {}
-    for name, value in vars(cfg).items():
-        if _defines_run(name) and value != default[name]:
-            changes[name] = value
-    changes.pop("branch_from", None)  # base_name has it
+    changes = {name: value for name, value in vars(cfg).items()
+               if _defines_run(name) and value != default[name]}
+    changes.pop("branch_from", None)  # a name begins with it
     if "seed" in changes:  # at the end of a name, so that runs with other seeds stand together
         changes["seed"] = changes.pop("seed")
     return changes
@@ -588,94 +594,26 @@ def _default_values(cfg):
     """{field: value} without flags: the defaults, and what cfg.config and the run that a branch
     leaves have instead.
     """
-    kind = type(cfg)
     branch, named = {}, {}
-    # Optional: branches of a run.
-    if cfg.config and _parses(parse_branch, cfg.branch_from):
-        branch = _branch_values(cfg.branch_from, kind)
-    if cfg.config:
-        named = _load_values(cfg.config, kind)
-    return _merge(vars(kind()), branch, named)
+    if cfg.config:  # else a config from Python, which has only the defaults
+        branch, named = _named_values(cfg)
+    return _merge(vars(type(cfg)()), branch, named)
 
 
-def _base_name(cfg):
-    """The beginning of a derived name: the recipe that extends Config, the checkpoint that a branch
-    leaves, and the preset, file or run that cfg.config names.
-    """
-    words = []
-    kind = type(cfg)
-    if kind is not Config:
-        words.append(kind.__name__.removesuffix("Config").lower())
-    if cfg.branch_from:
-        words.append(_last_name(cfg.branch_from))
-    path = Path(cfg.config)
-    if path.name != "config.json":  # a preset or a file
-        words.append(path.stem if cfg.config not in PRESETS else cfg.config)
-    elif path.resolve().parent.name != "default" and not cfg.branch_from:
-        words.append(path.resolve().parent.name)
-    return ",".join(word for word in words if word)
+def _as_flag(name, value):
+    """A field as people type it: --lr 0.0003, --no_qk_norm, --data a.txt 'b c.txt'."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name} {_as_typed(value)}".rstrip()
 
 
-def _run_name(base, changes):
-    """A folder name such as lr=0.0003,seed=1 of {field: value}, or "default" for no change.
-
-    base: the beginning of the name. A name that is cut, or has lost characters that do not suit a
-    folder, ends in a checksum of the whole text.
-    """
-    words = [base] if base else []
-    for field, value in changes.items():
-        if isinstance(value, bool):
-            words.append(field if value else f"no_{field}")
-            continue
-        texts = []
-        for item in value if isinstance(value, tuple) else (value,):
-            text = _format_value(item)
-            if field in PATH_FIELDS or "/" in text:  # of each path its last name
-                text = " ".join(_last_name(word) for word in text.split())
-            texts.append(text)
-        words.append(f"{field}={'+'.join(texts)}")
-    whole = ",".join(words) or "default"
-    name = re.sub(r"[^A-Za-z0-9_.,=+@%-]", "_", whole)[:NAME_BYTES]
-    if name != whole:
-        name = f"{name[: NAME_BYTES - 9]}-{zlib.crc32(whole.encode(errors='replace')):08x}"
-    return name
-
-
-def _format_value(value):
+def _as_typed(value):
     """A value as people type it: 3 for 3.0, and all digits of a number where they matter."""
     if isinstance(value, tuple):
-        return " ".join(map(_format_value, value))
+        return " ".join(map(_as_typed, value))
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
-    return str(value)
-
-
-def _last_name(path):
-    """The last name of a path, or of hf://ORG/NAME, tiktoken:NAME and file.py:NAME."""
-    path = re.sub("/+(?=@|$)", "", path)  # DIR/@400 is DIR@400
-    return re.split("[/:]", path)[-1]
-
-
-BRANCH_RULE = ("must be DIR@STEP, as in out/default@400; to begin with the parameters alone, as "
-               "those of DIR@best, use --init_from")
-
-
-def parse_branch(text):
-    """(folder of a run, step) of DIR@STEP. Raises ValueError when the text is malformed."""
-    folder, _, step = text.rpartition("@")
-    if not folder or not step.isdecimal():
-        raise ValueError(f"branch_from {text!r}: {BRANCH_RULE}")
-    return folder, int(step)
-
-
-def _runs_in(folder):
-    """The folders of the runs in a folder of runs, sorted."""
-    return sorted(str(path) for path in Path(folder).glob("*") if _is_run(path))
-
-
-def _is_run(out_dir):
-    """Whether a folder holds a run. An export has a config.json too, and no log."""
-    return all(Path(out_dir, name).exists() for name in ("config.json", "metrics.jsonl"))
+    return shlex.quote(str(value))
 
 
 def nearest_runs(out_dir):
@@ -683,42 +621,35 @@ def nearest_runs(out_dir):
     for none.
     """
     path = Path(out_dir)
-    names = [Path(run).name for run in _runs_in(path.parent) if Path(run).name != path.name]
-    if not names:
-        return ""
-    nearest = difflib.get_close_matches(path.name, names, n=5, cutoff=0.0)
-    more = f" and {len(names) - len(nearest)} more" if len(names) > len(nearest) else ""
-    return f"; runs in {path.parent}: {'; '.join(nearest)}{more}"
+    names = [log.parent.name for log in path.parent.glob("*/metrics.jsonl")]
+    nearest = difflib.get_close_matches(path.name, {*names} - {path.name}, n=5, cutoff=0.0)
+    return f"; runs in {path.parent}: {'; '.join(nearest)}" if nearest else ""
 
 
 # ---- paths
 
-# Fields with paths that may begin with ~.
-PATH_FIELDS = ("config", "out_dir", "ckpt_dir", "init_from", "branch_from", "export", "hooks",
-               "cache_dir", "data", "val_data", "tokenizer", "token_cache", "prompts",
-               "samples_file")
-
-
 def resolve_paths(cfg):
-    """cfg with ~ expanded in its paths. The default of cache_dir stays as it is, so that
-    config.json is the same for all users.
+    """cfg with ~ expanded in its paths."""
+    return dataclasses.replace(cfg, **_expand_home(vars(cfg)))
+
+
+def _expand_home(values):
+    """{field: value} in which ~ at the beginning of a path, or of the path in NAME=PATH, is
+    expanded. The default of cache_dir stays, so that config.json is the same for all users.
     """
-    resolved = {}
-    for name in PATH_FIELDS:
-        value = getattr(cfg, name)
+    def expand(text):
+        if not isinstance(text, str):  # validate reports wrong types
+            return text
+        home = os.path.expanduser("~")
+        return re.sub(r"^([\w.-]+=|)~(?=/|$)", rf"\1{home}", text)
+
+    expanded = dict(values)
+    for name, value in values.items():
         if isinstance(value, tuple):
-            resolved[name] = tuple(map(_expand_home, value))
-        elif value != Config.cache_dir:
-            resolved[name] = _expand_home(value)
-    return dataclasses.replace(cfg, **resolved)
-
-
-def _expand_home(path):
-    """A path, or NAME=PATH, with ~ expanded."""
-    if not isinstance(path, str):  # validate reports wrong types
-        return path
-    name = re.match(r"(?:[\w.-]+=)?", path)[0]
-    return name + os.path.expanduser(path.removeprefix(name))
+            expanded[name] = tuple(map(expand, value))
+        elif name not in ("prompt", "chat") and value != Config.cache_dir:
+            expanded[name] = expand(value)
+    return expanded
 
 
 def _is_same_path(one, other):
@@ -745,9 +676,7 @@ def without_launch_fields(cfg):
     return dataclasses.replace(cfg, **reset)
 
 
-# Fields that changed_flags omits: where the run is, and the part of one process.
-HIDDEN_FLAGS = ("mode", "out_dir", "explicit", "coordinator", "n_processes", "process_id")
-MOST_ITEMS = 4  # items of a list that changed_flags shows
+HIDDEN_FLAGS = ("mode", "config", "out_dir", "explicit")  # changed_flags omits them
 
 
 def changed_flags(cfg):
@@ -755,23 +684,15 @@ def changed_flags(cfg):
     "--name value". The config.json of the run itself, or of the run that a branch leaves, is not
     shown.
     """
-    default = _default_values(cfg) | {"config": ""}
+    default = _default_values(cfg)
+    flags = []
     if _has_config_of_run(cfg):
         default = vars(type(cfg)())
-    flags = []
+    elif cfg.config and not cfg.branch_from:
+        flags = [f"--config {cfg.config}"]
     for name, value in vars(cfg).items():
-        is_hidden = name == "config" and (_has_config_of_run(cfg) or cfg.branch_from)
-        if name in HIDDEN_FLAGS or is_hidden or value == default[name]:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, tuple):
-            words = [shlex.quote(item) for item in value[:MOST_ITEMS]]
-            if len(value) > MOST_ITEMS:
-                words.append(f"... ({len(value) - MOST_ITEMS} more)")
-            flags.append(" ".join([f"--{name}", *words]))
-        else:
-            flags.append(f"--{name} {shlex.quote(_format_value(value))}")
+        if name not in HIDDEN_FLAGS and value != default[name]:
+            flags.append(textwrap.shorten(_as_flag(name, value), 300, placeholder=" ..."))
     return flags
 
 
@@ -783,6 +704,11 @@ def to_json(cfg):
 def from_json(text, where="JSON", kind=Config):
     """The config of a JSON object."""
     return kind(**_json_values(text, where, kind))
+
+
+def load(name, kind=Config):
+    """The config of a preset or a JSON file."""
+    return kind(**_load_values(name, kind))
 
 
 def _json_values(text, where, kind):
@@ -800,7 +726,7 @@ def _json_values(text, where, kind):
             errors.append(f"unknown key {name!r} ({_suggest_flag(name, kind)})")
         if isinstance(value, list):
             values[name] = tuple(value)
-    raise_if_errors(errors + _type_errors(values, types), where)
+    raise_if_errors(errors + _field_errors(values, kind), where)
     for name, value in values.items():
         if types[name] is float:
             values[name] = float(value)
@@ -821,36 +747,39 @@ def _load_values(name, kind=Config):
     if name in PRESETS:
         return PRESETS[name] | {"config": name}
     if not Path(name).is_file():
-        hint = did_you_mean(name, PRESETS)
-        if Path(name, "config.json").is_file():
-            hint = f"nearest: {name.rstrip('/')}/config.json"
-        raise ValueError(f"config {name!r}: neither a file nor a preset ({hint})")
-    values = _json_values(Path(name).read_bytes(), name, kind)
+        raise ValueError(f"config {name!r}: neither a file nor a preset "
+                         f"({did_you_mean(name, PRESETS)})")
+    values = _expand_home(_json_values(Path(name).read_bytes(), name, kind))
     if values.get("config"):
         raise ValueError(f"{name}: config {values['config']!r}: a config file cannot name another "
                          "one; delete this field")
     # The run whose config.json this is may have been moved, or started from another folder.
-    folder = os.path.dirname(name) or "."
-    if os.path.basename(name) == "config.json" and _is_run(folder):
-        values["out_dir"] = folder
+    path = Path(name)
+    if path.name == "config.json" and path.with_name("metrics.jsonl").exists():
+        values["out_dir"] = str(path.parent)
     return values | {"config": name}
 
 
-def load(name, kind=Config):
-    """The config of a preset or a JSON file."""
-    return kind(**_load_values(name, kind))
+def _named_values(cfg):
+    """Two dicts {field: value}: of the run that cfg.branch_from leaves, and of the file or preset
+    cfg.config.
+    """
+    branch, named = {}, {}
+    # Optional: branches of a run.
+    if cfg.branch_from:
+        branch = _branch_values(cfg)
+    if cfg.config:
+        named = _load_values(cfg.config, type(cfg))
+    return branch, named
 
 
-def _run_values(out_dir, cfg):
+def _run_values(cfg, out_dir):
     """{field: value} of the run in out_dir, for a launch that resumes or reads it; {} without."""
     path = Path(out_dir, "config.json")
     uses_run = cfg.mode in ("train", *READ_MODES) and cfg.resume in ("auto", "must")
     if not uses_run or not path.is_file():
         return {}
-    values = _load_values(str(path), type(cfg))
-    for name in LAUNCH_FIELDS:  # of an edited file
-        values.pop(name, None)
-    return values | {"config": str(path)}
+    return _load_values(str(path), type(cfg))
 
 
 # ---- numbers
@@ -869,32 +798,21 @@ def parse_number(text, kind=float):
     text = text.strip()
     power = re.fullmatch(r"(\d+)\^(\d{1,3})", text)
     if power:
-        base, exponent = power.groups()
-        value = Decimal(base) ** int(exponent)
-        units = set()
-    else:
-        value, units = _sum_of_parts(text)
-    if kind is int and (value != int(value) or units & TIME_UNITS):
-        raise ValueError(f"{text!r} is {value}, but must be a whole number")
-    return kind(value)
-
-
-def _sum_of_parts(text):
-    """(value, units) of a number with a unit, or of the parts of a duration like 2h30m."""
+        return kind(int(power[1]) ** int(power[2]))
     digits = re.sub("^[+-]", "", text)
     # Each part is a number, which may have an exponent, and a unit, which may be empty.
     parts = re.findall(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)([A-Za-z%]*)", digits)
     units = {unit for _, unit in parts}
-    legal_units = UNITS.keys()
-    if len(parts) > 1:
-        legal_units = TIME_UNITS
+    legal_units = TIME_UNITS if len(parts) > 1 else UNITS.keys()
     is_complete = "".join(number + unit for number, unit in parts) == digits
     if not parts or not is_complete or not units <= legal_units:
         raise ValueError(f"{text!r} is not a number; write 300, 2^20, 1.25M, 1Ki, 50% or 2h30m")
     value = sum(Decimal(number) * UNITS[unit] for number, unit in parts)
     if text.startswith("-"):
         value = -value
-    return value, units
+    if kind is int and (value != int(value) or units & TIME_UNITS):
+        raise ValueError(f"{text!r} is {value}, but must be a whole number")
+    return kind(value)
 
 
 # ---- intervals
@@ -906,17 +824,10 @@ def _parse_interval(text):
     """(unit, amount) of 250, 10m, 2epochs or window. unit: step, second, epoch or window."""
     named = re.fullmatch("(.*?)(epoch|window)s?", text)
     if named:
-        count, unit = named.groups()
-        if not count:
-            count = "1"
+        count, unit = named[1] or "1", named[2]
     else:
-        count = text
-        unit = "step"
-        if text[-1:] in TIME_UNITS:
-            unit = "second"
-    kind = int
-    if unit in ("second", "epoch"):
-        kind = float
+        count, unit = text, "second" if text[-1:] in TIME_UNITS else "step"
+    kind = int if unit in ("step", "window") else float
     return unit, parse_number(count, kind)
 
 
@@ -944,18 +855,21 @@ def _parse_stop(text):
     """A condition of cfg.stop, {"name", "sign", "bound"}: it holds when the value of this name
     compares so with the bound. Raises ValueError when the text is malformed.
     """
-    metric = re.fullmatch(r"([^<>]+)([<>])(.+)", text)
-    if metric:
-        name, sign, bound = metric.groups()
-        bound = parse_number(bound)
-    else:
-        name, bound = _parse_interval(text)
-        sign = ">="
-        if name == "step" and text.startswith("+"):
-            name = "new_steps"
+    metric = re.fullmatch("([^<>]+)([<>])(.+)", text)
+    try:
+        if metric:
+            name, sign, bound = metric[1], metric[2], parse_number(metric[3])
+        else:
+            name, bound = _parse_interval(text)
+            sign = ">="
+    except ValueError:
+        name = ""
+    if name == "step" and text.startswith("+"):
+        name = "new_steps"
     is_count = name in STOP_COUNTS
-    if is_count != (sign == ">=") or (is_count and bound <= 0):
-        raise ValueError(f"stop {text!r}: not a number of steps, a time or a bound of a metric")
+    if not name or is_count != (sign == ">=") or (is_count and bound <= 0):
+        raise ValueError(f"stop {text!r}: must be 500 (steps in all), +100 (more steps), 2h30m, "
+                         "val_loss<3 or loss>9")
     return {"name": name, "sign": sign, "bound": bound}
 
 
@@ -972,10 +886,9 @@ MORE_IS_BETTER = ("acc", "auc", "reward", "f1")
 def better_sign(name):
     """The sign by which values of a metric are better: "<", ">", or "" if its name does not say."""
     metric = name.partition("/")[0]  # without the name of a validation set
-    if any(word in metric for word in LESS_IS_BETTER):
-        return "<"
-    if any(word in metric for word in MORE_IS_BETTER):
-        return ">"
+    for sign, words in (("<", LESS_IS_BETTER), (">", MORE_IS_BETTER)):
+        if any(word in metric for word in words):
+            return sign
     return ""
 
 
@@ -988,20 +901,42 @@ def parse_best(text):
     name = text.rstrip("<>")
     sign = text[len(name):] or better_sign(name)
     if not name.startswith("val_") or sign not in ("<", ">"):
-        raise ValueError(f"keep_best {text!r}: not a metric of evaluations with < or >")
+        raise ValueError(f"keep_best {text!r}: must be a metric of evaluations, as val_loss, with "
+                         "< or > after a name that does not say whether less or more is better")
     return {"name": name, "is_better": COMPARE[sign]}
+
+
+def parse_branch(text):
+    """(folder of a run, step) of DIR@STEP. Raises ValueError when the text is malformed."""
+    folder, _, step = text.rpartition("@")
+    if not folder or not step.isdecimal():
+        raise ValueError(f"branch_from {text!r}: must be DIR@STEP, as in out/default@400; to begin "
+                         "with the parameters alone, as those of DIR@best, use --init_from")
+    return folder, int(step)
 
 
 # ---- types and bounds
 
-def _type_errors(values, hints):
-    """Errors of values that are not of the type of their field. hints: {field: type}."""
+def _field_errors(values, kind):
+    """Errors of values that are not of the type of their field, or outside the bound that the type
+    carries.
+    """
     errors = []
-    for name, hint in hints.items():
-        if name in values and not _is_of_type(values[name], hint):
-            errors.append(f"{name} {values[name]!r:.80}: must be {_describe_type(hint)}")
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name not in values:
+            continue
+        bound = None
+        if get_origin(hint) is Annotated:
+            hint, bound = get_args(hint)
+        if not _is_of_type(values[name], hint):
+            rule = f"of type {inspect.formatannotation(hint)}"
             if get_origin(hint) is Literal:
-                errors[-1] += f"; {did_you_mean(values[name], get_args(hint))}"
+                rule = f"one of {', '.join(get_args(hint))}"
+        elif bound and not bound[0](values[name]):
+            rule = bound[1]
+        else:
+            continue
+        errors.append(f"{name} {values[name]!r:.80}: must be {rule}")
     return errors
 
 
@@ -1014,31 +949,7 @@ def _is_of_type(value, hint):
         return isinstance(value, tuple) and all(isinstance(item, item_type) for item in value)
     if isinstance(value, bool) != (hint is bool):  # in Python a bool is an int
         return False
-    if hint is float:
-        return isinstance(value, int | float) and isfinite(value)
-    return isinstance(value, hint)
-
-
-def _describe_type(hint):
-    """The type of a field in words."""
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if get_origin(hint) is tuple:
-        return f"a list, in Python a tuple, of {get_args(hint)[0].__name__}"
-    if hint is float:
-        return "a finite float"
-    return f"of type {getattr(hint, '__name__', hint)}"
-
-
-def _bound_errors(cfg):
-    """Errors of numbers outside the bound that their type carries."""
-    errors = []
-    for name, hint in get_type_hints(type(cfg), include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            is_legal, rule = hint.__metadata__[0]
-            if not is_legal(getattr(cfg, name)):
-                errors.append(field_error(cfg, name, f"must be {rule}"))
-    return errors
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def _choice_errors(cfg, choices):
@@ -1067,36 +978,20 @@ def mesh_sizes(cfg, n_devices):
     if prod(sizes.values()) != n_devices:
         mesh = " ".join(f"{axis}={getattr(cfg, axis)}" for axis in AXES)
         return None, [f"mesh {mesh}: must multiply to {n_devices} devices; one may be -1"]
-    n_groups = cfg.grad_accum_steps * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
+    row_parts = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
     sliced = "fsdp" if sizes["dp"] == 1 else "dp"
-    errors = _divisor_errors("slices", cfg.slices, sliced, sizes[sliced])
-    errors += _multiple_errors(
-        "batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep", n_groups)
-    n_row_parts = sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    errors += _multiple_errors(
-        "eval_batch_size", cfg.eval_batch_size, "dp x fsdp x ep", n_row_parts)
+    errors = _multiple_errors(sliced, sizes[sliced], "slices", cfg.slices)
+    errors += _multiple_errors("batch_size", cfg.batch_size, "grad_accum_steps x dp x fsdp x ep",
+                               cfg.grad_accum_steps * row_parts)
+    errors += _multiple_errors("eval_batch_size", cfg.eval_batch_size, "dp x fsdp x ep", row_parts)
     return sizes, errors
 
 
 def _multiple_errors(name, value, rule, divisor):
-    """An error if value is not a multiple of the divisor, with the nearest legal values."""
+    """An error if value is not a multiple of the divisor."""
     if value % divisor == 0:
         return []
-    below = max(value // divisor * divisor, divisor)
-    above = -(-value // divisor) * divisor
-    nearest = f"{below} or {above}"
-    if below == above:
-        nearest = f"{above}"
-    return [f"{name} {value}: must be a multiple of {rule} = {divisor}; nearest: {nearest}"]
-
-
-def _divisor_errors(name, value, rule, total):
-    """An error if value does not divide the total, with the nearest legal value."""
-    if total % value == 0:
-        return []
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    nearest = min(divisors, key=lambda n: abs(n - value))
-    return [f"{name} {value}: must divide {rule} = {total}; nearest: {nearest}"]
+    return [f"{name} {value}: must be a multiple of {rule} = {divisor}"]
 
 
 # ---- rules between fields
@@ -1115,33 +1010,38 @@ def _rule_errors(cfg):
         if not holds:
             errors.append(field_error(cfg, field, text))
 
-    def are_numbers(field, example):
-        holds = all(re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", text) for text in getattr(cfg, field))
-        rule(field, holds, f"must be NAME=NUMBER, as in {example}")
+    def check(parse, *args):
+        try:
+            parse(*args)
+        except ValueError as e:
+            errors.append(str(e))
 
+    # Fields with a syntax of their own.
+    for event in EVENTS:
+        check(parse_intervals, getattr(cfg, f"{event}_every"))
+    for text in cfg.stop:
+        check(_parse_stop, text)
+    check(profile_span, cfg)
+    if cfg.keep_best:
+        check(parse_best, cfg.keep_best)
+    if cfg.branch_from:
+        check(parse_branch, cfg.branch_from)
+    for field in ("lr_mult", "decay_mult"):
+        are_numbers = all(
+            re.fullmatch(r".+=(\d*\.)?\d+(e-?\d+)?", text) for text in getattr(cfg, field))
+        rule(field, are_numbers, "must be NAME=NUMBER, as in embed=0.3")
+    names = [text.partition("=")[0] for text in cfg.columns]
+    have_columns = all(text.partition("=")[2] for text in cfg.columns)
+    rule("columns", have_columns and {*names} <= {*COLUMNS} and len({*names}) == len(names),
+         f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
+
+    # Values that do not go together.
     rule("process_id", cfg.process_id < cfg.n_processes, "must be below n_processes")
-    rule("profile", _parses(profile_span, cfg),
-         "must be first:last, counted from 1, as in 20:22, and begin within steps")
-    rule("stop", _parses(parse_stops, cfg),
-         "must be 500 (steps in all), +100 (more steps), 2h30m, val_loss<3 or loss>9")
     metrics = [text for text in cfg.stop if re.search("[<>]", text)]
     rule("stop", cfg.log_every or all(text.startswith("val_") for text in metrics),
          "a metric of training needs log_every above 0")
     rule("checkpoint", re.fullmatch("latest|best|[0-9]+", cfg.checkpoint),
          "must be latest, best, or a step, as in 400")
-    rule("checkpoint", cfg.mode in READ_MODES or cfg.checkpoint == "latest",
-         "has an effect only in modes eval, sample and export; to begin a run with that "
-         "checkpoint, use --branch_from or --init_from")
-    rule("keep_best", not cfg.keep_best or _parses(parse_best, cfg.keep_best),
-         "must be a metric of evaluations, as val_loss, with < or > after a name that does not say "
-         "whether less or more is better, as in 'val_margin>'")
-    rule("branch_from", not cfg.branch_from or _parses(parse_branch, cfg.branch_from), BRANCH_RULE)
-    are_numbers("lr_mult", "embed=0.3")
-    are_numbers("decay_mult", "embed=0.3")
-    names = [entry.partition("=")[0] for entry in cfg.columns]
-    has_columns = all(entry.partition("=")[2] for entry in cfg.columns)
-    rule("columns", has_columns and {*names} <= {*COLUMNS} and len({*names}) == len(names),
-         f"must be NAME=COLUMN, as in text=content, with a NAME of {', '.join(COLUMNS)}")
     is_count = cfg.warmup_steps >= 2 and cfg.warmup_steps % 1 == 0
     rule("warmup_steps", cfg.warmup_steps < 1 or is_count,
          "must be below 1, a fraction of steps, or a whole number of at least 2 steps")
@@ -1152,15 +1052,13 @@ def _rule_errors(cfg):
     rule("export", cfg.mode != "export" or cfg.export, "must name a folder in mode export")
     rule("prompt", bool(cfg.prompt) + bool(cfg.chat) + bool(cfg.prompts) <= 1,
          "only one of prompt, chat and prompts may be set; clear the others, as in --chat ''")
-    rule("samples_file", not cfg.samples_file or cfg.mode == "sample",
-         "needs mode sample; the samples of a run are in its metrics.jsonl")
-    # Expert capacity is counted over all tokens of a sequence.
-    rule("mlp_tiles", not cfg.n_experts or cfg.mlp_tiles == 1, "must be 1 with n_experts")
-    rule("experts_per_token", not cfg.n_experts or cfg.experts_per_token <= cfg.n_experts,
-         "must be at most n_experts")
-    # The weights of a token's experts are divided by their sum, as in Mixtral and Qwen3.
-    rule("experts_per_token", not cfg.n_experts or cfg.experts_per_token > 1,
-         "must be at least 2: a single expert always has weight 1, so its router would not learn")
+    if cfg.n_experts:
+        # Expert capacity is counted over all tokens of a sequence.
+        rule("mlp_tiles", cfg.mlp_tiles == 1, "must be 1 with n_experts")
+        # The weights of a token's experts are divided by their sum, as in Mixtral and Qwen3, so a
+        # single expert would always have weight 1.
+        rule("experts_per_token", 2 <= cfg.experts_per_token <= cfg.n_experts,
+             "must be at least 2, else the router would not learn, and at most n_experts")
     return errors
 
 
@@ -1179,6 +1077,8 @@ def _unused_errors(cfg, choices):
                     cfg, name, f"has no effect with {field} {getattr(cfg, field)!r}; leave it at "
                                f"{default[name]}, or change {field}"))
 
+    unused("mode", cfg.mode not in READ_MODES, "checkpoint")
+    unused("mode", cfg.mode != "sample", "samples_file")
     unused("n_experts", not cfg.n_experts,
            "experts_per_token", "capacity_factor", "router_balance", "router_z")
     unused("coordinator", cfg.coordinator in ("", "auto"), "n_processes", "process_id")
@@ -1195,21 +1095,20 @@ def _unused_errors(cfg, choices):
     unused("rope_factor", cfg.rope_factor == 1, "rope_original_len")
     unused("loss_norm", cfg.loss_norm != "constant", "loss_divisor")
     unused("schedule", cfg.schedule == "constant", "min_lr_frac")
-    # A schedule uses the fields that its function reads.
-    schedules = choices.get("schedule", {})
-    if cfg.schedule in schedules:
-        used = schedules[cfg.schedule].__code__.co_names
-        for name in ("decay_frac", "poly_power"):
-            unused("schedule", name not in used, name)
-    # So does an optimizer. AdamW trains what Muon does not.
-    optimizers = choices.get("optimizer", {})
+    # Of these, the function of a schedule or an optimizer uses the fields that it reads. Muon
+    # leaves some parameters to AdamW.
     chosen = {cfg.optimizer, *(text.rpartition("=")[2] for text in cfg.optimizers)}
     if "muon" in chosen:
         chosen.add("adamw")
-    if chosen <= optimizers.keys():
-        used = {field for name in chosen for field in optimizers[name].__code__.co_names}
-        for name in ("b1", "b2", "eps", "moment_dtype"):
-            unused("optimizer", name not in used, name)
+    for field, chosen_names, names in (
+            ("schedule", {cfg.schedule}, ("decay_frac", "poly_power")),
+            ("optimizer", chosen, ("b1", "b2", "eps", "moment_dtype"))):
+        functions = [choices.get(field, {}).get(name) for name in chosen_names]
+        if None in functions:  # unknown names are errors of their own
+            continue
+        read = {name for function in functions for name in function.__code__.co_names}
+        for name in names:
+            unused(field, name not in read, name)
     return errors
 
 
@@ -1249,15 +1148,6 @@ def did_you_mean(name, known):
     return f"legal: {', '.join(known)}"
 
 
-def _parses(read, *args):
-    """Whether read(*args) raises no ValueError."""
-    try:
-        read(*args)
-    except ValueError:
-        return False
-    return True
-
-
 # ---- the transformer
 
 def text_errors(sizes, cfg):
@@ -1272,20 +1162,18 @@ def text_errors(sizes, cfg):
         errors += _multiple_errors("n_heads", cfg.n_heads, "n_kv_heads", cfg.n_kv_heads)
     if cfg.head_dim % 2:
         errors.append(field_error(cfg, "head_dim", "must be even, for rotary positions"))
-    unit = gcd(cfg.d_model, cfg.d_ff, cfg.n_heads, cfg.n_kv_heads)
-    legal = max(round(unit * cfg.width_mult), 1) / unit
-    if abs(legal - cfg.width_mult) > 1e-9 * legal:
-        errors.append(field_error(
-            cfg, "width_mult",
-            f"d_model, d_ff and head counts would not be whole numbers; nearest: {legal}"))
+    for name in ("d_model", "d_ff", "n_heads", "n_kv_heads"):
+        size = getattr(cfg, name) * cfg.width_mult
+        if abs(size - round(size)) > 1e-9 * size:
+            errors.append(field_error(cfg, "width_mult", f"{name} would be {size:g}"))
     if not sizes:
         return errors
-    tp, sp, ep = sizes["tp"], sizes["sp"], sizes["ep"]
+    tp, sp = sizes["tp"], sizes["sp"]
     len_per_device = max(cfg.seq_len // sp, 1)
-    errors += _divisor_errors("ep", ep, "n_experts", max(cfg.n_experts, 1))
     n_logit_tiles = max(cfg.logit_tiles, 1)
-    errors += _divisor_errors("logit_tiles", n_logit_tiles, "seq_len / sp", len_per_device)
-    errors += _divisor_errors("mlp_tiles", cfg.mlp_tiles, "seq_len / sp", len_per_device)
+    errors += _multiple_errors("n_experts", max(cfg.n_experts, 1), "ep", sizes["ep"])
+    errors += _multiple_errors("seq_len / sp", len_per_device, "logit_tiles", n_logit_tiles)
+    errors += _multiple_errors("seq_len / sp", len_per_device, "mlp_tiles", cfg.mlp_tiles)
     errors += _multiple_errors("seq_len", cfg.seq_len, "sp", sp)
     errors += _multiple_errors("n_heads", round(cfg.n_heads * cfg.width_mult), "tp x sp", tp * sp)
     return errors
@@ -1296,22 +1184,18 @@ def derive_text(cfg):
 
     Call it after `validate`. Derived again, a config does not change.
     """
-    n_kv_heads = cfg.n_kv_heads
-    if n_kv_heads == 0:
-        n_kv_heads = cfg.n_heads
-    head_dim = cfg.head_dim
-    if head_dim == 0:
-        head_dim = cfg.d_model // cfg.n_heads
     d_model = round(cfg.d_model * cfg.width_mult)
     d_ff = round(cfg.d_ff * cfg.width_mult)
     if d_ff == 0:
         d_ff = -(-8 * d_model // 3 // 32) * 32  # rounded up
+    n_kv_heads = cfg.n_kv_heads or cfg.n_heads
     freeze = cfg.freeze
     all_but_lora = ("*", "!*.lora_?")
     if cfg.lora_rank and freeze[:2] != all_but_lora:
         freeze = all_but_lora + freeze
     return dataclasses.replace(
-        cfg, d_model=d_model, d_ff=d_ff, head_dim=head_dim, freeze=freeze, width_mult=1.0,
+        cfg, d_model=d_model, d_ff=d_ff, freeze=freeze, width_mult=1.0,
+        head_dim=cfg.head_dim or cfg.d_model // cfg.n_heads,
         n_heads=round(cfg.n_heads * cfg.width_mult),
         n_kv_heads=round(n_kv_heads * cfg.width_mult))
 
@@ -1342,11 +1226,6 @@ def differences(old, new):
             if name in old and old[name] != value]
 
 
-def _saved_values(cfg, changes=()):
-    """{field: value} of a config as JSON has it, with `changes` in place of its values."""
-    return json.loads(to_json(cfg)) | dict(changes)
-
-
 def _refused_changes(old, new, may_change):
     """Errors: the differences of two dicts in values that may not change."""
     return [f"{text} (on purpose: --allow_change {text.split()[0]})"
@@ -1359,8 +1238,9 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
     old: the run's config as a dict; a field that it lacks had its default. new: a config.
     old_mesh, mesh: {axis: size} of the run and of this process. default_lr: {optimizer: rate}.
     """
-    before = _merge(_saved_values(type(new)(), old), dict(mesh), dict(old_mesh))
-    after = _saved_values(new, mesh)
+    default = json.loads(to_json(type(new)()))
+    before = _merge(default, old, dict(mesh), dict(old_mesh))
+    after = _merge(json.loads(to_json(new)), dict(mesh))
     for fields in (before, after):
         if fields["lr"] == -1:
             fields["lr"] = dict(default_lr).get(fields["optimizer"], -1.0)
@@ -1370,8 +1250,9 @@ def check_resumable(old, new, old_mesh=(), mesh=(), default_lr=()):
         # tokens are dropped.
         may_change.remove("sp")
     raise_if_errors(_refused_changes(before, after, may_change),
-                    f"{new.out_dir} holds a run with another config (to resume that run, type "
-                    f"only: --out_dir {new.out_dir})")
+                    f"{new.out_dir} holds a run with another config (to resume that run, type only "
+                    f"--out_dir {new.out_dir}; to train a model of another shape, choose another "
+                    f"--out_dir with --init_from '{new.out_dir} strict=no')")
 
 
 def architecture_mismatch(saved, current):
@@ -1480,10 +1361,12 @@ def profile_span(cfg):
     """
     if not cfg.profile:
         return 0, 0
-    first, last = map(int, cfg.profile.split(":"))
+    span = re.fullmatch(r"(\d+):(\d+)", cfg.profile)
+    first, last = map(int, span.groups()) if span else (0, 0)
     begins_in_run = first <= cfg.steps or cfg.epochs > 0  # epochs may mean more steps
     if not 0 < first <= last or not begins_in_run:
-        raise ValueError(f"profile {cfg.profile!r}: traces no step")
+        raise ValueError(f"profile {cfg.profile!r}: must be first:last, counted from 1, as in "
+                         "20:22, and begin within steps")
     return first, last
 
 
@@ -1501,11 +1384,14 @@ def evaluation_config(cfg):
 
 # ---- branches of a run
 
-def _branch_values(text, kind):
-    """{field: value} of the run that a branch leaves; {} where it has no config.json."""
-    folder, _ = parse_branch(text)
-    path = os.path.join(os.path.expanduser(folder), "config.json")
-    return _load_values(path, kind) if os.path.isfile(path) else {}
+def _branch_values(cfg):
+    """{field: value} of the run that a branch leaves, without its folders; {} where it has no
+    config.json.
+    """
+    path = Path(os.path.expanduser(parse_branch(cfg.branch_from)[0]), "config.json")
+    if not path.is_file():
+        return {}
+    return _load_values(str(path), type(cfg)) | {"ckpt_dir": "", "export": ""}
 
 
 # ---- presets

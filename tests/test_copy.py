@@ -185,10 +185,9 @@ def test_a_recipe_copied_beside_files_of_our_names(other_project):
 
     Break: train.py: sys.path.insert(0, os.path.dirname( => sys.path.append(os.path.dirname(
     """
-    run = run_there(other_project, "dpo.py", "--help")
+    run = run_there(other_project, "dpo.py", "--help", "all")
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "  --beta " in run.stdout and "passes over the training data" in run.stdout
-    assert "\nlength and batch\n" in run.stdout
+    assert "--beta " in run.stdout and "passes over the training data" in run.stdout
 
 
 @pytest.mark.slow

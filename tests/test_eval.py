@@ -83,16 +83,6 @@ def test_sets_with_names_have_the_sequences_of_their_files(changes, tiny, tmp_pa
             data.open_text(("train", "val"), dataclasses.replace(cfg, **change))
 
 
-def test_a_home_folder_may_follow_a_name(monkeypatch):
-    """NAME=~/FILE is expanded.
-
-    Break: config.py: return name + os.path.expanduser(path.removeprefix(name)) => return path
-    """
-    monkeypatch.setenv("HOME", "/home/me")
-    cfg = config.resolve_paths(config.Config(val_data=("code=~/a.txt", "~/b.txt", "c=d/~e")))
-    assert cfg.val_data == ("code=/home/me/a.txt", "/home/me/b.txt", "c=d/~e")
-
-
 # ---- evaluation of a model that NumPy can follow: a probability for each byte
 
 
@@ -200,7 +190,7 @@ def test_an_evaluation_batch_must_fit_the_mesh_and_keeps_the_divisor_of_a_sequen
                         loss_divisor=77.0)
     assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=24), 8)[1] == []
     assert config.mesh_sizes(dataclasses.replace(cfg, eval_batch_size=12), 8)[1] == [
-        "eval_batch_size 12: must be a multiple of dp x fsdp x ep = 8; nearest: 8 or 16"]
+        "eval_batch_size 12: must be a multiple of dp x fsdp x ep = 8"]
     assert config.evaluation_config(cfg) is cfg
     eval_cfg = config.evaluation_config(dataclasses.replace(cfg, eval_batch_size=24))
     assert (eval_cfg.batch_size, eval_cfg.grad_accum_steps) == (24, 1)

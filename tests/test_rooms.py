@@ -71,10 +71,7 @@ FEATURES = {
     "branches of a run": {
         "rooms": {"train.py": ["branches of a run"], "config.py": ["branches of a run"]},
         "edits": [
-            ("config.py", "    if typed.get(\"branch_from\"):\n"
-             "        branch = _branch_values(typed[\"branch_from\"], kind)\n", ""),
-            ("config.py", "    if cfg.config and _parses(parse_branch, cfg.branch_from):\n"
-             "        branch = _branch_values(cfg.branch_from, kind)\n", ""),
+            ("config.py", "    if cfg.branch_from:\n        branch = _branch_values(cfg)\n", ""),
             ("train.py", "    if cfg.branch_from and not meta:\n"
              "        start |= find_branch(cfg)\n"
              '        meta = start["meta"]\n    elif meta:\n', "    if meta:\n"),

