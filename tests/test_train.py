@@ -3041,7 +3041,7 @@ def test_bad_input_is_a_one_line_error(tiny, tmp_path, capsys, monkeypatch):
         "--attention pallas":
             "attention pallas: needs a TPU, head_dim and seq_len multiples of 128",
         "--freeze layers.wx": "freeze 'layers.wx': matches no parameter; there are embed, layers.",
-        "--freeze *": "freeze *: leaves no parameter to train",
+        "--freeze *": "no parameter is trained; freeze fewer",
         "--lora_rank 2 --lora_targets wq": "lora_targets 'wq': matches no parameter",
         "--lora_rank 2": "lora_rank 2: a fresh initialization has nothing to tune; name the",
         "--watch none": "watch 'none': matches no parameter",
