@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """train.py on a Ray cluster, one process per worker. If one dies, all resume from the last save.
 
-pip install ray && python tests/recipes/on_ray.py --n_workers 2
+pip install ray && python tests/recipes/on_ray.py --n_workers 1:2
 
+With MIN:MAX workers, the run goes on with fewer where a host is lost and none comes in its place.
 The hosts share a file system. Relative paths are relative to the caller's folder. train.py can
 resume such a run, and this recipe can resume a run of train.py.
 """
@@ -27,7 +28,8 @@ from train import config
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig(config.Config):
-    n_workers: config.PosInt = 2  # processes of the run, spread over the hosts
+    n_workers: str = "2"  # processes of the run, spread over the hosts; or MIN:MAX of them
+    wait_s: config.NonNegFloat = 60.0  # wait so long for room for MAX workers, then take fewer
     n_cpus: config.PosInt = 1  # CPUs per worker
     n_gpus: config.NonNegInt = 0  # GPUs per worker
     max_restarts: config.NonNegInt = 3  # restarts from the last checkpoint after a worker died
@@ -104,8 +106,10 @@ def run(cfg, on_row=lambda event, row: None):
     """
     if (cfg.coordinator, cfg.n_processes, cfg.process_id) != ("", 1, 0):
         config.raise_if_errors(["coordinator, n_processes, process_id: this recipe sets them"])
-    plain = config.Config(**{x.name: getattr(cfg, x.name) for x in fields(config.Config)})
-    ray = connect(cfg.ray_address, cfg.n_workers * cfg.n_cpus)
+    values = {x.name: getattr(cfg, x.name) for x in fields(config.Config)}
+    values["explicit"] = tuple(name for name in cfg.explicit if name in values)
+    plain = config.Config(**values)
+    ray = connect(cfg.ray_address, worker_counts(cfg)[0] * cfg.n_cpus)
     restarts = 0
     with train.catch_signals() as (signals, in_loop):
         in_loop.set()
@@ -126,6 +130,40 @@ def run(cfg, on_row=lambda event, row: None):
                   flush=True)
 
 
+def worker_counts(cfg):
+    """The numbers of workers that a run may have, the largest first. With MIN:MAX, those that
+    divide batch_size: it stays the same.
+    """
+    low, _, high = cfg.n_workers.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
+        config.raise_if_errors([config.field_error(cfg, "n_workers", "must be N, or MIN:MAX")])
+    if not high:
+        return [int(low)]
+    counts = [n for n in range(int(high), int(low) - 1, -1) if cfg.batch_size % n == 0]
+    if not counts:
+        config.raise_if_errors([config.field_error(
+            cfg, "n_workers", f"has no number that divides batch_size {cfg.batch_size}")])
+    return counts
+
+
+def place_workers(ray, cfg):
+    """Reserve room for as many workers as the cluster has within cfg.wait_s: (number, group)."""
+    counts = worker_counts(cfg)
+    for n in counts:
+        group = ray.util.placement_group([{"CPU": cfg.n_cpus, "GPU": cfg.n_gpus}] * n, "SPREAD")
+        wait_s = 5
+        if n == counts[0] and len(counts) > 1:
+            wait_s = cfg.wait_s
+        if group.wait(wait_s):
+            break
+        if n != counts[-1]:
+            ray.util.remove_placement_group(group)
+            print(f"no room for {n} workers: trying fewer", flush=True)
+    else:
+        print(f"waiting until the cluster has room for {n} workers", flush=True)
+    return n, group
+
+
 def attempt(ray, cfg, plain, on_row, signals):
     """Run all workers until they end or one dies.
 
@@ -135,10 +173,9 @@ def attempt(ray, cfg, plain, on_row, signals):
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    n = cfg.n_workers
     # The queue runs beside the head of the cluster.
     queue = Queue(actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}})
-    group = ray.util.placement_group([{"CPU": cfg.n_cpus, "GPU": cfg.n_gpus}] * n, "SPREAD")
+    n, group = place_workers(ray, cfg)
     places = [PlacementGroupSchedulingStrategy(group, i) for i in range(n)]
     once = ray.remote(max_calls=1, max_retries=0)
 
@@ -159,8 +196,6 @@ def attempt(ray, cfg, plain, on_row, signals):
     running = workers
     is_cancelled = False
     try:
-        if not group.wait(5):
-            print(f"waiting until the cluster has room for {n} workers", flush=True)
         while running and not received.keys() & {"error", "death"}:
             done, running = ray.wait(running, timeout=0.2)
             try:

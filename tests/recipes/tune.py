@@ -89,6 +89,7 @@ def make_trials(cfg):
 
     choices = {"optimizer": train.steplib.OPTIMIZERS, "schedule": train.steplib.SCHEDULES}
     shared = {x.name: getattr(cfg, x.name) for x in fields(config.Config)}
+    shared["explicit"] = tuple(name for name in cfg.explicit if name in shared)
     trials = []
     for i in range(cfg.n_trials):
         values = dict(draw(text, random.Random(f"{cfg.seed} {i} {text}")) for text in cfg.sweep)
