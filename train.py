@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import faulthandler
 import fractions
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -255,7 +256,6 @@ def setup_run(cfg, task=TEXT, devices=None, hooks=()):
     platform = steplib.platform(devices[0])
     cfg = dataclasses.replace(cfg, dtype=steplib.choose_dtype(cfg.dtype, platform))
     cfg = task["resolve"](platform, cfg)
-    check_trackers(cfg)
     if platform.endswith("cuda") and len(devices) > 1:
         # XLA may then run the collectives of a layer beside the computation of its neighbours.
         jax.config.update("jax_optimization_level", "O1")
@@ -1233,17 +1233,20 @@ def evaluate(setup, val_data, eval_step, params, stopped=lambda: False):
     cfg, task = eval_setup["cfg"], setup["task"]
     n_batches = eval_batches(cfg, val_data)
 
+    def stopped_at_batch():  # called once per batch
+        bar.update()
+        return stopped()
+
     # The sums of each set.
     sums_of = {}
     n_examples = 0
-    with eval_bar(sum(n_batches.values())) as count_batch:
+    with eval_bar(sum(n_batches.values())) as bar:
         for name, source in val_data.items():
             # Optional: evaluation batches of another size.
             regrouped = data.regroup(source, source_size, cfg.batch_size)
             prefetched = data.prefetch(make_batch_at(eval_setup, regrouped), 0, n_batches[name])
-            batches = (run_hooks(setup["hooks"], "val_data", count_batch(batch))
-                       for batch, _ in prefetched)
-            sums_of[name] = steplib.evaluate(eval_step, params, batches, stopped)
+            batches = (run_hooks(setup["hooks"], "val_data", batch) for batch, _ in prefetched)
+            sums_of[name] = steplib.evaluate(eval_step, params, batches, stopped_at_batch)
             if sums_of[name] is None:
                 return {}
             n_examples += min(n_batches[name] * cfg.batch_size, source["n"])
@@ -1370,11 +1373,10 @@ def run_before_hooks(run, event, planned, progress):
 
 
 def notify(observers, event, row):
-    """Call each observer, a pair of name and function, with the event and a copy of the row. Its
-    result is ignored. An observer that raises is removed from the list.
+    """Call each observer with the event and a copy of the row. Its result is ignored. An observer
+    that raises is removed from the list.
     """
-    for observer in list(observers):
-        name, observe = observer
+    for observe in list(observers):
         # Also copies of the dicts within: checkpoints keep the "config" of the start row.
         copied = {}
         for key, x in row.items():
@@ -1382,11 +1384,11 @@ def notify(observers, event, row):
         try:
             observe(event, copied)
         except Exception as error:
-            observers[:] = [other for other in observers if other is not observer]
+            observers.remove(observe)
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
-            lost = "; metrics.jsonl is no longer written" if name == "jsonl" else ""
+            name = getattr(observe, "__qualname__", observe)
             print0(f"observer {name}: at the event {event}: {message}; it is removed, and the run "
-                   f"continues{lost}")
+                   "continues")
 
 
 def run_begin_hooks(run, step, progress):
@@ -1501,14 +1503,15 @@ def save_before_error(run, state, progress):
 def print_preview(run, params, step, timers):
     """Print samples. An error is logged, and training continues."""
     with timed(timers, "other"):
-        row = {"step": step, "texts": []}
         source = next(iter(run["val_data"].values()), run["train_data"])
         try:
-            row |= sample_texts(run, params, step, source)
+            samples = sample_texts(run, params, step, source)
         except Exception as e:  # a sample is never worth losing a run
-            row["error"] = f"no sample: {type(e).__name__}: {e}"
-        if row["texts"] or "error" in row:
-            run["log_event"]("sample", row)
+            error = f"no sample: {type(e).__name__}: {e}"
+            run["log_event"]("nonfatal_error", {"step": step, "error": error})
+            return
+        if samples["texts"]:
+            run["log_event"]("sample", {"step": step} | samples)
 
 
 def sample_texts(setup, params, step, source):
@@ -2018,8 +2021,19 @@ def floats(values):
 # ---- observers
 
 
-# An observer is a function of (event, row). Its factory takes the config. Observers run on process
-# 0 and cannot change the run.
+# An observer is a function of (event, row). The function that makes it takes the config. Observers
+# cannot change the run. `OBSERVERS` lists those of process 0.
+def make_observers(cfg):
+    """The observers of this process."""
+    makers = [*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]
+    if not is_main():
+        makers = [trace_profile, log_of_process] if cfg.log_all_processes else []
+    try:
+        return [make(cfg) for make in makers]
+    except ImportError as e:
+        raise ValueError(f"track {' '.join(cfg.track)}: pip install {e.name}") from e
+
+
 def jsonl(cfg):
     """Write every event but "step" and "dispatch" to metrics.jsonl, a JSON object per line, with
     all digits. On resume, rows after the restored step are dropped.
@@ -2063,18 +2077,12 @@ EVENT_LINES = {
 def console(cfg):
     """Show a progress bar on a terminal, plain lines elsewhere."""
     bar = tqdm(disable=True)
-    unit = ""
     last_line = {"step": 0, "time_s": time.perf_counter()}  # of a log row
 
-    def is_line_due(step):
-        has_progressed = step - last_line["step"] >= LINE_EVERY_FRAC * cfg.steps
-        has_waited = time.perf_counter() - last_line["time_s"] >= LINE_EVERY_S
-        return has_progressed or has_waited
-
+    @ignore_stdout_errors()
     def observe(event, row):
-        nonlocal bar, unit
+        nonlocal bar
         if event == "start":
-            unit = row["unit"]
             last_line["step"] = row["step"]
             mib = row["memory_bytes_per_device"]["total"] / 2**20
             print0(f"compiled in {row['compile_s']:.1f} s, {mib:,.0f} MiB per device; from "
@@ -2084,37 +2092,35 @@ def console(cfg):
         elif event == "step":
             bar.update()
         elif event == "log":
-            speed = format_speed(row, unit)
-            bar.set_postfix_str(f"{format_metrics(row, ['loss'])}  {speed}", refresh=False)
-            if bar.disable or is_line_due(row["step"]):
-                print0(format_log_row(row, speed))
+            speed = speed_name(row)
+            bar.set_postfix_str(format_metrics(row, ["loss", speed]), refresh=False)
+            has_progressed = row["step"] - last_line["step"] >= LINE_EVERY_FRAC * cfg.steps
+            has_waited = time.perf_counter() - last_line["time_s"] >= LINE_EVERY_S
+            if bar.disable or has_progressed or has_waited:
+                print0(format_log_row(row))
                 last_line.update(step=row["step"], time_s=time.perf_counter())
         elif event == "eval":
-            print_eval_row(row, unit)
+            print_eval_row(row)
         elif event == "sample":
-            print_samples(row["texts"], row.get("prompts", ()))
-        elif event == "save" and row.get("why") == "request":
+            print_samples(row)
+        elif event == "save" and row["why"] == "request":
             print0(f"{format_step(row)}  saved, as requested")
         elif event in EVENT_LINES:
             print0(f"{format_step(row)}  {EVENT_LINES[event].format(**row)}")
-        if event == "sample" and "error" in row:
-            print0(f"{format_step(row)}  {row['error']}")
-        if event in ("end", "error"):
+        elif event in ("end", "error"):
             bar.close()
         if event == "end":
             print_summary(cfg, row)
 
-    def observe_quietly(event, row):
-        with ignore_stdout_errors():
-            observe(event, row)
-
-    return observe_quietly
+    return observe
 
 
 # How the console shows a metric.
 METRIC_FORMATS = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
+    "data_wait_s": "data wait {:.4f} s",
+    UNLABELLED: "{:.0f} steps without a label",
     "val_loss": "validation loss {:.4f}",
     "val_acc": "accuracy {:.3f}",
     "val_bits_per_byte": "{:.3f} bits/byte",
@@ -2128,40 +2134,35 @@ METRIC_FORMATS = {
 HIDDEN_METRICS = ("val_objective", "val_ppl", "val_z", "val_n_labels")
 
 
-def format_metrics(row, names, between="  "):
+def format_metrics(row, names):
     """The metrics of these names that a row has, as text."""
     texts = []
     for name in names:
         if name in row:
             default = name.removeprefix("val_") + " {:.4g}"
+            if name.endswith("s_per_s"):
+                default = "{:,.0f} " + name.removeprefix("eval_").replace("_per_s", "/s")
             texts.append(METRIC_FORMATS.get(name, default).format(row[name]))
-    return between.join(texts)
+    return "  ".join(texts)
+
+
+def speed_name(row):
+    """The name of the speed in a row of training or of an evaluation."""
+    return next(name for name in reversed(row) if name.endswith("s_per_s"))
 
 
 def format_step(row):
     return f"step {row['step']:>6}"
 
 
-def format_speed(row, unit):
-    return f"{row[unit + 's_per_s']:,.0f} {unit}s/s"
-
-
-def format_log_row(row, speed):
-    loss = format_metrics(row, ["loss"])
+def format_log_row(row):
+    names = ["loss", "lr", speed_name(row), "data_wait_s", UNLABELLED]
     if row.get("n_labels") == 0:
-        loss = "no label"
-    lr = format_metrics(row, ["lr"])
-    wait = f"data wait {1000 * row['data_wait_s']:.1f} ms"
-    unlabelled = ""
-    if row.get(UNLABELLED):
-        unlabelled = f"  {row[UNLABELLED]:.0f} steps without a label"
-    return f"{format_step(row)}  {loss}  {lr}  {speed}  {wait}{unlabelled}"
+        names.remove("loss")  # it is NaN
+    return f"{format_step(row)}  {format_metrics(row, names)}"
 
 
-LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a line with its speed
-
-
-def print_eval_row(row, unit, with_speed=False):
+def print_eval_row(row):
     """Print the metrics of an evaluation, a line for each set with a name, and the speed if it took
     long.
     """
@@ -2173,45 +2174,30 @@ def print_eval_row(row, unit, with_speed=False):
             sets.setdefault(name, {})[metric] = value
     width = max(map(len, sets), default=0)
     for name, values in sets.items():
-        others = [metric for metric in values if metric != "val_loss"]
-        line = format_metrics(values, ["val_loss", *others])
-        print0(f"{'':11}  {name:<{width}}  {line}" if name else f"{format_step(row)}  {line}")
-
-    if with_speed or row["eval_s"] > LONG_EVAL_S:
-        speed = f"{row[f'eval_{unit}s_per_s']:,.0f} {unit}s/s"
+        start = f"{'':11}  {name:<{width}}" if name else format_step(row)
+        metrics = sorted(values, key=lambda metric: metric != "val_loss")  # the loss comes first
+        print0(f"{start}  {format_metrics(values, metrics)}")
+    if row["eval_s"] > LONG_EVAL_S:
+        speed = format_metrics(row, [speed_name(row)])
         print0(f"{'':11}  evaluated in {row['eval_s']:.1f} s, {speed}")
 
 
-@contextlib.contextmanager
+LONG_EVAL_S = 2.0  # an evaluation that takes longer gets a progress bar, and a line with its speed
+
+
 def eval_bar(n_batches):
-    """Show a progress bar on a terminal once an evaluation has taken LONG_EVAL_S, gone afterwards.
-    Yield a function that counts a batch and returns it.
-    """
-    is_shown = is_main() and is_terminal(sys.stderr)
-    bar = tqdm(total=n_batches, disable=not is_shown, delay=LONG_EVAL_S, leave=False,
-               bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}")
-
-    def count_batch(batch):
-        with ignore_stdout_errors():
-            bar.update()
-        return batch
-
-    try:
-        yield count_batch
-    finally:
-        with ignore_stdout_errors():
-            bar.close()
+    """A progress bar that a terminal shows once an evaluation has taken LONG_EVAL_S."""
+    return tqdm(total=n_batches, disable=not (is_main() and is_terminal(sys.stderr)),
+                delay=LONG_EVAL_S, leave=False,
+                bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}")
 
 
-def print_samples(texts, prompts=()):
-    """Print samples. What follows the prompt is marked as labels are: see mark_labels."""
-    for i, text in enumerate(texts):
-        shown = printable(text)
-        if i < len(prompts) and prompts[i]:
-            n = len(prompts[i])
-            shown = mark_labels([(text[:n], False), (text[n:], True)], is_terminal(sys.stdout))
+def print_samples(row):
+    """Print the samples of a row. What follows the prompt is marked as labels are."""
+    for text, prompt in zip(row["texts"], row["prompts"], strict=True):
+        shown = mark_labels([(prompt, False), (text[len(prompt):], True)])
         print0(f"{' sample '.center(24, '-')}\n{shown}")
-    if texts:
+    if row["texts"]:
         print0("-" * 24)
 
 
@@ -2226,16 +2212,10 @@ def print_summary(cfg, row):
     total = sum(seconds.values())
     print0("".join(f"{bucket:>8}" for bucket in seconds) + "  total")
     print0("".join(f"{s / total:8.1%}" for s in seconds.values()) + f"  {total:,.0f} s")
-
-    metrics = [f"step {row['step']}"]
-    validation = format_metrics(row, ["val_loss", "val_bits_per_byte", "val_step"], ", ")
-    if validation:
-        metrics.append(validation)
-    if "loss" in row:
-        metrics.append(f"training {format_metrics(row, ['loss'])}")
-    print0(", ".join(metrics))
+    names = ["loss", "val_loss", "val_bits_per_byte", "val_step"]
+    print0(f"{format_step(row)}  {format_metrics(row, names)}")
     if "best_val_loss" in row:
-        print0(format_metrics(row, ["best_val_loss", "best_val_step"], ", "))
+        print0(format_metrics(row, ["best_val_loss", "best_val_step"]))
 
     is_done = row["reason"] == all_done(row["step"])
     saved = ", not saved"
@@ -2243,15 +2223,9 @@ def print_summary(cfg, row):
         saved = f", saved in {ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)}"
     print0(f"{'done' if is_done else 'stopped'}: {row['reason']}; {row['wall_s']:.0f} s{saved}")
     if row["checkpoint"] and not row["exit_code"] and not is_done:
+        flag = "" if cfg.resume in ("auto", "must") else " with --resume auto"
         limit = ", as far as --stop allows" if cfg.stop else ""
-        print0(f"{same_command(cfg)} continues from here{limit}")
-
-
-def same_command(cfg):
-    """The command that resumes the run, in words."""
-    if cfg.resume in ("auto", "must"):
-        return "the same command"
-    return "the same command with --resume auto"
+        print0(f"the same command{flag} continues from here{limit}")
 
 
 # ---- samples of text
@@ -2286,25 +2260,19 @@ def print_changed_flags(cfg):
 
 def run_summary(setup):
     """What would run, and on what, in two lines."""
-    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
-    n_params, n_trained = 0, 0
-    for row in setup["table"].values():
-        size = math.prod(row["shape"])
-        n_params += size
-        if row.get("trained", True):
-            n_trained += size
+    cfg, mesh, task, table = setup["cfg"], setup["mesh"], setup["task"], setup["table"]
+    sizes = {name: math.prod(row["shape"]) for name, row in table.items()}
+    n_params = sum(sizes.values())
+    n_trained = sum(sizes[name] for name in steplib.trained_names(table))
     trained = ""
     if n_trained < n_params:
         trained = f" ({n_trained / 1e6:,.2f}M trained)"
     device_kind = mesh.devices.flat[0].device_kind
     axes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
-    first = (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x {device_kind}, "
-             f"mesh {axes}")
-    second = [cfg.dtype]
-    if task["summary"](cfg):
-        second.append(task["summary"](cfg))
-    second.append(f"{task['units_per_step'](cfg):,} {task['unit']}s per step")
-    return first + "\n" + ", ".join(second)
+    parts = [cfg.dtype, task["summary"](cfg),
+             f"{task['units_per_step'](cfg):,} {task['unit']}s per step"]
+    return (f"{n_params / 1e6:,.2f}M parameters{trained} on {mesh.size} x {device_kind}, mesh "
+            f"{axes}\n{', '.join(filter(None, parts))}")
 
 
 def print_data_summary(opened, log, with_examples):
@@ -2316,18 +2284,17 @@ def print_data_summary(opened, log, with_examples):
             summary = source["summary"].replace("\n", "\n  ")
             log(f"{name}: {summary}")
     source = opened["train"]
-    if not with_examples or not source or "examples" not in source:
-        return
-    in_terminal = is_terminal(sys.stdout)
-    marks = "all but labels dimmed" if in_terminal else "labels within {+ +}"
-    for i, pieces in enumerate(source["examples"](), 1):
-        log(f"example {i}, {marks}:\n{mark_labels(pieces, in_terminal)}")
+    if with_examples and source and "examples" in source:
+        marks = "all but labels dimmed" if is_terminal(sys.stdout) else "labels within {+ +}"
+        for i, pieces in enumerate(source["examples"](), 1):
+            log(f"example {i}, {marks}:\n{mark_labels(pieces)}")
 
 
-def mark_labels(pieces, in_terminal):
+def mark_labels(pieces):
     """The text of an example, with marks around its labels; in a terminal, all else is dimmed.
     pieces: [(text, whether it is labels)].
     """
+    in_terminal = is_terminal(sys.stdout)
     marked = []
     for text, is_label in pieces:
         text = printable(text)
@@ -2347,12 +2314,9 @@ def describe_run(setup, programs, start):
     versions = {"python": sys.version.split()[0]}
     for name in ("jax", "jaxlib", "numpy", "optax", "tensorstore"):
         versions[name] = importlib.metadata.version(name)
-    machine = steplib.describe_machine(device)
-    machine["device"] = device.device_kind
-    machine["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     run_id = os.urandom(4).hex()
     if start["meta"] and not start["is_branch"]:
-        run_id = start["meta"].get("run_id", run_id)
+        run_id = start["meta"]["run_id"]
     row = {
         "devices": f"{jax.device_count()} x {device.device_kind}",
         "processes": jax.process_count(),
@@ -2364,13 +2328,12 @@ def describe_run(setup, programs, start):
         "mesh": dict(setup["mesh"].shape),
         "sources": start["sources"],
         "run_id": run_id,
-        "machine": machine,
+        "machine": steplib.describe_machine(device) | {
+            "device": device.device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")},
         "versions": versions,
     }
     if task["flops"]:
-        flops, formula = task["flops"]({}, cfg)
-        row[f"flops_per_{unit}"] = flops
-        row["flops_formula"] = formula
+        row[f"flops_per_{unit}"], row["flops_formula"] = task["flops"]({}, cfg)
     return row
 
 
@@ -2398,6 +2361,8 @@ def cli(argv, hooks=(), task=TEXT, kind=config.Config, main=main):
     """Run a command line; return the exit code. A user error is printed without a traceback, every
     other exception with it.
     """
+    if "--help" in argv:  # `--help | head` ends without a traceback
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Print characters that a stream cannot encode as escapes.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # not every replacement of a stream can do it
@@ -2840,14 +2805,14 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     summary = {"step": step, "reason": cfg.mode, "exit_code": 0}
     if cfg.mode == "eval":
         summary |= evaluate(setup, val_data, cost["programs"]["evaluation"], params)
-        print_eval_row(summary, task["unit"], with_speed=True)
+        print_eval_row(summary)
         print0(ckpt.json_line(summary))
     elif cfg.mode == "export":
         task["hf"]["export"](params, cfg)
         print0(f"exported step {step} to {cfg.export}")
     else:
         summary |= sample_texts(setup, params, 0, source)
-        print_samples(summary["texts"], summary["prompts"])
+        print_samples(summary)
         if cfg.samples_file and is_main():
             write_samples(cfg.samples_file, summary["texts"], summary["prompts"])
     return summary
@@ -2878,8 +2843,7 @@ def find_saved(cfg, task, hooks, state=None, params=None):
     elif not is_given:
         root, step, meta = ckpt.find_checkpoint(root, cfg.checkpoint)
     if meta:
-        which = " (best)" if cfg.checkpoint == "best" else ""
-        print0(f"run {cfg.out_dir}, checkpoint of step {meta['step']}{which}")
+        print0(f"run {cfg.out_dir}, checkpoint {cfg.checkpoint}, of step {meta['step']}")
 
     setup = setup_run(cfg, task, hooks=hooks)
     cfg = setup["cfg"]
@@ -3015,19 +2979,18 @@ def load_hooks(texts):
     """The functions that texts "file.py:function" name. Each file runs once, and may import files
     beside it.
     """
-    namespaces = {}
+    run_file = functools.cache(runpy.run_path)
     hooks = []
     for text in texts:
         path, _, name = text.rpartition(":")
         if not Path(path).is_file():
             raise ValueError(f"hooks {text!r}: must be file.py:function; there is no file {path!r}")
-        if path not in namespaces:
-            sys.path.append(os.path.dirname(os.path.abspath(path)))
-            namespaces[path] = runpy.run_path(path)
-        if not callable(namespaces[path].get(name)):
+        sys.path.append(os.path.dirname(os.path.abspath(path)))
+        functions = run_file(path)
+        if name not in functions:
             raise ValueError(f"hooks {text!r}: the file has no function {name!r} "
-                             f"({config.did_you_mean(name, namespaces[path])})")
-        hooks.append(namespaces[path][name])
+                             f"({config.did_you_mean(name, functions)})")
+        hooks.append(functions[name])
     return hooks
 
 
@@ -3087,14 +3050,9 @@ def restart_watchdog(cfg):
 
 def log_of_process(cfg):
     """With --log_all_processes: print the log rows of a process that is not process 0."""
-    unit = ""
-
     def observe(event, row):
-        nonlocal unit
-        if event == "start":
-            unit = row["unit"]
-        elif event == "log":
-            print_here(format_log_row(row, format_speed(row, unit)))
+        if event == "log":
+            print_here(format_log_row(row))
 
     return observe
 
@@ -3122,31 +3080,19 @@ def plot(cfg):
     def observe(event, row):
         if event != "end" or not importlib.util.find_spec("matplotlib"):
             return
-        rows = ckpt.read_log(cfg.out_dir)
-        speeds = {name for row in rows for name in row
-                  if name.endswith("s_per_s") and row["event"] == "log"}
-        if speeds:
-            draw(rows, min(speeds))
-
-    def draw(rows, speed):
         from matplotlib.figure import Figure
-        panels = {
-            "loss (nats)": {"loss": "training", "val_loss": "validation"},
-            "learning rate": {"lr": ""},
-            "gradient norm": {"grad_norm": ""},
-            f"{speed.removesuffix('_per_s')} per second": {speed: ""},
-        }
+        start, *rows = ckpt.read_log(cfg.out_dir)
         figure = Figure(figsize=(10, 6), layout="constrained")
-        for axes, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-            for name, label in lines.items():
-                event, style = ("eval", "o-") if label == "validation" else ("log", "-")
+        panels = (["loss", "val_loss"], ["lr"], ["grad_norm"], [f"{start['unit']}s_per_s"])
+        for axes, names in zip(figure.subplots(2, 2).flat, panels, strict=True):
+            for name in names:
                 points = [(row["step"], row[name]) for row in rows
-                          if row["event"] == event and row.get(name) is not None]
-                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=label, markersize=4)
-            axes.set_title(title, loc="left", fontsize=10)
+                          if row["event"] in ("log", "eval") and row.get(name) is not None]
+                style = "o-" if name == "val_loss" else "-"
+                axes.plot(*np.reshape(points, (-1, 2)).T, style, label=name, markersize=4)
+            axes.legend()
             axes.grid(alpha=0.3)
-        figure.axes[0].legend()
-        figure.supxlabel("step", fontsize=10)
+        figure.supxlabel("step")
         figure.suptitle(str(cfg.out_dir))
         figure.savefig(Path(cfg.out_dir) / "plot.png", dpi=100)
 
@@ -3163,17 +3109,6 @@ def log_to_wandb(cfg):
     import wandb
     run = None
 
-    def media(row):
-        """The histograms and samples of a row, as wandb shows them."""
-        found = {}
-        for name, stats in row.get("watch", {}).items():
-            histogram = (stats["counts"], histogram_edges(stats))
-            found[f"watch/{name}"] = wandb.Histogram(np_histogram=histogram)
-        if row.get("texts"):
-            lines = [[row["step"], text] for text in row["texts"]]
-            found["samples"] = wandb.Table(columns=["step", "text"], data=lines)
-        return found
-
     def observe(event, row):
         nonlocal run
         if event == "start":
@@ -3182,7 +3117,14 @@ def log_to_wandb(cfg):
                              config=row["config"], name=name, settings={"console": "off"})
             run.define_metric("*", step_metric="step")
         elif run and event in ("log", "eval", "sample", "end"):
-            run.log(numbers(row) | watched_numbers(row) | media(row))
+            values = tracked_numbers(row)
+            for name, stats in row.get("watch", {}).items():
+                histogram = (stats["counts"], histogram_edges(stats))
+                values[f"watch/{name}"] = wandb.Histogram(np_histogram=histogram)
+            if "texts" in row:
+                texts = [[row["step"], text] for text in row["texts"]]
+                values["samples"] = wandb.Table(columns=["step", "text"], data=texts)
+            run.log(values)
         if run and event in ("end", "error"):
             run.finish(row.get("exit_code", 1))
 
@@ -3200,7 +3142,7 @@ def log_to_tensorboard(cfg):
             writer = SummaryWriter(f"{cfg.out_dir}/tensorboard", purge_step=row["step"] + 1)
         elif writer and event in ("log", "eval", "sample", "end"):
             step = row["step"]
-            for name, x in (numbers(row) | watched_numbers(row)).items():
+            for name, x in tracked_numbers(row).items():
                 writer.add_scalar(name, x, step)
             for name, stats in row.get("watch", {}).items():
                 n, mean = sum(stats["counts"]), stats["mean"]
@@ -3210,17 +3152,16 @@ def log_to_tensorboard(cfg):
                     step)
             for i, text in enumerate(row.get("texts", ())):
                 # As Markdown, in which an indented text is shown as it is.
-                indented = "".join(f"    {line}\n" for line in text.split("\n"))
-                writer.add_text(f"sample/{i}", indented, step)
+                writer.add_text(f"sample/{i}", textwrap.indent(text, "    "), step)
         if writer and event in ("end", "error"):
             writer.close()
 
     return observe
 
 
-def watched_numbers(row):
-    """{"watch/NAME/STATISTIC": number} of the weight statistics in a row."""
-    found = {}
+def tracked_numbers(row):
+    """The numbers of a row, and "watch/NAME/STATISTIC" of its weight statistics."""
+    found = numbers(row)
     for name, stats in row.get("watch", {}).items():
         for statistic, x in numbers(stats).items():
             found[f"watch/{name}/{statistic}"] = x
@@ -3240,40 +3181,10 @@ def histogram_edges(stats):
 TRACKERS = {"wandb": log_to_wandb, "tensorboard": log_to_tensorboard}  # of --track
 
 
-TRACKER_PACKAGES = {log_to_wandb: "wandb", log_to_tensorboard: "tensorboardX"}
-
-
-def check_trackers(cfg):
-    """Raise ValueError for a tracker whose package is not installed."""
-    errors = []
-    for name in cfg.track:
-        package = TRACKER_PACKAGES.get(TRACKERS[name])
-        if package and not importlib.util.find_spec(package):
-            errors.append(f"track {name!r}: {package} is not installed: pip install {package}")
-    config.raise_if_errors(errors)
-
-
 # ---- observers that run
 
 
 OBSERVERS = (jsonl, trace_profile, console, plot)
-# With --log_all_processes, those of each process but process 0.
-OTHER_OBSERVERS = (trace_profile, log_of_process)
-
-
-def make_observers(cfg):
-    """[(name, observer)] of this process."""
-    makers = OBSERVERS
-    if not is_main():
-        makers = OTHER_OBSERVERS if cfg.log_all_processes else ()
-    observers = []
-    for make in makers:
-        observers.append((getattr(make, "__name__", str(make)), make(cfg)))
-    if not is_main():
-        return observers
-    for name in cfg.track:
-        observers.append((name, TRACKERS[name](cfg)))
-    return observers
 
 
 if __name__ == "__main__":

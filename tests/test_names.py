@@ -171,10 +171,11 @@ JUMPS = {
         "modes without a loop": ["run_saved", "tokenize_data"],
         "memory estimates": ["memory_advice", "plan"],
         "hooks from files": ["load_hooks"],
-        "several processes": ["check_shared_folders", "connect_processes", "raise_if_unequal",
-                              "restart_watchdog"],
-        "trackers": ["TRACKERS", "check_trackers"],
-        "observers that run": ["make_observers"],
+        "several processes": ["check_shared_folders", "connect_processes", "log_of_process",
+                              "raise_if_unequal", "restart_watchdog"],
+        "profiler": ["trace_profile"],
+        "trackers": ["TRACKERS"],
+        "observers that run": ["OBSERVERS"],
     },
 }
 

@@ -1628,7 +1628,7 @@ def test_labels_are_counted_and_shown(tmp_path):
     assert "10 documents without a label" in summary
     example, = data.show_examples(dataset, tokenizer)
     end = "<|im_start|>assistant\n{+yes<|im_end|>+}\n"
-    assert train.mark_labels(example, in_terminal=False).endswith(end)
+    assert train.mark_labels(example).endswith(end)
 
 
 def test_chats_with_tools_that_are_not_rendered(tmp_path):
@@ -1691,7 +1691,7 @@ def test_documents_whose_labels_are_cut_away(tmp_path):
     n_used = (batch["segments"] > 0).sum()
     assert f"{n_labels / n_used:.1%} of the tokens are labels" in summary
     example, = data.show_examples(dataset, tokenizer)
-    assert "{+yes<|im_end|>+}" in train.mark_labels(example, in_terminal=False)
+    assert "{+yes<|im_end|>+}" in train.mark_labels(example)
 
 
 @pytest.mark.parametrize("part, packing", [
@@ -1742,16 +1742,15 @@ def test_examples_of_texts(packing, tmp_path):
     cfg = config.Config(data=(str(tmp_path / "a.jsonl"),), val_frac=0.0, packing=packing,
                         seq_len=50, token_cache=str(tmp_path / "cache"))
     first, second = data.open_text(("train",), cfg)["train"]["examples"]()
-    assert train.mark_labels(first, in_terminal=False) == "\\x00{+a b\\x00+}"
-    assert train.mark_labels(first, in_terminal=True) == "\033[2m\\x00\033[0ma b\\x00"
+    assert train.mark_labels(first) == "\\x00{+a b\\x00+}"
     end = "" if packing == "none" else "..."
     n = 50 if packing == "none" else data.SHOWN_TOKENS
-    assert train.mark_labels(second, False) == "\\x00{+" + ("long" * 99)[:n] + "+}" + end
+    assert train.mark_labels(second) == "\\x00{+" + ("long" * 99)[:n] + "+}" + end
 
     np.save(tmp_path / "a.npy", np.arange(97, 120, dtype=np.uint8))
     cfg = config.Config(data=(str(tmp_path / "a.npy"),), val_frac=0.0, seq_len=4)
     examples = data.open_text(("train",), cfg)["train"]["examples"]()
-    assert [train.mark_labels(example, False) for example in examples] == ["a{+bcde+}", "e{+fghi+}"]
+    assert [train.mark_labels(example) for example in examples] == ["a{+bcde+}", "e{+fghi+}"]
 
 
 def test_ids_of_an_unknown_vocabulary(tmp_path):

@@ -24,9 +24,7 @@ FEATURES = {
         "rooms": {"train.py": ["trackers"]},
         "edits": [
             ("train.py", '        "track": TRACKERS,\n', ""),
-            ("train.py", "    check_trackers(cfg)\n", ""),
-            ("train.py", "    for name in cfg.track:\n"
-             "        observers.append((name, TRACKERS[name](cfg)))\n", ""),
+            ("train.py", "[*OBSERVERS, *(TRACKERS[name] for name in cfg.track)]", "OBSERVERS"),
         ],
     },
     "plot": {
@@ -39,7 +37,7 @@ FEATURES = {
         "rooms": {"train.py": ["profiler"], "step.py": ["profiler"]},
         "edits": [
             ("train.py", "(jsonl, trace_profile, console", "(jsonl, console"),
-            ("train.py", "(trace_profile, log_of_process)", "(log_of_process,)"),
+            ("train.py", "[trace_profile, log_of_process]", "[log_of_process]"),
         ],
     },
     "hooks from files": {
@@ -326,7 +324,7 @@ def without(names):
 def test_without_a_room_no_name_is_undefined(name, tmp_path):
     """At most ten lines outside the rooms of a feature change, and then nothing calls them.
 
-    Break: train.py: observers.append((name, TRACKERS[name](cfg))) => pass
+    Break: train.py: for name in cfg.track)] => for name in [*cfg.track])]
     """
     feature = FEATURES[name]
     n_lines = sum(max(old.count("\n"), 1) for _, old, _ in feature["edits"])
