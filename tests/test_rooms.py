@@ -96,7 +96,7 @@ FEATURES = {
              "        y += _lora_product(x, w, name, cfg)\n", ""),
             ("train.py", '    "init_names": model.names_to_load,\n',
              '    "init_names": lambda table, saved, cfg: set(table),\n'),
-            ("train.py", "        params = model.merge_lora(params, cfg)\n", ""),
+            ("train.py", "model.merge_lora(params, cfg)", "params"),
         ],
     },
     "experts": {
@@ -220,7 +220,7 @@ FEATURES = {
                   "data.py": ["evaluation batches of another size"]},
         "edits": [
             ("train.py", 'config.evaluation_config(setup["cfg"])', 'setup["cfg"]'),
-            ("train.py", "data.regroup(part, source_size, cfg.batch_size)", "part"),
+            ("train.py", "data.regroup(source, source_size, cfg.batch_size)", "source"),
         ],
     },
     "mixtures": {
