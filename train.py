@@ -2740,34 +2740,27 @@ def hub_texts(fields):
 # ---- samples of a run that has ended
 
 
-def data_to_continue(setup, is_of_run):
+def data_to_continue(setup, start):
     """The data whose beginning the samples of mode sample continue; None if they have a prompt, or
-    if the data is that of no run. Data that cannot be opened is a notice.
+    if the parameters are of no run. Data that cannot be opened is a notice. start: of find_saved.
     """
-    cfg, task = setup["cfg"], setup["task"]
-    has_data = bool(cfg.data or cfg.val_data) or is_of_run
+    cfg = setup["cfg"]
+    is_of_run = start["meta"] or not start["load_from"]
+    has_data = cfg.data or cfg.val_data or is_of_run
     if cfg.prompt or cfg.chat or cfg.prompts or not has_data:
         return None
     try:
-        opened = open_data(task, cfg, ("val",))
+        opened = open_data(setup["task"], cfg, ("val",))
     except (ValueError, OSError) as e:
         print0(f"samples begin with no text of the data, since it cannot be opened: {e}")
         return None
     return next(iter(opened["val"].values()), opened["train"])
 
 
-def check_samples_file(path):
-    """Raise ValueError when no file can be written at a path."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ValueError(f"samples_file {path!r}: must be a file, in a folder that exists and can "
-                         "be written")
-
-
-def write_samples(path, texts, prompts):
+def write_samples(path, samples):
     """Write samples as JSON lines with "prompt" and "text", what follows it."""
     with open(path, "w", encoding="utf-8") as file:
-        for text, prompt in zip(texts, prompts, strict=True):
+        for text, prompt in zip(samples["texts"], samples["prompts"], strict=True):
             row = {"prompt": prompt, "text": text[len(prompt):]}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -2784,13 +2777,11 @@ def run_saved(cfg, task, hooks, state=None, params=None):
     cfg, task = setup["cfg"], setup["task"]
     if cfg.mode == "sample" and not task["sample"]:
         raise ValueError("mode sample: this task has no samples")
-    if cfg.samples_file:
-        check_samples_file(cfg.samples_file)
-    source = None
+    samples_folder = os.path.dirname(cfg.samples_file) or "."
+    if cfg.samples_file and not os.access(samples_folder, os.W_OK):
+        raise ValueError(f"samples_file {cfg.samples_file!r}: no such folder, or it is read-only")
     if cfg.mode == "sample":
-        is_given = state is not None or params is not None
-        source = data_to_continue(setup, is_given or bool(start["meta"]))
-    val_data = {}
+        source = data_to_continue(setup, start)
     if cfg.mode == "eval":
         val_data = open_data(task, cfg, ("val",))["val"]
         if not val_data:
@@ -2814,7 +2805,7 @@ def run_saved(cfg, task, hooks, state=None, params=None):
         summary |= sample_texts(setup, params, 0, source)
         print_samples(summary)
         if cfg.samples_file and is_main():
-            write_samples(cfg.samples_file, summary["texts"], summary["prompts"])
+            write_samples(cfg.samples_file, summary)
     return summary
 
 
@@ -2835,8 +2826,7 @@ def find_saved(cfg, task, hooks, state=None, params=None):
     """
     is_given = state is not None or params is not None
     root = ckpt.ckpt_root(cfg.out_dir, cfg.ckpt_dir)
-    step = None
-    meta = {}
+    step, meta = None, {}
     if not is_given and cfg.checkpoint == "latest":
         needed_for = "" if cfg.init_from else f"mode {cfg.mode}"
         _, meta = ckpt.newest_run_meta(root, needed_for, config.nearest_runs(cfg.out_dir))
@@ -2847,17 +2837,15 @@ def find_saved(cfg, task, hooks, state=None, params=None):
 
     setup = setup_run(cfg, task, hooks=hooks)
     cfg = setup["cfg"]
-    mismatches = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
-    config.raise_if_errors(mismatches, root)
-    if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
-        raise ValueError(f"init_from {' '.join(cfg.init_from)!r}: {cfg.out_dir} holds a run, whose "
-                         f"own checkpoint mode {cfg.mode} would use; choose another --out_dir")
     missing, load_from = set(), []
     if not is_given:
         missing, load_from = find_parameters(setup, meta)
-    unknown = missing.difference(*(source["take"].values() for source in load_from))
-    config.raise_if_errors([f"no source has {name}" for name in sorted(unknown)],
-                           f"mode {cfg.mode}, init_from {' '.join(cfg.init_from)!r}")
+    errors = config.architecture_mismatch(meta.get("config", {}), vars(cfg))
+    if meta and cfg.init_from != tuple(meta["config"]["init_from"]):
+        errors.append("init_from is not used, as the run has a checkpoint; use another --out_dir")
+    for name in sorted(missing.difference(*(source["take"].values() for source in load_from))):
+        errors.append(f"no source in init_from has {name}")
+    config.raise_if_errors(errors, f"mode {cfg.mode}, {root}")
     return setup, {"root": root, "meta": meta, "step": step, "run": cfg.out_dir,
                    "missing": missing, "load_from": load_from}
 
@@ -2875,8 +2863,7 @@ def load_saved(setup, start, state=None, params=None):
 def tokenize_data(cfg, task):
     """Tokenize the data that is not in the cache, and print a summary. Needs no accelerator."""
     task = complete_task(task)
-    update_config = task["hf"]["update_config"]
-    cfg = update_config(cfg)
+    cfg = task["hf"]["update_config"](cfg)  # as in training
     config.validate(cfg, None)
     print_data_summary(open_data(task, cfg, ("train", "val")), print, with_examples=True)
     return {"step": 0, "reason": "data", "exit_code": 0}
