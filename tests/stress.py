@@ -268,7 +268,7 @@ def count_run_kills(n_kills, seed, root):
     seconds = {"restart": [], "end of the other": []}
     steps = min(400, 30 * n_kills)
     straight = make_run(root, "straight", steps)
-    assert [tests.ended(*run, 600)[0] for run in tests.several(2, straight)] == [0, 0]
+    assert [tests.ended(*run, 600)[0] for run in tests.two(straight)] == [0, 0]
     for n in range(n_kills):
         cfg = make_run(root, f"killed{n}", steps)
         while killed < n_kills and (words := kill_run(tests.several, cfg, rng, seconds)):
@@ -276,7 +276,7 @@ def count_run_kills(n_kills, seed, root):
             killed += 1
             print(f"{killed:6} step {ckpt.latest(f'{cfg.out_dir}/ckpt')} {words}", flush=True)
         if killed == n_kills:
-            codes = [tests.ended(*run, 600)[0] for run in tests.several(2, cfg)]
+            codes = [tests.ended(*run, 600)[0] for run in tests.two(cfg)]
             counts[f"WRONG: the last start ended with {codes}"] += codes != [0, 0]
         counts["runs that ended"] += 1
         equal = (tests.losses(cfg.out_dir) == tests.losses(straight.out_dir)
