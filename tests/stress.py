@@ -221,13 +221,13 @@ def how_ended(run, limit_s):
     return f"exit code {run.exitcode}", time.monotonic() - began
 
 
-def kill_run(several, cfg, rng, seconds):
+def kill_run(start, cfg, rng, seconds):
     """Start a run and kill one or both of its processes at a random moment; return what happened,
     or None when the run had reached its end.
     """
     out, log, root = Path(cfg.out_dir), Path(cfg.out_dir, "metrics.jsonl"), f"{cfg.out_dir}/ckpt"
     log_before, saved = log.exists() and log.stat().st_ino, ckpt.latest(root)
-    began, runs = time.monotonic(), several(2, cfg)
+    began, runs = time.monotonic(), start(cfg)
     killed = rng.choice([[0], [0], [1], [1], [0, 1]])
     wanted = rng.choices(["starting", "stepping", "saving"], [1, 4, 4])[0]
     if wanted == "starting":
@@ -271,7 +271,7 @@ def count_run_kills(n_kills, seed, root):
     assert [tests.ended(*run, 600)[0] for run in tests.two(straight)] == [0, 0]
     for n in range(n_kills):
         cfg = make_run(root, f"killed{n}", steps)
-        while killed < n_kills and (words := kill_run(tests.several, cfg, rng, seconds)):
+        while killed < n_kills and (words := kill_run(tests.two, cfg, rng, seconds)):
             counts[words] += 1
             killed += 1
             print(f"{killed:6} step {ckpt.latest(f'{cfg.out_dir}/ckpt')} {words}", flush=True)

@@ -3,7 +3,7 @@
 
 pip install ray && python tests/recipes/on_ray.py --n_workers 1:2
 
-With MIN:MAX workers, the run goes on with fewer where a host is lost and none comes in its place.
+With MIN:MAX workers, the run continues with fewer where a host is lost and none comes in its place.
 The hosts share a file system. Relative paths are relative to the caller's folder. train.py can
 resume such a run, and this recipe can resume a run of train.py.
 """
