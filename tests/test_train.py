@@ -3072,7 +3072,7 @@ def test_data_mode_adopts_the_config_of_init_from(tiny, capsys):
     """--mode data prepares the data as training will read it, after the config of init_from is
     adopted.
 
-    Break: train.py: task["hf"]["update_config"](cfg)  # as in training => cfg
+    Break: train.py: # as in training => if False else cfg
     """
     def n_sequences(**changes):
         train.main(tiny(mode="data"), (), train.TEXT | changes)
