@@ -1234,8 +1234,7 @@ def _tiled_sums(unembed_DV, x_BTD, labels_BT, weights_BT, cfg, n_tiles):
         x_BtD, labels_Bt, weights_Bt = tile
         return _loss_sums(unembed_DV, x_BtD, labels_Bt, weights_Bt, cfg)
 
-    tiles = (split_tiles(x_BTD, n_tiles), split_tiles(labels_BT, n_tiles),
-             split_tiles(weights_BT, n_tiles))
+    tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
     return _sum_first_dim(jax.lax.map(sums_of_tile, tiles))
 
 
@@ -1261,8 +1260,7 @@ def _tiled_grads(unembed_DV, x_BTD, labels_BT, weights_BT, cotangents, cfg, n_ti
                 unembed_DV, x_BtD, labels_Bt, weights_Bt, cotangents)
             return total_DV + d_unembed_DV.astype(jnp.float32), (dx_BtD, sums)
 
-        tiles = (split_tiles(x_BTD, n_tiles), split_tiles(labels_BT, n_tiles),
-                 split_tiles(weights_BT, n_tiles))
+        tiles = jax.tree.map(lambda x: split_tiles(x, n_tiles), (x_BTD, labels_BT, weights_BT))
         d_unembed_DV, (dx, sums) = jax.lax.scan(add_tile, jnp.zeros(unembed_DV.shape), tiles)
         sums = {name: x[None] for name, x in _sum_first_dim(sums).items()}
         # Devices sum it in its dtype, as they do the other gradients.
@@ -1781,20 +1779,15 @@ HF_FAMILIES = {
     "qwen3_moe": dict(experts=True, qk_norm=True, qkv_bias=False),
 }
 
-# Values in config.json or its rope_parameters that can be expressed; null always can.
+# Values in config.json or its rope_parameters that can be expressed; null always can. Biases and
+# layers without experts need no entry: their tensors are unknown or missing.
 HF_LEGAL = {
     "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
     "rope_type": ("default", "llama3"),
     "low_freq_factor": (ROPE_LOW_FREQ_FACTOR,),
     "high_freq_factor": (ROPE_HIGH_FREQ_FACTOR,),
     "partial_rotary_factor": (1,),
-    "full_attention": (),  # rotary parameters for some layers only
-    "sliding_attention": (),
     "norm_topk_prob": (True,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
     "quantization_config": (),
 }
 

@@ -8,9 +8,7 @@ Invariant: one call of `train_step` is one step; rate and data depend only on th
 """
 import contextlib
 import dataclasses
-import errno
 import hashlib
-import importlib.metadata
 import inspect
 import os
 import socket
@@ -193,9 +191,7 @@ def lr_at(step, cfg):
     end at min_lr_frac of the peak at cfg.steps; "constant" stays at the peak, and "inverse_sqrt"
     falls slowly.
     """
-    peak = cfg.lr
-    if peak == -1:  # the default of the optimizer
-        peak = DEFAULT_LR[cfg.optimizer]
+    peak = _peak_lr(cfg, cfg.optimizer)
     n_warmup = warmup_steps(cfg)
     if step < n_warmup:
         return peak * (step + 1) / n_warmup
@@ -227,9 +223,11 @@ def make_optimizer(cfg, table):
         kind = row.get("optimizer", cfg.optimizer)
         is_matrix = row["init"][0] == "normal"
         decays[name] = cfg.weight_decay * row.get("decay_mult", float(is_matrix))
-        # A multiple of lr_at: without --lr the ratio of the default rates of the two optimizers,
-        # else 1. Before kind changes below, since AdamW under Muon keeps Muon's rate.
-        rates[name] = row.get("lr_mult", 1.0) * _relative_rate(cfg, kind)
+        # A multiple of lr_at: 1, or with the default --lr the ratio of the default rates of the two
+        # optimizers. Before kind changes below, since AdamW under Muon keeps Muon's rate.
+        rates[name] = row.get("lr_mult", 1.0)
+        if kind != cfg.optimizer:
+            rates[name] *= _peak_lr(cfg, kind) / _peak_lr(cfg, cfg.optimizer)
 
         # Muon is for stacks of matrices, one per layer. AdamW updates the other parameters.
         is_stack = is_matrix and len(row["shape"]) > 2
@@ -295,6 +293,7 @@ def evaluate(eval_fn, params, batches, stopped=lambda: False):
 
 # As in config.AXES; repeated, so that this file works alone.
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
+BATCH_AXES = AXES[:3]  # split the examples of a batch
 
 
 def make_mesh(cfg, devices=None):
@@ -354,7 +353,9 @@ def state_shardings(state, table, mesh, moment_memory=None):
     specs = moment_specs(table, mesh)
 
     def moment_sharding(path, moment):
-        name = _parameter_of(path, table)  # the parameter's name in the path of the leaf, or None
+        # The parameter's name is in the path of the leaf; a count of steps has none.
+        keys = [getattr(entry, "key", None) for entry in path]
+        name = next((key for key in keys if key in table), None)
         if name is None or moment.shape != state["params"][name].shape:
             return replicated
         return NamedSharding(mesh, specs[name], memory_kind=moment_memory)
@@ -374,7 +375,7 @@ def moment_specs(table, mesh):
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
     """
     def with_dp(n, axes):
-        names = (*_axis_names(axes), "dp")
+        names = (*jax.tree.leaves(axes), "dp")
         if "fsdp" in names and n % prod(mesh.shape[axis] for axis in names) == 0:
             return names
         return axes
@@ -626,11 +627,11 @@ DEFAULT_LR = {
 }
 
 
-def _relative_rate(cfg, kind):
-    """The rate of parameters with this optimizer, as a multiple of lr_at."""
+def _peak_lr(cfg, optimizer):
+    """cfg.lr, or the default rate of this optimizer where cfg.lr is -1."""
     if cfg.lr == -1:
-        return DEFAULT_LR[kind] / DEFAULT_LR[cfg.optimizer]
-    return 1.0
+        return DEFAULT_LR[optimizer]
+    return cfg.lr
 
 
 # ---- parts of the state
@@ -648,19 +649,6 @@ def _f32(tree):
     return optax.tree.cast(tree, jnp.float32)
 
 
-def _parameter_of(path, names):
-    """The one of these names in the path of a leaf of the state, or None.
-
-    path: as in jax.tree_util.tree_map_with_path.
-    """
-    found = None
-    for entry in path:
-        key = getattr(entry, "key", None)
-        if key in names:
-            found = key
-    return found
-
-
 # ---- shapes and slices
 
 def check_shapes(table, mesh):
@@ -669,31 +657,16 @@ def check_shapes(table, mesh):
     for name, row in table.items():
         # A spec may be shorter than a shape: the other dims are not split.
         for n, axes in zip(row["shape"], row["spec"], strict=False):
-            n_parts = prod(mesh.shape[axis] for axis in _axis_names(axes))
+            n_parts = prod(mesh.shape[axis] for axis in jax.tree.leaves(axes))
             if n % n_parts:
-                below = n // n_parts * n_parts
-                nearest = f"{below + n_parts}"
-                if below:
-                    nearest = f"{below} or {nearest}"
-                errors.append(f"{name} {row['shape']}: dim {n} cannot be split over "
-                              f"{axes}={n_parts}; nearest: {nearest}")
+                errors.append(f"{name} {row['shape']}: dim {n} must be a multiple of the size of "
+                              f"{axes} = {n_parts}")
     return errors
-
-
-def _axis_names(axes):
-    """The mesh axes in one entry of a PartitionSpec: None, a name, or a tuple of names."""
-    return jax.tree.leaves(axes)
 
 
 def _device_grid(devices, sizes, cfg):
     """Arrange devices, from cfg.slices slices, into an array of these sizes of the mesh axes."""
-    # The slice of each device; only TPUs have one.
-    slices = []
-    for device in devices:
-        index = getattr(device, "slice_index", None)
-        if index is None:
-            index = 0
-        slices.append(index)
+    slices = [getattr(device, "slice_index", None) or 0 for device in devices]  # of TPUs
     n_found = len(set(slices))
     if devices[0].platform == "tpu" and cfg.slices != n_found:
         raise ValueError(f"slices {cfg.slices}: the devices have {n_found}; set it to {n_found}")
@@ -727,7 +700,6 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     "memory": memory_by_kind of train_step, by which a run that cannot fit ends before it starts.
     """
     steps = lower_steps(cfg, mesh, table, loss_fn, init_fn, batch, override, evaluation)
-    eval_batch = steps["eval_batch"]
     state = steps["state"]
 
     # Compile init while Python traces train_step, then train_step while Python traces eval_step.
@@ -741,32 +713,28 @@ def compile_steps(cfg, mesh, table, loss_fn, init_fn, batch, override=lambda nam
     compiled_init = init_future.result()
     memory = memory_by_kind(state, compiled_step)
 
-    # Compile the others later: in the background, or on a CPU at their first call. On a CPU, a
-    # compilation in the background would halve the speed of the first steps.
-    def compile_later(compile):
-        if mesh.devices.flat[0].platform == "cpu":
-            return cache(compile)
-        return pool.submit(compile).result
-
+    # Compile the others when they are first needed: in the background they would halve the speed of
+    # the first steps on a CPU.
+    @cache
     def compile_eval():
         compiled = lowered_eval.compile()
-        check_eval_fits(compiled, state, eval_batch, memory, mesh)
+        total = array_bytes((state, steps["eval_batch"])) + added_bytes(compiled)
+        check_fits(memory | {"total": total}, mesh, "evaluation")
         return compiled
 
+    @cache
     def compile_digest():
         return steps["digest"]().compile()
 
-    compiled_eval = compile_later(compile_eval)
-    compiled_digest = compile_later(compile_digest)
     return {
         "state": state,
         "init": compiled_init,
         "from_params": steps["from_params"],
         "train_step": compiled_step,
-        "eval_step": lambda params, batch: compiled_eval()(params, batch),
-        "digest": lambda state: compiled_digest()(state),
-        "compile_eval": compiled_eval,
-        "compile_digest": compiled_digest,
+        "eval_step": lambda params, batch: compile_eval()(params, batch),
+        "digest": lambda state: compile_digest()(state),
+        "compile_eval": compile_eval,
+        "compile_digest": compile_digest,
         "memory": memory,
     }
 
@@ -840,24 +808,16 @@ def memory_by_kind(state, compiled):
 
     "total" must fit in the memory of a device. state: shapes with shardings.
     """
-    def size(tree, on_host):
-        n_bytes = 0
-        for x in jax.tree.leaves(tree):
-            if (x.sharding.memory_kind == "pinned_host") == on_host:
-                n_bytes += _shard_bytes(x)
-        return n_bytes
-
     stats = compiled.memory_analysis()
-    kinds = {
-        "parameters": size(state["params"], on_host=False),
-        "moments": size(state["opt"], on_host=False),
-        "moments in host memory": size(state["opt"], on_host=True),
+    memory = {
+        "parameters": array_bytes(state["params"]),
+        "moments": array_bytes(state["opt"]),
+        "moments in host memory": array_bytes(state["opt"], on_host=True),
         "temporaries": stats.temp_size_in_bytes,
         "temporaries in host memory": stats.host_temp_size_in_bytes,
+        "total": stats.argument_size_in_bytes + added_bytes(compiled),
     }
-    memory = {kind: n_bytes for kind, n_bytes in kinds.items() if n_bytes}
-    memory["total"] = stats.argument_size_in_bytes + added_bytes(compiled)
-    return memory
+    return {kind: n_bytes for kind, n_bytes in memory.items() if n_bytes}
 
 
 def added_bytes(compiled):
@@ -866,21 +826,15 @@ def added_bytes(compiled):
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
-def held_bytes(tree):
-    """The bytes that arrays take on each device. tree: shapes with shardings.
-
-    Arrays in host memory count only on a CPU, where it is the device's memory.
+def array_bytes(tree, on_host=False):
+    """The bytes of the arrays in each device's memory, or in the host's. tree: shapes with
+    shardings.
     """
     n_bytes = 0
     for x in jax.tree.leaves(tree):
-        device = next(iter(x.sharding.device_set))
-        if x.sharding.memory_kind != "pinned_host" or device.platform == "cpu":
-            n_bytes += _shard_bytes(x)
+        if on_host == (x.sharding.memory_kind == "pinned_host"):
+            n_bytes += prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return n_bytes
-
-
-def _shard_bytes(x):
-    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def memory_limit(mesh):
@@ -917,15 +871,6 @@ def _gib(n_bytes):
     return f"{n_bytes / 2**30:,.4g}"
 
 
-def check_eval_fits(compiled, state, batch, memory, mesh):
-    """Raise MemoryError when a compiled eval_step does not fit beside the state and its batch.
-
-    memory: the result of memory_by_kind for the step.
-    """
-    total = held_bytes((state, batch)) + added_bytes(compiled)
-    check_fits(memory | {"total": total}, mesh, "evaluation")
-
-
 @contextlib.contextmanager
 def explain_oom(suggest):
     """Turn an out-of-memory error of a compilation or a run into a ValueError with the advice of
@@ -953,8 +898,7 @@ def digest_sums(state):
     named = {}
     for part, tree in state.items():
         named[part] = {}
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        for path, x in leaves:
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             named[part][name] = _hash_sums(x)
     return named
@@ -962,7 +906,11 @@ def digest_sums(state):
 
 def _hash_sums(x):
     """The two sums of an array, see digest_sums."""
-    bits = _as_uint32(x)
+    bits = x
+    if x.dtype != bool:
+        n_bits = min(8 * x.dtype.itemsize, 32)
+        bits = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # 64 bits become a new last dim
+    bits = bits.astype(jnp.uint32)
     index = jnp.zeros(bits.shape, jnp.uint32)
     for dim, size in enumerate(bits.shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
@@ -971,14 +919,6 @@ def _hash_sums(x):
         hashes = _mix(bits + _mix(index ^ jnp.uint32(seed)))
         sums.append(hashes.sum(dtype=jnp.uint32))
     return jnp.stack(sums)
-
-
-def _as_uint32(x):
-    """The bits of an array, each element as one uint32, or as two if it has 64 bits."""
-    if x.dtype != bool:
-        n_bits = min(8 * x.dtype.itemsize, 32)
-        x = jax.lax.bitcast_convert_type(x, f"uint{n_bits}")  # 64 bits become a new last dim
-    return x.astype(jnp.uint32)
 
 
 def _mix(x):
@@ -1049,32 +989,26 @@ def peaks(kind):
 # ---- description of the machine
 
 def describe_machine(device):
-    """{"cpu", "threads", "driver", "nccl"}, which with the versions and the mesh decide how a
-    program rounds.
+    """{"cpu", "threads", "driver"}, which with the versions and the mesh decide how a program
+    rounds.
 
-    cpu: model, family and stepping. threads: the number that this process may use. driver, nccl:
-    versions, or None without an NVIDIA GPU.
+    cpu: its model. threads: the number that this process may use. driver: of an NVIDIA GPU, or
+    None.
     """
-    driver, nccl = None, None
-    if platform(device).endswith("cuda"):
-        driver_file = Path("/proc/driver/nvidia/version")
-        if driver_file.exists():
-            driver = driver_file.read_text(encoding="utf-8").splitlines()[0]
-        for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                nccl = importlib.metadata.version(package)
+    driver = None
+    driver_file = Path("/proc/driver/nvidia/version")
+    if platform(device).endswith("cuda") and driver_file.exists():
+        driver = driver_file.read_text(encoding="utf-8").splitlines()[0]
     threads = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # missing on macOS
         threads = len(os.sched_getaffinity(0))
     cpu = os.uname().machine
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        words = []
-        for line in cpuinfo.read_text(encoding="utf-8").split("\n\n")[0].splitlines():
-            if line.startswith(("model", "cpu family", "stepping")):
-                words.append(" ".join(line.replace(":", " ").split()))
-        cpu = ", ".join(words) or cpu
-    return {"cpu": cpu, "threads": threads, "driver": driver, "nccl": nccl}
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(": ")[2]
+    return {"cpu": cpu, "threads": threads, "driver": driver}
 
 
 # ---- optional
@@ -1180,36 +1114,32 @@ def _histogram(x, grad):
 
 # ---- memory estimates
 
-def count_memory(state, programs, batch):
-    """Compile programs, and count the bytes that a device holds while each of them runs.
+def count_memory(steps, is_training, with_evaluation):
+    """Compile the programs of lower_steps that a run needs, and count the bytes that a device holds
+    while each of them runs. Without training it holds only the parameters of the state.
 
-    state, batch: shapes with shardings; batch: that of an evaluation. programs: {"a step": lowered,
-    "evaluation": lowered}; either may be missing. Without "a step" nothing is trained, so a device
-    holds only the parameters of the state.
-
-    Returns {"peaks": {program: bytes}, "programs": {program: compiled}, "memory": memory_by_kind of
-    the step or, without one, the parameters and the total}.
+    Returns {"programs": {"a step", "evaluation": compiled}, "peaks": {program: bytes}, "memory":
+    memory_by_kind of the step or, without one, the parameters}.
     """
-    compiled = {name: lowered.compile() for name, lowered in programs.items()}
-    held = state["params"]
-    memory = {"parameters": held_bytes(held)}
-    peaks = {}
-    if "a step" in compiled:
-        held = state
-        memory = memory_by_kind(state, compiled["a step"])
+    programs, peaks = {}, {}
+    held = steps["state"]["params"]
+    memory = {"parameters": array_bytes(held)}
+    if is_training:
+        held = steps["state"]
+        programs["a step"] = steps["train_step"]().compile()
+        memory = memory_by_kind(held, programs["a step"])
         peaks["a step"] = memory["total"]
-    if "evaluation" in compiled:
-        peaks["evaluation"] = held_bytes((held, batch)) + added_bytes(compiled["evaluation"])
-    memory["total"] = memory.get("total", max(peaks.values(), default=memory["parameters"]))
-    return {"peaks": peaks, "memory": memory, "programs": compiled}
+    if with_evaluation:
+        programs["evaluation"] = steps["eval_step"]().compile()
+        arguments = array_bytes((held, steps["eval_batch"]))
+        peaks["evaluation"] = arguments + added_bytes(programs["evaluation"])
+    return {"programs": programs, "peaks": peaks, "memory": memory}
 
 
 def check_peaks(cost, mesh):
-    """Raise MemoryError when the largest program of count_memory does not fit."""
-    peaks = cost["peaks"]
-    if peaks:
-        name = max(peaks, key=peaks.get)
-        check_fits(cost["memory"] | {"total": peaks[name]}, mesh, name)
+    """Raise MemoryError when a program of count_memory does not fit."""
+    for program, n_bytes in cost["peaks"].items():
+        check_fits(cost["memory"] | {"total": n_bytes}, mesh, program)
 
 
 # ---- memory advice
@@ -1220,7 +1150,7 @@ def memory_flags(cfg, mesh, savers):
     A flag is {field: value}. savers: the flags of the model.
     """
     flags = []
-    rows = cfg.batch_size // prod(mesh.shape[axis] for axis in ("dp", "fsdp", "ep"))
+    rows = cfg.batch_size // prod(mesh.shape[axis] for axis in BATCH_AXES)
     n = 2 * cfg.grad_accum_steps
     while rows % n == 0:
         flags.append({"grad_accum_steps": n})
@@ -1249,10 +1179,8 @@ def suggest_flags(flags, count, limit):
             peak = new_peak
         if peak <= limit:
             return f"{as_flags(changes)} ({_gib(peak)} GiB)"
-    missing = ""
-    if peak < inf:
-        missing = f" ({_gib(peak - limit)} GiB too much with {as_flags(changes) or 'no flag'})"
-    return f"a smaller --batch_size, or more devices along fsdp, tp or sp{missing}"
+    return ("a smaller --batch_size, or more devices along fsdp, tp or sp "
+            f"({_gib(peak)} GiB with {as_flags(changes) or 'no flag'})")
 
 
 def as_flags(changes):
@@ -1325,16 +1253,13 @@ def profiler(first, last, folder, log=print):
 def enable_compilation_cache(folder):
     """Have JAX keep compiled programs in this folder; "" for none.
 
-    Raises OSError when the folder cannot be made.
+    Raises OSError when the folder cannot be made, RuntimeError when ~ has no meaning.
     """
     if folder:
-        folder = os.path.expanduser(folder)
-        if folder.startswith("~"):
-            raise FileNotFoundError(errno.ENOENT, "this user has no home folder")
-        folder = os.path.abspath(folder)
-        os.makedirs(folder, exist_ok=True)
+        folder = Path(folder).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
     compilation_cache.reset_cache()  # JAX otherwise stays with a process's first folder
-    jax.config.update("jax_compilation_cache_dir", folder or None)
+    jax.config.update("jax_compilation_cache_dir", str(folder) or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

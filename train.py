@@ -2346,8 +2346,8 @@ def use_compilation_cache(cfg):
     """
     try:
         steplib.enable_compilation_cache(cfg.cache_dir)
-    except OSError as e:
-        error = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e.strerror}"
+    except (OSError, RuntimeError) as e:
+        error = f"cache_dir {cfg.cache_dir!r}: cannot be written: {e}"
         if cfg.cache_dir != config.Config.cache_dir:
             raise ValueError(f"{error}; choose another, or '' for none") from None
         print0(f"{error}; compiled programs are not kept between runs")
@@ -2902,13 +2902,9 @@ def count_programs(setup):
     """steplib.count_memory of the programs that cfg.mode runs."""
     cfg = setup["cfg"]
     is_training = cfg.mode in ("train", "plan")
+    with_evaluation = cfg.mode == "eval" or (is_training and bool(cfg.val_data or cfg.val_frac))
     steps = steplib.lower_steps(*step_args(setup))
-    programs = {}
-    if is_training:
-        programs["a step"] = steps["train_step"]()
-    if cfg.mode == "eval" or (is_training and (cfg.val_data or cfg.val_frac)):
-        programs["evaluation"] = steps["eval_step"]()
-    return steplib.count_memory(steps["state"], programs, steps["eval_batch"])
+    return steplib.count_memory(steps, is_training, with_evaluation)
 
 
 def print_estimate(setup, cost):
@@ -2934,29 +2930,25 @@ def memory_advice(setup, measure=True):
     """Flags with which a run may fit, those that cost the least time first. measure: compile to
     find out which of them are enough.
     """
-    cfg, mesh = setup["cfg"], setup["mesh"]
-    flags = steplib.memory_flags(cfg, mesh, setup["task"]["memory_flags"](mesh.shape["sp"], cfg))
+    cfg, mesh, task = setup["cfg"], setup["mesh"], setup["task"]
+    flags = steplib.memory_flags(cfg, mesh, task["memory_flags"](mesh.shape["sp"], cfg))
     if cfg.eval_batch_size:
         flags.insert(0, {"eval_batch_size": 0})
     if not measure:
         return " or ".join(map(steplib.as_flags, flags))
+
+    def peak_with(changes):
+        """Bytes of the largest program; infinite when it cannot be compiled."""
+        # The number of steps is known: epochs would set it again.
+        changed = dataclasses.replace(cfg, **({"epochs": 0.0} | changes))
+        try:
+            setup_changed = setup_run(changed, task, [*mesh.devices.flat], setup["hooks"])
+            return max(count_programs(setup_changed)["peaks"].values(), default=0)
+        except (ValueError, MemoryError, jax.errors.JaxRuntimeError):
+            return math.inf
+
     print0("too little memory: compiling variants that need less ...")
-    limit = steplib.memory_limit(mesh)
-    return steplib.suggest_flags(flags, partial(peak_with, setup), limit)
-
-
-def peak_with(setup, changes):
-    """Bytes of the largest program of a run with some fields changed; infinite when it cannot be
-    compiled.
-    """
-    # The number of steps is known: epochs would set it again.
-    cfg = dataclasses.replace(setup["cfg"], **({"epochs": 0.0} | changes))
-    devices = [*setup["mesh"].devices.flat]
-    try:
-        cost = count_programs(setup_run(cfg, setup["task"], devices, setup["hooks"]))
-    except (ValueError, MemoryError, jax.errors.JaxRuntimeError):
-        return math.inf
-    return max(cost["peaks"].values(), default=0)
+    return steplib.suggest_flags(flags, peak_with, steplib.memory_limit(mesh))
 
 
 # ---- hooks from files

@@ -257,16 +257,14 @@ REFUSED = {
     "gpt2": (dict(model_type="gpt2"), ["model_type 'gpt2': must be llama, mistral"]),
     "none": (dict(model_type=None), ["model_type None"]),
     "all at once": (
-        dict(hidden_act="gelu", attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5,
+        dict(hidden_act="gelu", partial_rotary_factor=0.5,
              rope_scaling=dict(type="yarn", factor=4.0), quantization_config=dict(bits=4)),
-        ["hidden_act 'gelu': must be one of ['silu', 'swish', None]", "attention_bias True",
-         "mlp_bias True", "rope_type 'yarn'", "partial_rotary_factor 0.5", "quantization_config"]),
+        ["hidden_act 'gelu': must be one of ['silu', 'swish', None]", "rope_type 'yarn'",
+         "partial_rotary_factor 0.5", "quantization_config"]),
     "llama3 without a factor": (dict(rope_scaling=dict(rope_type="llama3")),
                                 ["factor: is missing"]),
     "llama3 with other bounds": (dict(rope_scaling=LLAMA3 | dict(high_freq_factor=8.0)),
                                ["high_freq_factor 8.0"]),
-    "rope by layer": (dict(rope_parameters={"full_attention": dict(rope_type="default")}),
-                      ["full_attention {'rope_type': 'default'}"]),
     "some layers slide": (
         dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
         ["sliding_window 8: must apply to all layers"]),
@@ -279,12 +277,8 @@ REFUSED = {
     "layer types that its family ignores": (
         dict(model_type="mistral", sliding_window=8, layer_types=["full_attention"] * 2),
         ["sliding_window 8"]),
-    "qwen3 bias": (dict(model_type="qwen3", attention_bias=True), ["attention_bias True"]),
-    "experts": (
-        dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8, mlp_only_layers=[0],
-             decoder_sparse_step=2, attention_bias=True),
-        ["norm_topk_prob False", "decoder_sparse_step 2", "mlp_only_layers [0]",
-         "attention_bias True"]),
+    "experts": (dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8),
+                ["norm_topk_prob False"]),
     "missing": (dict(model_type="mixtral"),
                 ["num_local_experts: is missing", "sliding_window: is missing"]),
 }

@@ -4,7 +4,6 @@
 import dataclasses
 import re
 import types
-from contextlib import nullcontext
 from functools import cache, partial, wraps
 from math import prod
 
@@ -63,6 +62,22 @@ def draw(cfg):
 
 def as_f32(params):
     return {k: jnp.asarray(v, jnp.float32) for k, v in params.items()}
+
+
+def objective(params, batch, cfg):
+    return model.loss_fn(params, batch, cfg)[0]["objective"]
+
+
+def mesh_of(*sizes):
+    """A context of the mesh with these sizes of (dp, fsdp, ep, tp, sp)."""
+    auto = (jax.sharding.AxisType.Auto,) * 5
+    return jax.set_mesh(jax.make_mesh(sizes, config.AXES, axis_types=auto,
+                                      devices=jax.devices()[:prod(sizes)]))
+
+
+def temporaries(f, *args):
+    """Bytes of the temporaries of a compiled function."""
+    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def np_norm(x, scale, eps):
@@ -239,9 +254,8 @@ def test_dropout_equals_numpy(variant):
 
 
 @pytest.mark.parametrize("change", [
-    {}, dict(label_smoothing=0.1), dict(z_loss=0.01), dict(label_smoothing=0.2, z_loss=0.1),
-    VARIANTS["crowded experts"], dict(loss_norm="positions"),
-    dict(loss_norm="constant", loss_divisor=250.0),
+    {}, dict(label_smoothing=0.2, z_loss=0.1), VARIANTS["crowded experts"],
+    dict(loss_norm="positions"), dict(loss_norm="constant", loss_divisor=250.0),
     dict(loss_norm="sequences", logit_tiles=3, **VARIANTS["experts"]),
 ])
 def test_loss_sums_equal_numpy(change):
@@ -266,27 +280,9 @@ def test_loss_sums_equal_numpy(change):
     assert "dropped" not in sums or (sums["dropped"] > 0) == (cfg.capacity_factor > 0)
 
 
-@pytest.mark.parametrize("tiles", [1, 3])
-def test_log_probs_of_labels_equal_numpy(tiles, monkeypatch):
-    """In dpo.py, of each label, in tiles or not, to 1e-4 as the logits are; 0 without a label.
-
-    Break: model.py: return jnp.moveaxis(tiles, 0, 2).reshape(B, n * t, *rest) =>
-    return jnp.moveaxis(tiles, 0, 1).reshape(B, n * t, *rest)
-    """
-    cfg = dataclasses.replace(BASE, n_layers=1, logit_tiles=tiles)
-    params, batch = random_params(cfg), random_batch(cfg)
-    monkeypatch.syspath_prepend(str(ROOT / "tests/recipes"))
-    import dpo
-    got = jax.jit(lambda p: dpo.label_log_probs(p, batch, cfg))(as_f32(params))
-    logits, labels = np_logits(params, batch["tokens"], cfg), batch["labels"]
-    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    of_label = np.take_along_axis(log_probs, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(got, np.where(labels == -100, 0, of_label), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("variant, tiles, terms", [
-    ("bias", 0, {}), ("no qk_norm, untied", 0, {}), ("bias", 5, {}), ("no qk_norm, untied", 5, {}),
-    ("crowded experts", 0, {}), ("experts, low rank", 0, {}), ("bias", 5, {"z": 0.1, "loss": 0.3}),
+    ("bias", 0, {}), ("no qk_norm, untied", 5, {}), ("crowded experts", 0, {}),
+    ("experts, low rank", 0, {}), ("bias", 5, {"z": 0.1, "loss": 0.3}),
 ])
 def test_gradients_equal_finite_differences(variant, tiles, terms):
     """Each parameter's gradient along a random direction is NumPy's central difference in float64,
@@ -315,8 +311,7 @@ def test_gradients_equal_finite_differences(variant, tiles, terms):
         assert abs(got - (up - down) / 2e-5) < 1e-4 * np.linalg.norm(grads[name]), name
 
 
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("T, packed", [(1, False), (2, False), (11, False), (11, True)])
+@pytest.mark.parametrize("T, packed, window", [(1, False, 0), (11, False, 3), (11, True, 0)])
 def test_fused_attention_equals_the_default(T, packed, window):
     """The call of JAX's fused attention, here in its plain implementation, gives the same as the
     default attention, also with several documents in a row: to 1e-5 (float32).
@@ -379,10 +374,9 @@ def random_attention(T, dtype="float32", B=3, N=4, K=2, H=6):
 
 
 @pytest.mark.parametrize("T, window, packed, dtype", [
-    (64, 0, False, "float32"), (61, 0, True, "float32"), (61, 13, False, "float32"),
-    (100, 5, True, "float32"), (3, 0, True, "float32"), (50, 20, True, "bfloat16"),
+    (64, 0, False, "float32"), (100, 5, True, "float32"), (3, 0, True, "float32"),
+    (50, 20, True, "bfloat16"),
     (64, 10, False, "float32"),  # the last key of a block that is seen, by one query alone
-    pytest.param(64, 0, True, "float16", marks=pytest.mark.slow),
 ])
 def test_blocks_equal_the_dense_form_and_numpy(T, window, packed, dtype, monkeypatch):
     """Attention by blocks is NumPy's in float64, and its gradient along a random direction the
@@ -448,32 +442,26 @@ def test_blocks_that_cannot_meet_are_not_touched(window, packed, poisoned, clean
     assert jnp.isnan(a_BNTH[:, :, poisoned]).all()
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_blocks_need_memory_linear_in_length(packed):
+def test_blocks_need_memory_linear_in_length():
     """Temporaries of the compiled gradient per token at T 128K are at most those at T 8K, and less
     than 4 times the inputs and their gradients.
 
     Break: model.py: n = max(8, ceil(T / BLOCK_LEN)) => n = 8
     """
-    def temporaries(T):
+    def total(q, k, v, segments_BT):
+        attn_inputs = {"segments": segments_BT, "window": 0}
+        return model._attend_xla(q, k, v, attn_inputs, BASE).sum()
+
+    def per_token(T):
         shapes = [jax.ShapeDtypeStruct((1, heads, T, 64), jnp.float32) for heads in (2, 1, 1)]
-        ids = jax.ShapeDtypeStruct((1, T), jnp.int32) if packed else None
-        def total(q, k, v, segments_BT):
-            attn_inputs = {"segments": segments_BT, "window": 0}
-            return model._attend_xla(q, k, v, attn_inputs, BASE).sum()
-        grad = jax.grad(total, (0, 1, 2))
-        compiled = jax.jit(grad).lower(*shapes, ids).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        return temporaries(jax.grad(total, (0, 1, 2)), *shapes, ids) / T
 
-    short = temporaries(2**13) / 2**13
-    assert short < 4 * 2 * 4 * (2 + 1 + 1) * 64
-    assert temporaries(2**17) / 2**17 <= short
+    assert per_token(2**17) <= per_token(2**13) < 4 * 2 * 4 * (2 + 1 + 1) * 64
 
 
-@pytest.mark.parametrize("mesh, remat", [
-    pytest.param((2, 1, 1, 2, 2), "named", marks=pytest.mark.slow),
-    pytest.param((1, 2, 2, 1, 2), "none", marks=pytest.mark.slow),
-    pytest.param((1, 1, 1, 2, 4), "full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, remat", [((2, 1, 1, 2, 2), "named"), ((1, 1, 1, 2, 4), "full")])
 def test_blocks_over_a_mesh_keep_loss_and_gradient(mesh, remat, monkeypatch):
     """Packed rows by blocks, with heads over tp and sp and rows over the rest, give the loss and
     the gradient of the dense form on one device: to 1e-5 of the largest entry.
@@ -485,14 +473,11 @@ def test_blocks_over_a_mesh_keep_loss_and_gradient(mesh, remat, monkeypatch):
     params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=4, T=32)
     rng = np.random.default_rng(6)
     batch["segments"] = np.sort(rng.integers(0, 4, (4, 32)), axis=1).astype(np.int32)
-    def run():
-        return jax.jit(jax.value_and_grad(
-            lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
-    want = jax.tree.leaves(run())
+    grad = jax.value_and_grad(partial(objective, batch=batch, cfg=cfg))
+    want = jax.tree.leaves(jax.jit(grad)(params))
     monkeypatch.setattr(model, "DENSE_LEN", 0)
-    with jax.set_mesh(jax.make_mesh(mesh, config.AXES,
-                                    axis_types=(jax.sharding.AxisType.Auto,) * 5)):
-        got = jax.tree.leaves(run())
+    with mesh_of(*mesh):
+        got = jax.tree.leaves(jax.jit(grad)(params))
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * np.abs(a).max())
 
@@ -510,15 +495,13 @@ def test_pallas_attention_equals_the_default(window, packed):
     q_BNTH, k_BKTH, v_BKTH = (jnp.asarray(rng.normal(size=(2, heads, T, 128)), jnp.float32)
                               for heads in (4, 2, 2))
     segments_BT = jnp.cumsum(jnp.arange(T) % 100 == 0)[None].repeat(2, 0) if packed else None
-    mesh = jax.make_mesh((2, 1, 1, 2, 1), ("dp", "fsdp", "ep", "tp", "sp"),
-                         axis_types=(jax.sharding.AxisType.Auto,) * 5)
 
     def sums(attend, q_BNTH, k_BKTH, v_BKTH):
         attn_inputs = {"segments": segments_BT, "window": window}
         return (attend(q_BNTH, k_BKTH, v_BKTH, attn_inputs, cfg) ** 2).sum()
 
     default = jax.grad(sums, (1, 2, 3))(model._attend_xla, q_BNTH, k_BKTH, v_BKTH)
-    with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
+    with mesh_of(2, 1, 1, 2, 1), pltpu.force_tpu_interpret_mode():
         fused = jax.jit(jax.grad(partial(sums, model._attend_pallas), (0, 1, 2)))(
             q_BNTH, k_BKTH, v_BKTH)
     for a, b in zip(default, fused, strict=True):
@@ -546,49 +529,17 @@ def test_attention_is_chosen_by_device_and_shape(change, platform, chosen):
     assert model.choose_attention(cfg, platform) == chosen
 
 
-PALLAS_NEEDS = ("attention pallas: needs a TPU, head_dim and seq_len multiples of 128, and beyond "
-                "a seq_len of 32768 a sliding_window; choose xla or auto")
-CUDNN_NEEDS = ("attention cudnn: needs an NVIDIA GPU of compute capability 8.0 or later, dtype "
-               "bfloat16 or float16, head_dim a multiple of 8 up to 128, rows of one document "
-               "or seq_len up to 8192, and deterministic off; choose xla or auto")
-
-
-@pytest.mark.parametrize("change, platform, message", [
-    (dict(attention="cudnn", dtype="bfloat16"), "cpu", CUDNN_NEEDS),
-    (dict(attention="cudnn", dtype="float32"), "cuda", CUDNN_NEEDS),
-    (dict(attention="cudnn", dtype="bfloat16", deterministic=True), "cuda", CUDNN_NEEDS),
-    (dict(attention="cudnn", dtype="bfloat16", document_mask=True, seq_len=8200), "cuda",
-     CUDNN_NEEDS),
-    (dict(attention="cudnn", dtype="bfloat16", head_dim=136), "cuda", CUDNN_NEEDS),
-    (dict(attention="cudnn", dtype="bfloat16", head_dim=12), "cuda", CUDNN_NEEDS),
-    (dict(attention="pallas", head_dim=128), "cuda", PALLAS_NEEDS),
-    (dict(attention="pallas", seq_len=128), "tpu", PALLAS_NEEDS),
-])
-def test_a_kernel_that_cannot_be_had_is_an_error(change, platform, message):
+@pytest.mark.parametrize("kernel, change, platform", [
+    ("cudnn", dict(dtype="bfloat16"), "cpu"), ("pallas", dict(seq_len=128), "tpu"),
+    ("cudnn", dict(dtype="bfloat16", head_dim=12), "cuda")])
+def test_a_kernel_that_cannot_be_had_is_an_error(kernel, change, platform):
     """The error for a kernel that cannot run here lists its needs.
 
     Break: model.py: if not works[cfg.attention]: => if not works:
     """
-    with pytest.raises(ValueError) as error:
-        model.choose_attention(dataclasses.replace(BASE, **dict(head_dim=64) | change), platform)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("change, flags", [
-    ({}, [{"mlp_tiles": 8}, {"remat": "full"}, {"remat": "offload"}]),
-    (dict(remat="full"), [{"mlp_tiles": 8}, {"remat": "offload"}]),
-    (dict(remat="offload", mlp_tiles=4), [{"mlp_tiles": 8}]),
-    (dict(remat="offload", mlp_tiles=8), []),
-    (dict(remat="named", n_experts=4), [{"remat": "offload"}]),
-    (dict(remat="offload", seq_len=64), [{"mlp_tiles": 16}]),
-])
-def test_memory_savers_are_what_is_not_set_yet(change, flags):
-    """Only flags that lower memory further are named; MLP tiles divide the part of a sequence.
-
-    Break: model.py: cfg.mlp_tiles < n_tiles and not cfg.n_experts => cfg.mlp_tiles < n_tiles
-    """
-    cfg = dataclasses.replace(BASE, **dict(seq_len=80) | change)
-    assert model.memory_savers(2, cfg) == flags
+    cfg = dataclasses.replace(BASE, **dict(head_dim=64, attention=kernel) | change)
+    with pytest.raises(ValueError, match=f"attention {kernel}: needs .*; choose xla or auto"):
+        model.choose_attention(cfg, platform)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -607,20 +558,21 @@ def test_patterns_without_a_match_are_errors(change, message):
     assert str(error.value).startswith(message)
 
 
-def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
+@pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
+def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own(change):
     """Loss sums and gradients of complete documents, packed by best fit, equal those of one
     document a row, padded on the left or the right: to 1e-5 of the largest (float32).
 
-    Break: data.py: batch["segments"][row, columns] = number =>
-    batch["segments"][row, columns] = 1
+    Break: model.py: query_segments[:, :, None] == key_segments[:, None, :] =>
+    query_segments[:, :, None] >= key_segments[:, None, :]
     """
-    cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12)
+    cfg = dataclasses.replace(BASE, packing="best_fit", seq_len=12, **change)
     params, rng = as_f32(random_params(cfg)), np.random.default_rng(7)
     ends = np.cumsum([0, *rng.integers(3, 14, 9)])
     shard = {"name": "documents", "token_offset": 0,
              "documents": np.stack([ends[:-1], ends[1:]], axis=1),
              "tokens": rng.integers(1, cfg.vocab_size, ends[-1])}
-    grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
+    grad = jax.jit(jax.value_and_grad(partial(objective, cfg=cfg)))
     seen = {}
     for packing, padding_side in (("best_fit", "right"), ("none", "right"), ("none", "left")):
         form = {"seq_len": 12, "packing": packing, "padding_side": padding_side}
@@ -634,43 +586,6 @@ def test_documents_packed_by_best_fit_equal_each_in_a_row_of_its_own():
         for got, want in zip(jax.tree.leaves(seen["best_fit", "right"][1:]),
                              jax.tree.leaves(seen[name][1:]), strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [{}, dict(sliding_window=3, logit_tiles=3)])
-def test_packed_rows_equal_documents_alone(change):
-    """Loss sums and gradients of documents packed into rows are the sums over each alone: to 1e-5
-    of the largest (float32), and not those of rows without segments.
-
-    Break: model.py: query_segments[:, :, None] == key_segments[:, None, :] =>
-    query_segments[:, :, None] >= key_segments[:, None, :]
-    """
-    cfg = dataclasses.replace(BASE, document_mask=True, **change)
-    params, rng = as_f32(random_params(cfg)), np.random.default_rng(5)
-    documents = [rng.integers(1, cfg.vocab_size, n) for n in (4, 7, 1, 6, 2, 10)]
-    stream = np.concatenate([[0, *d] for d in documents] + [[0]]).astype(np.int32)
-    shard = {"name": "stream", "tokens": stream, "token_offset": 0, "eod_id": 0}
-    source = data.make_dataset([shard], {"seq_len": 12, "document_mask": True})
-    assert len(stream) == 37
-    packed = data.eval_batch_at(source, 0, 3)
-    grad = jax.jit(jax.value_and_grad(lambda p, b: model.loss_fn(p, b, cfg)[0]["objective"]))
-    want, want_grads = 0.0, jax.tree.map(jnp.zeros_like, params)
-    for row in zip(*packed.values(), strict=True):
-        tokens, labels, segments, positions = row
-        for segment in np.unique(segments):
-            here = segments == segment
-            np.testing.assert_array_equal(positions[here], np.arange(here.sum()))
-            pad = ((0, 12 - here.sum()),)
-            alone = {"tokens": np.pad(tokens[here], pad)[None],
-                     "labels": np.pad(labels[here], pad, constant_values=-100)[None]}
-            loss, grads = grad(params, alone)
-            want, want_grads = want + loss, jax.tree.map(jnp.add, want_grads, grads)
-    got, got_grads = grad(params, packed)
-    assert float(got) == pytest.approx(float(want), rel=1e-5)
-    for name, g in want_grads.items():
-        np.testing.assert_allclose(
-            got_grads[name], g, rtol=0, atol=1e-5 * np.abs(g).max(), err_msg=name)
-    assert abs(grad(params, {k: packed[k] for k in ("tokens", "labels")})[0] - want) > 0.01
 
 
 def test_norms_softmax_router_and_loss_stay_in_float32():
@@ -748,25 +663,13 @@ def test_tiles_of_logits_follow_the_part_of_a_device():
     """
     cfg = dataclasses.replace(BASE, vocab_size=2**16, dtype="mixed")
     assert model.count_tiles(16, 768, dataclasses.replace(cfg, d_model=4096)) == 3
-    mesh = jax.make_mesh((1, 2, 1, 2, 2), config.AXES,
-                         axis_types=(jax.sharding.AxisType.Auto,) * 5)
     n_bytes = 4 * 16 * 768 * 2**16
     assert model.count_tiles(16, 768, cfg) == n_bytes // model.LOGIT_BYTES["other"] == 12
     assert model.count_tiles(16, 770, cfg) == 14
-    with jax.set_mesh(mesh):
+    with mesh_of(1, 2, 1, 2, 2):
         assert model.count_tiles(16, 768, cfg) == 2
         assert model.count_tiles(16 * 4096, 6, cfg) == 3
         assert model.count_tiles(16, 768, dataclasses.replace(cfg, logit_tiles=5)) == 5
-
-
-def test_tiles_of_logits_are_twice_as_large_in_float32():
-    """Half as many as of any other dtype.
-
-    Break: model.py: max_bytes *= 2 => max_bytes *= 1
-    """
-    cfg = dataclasses.replace(BASE, vocab_size=2**16)
-    assert [model.count_tiles(16, 768, dataclasses.replace(cfg, dtype=dtype))
-            for dtype in ("float32", "mixed", "bfloat16")] == [6, 12, 12]
 
 
 def planned_mesh(platform):
@@ -779,7 +682,7 @@ def planned_mesh(platform):
 
 
 def test_tiles_of_logits_are_larger_on_gpus():
-    """GPT-2's preset has 64 tiles a microbatch on a CPU or TPU, and 8 on a GPU.
+    """GPT-2's preset has 64 tiles a microbatch on a CPU or TPU, and 8 on a GPU; in float32 half.
 
     Break: model.py: LOGIT_BYTES = {"gpu": 2**31 => LOGIT_BYTES = {"gpu": 2**28
     """
@@ -787,12 +690,11 @@ def test_tiles_of_logits_are_larger_on_gpus():
     for platform, n_tiles in (("gpu", 8), ("tpu", 64), ("cpu", 64)):
         with jax.sharding.use_abstract_mesh(planned_mesh(platform)):
             assert model.count_tiles(60, 1024, cfg) == n_tiles, platform
-    assert model.count_tiles(60, 1024, cfg) == 64
+    assert model.count_tiles(60, 1024, dataclasses.replace(cfg, dtype="float32")) == 32
 
 
 @pytest.mark.parametrize("platform, dtype, narrow", [
-    ("gpu", "bfloat16", True), ("gpu", "float16", False), ("gpu", "float32", False),
-    ("cpu", "bfloat16", False), ("tpu", "bfloat16", False)])
+    ("gpu", "bfloat16", True), ("gpu", "float16", False), ("cpu", "bfloat16", False)])
 def test_logits_of_the_loss_are_rounded_on_gpus(platform, dtype, narrow):
     """In bfloat16 on a GPU the product that makes the logits rounds them. What follows is float32:
     the exponentials of softmax, and the sums.
@@ -808,38 +710,6 @@ def test_logits_of_the_loss_are_rounded_on_gpus(platform, dtype, narrow):
         r":(\w+)\[[\d,]+\] = (dot_general|exp|log)\b", str(traced))}
     assert dtypes == {"dot_general": "bf16" if narrow else "f32", "exp": "f32", "log": "f32"}
     assert {x.dtype for x in traced.out_avals} == {jnp.dtype("float32")}
-
-
-def test_rounded_logits_change_the_loss_by_little(monkeypatch):
-    """With logits rounded to bfloat16 the loss of random logits of standard deviation 2.5, about 5
-    nats, is float64's to 1e-4, and the gradient of the head to 0.4%; without, to 1e-5 and 0.3%.
-
-    Break: model.py: return _shard(logits_BTV, BATCH_AXES, "sp", "tp").astype(jnp.float32) =>
-    return _shard(logits_BTV, BATCH_AXES, "sp", "tp")
-    """
-    rng = np.random.default_rng(0)
-    cfg = dataclasses.replace(BASE, dtype="bfloat16")
-    x_TD = rng.normal(size=(2048, 64)).astype(jnp.bfloat16)
-    w_DV = (2.5 / 8 * rng.normal(size=(64, 2048))).astype(jnp.bfloat16)
-    logits = np.float64(x_TD) @ np.float64(w_DV)
-    labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)  # drawn from the softmax
-    p = np.exp(logits)
-    p /= p.sum(axis=1, keepdims=True)
-    rows = np.arange(2048)
-    wanted = -np.log(p[rows, labels]).mean()
-    p[rows, labels] -= 1
-    wanted_grad = np.float64(x_TD).T @ p
-
-    def loss(w_DV):
-        return model._loss_sums(w_DV, jnp.asarray(x_TD)[None], jnp.int32(labels)[None],
-                                jnp.ones((1, 2048)), cfg)["loss"]
-
-    for narrow, error, grad_error in ((False, 1e-5, 3e-3), (True, 1e-4, 4e-3)):
-        monkeypatch.setitem(model.NARROW_LOGITS, "other", narrow)
-        got, grad = jax.jit(jax.value_and_grad(lambda w: loss(w)))(jnp.asarray(w_DV))
-        assert abs(got / 2048 - wanted) < error
-        gap = np.linalg.norm(np.float64(grad) - wanted_grad) / np.linalg.norm(wanted_grad)
-        assert gap < grad_error, (narrow, gap)
 
 
 def test_layers_are_unrolled_by_platform():
@@ -881,8 +751,7 @@ def test_the_gradient_of_logits_is_rounded_where_operands_are():
                                        atol=1e-6 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("M, D, F", [(48, 64, 32), (48, 32, 64)])
-@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize("batch, M, D, F", [((), 48, 64, 32), ((2, 3), 48, 32, 64)])
 def test_mixed_products_round_their_operands_alone(batch, M, D, F):
     """A mixed product and its two gradients are float64's of operands rounded to bfloat16: to 1e-6
     of the largest (float32 sums of up to 64 terms). The smaller of x and dy is either.
@@ -911,16 +780,15 @@ def test_mixed_is_float32_but_for_its_products(monkeypatch, dense_len):
     """
     monkeypatch.setattr(model, "DENSE_LEN", dense_len)
     params, batch = model.init(jax.random.key(0), BASE), random_batch(BASE)
-    def objective(p, cfg):
-        return model.loss_fn(p, batch, cfg)[0]["objective"]
-    grad = jax.jit(jax.value_and_grad(objective), static_argnums=1)
-    (loss, grads), (mixed_loss, mixed) = (
-        grad(params, dataclasses.replace(BASE, dtype=dtype)) for dtype in ("float32", "mixed"))
+    grad = jax.jit(jax.value_and_grad(objective), static_argnums=2)
+    mixed_cfg = dataclasses.replace(BASE, dtype="mixed")
+    loss, grads = grad(params, batch, BASE)
+    mixed_loss, mixed = grad(params, batch, mixed_cfg)
     assert 0 < abs(mixed_loss - loss) < 0.01 * loss
     for name, g in grads.items():
         assert mixed[name].dtype == jnp.float32
         assert 0 < jnp.linalg.norm(mixed[name] - g) < 0.04 * jnp.linalg.norm(g), name
-    lowered = grad.lower(params, dataclasses.replace(BASE, dtype="mixed")).as_text()
+    lowered = grad.lower(params, batch, mixed_cfg).as_text()
     products = re.findall(r"stablehlo.dot_general.* : \((tensor.*)\) ->", lowered)
     assert len(products) >= 3 * (7 + 1) + 7, products  # of weights, logits, blocks
     assert all(product.count("xbf16>") == 2 for product in products), products
@@ -947,8 +815,7 @@ def test_no_token_sees_the_future(window):
         assert (after[:, last + 1:] == before[:, last + 1:]).all()
 
 
-@pytest.mark.parametrize("variant", ["gqa, qk_norm, tied", "bias", "window", "stretched",
-                                     "crowded experts", "experts, low rank"])
+@pytest.mark.parametrize("variant", ["bias", "window", "crowded experts", "low rank"])
 def test_greedy_generation_is_the_argmax_of_full_forwards(variant):
     """Tokens from the cache are those of a full forward per token, exactly: ties have no chance
     among random logits.
@@ -1071,40 +938,14 @@ def test_each_step_draws_with_a_key_of_its_own():
         assert abs(same.mean() - chance) < 6 * np.sqrt(chance * (1 - chance) / same.size)
 
 
-def picks(**change):
-    """Tokens drawn from 200 rows of random logits, and the likeliest ones."""
-    logits_BV = jnp.asarray(np.random.default_rng(3).normal(size=(200, 17)), jnp.float32)
-    cfg = dataclasses.replace(BASE, **{"temperature": 1.0, **change})
-    drawn = model._sample(logits_BV, jax.random.key(0), cfg)
-    return np.asarray(drawn), np.asarray(logits_BV).argmax(-1)
-
-
-def test_top_k_of_1_is_greedy():
-    """top_k 1 draws the likeliest token in each of 200 rows; top_k 2 does not.
-
-    Break: model.py: rank_1V < cfg.top_k => rank_1V < cfg.top_k + 1
-    """
-    np.testing.assert_array_equal(*picks(top_k=1))
-    assert (np.not_equal(*picks(top_k=2))).any()
-
-
-def test_tiny_top_p_is_greedy():
-    """top_p 1e-6 draws the likeliest token in each of 200 rows; top_p 1 does not.
-
-    Break: model.py: before_BV < cfg.top_p => before_BV < 1
-    """
-    np.testing.assert_array_equal(*picks(top_p=1e-6))
-    assert (np.not_equal(*picks(top_p=1.0))).any()
-
-
 @pytest.mark.parametrize("change", [
-    {}, dict(top_k=5), dict(top_p=0.7), dict(top_k=6, top_p=0.9), dict(top_k=3, top_p=0.7),
+    {}, dict(top_k=1), dict(top_p=1e-6), dict(top_k=5), dict(top_k=6, top_p=0.9),
     dict(top_k=40, top_p=0.5)])
 def test_draws_follow_the_softmax(change):
     """20,000 draws at temperature 0.7 are those of the softmax cut by top_k, renormalised, and then
     cut by top_p, as in transformers: chi-square below its mean + 6 sd.
 
-    Break: model.py: axis=-1) / cfg.temperature => axis=-1)
+    Break: model.py: rank_1V < cfg.top_k => rank_1V < cfg.top_k + 1
     """
     cfg, n = dataclasses.replace(BASE, temperature=0.7, **change), 20000
     logits = np.random.default_rng(4).normal(size=17)
@@ -1123,8 +964,8 @@ def test_draws_follow_the_softmax(change):
     assert ((counts[held] - want) ** 2 / want).sum() < df + 6 * np.sqrt(2 * df)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("change", [dict(temperature=0.0), dict(top_k=1), dict(top_p=0.5)])
+@pytest.mark.parametrize("value, change", [
+    (np.nan, dict(temperature=0.0)), (np.inf, dict(top_k=1)), (-np.inf, dict(top_p=0.5))])
 def test_logits_that_are_not_finite_draw_no_token(value, change):
     """A row with one such logit draws -1, which ends a sample with a sentence; the other row draws
     a token.
@@ -1173,8 +1014,7 @@ def test_remat_recomputes_the_products_that_it_says(remat):
     params, batch = as_f32(random_params(cfg)), random_batch(cfg)
 
     def traced(cfg):
-        return jax.make_jaxpr(jax.grad(
-            lambda p: model.loss_fn(p, batch, cfg)[0]["objective"]))(params)
+        return jax.make_jaxpr(jax.grad(partial(objective, batch=batch, cfg=cfg)))(params)
 
     got = traced(dataclasses.replace(cfg, remat=remat))
     products = {"none": 0, "full": 10, "dots": 4, "named": 5, "offload": 10}
@@ -1213,49 +1053,7 @@ def test_named_remat_runs_fused_attention_once(attention, kernel, backward, rema
     assert again == (remat == "full")
 
 
-@pytest.mark.parametrize("remat", [r for r in model.REMAT if r != "none"])
-def test_remat_keeps_the_gradient(remat):
-    """Whatever backward recomputes, the gradient is that of none, to 1e-5 of its largest entry
-    (float32, other fusions).
-
-    Break: model.py: jax.checkpoint(layer, policy =>
-    jax.checkpoint(lambda x, w, f=layer: f(jax.lax.stop_gradient(x), w), policy
-    """
-    base = dataclasses.replace(BASE, n_layers=1)
-    params, batch = as_f32(random_params(base)), random_batch(base)
-    def objective(p, cfg):
-        return model.loss_fn(p, batch, cfg)[0]["objective"]
-    grad = jax.jit(jax.grad(objective), static_argnums=1)
-    want, got = grad(params, base), grad(params, dataclasses.replace(base, remat=remat))
-    for name in want:
-        largest = np.abs(want[name]).max()
-        np.testing.assert_allclose(
-            got[name], want[name], rtol=0, atol=1e-5 * largest, err_msg=name)
-
-
-@pytest.mark.slow
-def test_full_remat_needs_less_memory():
-    """Over 16 layers, temporaries of the compiled gradient under remat full are less than half of
-    those under none.
-
-    Break: model.py: "full": _policies.nothing_saveable => "full": _policies.everything_saveable
-    """
-    cfg = dataclasses.replace(BASE, n_layers=16)
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
-    ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
-
-    def temporaries(cfg):
-        def loss(p, x):
-            return model.loss_fn(p, {"tokens": x, "labels": x}, cfg)[0]["objective"]
-        compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries(dataclasses.replace(cfg, remat="full")) < temporaries(cfg) / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3, 6])
-def test_tiles_change_nothing_but_rounding(n):
+def test_tiles_change_nothing_but_rounding():
     """Sums with and without a gradient, and the gradient scaled by a factor: to 1e-5 of the dense
     form's largest entry; counts exactly.
 
@@ -1271,51 +1069,9 @@ def test_tiles_change_nothing_but_rounding(n):
         return jax.jit(lambda p: (jax.grad(scaled, has_aux=True)(p), scaled(p)))(params)
 
     dense, tiled = (jax.tree.leaves(run(dataclasses.replace(cfg, logit_tiles=tiles)))
-                    for tiles in (1, n))
+                    for tiles in (1, 3))
     for want, got in zip(dense, tiled, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-
-
-def grads_in_tiles(cfg, n_tiles, transform):
-    """Gradient of objective + 0.1 z + 0.3 loss, jitted, under a transform of the loss."""
-    cfg = dataclasses.replace(cfg, logit_tiles=n_tiles)
-    params, batch = as_f32(random_params(cfg)), random_batch(cfg, B=4, T=8)
-
-    def total(p, batch):
-        sums, counts = model.loss_fn(p, batch, cfg)
-        sums["objective"] += 0.1 * sums["z"] + 0.3 * sums["loss"]
-        return sums["objective"], (sums, counts)
-
-    def grads(p):
-        if transform == "scan":
-            micro = jax.tree.map(lambda x: x.reshape(2, 2, 8), batch)
-            zeros = jax.tree.map(jnp.zeros_like, p)
-            return jax.lax.scan(lambda acc, b: (jax.tree.map(jnp.add, acc, jax.grad(
-                total, has_aux=True)(p, b)[0]), None), zeros, micro)[0]
-        wrap = jax.checkpoint if transform == "checkpoint" else jax.jit
-        return jax.grad(wrap(total), has_aux=True)(p, batch)[0]
-
-    return jax.jit(grads)(params)
-
-
-@pytest.mark.parametrize("transform, mesh", [
-    ("jit", None), pytest.param("checkpoint", None, marks=pytest.mark.slow),
-    pytest.param("scan", (1, 2, 1, 2, 2), marks=pytest.mark.slow)])
-def test_terms_of_other_sums_keep_their_gradient_in_tiles(transform, mesh):
-    """The gradient of objective + 0.1 z + 0.3 loss in 4 tiles is the one without tiles: to 1e-5 of
-    its largest entry, on one device and on a mesh, through jit, scan and checkpoint.
-
-    Break: model.py: if used.keys() - {"objective"} or => if
-    """
-    cfg = dataclasses.replace(BASE, n_layers=1, vocab_size=16, label_smoothing=0.1)
-    want = grads_in_tiles(cfg, 1, transform)
-    axes = jax.sharding.AxisType.Auto
-    mesh = mesh and jax.make_mesh(mesh, config.AXES, axis_types=(axes,) * 5)
-    with jax.set_mesh(mesh) if mesh else nullcontext():
-        got = grads_in_tiles(cfg, 4, transform)
-    for name, g in want.items():
-        np.testing.assert_allclose(
-            got[name], g, rtol=0, atol=1e-5 * np.abs(g).max(), err_msg=name)
 
 
 def count_products(jaxpr):
@@ -1334,7 +1090,7 @@ def test_the_objective_alone_computes_no_tile_twice():
 
     def products(n_tiles):
         cfg = dataclasses.replace(BASE, logit_tiles=n_tiles)
-        grad = jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"])
+        grad = jax.grad(partial(objective, batch=batch, cfg=cfg))
         return count_products(jax.make_jaxpr(grad)(params).jaxpr)
 
     assert products(4) == products(1)
@@ -1350,15 +1106,13 @@ def test_tiles_keep_all_logits_from_existing():
     cfg = dataclasses.replace(BASE, vocab_size=50304, n_layers=1)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), cfg))
 
-    def temporaries(n, T=64):
-        ids, own = jax.ShapeDtypeStruct((8, T), jnp.int32), dataclasses.replace(cfg, logit_tiles=n)
-        def loss(p, x):
-            return model.loss_fn(p, {"tokens": x, "labels": x}, own)[0]["objective"]
-        compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+    def bytes_of(n, T=64):
+        ids = jax.ShapeDtypeStruct((8, T), jnp.int32)
+        tiled = partial(objective, cfg=dataclasses.replace(cfg, logit_tiles=n))
+        return temporaries(jax.grad(tiled), params, {"tokens": ids, "labels": ids})
 
-    assert temporaries(32) < temporaries(8) / 2 < temporaries(1) / 6
-    assert temporaries(0, T=1024) < 6 * model.LOGIT_BYTES["other"] < 4 * 8 * 1024 * 50304
+    assert bytes_of(32) < bytes_of(8) / 2 < bytes_of(1) / 6
+    assert bytes_of(0, T=1024) < 6 * model.LOGIT_BYTES["other"] < 4 * 8 * 1024 * 50304
 
 
 @pytest.mark.slow
@@ -1369,24 +1123,23 @@ def test_mlp_tiles_keep_the_gradient_and_need_less_memory():
     Break: model.py: jax.lax.map(jax.checkpoint(tile_mlp), => jax.lax.map(tile_mlp,
     """
     base = dataclasses.replace(BASE, d_ff=768, remat="full", logit_tiles=8)
-    params, temporaries, results = as_f32(random_params(base)), [], []
+    params, n_bytes, results = as_f32(random_params(base)), [], []
     batch = random_batch(base, B=4, T=64)
     for n in (1, 2, 8):
         cfg = dataclasses.replace(base, mlp_tiles=n)
-        loss = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"], cfg)
+        loss = partial(objective, batch=batch, cfg=cfg)
         compiled = jax.jit(jax.value_and_grad(loss)).lower(params).compile()
-        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        n_bytes.append(compiled.memory_analysis().temp_size_in_bytes)
         results.append(jax.tree.leaves(compiled(params)))
     for want, *others in zip(*results, strict=True):
         for got in others:
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-    assert temporaries[0] > temporaries[1] > temporaries[2], temporaries
-    assert temporaries[2] < temporaries[0] / 2, temporaries
+    assert n_bytes[0] > n_bytes[1] > n_bytes[2] < n_bytes[0] / 2, n_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, param_dtype", [
-    ("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")])
+    ("float16", "float32"), ("bfloat16", "bfloat16")])
 def test_gradients_of_many_positions_are_added_up_in_float32(dtype, param_dtype):
     """With 8,192 tokens, nine of ten the same, the gradients of the embedding and of biases in 16
     bits are float32's to 2% of their norm (0.6% found); added up in bfloat16 they are half off.
@@ -1402,7 +1155,7 @@ def test_gradients_of_many_positions_are_added_up_in_float32(dtype, param_dtype)
     params = {name: x.astype(param_dtype) for name, x in draw(base).items()}
     for name, wide in (("float32", "float32"), (dtype, param_dtype)):
         cfg = dataclasses.replace(base, dtype=name, param_dtype=wide)
-        mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 8192, cfg)
+        mean = partial(lambda cfg, p: objective(p, batch, cfg) / 8192, cfg)
         grads[name] = jax.jit(jax.grad(mean))({k: x.astype(wide) for k, x in params.items()})
     for name in ("embed", "layers.bv"):
         want, got = (grads[each][name].astype("float32") for each in ("float32", dtype))
@@ -1420,11 +1173,10 @@ def test_mlp_tiles_in_bfloat16_over_devices():
     batch, grads = random_batch(base, B=8, T=256), []
     usual = np.random.default_rng(5).random(batch["tokens"].shape) < 0.9
     batch = {name: np.where(usual, i, batch[name]) for i, name in ((3, "tokens"), (5, "labels"))}
-    auto = 5 * (jax.sharding.AxisType.Auto,)
-    with jax.set_mesh(jax.make_mesh((1, 8, 1, 1, 1), config.AXES, axis_types=auto)):
+    with mesh_of(1, 8, 1, 1, 1):
         for n in (1, 128):
             cfg = dataclasses.replace(base, mlp_tiles=n)
-            mean = partial(lambda cfg, p: model.loss_fn(p, batch, cfg)[0]["objective"] / 2048, cfg)
+            mean = partial(lambda cfg, p: objective(p, batch, cfg) / 2048, cfg)
             grads.append(jax.jit(jax.grad(mean))(draw(base)))
     for name in ("layers.w_gate", "layers.w_down"):
         want, got = (np.asarray(g[name]) for g in grads)
@@ -1442,11 +1194,9 @@ def test_mlp_tiles_are_split_over_tp(change):
     cfg = config.derive_text(dataclasses.replace(
         BASE, n_layers=1, n_heads=4, n_kv_heads=4, d_ff=256, mlp_tiles=4, **change))
     params, batch, flops, grads = random_params(cfg), random_batch(cfg, B=4, T=64), [], []
-    gradient = jax.grad(lambda p: model.loss_fn(p, batch, cfg)[0]["objective"])
-    auto = 5 * (jax.sharding.AxisType.Auto,)
+    gradient = jax.grad(partial(objective, batch=batch, cfg=cfg))
     for tp in (1, 4):
-        with jax.set_mesh(jax.make_mesh((1, 1, 1, tp, 1), config.AXES, axis_types=auto,
-                                        devices=jax.devices()[:tp])):
+        with mesh_of(1, 1, 1, tp, 1):
             compiled = jax.jit(gradient).lower(as_f32(params)).compile()
             flops.append(compiled.cost_analysis()["flops"])
             grads.append(compiled(as_f32(params)))
@@ -1468,8 +1218,8 @@ def test_a_small_loss_scale_rescues_tiles_in_float16():
     params, grads = draw(base), {}
     batch = dict.fromkeys(("tokens", "labels"), np.full((512, 128), 3, np.int32))
     for dtype, scale in (("float32", 1.0), ("float16", 2.0**-6), ("float16", 1.0)):
-        scaled = partial(lambda cfg, scale, p: scale * model.loss_fn(p, batch, cfg)[0]["objective"],
-                         dataclasses.replace(base, dtype=dtype), scale)
+        cfg = dataclasses.replace(base, dtype=dtype)
+        scaled = partial(lambda cfg, scale, p: scale * objective(p, batch, cfg), cfg, scale)
         grads[dtype, scale] = jax.jit(jax.grad(scaled))(params)["embed"] / scale
     want, got, over = grads.values()
     assert jnp.linalg.norm(got - want) < 0.02 * jnp.linalg.norm(want)
@@ -1538,8 +1288,8 @@ def test_patterns_choose_names():
 
 
 def test_init_follows_the_table():
-    """Every parameter has the table's shape and mean to 6 sd, and cfg.param_dtype; constants are
-    exact.
+    """Every parameter has the table's shape, mean and deviation to 6 sd, and cfg.param_dtype;
+    constants are exact. wo and w_down start with variance 1 / (2 L fan-in).
 
     Break: model.py: array.astype(cfg.param_dtype) => array
     """
@@ -1548,6 +1298,8 @@ def test_init_follows_the_table():
     half = jax.eval_shape(lambda: model.init(jax.random.key(0), half_cfg))
     params, table = draw(cfg), model.param_table(cfg)
     assert set(params) == set(table)
+    assert table["layers.wo"]["init"][1] ** -2 == pytest.approx(2 * 2 * 4 * 6)
+    assert table["layers.w_down"]["init"][1] ** -2 == pytest.approx(2 * 2 * 20)
     for name, row in table.items():
         shape, (kind, value) = row["shape"], row["init"]
         array = np.asarray(params[name], np.float64)
@@ -1562,8 +1314,7 @@ def test_init_follows_the_table():
 
 
 def test_init_draws_any_table():
-    """From any table init draws each row by kind, by a key from its name,
-    in cfg.param_dtype, reading no other field of cfg.
+    """From any table init draws each row by kind, by a key from its name, in cfg.param_dtype.
 
     Break: model.py: if table is None: => if True:
     """
@@ -1575,22 +1326,6 @@ def test_init_draws_any_table():
     np.testing.assert_array_equal(params["b"], np.full(7, 2.0, np.float32))
     name_key = jax.random.fold_in(jax.random.key(3), ord("w") + 31 * ord("x"))
     np.testing.assert_array_equal(params["wx"], 0.5 * jax.random.normal(name_key, (300, 40)))
-
-
-def test_residual_writers_start_smaller_with_depth():
-    """wo and w_down start with variance 1 / (2 L fan-in), all other matrices of a layer with
-    1 / fan-in (6 sd).
-
-    Break: model.py: (2 * L * N * H) ** -0.5 => (N * H) ** -0.5
-    """
-    cfg = MORE
-    params = draw(cfg)
-    fan_in = {"wo": cfg.n_heads * cfg.head_dim, "w_down": cfg.d_ff}
-    for name in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"):
-        array = np.asarray(params["layers." + name])
-        depth = 2 * cfg.n_layers if name in fan_in else 1
-        variance = array.var() * depth * fan_in.get(name, cfg.d_model)
-        assert abs(variance - 1) < 6 * np.sqrt(2 / array.size), name
 
 
 def test_init_of_a_parameter_depends_on_no_other():

@@ -357,11 +357,12 @@ def test_batches_without_a_label_have_no_loss(tiny, monkeypatch, capsys):
 
 
 def test_a_run_compiles_its_step_once_and_the_evaluation_when_it_is_needed(tiny, caplog):
-    """JAX's log shows one compilation of train_step and one of eval_step. On a CPU the evaluation
-    is compiled just before its first use, not in parallel with the first steps. The time counts as
+    """JAX's log shows one compilation of train_step and one of eval_step. The evaluation is
+    compiled just before its first use, not in parallel with the first steps. The time counts as
     compilation.
 
-    Break: step.py: if mesh.devices.flat[0].platform == "cpu": => if False:
+    Break: step.py: lowered_eval = steps["eval_step"]() =>
+    lowered_eval = steps["eval_step"](); lowered_eval.compile()
     """
     order = []
 
@@ -642,10 +643,10 @@ def test_a_resume_prints_what_changed_in_software_and_machine(tiny, monkeypatch,
     """
     train.main(tiny(steps=4))
     meta = ckpt.read_meta(Path(tiny().out_dir) / "ckpt", 4)
-    assert meta["machine"].keys() == {"cpu", "threads", "driver", "nccl", "device", "xla_flags"}
+    assert meta["machine"].keys() == {"cpu", "threads", "driver", "device", "xla_flags"}
     assert meta["machine"]["threads"] == len(os.sched_getaffinity(0))
     assert meta["machine"]["xla_flags"] == os.environ["XLA_FLAGS"]
-    assert "model name" in meta["machine"]["cpu"] and meta["versions"]["jaxlib"]
+    assert meta["machine"]["cpu"] and meta["versions"]["jaxlib"]
     printed = capsys.readouterr().out
     assert "since the checkpoint" not in printed and printed.count("\nexample ") == 1
     train.main(tiny(steps=5))
@@ -3213,8 +3214,8 @@ def test_a_plan_combines_flags_until_the_step_fits(tiny, monkeypatch):
     """The plan suggests the fewest of 2, 4, 8, ... microbatches that fit. If they are not enough,
     it adds the flag that helps. The suggestion fits, and it does not fit without its last flag.
 
-    Break: train.py: cfg = dataclasses.replace(setup["cfg"], **({"epochs": 0.0} | changes)) =>
-    cfg = setup["cfg"]
+    Break: train.py: changed = dataclasses.replace(cfg, **({"epochs": 0.0} | changes)) =>
+    changed = cfg
     """
     cfg = tiny(batch_size=64, dp=1, mode="plan")
     all_at_once, rows, least = (planned(cfg, **changes)["peaks"]["a step"] for changes in (
@@ -3237,8 +3238,8 @@ def test_a_plan_counts_the_step_and_the_evaluation(tiny):
     """The test counts by hand: the state and a batch for an evaluation. A mode without training
     holds only the parameters.
 
-    Break: step.py: peaks["evaluation"] = held_bytes((held, batch)) =>
-    peaks["evaluation"] = held_bytes(held)
+    Break: step.py: arguments = array_bytes((held, steps["eval_batch"])) =>
+    arguments = array_bytes(held)
     """
     cfg = tiny(mode="plan", dp=1, vocab_size=1024)
 
