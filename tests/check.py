@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 PARTS = {
-    "speed": "tokens/s and MFU of named shapes, against the plan and PyTorch; the time of a save",
+    "speed": "tokens/s and MFU of named shapes, against the plan",
     "memory": "peak memory of these shapes, against the plan",
     "numbers": "loss, gradients and parameters of a step, against float64 on the CPU",
     "determinism": "thousands of calls of one step, and two processes, bit for bit",
@@ -39,34 +38,28 @@ PARTS = {
     "mesh": "the losses of one device, on all devices along each axis",
 }
 
-# Flags of train.py. "torch": sizes of the PyTorch model beside it.
-GPT2_SIZES = dict(n_layers=12, d_model=768, n_heads=12, vocab_size=50304, seq_len=1024)
-CHARACTER_SIZES = dict(n_layers=6, d_model=384, n_heads=6, vocab_size=65, seq_len=256)
+# Flags of train.py.
 CPU_SHAPES = {
-    "character-12x256": {
-        "flags": dict(n_layers=6, d_model=384, n_heads=6, d_ff=1024, vocab_size=65, seq_len=256,
-                      batch_size=12, optimizer="adamw"),
-        "torch": CHARACTER_SIZES | dict(batch_size=12)},
-    "default-model": {"flags": {}},
+    "character-12x256": dict(n_layers=6, d_model=384, n_heads=6, d_ff=1024, vocab_size=65,
+                             seq_len=256, batch_size=12, optimizer="adamw"),
+    "default-model": {},
 }
 SHAPES = {
-    "gpt2-124m-60x1024": {
-        "flags": dict(config="gpt2-124m", batch_size=60, grad_accum_steps=1),
-        "torch": GPT2_SIZES | dict(batch_size=60)},
-    "1.56b-16x1024-remat-named": {
-        "flags": dict(d_model=1600, n_layers=48, n_heads=25, d_ff=4288, vocab_size=50304,
-                      seq_len=1024, optimizer="adamw", batch_size=16, remat="named")},
-    "llama-8b-8-layers-2x4096": {
-        "flags": dict(config="llama-8b", n_layers=8, batch_size=2, grad_accum_steps=1,
-                      seq_len=4096, remat="named")},
-    "gpt2-124m-preset": {"flags": dict(config="gpt2-124m")},
-    "gpt2-124m-deterministic": {
-        "flags": dict(config="gpt2-124m", batch_size=60, grad_accum_steps=1, deterministic=True)},
-    "llama-8b-2-layers-1x65536": {
-        "flags": dict(config="llama-8b", n_layers=2, batch_size=1, grad_accum_steps=1,
-                      seq_len=65536, remat="full", mlp_tiles=8)},
-    "gpt2-124m-13-layers-60x1024": {
-        "flags": dict(config="gpt2-124m", n_layers=13, batch_size=60, grad_accum_steps=1)},
+    "gpt2-124m-60x1024": dict(config="gpt2-124m", batch_size=60, grad_accum_steps=1),
+    "1.56b-16x1024-remat-named": dict(
+        d_model=1600, n_layers=48, n_heads=25, d_ff=4288, vocab_size=50304, seq_len=1024,
+        optimizer="adamw", batch_size=16, remat="named"),
+    "llama-8b-8-layers-2x4096": dict(
+        config="llama-8b", n_layers=8, batch_size=2, grad_accum_steps=1, seq_len=4096,
+        remat="named"),
+    "gpt2-124m-preset": dict(config="gpt2-124m"),
+    "gpt2-124m-deterministic": dict(
+        config="gpt2-124m", batch_size=60, grad_accum_steps=1, deterministic=True),
+    "llama-8b-2-layers-1x65536": dict(
+        config="llama-8b", n_layers=2, batch_size=1, grad_accum_steps=1, seq_len=65536,
+        remat="full", mlp_tiles=8),
+    "gpt2-124m-13-layers-60x1024": dict(
+        config="gpt2-124m", n_layers=13, batch_size=60, grad_accum_steps=1),
 }
 
 
@@ -80,45 +73,38 @@ EXPECTED_S = {
     "numbers": (25, 60),
     "numbers_in_tf32": (25, 30),
     "numbers_by_remat": (25, 60),
-    "op_by_op": (25, 60),
     "resume": (40, 60),
     "mesh": (40, 60),
     "no_mesh": (1, 1),
     "rates": (15, 20),
     "speed": (40, 75),
-    "save": (10, 40),
-    "peer": (60, 100),
 }
 REFERENCE = "numbers/reference"
 
 
 def list_items(machine):
-    """Return the items to run on a machine, the most telling first.
+    """The items to run on a machine, the most telling first. machine: the figures of `look`.
 
-    machine: the figures of `look`. An item has "part"; "name"; "call", a function of this file and
-    its arguments; "expected_s"; "limit_s", the seconds after which it is stopped; "alone", whether
-    nothing else may run beside it, as for all timings; "after", the name of the item whose results
-    it needs, or ""; and "env", the environment variables to set.
+    An item has "part"; "name"; "call", a function of this file and its arguments; "expected_s";
+    "limit_s", the seconds after which it is stopped; "after", the name of the item whose results it
+    needs, or ""; and "env", the environment variables to set.
     """
     on_cpu = machine["platform"] == "cpu"
     on_gpu = machine["platform"] in ("cuda", "old cuda")
     items = []
 
     def add(part, name, function, *args, after="", **env):
-        cpu_s, accelerator_s = EXPECTED_S[function]
-        seconds = cpu_s if on_cpu else accelerator_s
-        items.append({
-            "part": part, "name": f"{part}/{name}", "call": (function, *args), "after": after,
-            "expected_s": seconds, "limit_s": max(120, 4 * seconds), "alone": part == "speed",
-            "env": env})
+        seconds = EXPECTED_S[function][0 if on_cpu else 1]
+        items.append({"part": part, "name": f"{part}/{name}", "call": (function, *args),
+                      "after": after, "expected_s": seconds, "limit_s": max(120, 4 * seconds),
+                      "env": env})
 
     def add_numbers(function, pairs, suffix=""):
         for dtype, attention in pairs:
             add("numbers", f"{dtype}-{attention}{suffix}", function, dtype, attention,
                 after=REFERENCE)
 
-    shapes = CPU_SHAPES if on_cpu else SHAPES
-    first_shape, *other_shapes = shapes
+    first_shape, *other_shapes = CPU_SHAPES if on_cpu else SHAPES
     kernels = kernels_of(machine)
 
     # The default dtype and attention kernel; one step, again and again; one speed.
@@ -136,7 +122,7 @@ def list_items(machine):
     add("speed", "rates", "rates")
     add("speed", first_shape, "speed", first_shape)
 
-    # A resumed run, meshes, and the other dtypes and kernels.
+    # A resumed run, meshes, the other dtypes and kernels, the other shapes.
     add("resume", "killed", "resume")
     if machine["n_devices"] > 1:
         add("mesh", f"{machine['n_devices']}-devices", "mesh")
@@ -146,30 +132,17 @@ def list_items(machine):
     else:
         add("mesh", "one-device", "no_mesh")
     add_numbers("numbers", kernels[1:])
-
     if machine["platform"] == "cuda":
         add("numbers", "float32-xla-tf32", "numbers_in_tf32", "float32", "xla", after=REFERENCE,
             JAX_DEFAULT_MATMUL_PRECISION="default")
-
-    # A save, two more shapes, PyTorch, and the rest of the shapes.
-    add("speed", f"save-{first_shape}", "save", first_shape)
-    for shape in other_shapes[:2]:
+    for shape in other_shapes:
         add("speed", shape, "speed", shape)
-    if machine["torch"]:
-        add("speed", "pytorch-compiled", "peer", first_shape, "compiled")
-    for shape in other_shapes[2:]:
-        add("speed", shape, "speed", shape)
-
-    # Details of the numbers, and PyTorch as it is.
     add_numbers("numbers_by_remat", kernels, "-remat")
-    add_numbers("op_by_op", kernels, "-op-by-op")
-    if machine["torch"]:
-        add("speed", "pytorch-eager", "peer", first_shape, "eager")
     return items
 
 
 def kernels_of(machine):
-    """Return the pairs (dtype, attention kernel) that a platform offers, the default first."""
+    """The pairs (dtype, attention kernel) that a platform offers, the default first."""
     pairs = {
         "cuda": [("bfloat16", "cudnn"), ("float32", "xla"), ("bfloat16", "xla"),
                  ("float16", "cudnn")],
@@ -183,7 +156,7 @@ def kernels_of(machine):
 
 
 def choose(items, words):
-    """Return the items of these parts or with these names, and the items that they need.
+    """The items of these parts or with these names, and the items that they need.
 
     Raises ValueError for a word that is neither.
     """
@@ -206,28 +179,32 @@ def choose(items, words):
 
 # ---- the command
 
+def positive(text):
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be more than 0")
+    return float(text)
+
+
 def main():
     """Run the items, print each record, and write the report. Returns the exit code."""
     parts = "\n".join(f"  {part}: {text}" for part, text in PARTS.items())
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"parts:\n{parts}")
-    parser.add_argument("--minutes", type=float, default=10,
+    parser.add_argument("--minutes", type=positive, default=10,
                         help="end after this time: items that do not fit are skipped")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME",
                         help="run these parts or items, and what they need")
-    parser.add_argument("--limit", type=float, metavar="SECONDS",
+    parser.add_argument("--limit", type=positive, metavar="SECONDS",
                         help="time limit of each item, instead of its own and of --minutes")
     parser.add_argument("--out_dir", default="out/check", help="folder of the report")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # one item, in this process
     args = parser.parse_args()
     if args.run:
-        return run_here(*args.run)
-
-    for name in ("minutes", "limit"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name} {value:g}: must be more than 0")
+        name, *item_args = args.run
+        for each in globals()[name](*item_args):
+            print(json.dumps(each), flush=True)
+        return 0
 
     machine = look_at_machine()
     print(describe(machine), flush=True)
@@ -236,7 +213,7 @@ def main():
     except ValueError as e:
         parser.error(str(e))
 
-    # Ctrl-C and SIGTERM end the items and leave a report.
+    # Ctrl-C and SIGTERM end the running item and leave a report.
     def stop(number, frame):
         raise SystemExit(128 + number)
 
@@ -249,17 +226,12 @@ def main():
             dir=out_dir, prefix="scratch-", ignore_cleanup_errors=True) as scratch:
         began = time.monotonic()
         context = {"began": began, "deadline": began + 60 * args.minutes, "limit_s": args.limit,
-                   "out_dir": out_dir, "scratch": scratch, "machine": machine, "records": [],
-                   "processes": [], "is_interrupted": False, "lock": threading.Lock()}
+                   "out_dir": out_dir, "scratch": scratch, "machine": machine, "records": []}
         if args.limit:
             context["deadline"] = math.inf
-        # Items share a GPU, which has the CPUs of its machine for compilation. Only one process at
-        # a time can use a TPU.
-        n_jobs = 1
-        if machine["platform"] in ("cuda", "old cuda"):
-            n_jobs = max(1, min(8, machine["threads"] // 2))
         try:
-            run_items(items, context, n_jobs)
+            for item in items:
+                run_item(item, context)
         finally:
             report = write_report(context)
             print(f"{summary(context['records'])}; report: {report}", flush=True)
@@ -270,103 +242,53 @@ def main():
     return int("FAIL" in found)
 
 
-def run_here(name, *args):
-    """Run an item in this process: print its records as JSON lines, each as soon as it exists."""
-    if os.getpgrp() == os.getpid():
-        threading.Thread(target=end_with_parent, daemon=True).start()
-    for each in globals()[name](*args):
-        print(json.dumps(each), flush=True)
-    return 0
-
-
-def end_with_parent():
-    """Kill this process and its children when the other end of its input is closed."""
-    while os.read(0, 1):
-        pass
-    os.killpg(0, signal.SIGKILL)
-
-
-def run_items(items, context, n_jobs):
-    """Run items and add their records to the context: first those that others need, then the others
-    side by side, then timings, each alone.
-    """
-    needed = {item["after"] for item in items}
-    first = [item for item in items if item["name"] in needed]
-    timings = [item for item in items if item["alone"]]
-    others = [item for item in items if item not in first and item not in timings]
-    for group, n_threads in ((first, 1), (others, n_jobs), (timings, 1)):
-        with ThreadPoolExecutor(n_threads) as pool:
-            try:
-                list(pool.map(lambda item: run_item(item, context), group))
-            except SystemExit:  # of a signal
-                interrupt(context)
-                raise
-
-
 def run_item(item, context):
-    """Run an item in a process of its own, and add each record when it is printed."""
-    left_s = context["deadline"] - time.monotonic()
-    if context["is_interrupted"]:
-        skip(item, "not run: interrupted", context)
-    elif item["expected_s"] > left_s:
-        skip(item, f"takes about {item['expected_s']} s, and less time was left", context)
-    elif lacks_results(item["after"], context):
-        skip(item, f"needs {item['after']}, which did not end well", context)
-    else:
-        print_line(context, f"      {item['name']} started")
-        run_process(item | {"began": time.monotonic()}, left_s, context)
+    """Run an item in a process of its own, at most to its limit. Add each record when it is
+    printed, and one if the process fails.
+    """
+    began = time.monotonic()
+    left_s = context["deadline"] - began
+    unmade = [each["item"] for each in context["records"] if each["status"] in ("FAIL", "SKIP")]
+    if item["expected_s"] > left_s:
+        reason = f"takes about {item['expected_s']} s, and less time was left"
+        return add_record(item, record("SKIP", "all", with_command(reason, item)), context)
+    if item["after"] in unmade:
+        reason = f"needs {item['after']}, which did not end well"
+        return add_record(item, record("SKIP", "all", with_command(reason, item)), context)
 
-
-def run_process(item, left_s, context):
-    """Run the process of an item, at most to its limit. Add its records, and one if it fails."""
+    print_line(context, f"      {item['name']} started")
     log = context["out_dir"] / "logs" / f"{item['name'].replace('/', '-')}.log"
-    process = start(item, log, context)
-    context["processes"].append(process)
+    env = os.environ | item["env"]
+    env |= {"CHECK_SCRATCH": context["scratch"]}
+    with open(log, "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--run", *item["call"]], env=env, cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
     limit_s = context["limit_s"] or item["limit_s"]
     timer = threading.Timer(min(limit_s, left_s), kill, [process])
     timer.start()
     n_records = 0
-    for line in process.stdout:
-        if line.startswith('{"status": '):  # packages print too
-            add_record(item, json.loads(line), context)
-            n_records += 1
-    timer.cancel()
-    code = process.wait()
-    kill(process)  # what it has started
+    try:
+        for line in process.stdout:
+            if line.startswith('{"status": '):  # packages print too
+                add_record(item, json.loads(line), context)
+                n_records += 1
+        code = process.wait()
+    finally:
+        timer.cancel()
+        kill(process)  # also what it has started
 
-    seconds = time.monotonic() - item["began"]
-    if context["is_interrupted"]:
-        skip(item, "interrupted", context)
-    elif seconds >= left_s:
-        skip(item, f"not finished in the time that was left; see {log}", context)
+    seconds = time.monotonic() - began
+    if seconds >= left_s:
+        reason = f"not finished in the time that was left; see {log}"
+        add_record(item, record("SKIP", "all", with_command(reason, item)), context)
     elif code or not n_records:
         reason = f"stopped after {limit_s:.0f} s"
         if seconds < limit_s:
-            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-            last_line = next((line for line in reversed(lines) if line), "")
-            reason = f"ended with exit code {code}: {last_line[:300]}"
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = f"ended with exit code {code}: {lines[-1][:300] if lines else ''}"
         failure = record("FAIL", "all", with_command(f"{reason}; see {log}", item))
         add_record(item, failure, context)
-
-
-def start(item, log, context):
-    """Start the process of an item, which ends with this one."""
-    env = dict(os.environ)
-    if not item["alone"]:  # several processes share the memory of a GPU
-        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    env |= item["env"]
-    env |= {"CHECK_SCRATCH": context["scratch"], "CHECK_OUT": str(context["out_dir"])}
-    with open(log, "wb") as stderr:
-        return subprocess.Popen(
-            [sys.executable, __file__, "--run", *item["call"]], env=env, cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
-
-
-def interrupt(context):
-    """End the running items; the others are skipped."""
-    context["is_interrupted"] = True
-    for process in context["processes"]:
-        kill(process)
 
 
 def kill(process):
@@ -375,37 +297,28 @@ def kill(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def skip(item, reason, context):
-    add_record(item, record("SKIP", "all", with_command(reason, item)), context)
-
-
 def with_command(text, item):
-    """Return a text with the command that runs an item alone, with enough time."""
+    """A text with the command that runs an item alone, with enough time."""
     folder = f"out/check-{item['name'].replace('/', '-')}"
     return (f"{text}; alone: python tests/check.py --only {item['name']} "
             f"--limit {2 * item['limit_s']:.0f} --out_dir {folder}")
 
 
-def lacks_results(name, context):
-    return any(each["item"] == name and each["status"] in ("FAIL", "SKIP")
-               for each in context["records"])
-
-
 # ---- records and the report
 
 def record(status, name, text, **figures):
-    """Return a record. status: PASS, FAIL, INFO for a figure without a bound, or SKIP."""
+    """A record. status: PASS, FAIL, INFO for a figure without a bound, or SKIP."""
     return {"status": status, "name": name, "text": text, "figures": figures}
 
 
 def checked(name, value, bound, text):
-    """Return the record of a check: it passes if value <= bound. NaN fails."""
+    """The record of a check: it passes if value <= bound. NaN fails."""
     status = "PASS" if value <= bound else "FAIL"
     return record(status, name, f"{text} {value:.2g} (at most {bound:g})", value=value, bound=bound)
 
 
 def together(name, records):
-    """Return several checks as one record, which passes if all of them do."""
+    """Several checks as one record, which passes if all of them do."""
     statuses = {each["status"] for each in records}
     status = "FAIL" if "FAIL" in statuses else "PASS"
     text = ", ".join(each["text"] for each in records)
@@ -414,12 +327,10 @@ def together(name, records):
 
 def add_record(item, new, context):
     """Print a record, and rewrite the report with it."""
-    began = item.get("began", time.monotonic())
-    new = {"part": item["part"], "item": item["name"], "seconds": time.monotonic() - began} | new
-    with context["lock"]:
-        context["records"].append(new)
-        print_line(context, f"{new['status']}  {new['item']}, {new['name']}: {new['text']}")
-        write_report(context)
+    new = {"part": item["part"], "item": item["name"]} | new
+    context["records"].append(new)
+    print_line(context, f"{new['status']}  {new['item']}, {new['name']}: {new['text']}")
+    write_report(context)
 
 
 def print_line(context, text):
@@ -429,7 +340,7 @@ def print_line(context, text):
 
 
 def summary(records):
-    """Return the number of records of each status, as one line."""
+    """The number of records of each status, as one line."""
     counts = []
     words = {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped", "INFO": "measured"}
     for status, word in words.items():
@@ -439,79 +350,41 @@ def summary(records):
 
 def write_report(context):
     """Write check.json and check.md; return the path of check.md."""
-    machine = context["machine"]
-    records = context["records"]
+    machine, records, folder = context["machine"], context["records"], context["out_dir"]
     lines = ["# Check", "", f"{describe(machine)}.", ""]
     if machine["flags"]:
         lines += ["Flags: " + ", ".join(f"`{n}={v}`" for n, v in machine["flags"].items()), ""]
-    lines += [f"{summary(records)}.", ""]
-    lines += ["| item | check | result | figures |", "| --- | --- | --- | --- |"]
+    lines += [f"{summary(records)}.", "", "| item | check | result | figures |",
+              "| --- | --- | --- | --- |"]
     for each in records:
         text = each["text"].replace("|", "/").replace("\n", " ")
         lines.append(f"| {each['item']} | {each['name']} | {each['status']} | {text} |")
-    lines += table_of_shapes(records)
 
     # What failed, and the speeds, as a row.
-    failed = {each["item"]: None for each in records if each["status"] == "FAIL"}
     results = [summary(records)]
+    failed = {each["item"]: None for each in records if each["status"] == "FAIL"}
     if failed:
         results.append("failed: " + ", ".join(failed))
     for each in records:
         if each["part"] == "speed" and each["status"] == "INFO":
-            label = each["item"].removeprefix("speed/")
-            if each["name"] not in label:
-                label += f", {each['name']}"
-            results.append(f"{label}: {each['text']}")
+            results.append(f"{each['item'].removeprefix('speed/')}, {each['name']}: {each['text']}")
     lines += ["", "A row for tests/RESULTS.md:", "",
               f"| {describe(machine)}; `tests/check.py`, {time.strftime('%Y-%m-%d')} | "
               f"{'; '.join(results)} |", ""]
-    write(context["out_dir"] / "check.json",
-          json.dumps({"machine": machine, "records": records}, indent=1))
-    return write(context["out_dir"] / "check.md", "\n".join(lines))
-
-
-def table_of_shapes(records):
-    """Return the lines of a table: what the plan predicts for each shape, and what was measured."""
-    rows = {}
-    for each in records:
-        if each["part"] in ("speed", "memory"):
-            rows.setdefault(each["item"], {}).update(each["figures"])
-    lines = ["", "| shape | planned, ms | measured, ms | ratio | planned, GiB | peak, GiB |",
-             "| --- | --- | --- | --- | --- | --- |"]
-    for item, row in rows.items():
-        if "step_s" not in row:
-            continue
-        cells = [item, "", f"{1000 * row['step_s']:,.4g}", "", f"{row['planned_gib']:.3g}", ""]
-        if "planned_s" in row:
-            cells[1] = f"{1000 * row['planned_s']:,.4g}"
-            cells[3] = f"{row['step_s'] / row['planned_s']:.2f}"
-        if "peak_gib" in row:
-            cells[5] = f"{row['peak_gib']:.3g}"
-        lines.append(f"| {' | '.join(cells)} |")
-    if len(lines) == 3:
-        return []
-    return lines
-
-
-def write(path, text):
-    """Replace a file at once, so that a reader never finds half of it. Returns its path."""
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.rename(path)
-    return path
+    text = json.dumps({"machine": machine, "records": records}, indent=1)
+    (folder / "check.json").write_text(text, encoding="utf-8")
+    (folder / "check.md").write_text("\n".join(lines), encoding="utf-8")
+    return folder / "check.md"
 
 
 # ---- the machine
 
 def look_at_machine():
-    """Return the figures of `look` in a process of its own, so that this one leaves the devices to
-    the items.
+    """The figures of `look` in a process of its own, so that this one leaves the devices to the
+    items.
     """
-    try:
-        run = subprocess.run([sys.executable, __file__, "--run", "look"], cwd=ROOT, timeout=120,
-                             text=True, capture_output=True)
-    except subprocess.TimeoutExpired:
-        sys.exit("JAX does not start on this machine: no answer within 120 s")
+    run = subprocess.run([sys.executable, __file__, "--run", "look"], cwd=ROOT, timeout=120,
+                         text=True, capture_output=True)
     if run.returncode:
         sys.exit(f"JAX does not start on this machine: {run.stderr.strip()[-1000:]}")
     return json.loads(run.stdout.strip().splitlines()[-1])["figures"]
@@ -528,7 +401,7 @@ def look():
     platform = train.steplib.platform(device)
     versions = {}
     for package in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax",
-                    "numpy", "tensorstore", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
+                    "numpy", "tensorstore", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     flags = {name: value for name, value in os.environ.items()
@@ -542,13 +415,12 @@ def look():
         "python": sys.version.split()[0],
         "versions": versions,
         "flags": flags,
-        "torch": "torch" in versions,
     }
-    yield record("INFO", "machine", "") | {"figures": figures}
+    yield record("INFO", "machine", "", **figures)
 
 
 def describe(machine):
-    """Return the machine in one line."""
+    """The machine in one line."""
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     kind = machine["cpu"] if machine["platform"] == "cpu" else machine["kind"]
     line = f"{machine['n_devices']} x {kind}, {machine['threads']} threads"
@@ -558,7 +430,7 @@ def describe(machine):
 
 
 def cache_dir():
-    """Return a folder for compiled programs that is empty at first: a check compiles all anew."""
+    """A folder for compiled programs that is empty at first: a check compiles all anew."""
     return str(Path(os.environ["CHECK_SCRATCH"], "cache"))
 
 
@@ -580,7 +452,7 @@ def rates():
 
 
 def seconds_of(f, *args, n=10):
-    """Return the median seconds of a call, of 10 calls in a row each."""
+    """The median seconds of a call, of 10 calls in a row each."""
     import jax
     jax.block_until_ready(f(*args))
     times = []
@@ -594,11 +466,11 @@ def seconds_of(f, *args, n=10):
 
 
 def setup_of(shape):
-    """Return train.setup_run of a shape on one device, with the config of a command line."""
+    """train.setup_run of a shape on one device, with the config of a command line."""
     import jax
 
     import train
-    flags = dict((SHAPES | CPU_SHAPES)[shape]["flags"])
+    flags = dict((SHAPES | CPU_SHAPES)[shape])
     preset = train.config.PRESETS.get(flags.pop("config", None), {})
     cfg = train.config.Config(**(preset | flags), out_dir="", cache_dir=cache_dir(), fsdp=1,
                               sample_tokens=0, val_frac=0.0)
@@ -606,7 +478,7 @@ def setup_of(shape):
 
 
 def random_batch(setup):
-    """Return a batch of random tokens: the speed of a dense model does not depend on them."""
+    """A batch of random tokens: the speed of a dense model does not depend on them."""
     import jax
     import numpy as np
     rng = np.random.default_rng(0)
@@ -675,8 +547,6 @@ def speed(shape):
                  step_s=step_s, times=times, tokens_per_s=tokens / step_s, compile_s=compile_s,
                  memory=memory, planned_gib=memory["total"] / 2**30, losses=losses)
     yield peak_memory(device, memory)
-    if device.platform != "cpu":
-        yield kernels(shape, update, state, batch, lr)
     yield planned(update, mesh, {"model": flops * tokens}, step_s)
 
 
@@ -711,83 +581,6 @@ def peak_memory(device, memory):
     return found | {"part": "memory"}
 
 
-def kernels(shape, update, state, batch, lr):
-    """Trace two steps, and write the time of each kernel to a file."""
-    import jax
-    folder = Path(os.environ["CHECK_SCRATCH"], f"trace-{shape}")
-    with jax.profiler.trace(str(folder)):
-        for _ in range(2):
-            state, metrics = update(state, batch, lr)
-        jax.block_until_ready(metrics)
-    (path,) = folder.rglob("*.xplane.pb")
-    trace = jax.profiler.ProfileData.from_file(str(path))
-    totals = {}
-    for plane in trace.planes:
-        if not plane.name.startswith("/device:"):
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    row = totals.setdefault(event.name, [0, 0.0])
-                    row[0] += 1
-                    row[1] += event.duration_ns
-    shutil.rmtree(folder)
-    busy_ms = sum(ns for _, ns in totals.values()) / 2e6
-    n_kernels = sum(count for count, _ in totals.values()) // 2
-    lines = [f"{busy_ms:.3f} ms in {n_kernels} kernels a step"]
-    for name, (count, ns) in sorted(totals.items(), key=lambda row: -row[1][1]):
-        lines.append(f"{ns / 2e6:10.3f} ms {count / 2:8.1f} x  {name[:200]}")
-    path = Path(os.environ["CHECK_OUT"], f"kernels-{shape}.txt")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return record("INFO", "kernels", f"{lines[0]}: {path.name}", busy_ms=busy_ms,
-                  n_kernels=n_kernels)
-
-
-def save(shape):
-    """Measure how long a save of a shape's state blocks, and how long it takes."""
-    import jax
-
-    import train
-    setup = setup_of(shape)
-    init = train.steplib.lower_steps(*train.step_args(setup))["init"]().compile()
-    folder = Path(os.environ["CHECK_SCRATCH"], "save")
-    blocked = []
-    committed = []
-    for step in range(3):
-        state = init(jax.random.key(step))  # JAX keeps the copies on the host of an array
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        future = train.ckpt.save(folder, step, state, max_to_keep=1)
-        blocked.append(time.perf_counter() - began)
-        train.ckpt.wait(future)
-        committed.append(time.perf_counter() - began)
-    n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    text = (f"{n_bytes / 1e9:.3g} GB: training waits {statistics.median(blocked):.3f} s, committed "
-            f"after {statistics.median(committed):.2f} s (medians of 3)")
-    yield record("INFO", "save", text, blocked_s=blocked, committed_s=committed)
-
-
-def peer(shape, how):
-    """Measure PyTorch's GPT of a shape, in bfloat16 on a GPU and in float32 on a CPU."""
-    import torch
-
-    import bench
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    sizes = (SHAPES | CPU_SHAPES)[shape]["torch"]
-    began = time.perf_counter()
-    try:
-        update, tokens = bench.torch_train_step(sizes, dtype, compiled=how == "compiled")
-        update()
-        first_s = time.perf_counter() - began
-        per_s = bench.rate(update, tokens)
-    except Exception as e:  # PyTorch is not what is checked: it may lack a compiler or memory
-        yield record("SKIP", shape, f"{type(e).__name__}: {str(e)[:300]}")
-        return
-    text = f"{per_s:,.0f} tokens/s in {dtype}; first step after {first_s:.0f} s"
-    yield record("INFO", shape, text, torch_tokens_per_s=per_s,
-                 first_s=first_s)
-
-
 # ---- numbers
 
 # A small model that takes every path: two microbatches and tiles of the loss; several documents in
@@ -816,7 +609,7 @@ BACKWARD = ("unembed", "final_norm", "layers.w_down", "layers.w_up", "layers.w_g
 
 
 def small_setup(case, hooks=(), **changes):
-    """Return train.setup_run of the small model, on one device."""
+    """train.setup_run of the small model, on one device."""
     import jax
 
     import train
@@ -825,7 +618,7 @@ def small_setup(case, hooks=(), **changes):
 
 
 def make_batch(sizes):
-    """Return the NumPy arrays of a batch: random tokens, a tenth of the labels ignored.
+    """The NumPy arrays of a batch: random tokens, a tenth of the labels ignored.
 
     sizes: a dict with the fields of a config.
     """
@@ -844,7 +637,7 @@ def make_batch(sizes):
 
 
 def put_batch(setup, values):
-    """Return the arrays of a batch on the devices of a run."""
+    """The arrays of a batch on the devices of a run."""
     import jax
     return {name: jax.device_put(x, setup["batch"][name].sharding) for name, x in values.items()}
 
@@ -885,7 +678,7 @@ def reference_path(case):
 
 
 def define_loss(params, batch, cfg):
-    """Return (objective, cross-entropy) of a batch by the definition of the model, in the dtype of
+    """(objective, cross-entropy) of a batch by the definition of the model, in the dtype of
     the parameters.
     """
     import jax
@@ -949,7 +742,7 @@ def define_loss(params, batch, cfg):
 
 
 def recording(optimizer):
-    """Return the optimizer with the gradient of the last step in its state."""
+    """The optimizer with the gradient of the last step in its state."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -1024,7 +817,7 @@ def compare_steps(dtype, attention, variants, precision=None):
 
 
 def against_float64(name, case, found, precision):
-    """Return the record of one step: loss and gradients against the reference, and the moves of the
+    """The record of one step: loss and gradients against the reference, and the moves of the
     parameters against AdamW in float64 from the step's own gradients.
     """
     import numpy as np
@@ -1054,7 +847,7 @@ def against_float64(name, case, found, precision):
 
 
 def worst_of(what, errors, bound):
-    """Return the record of the largest of {name: error}; it also names the first wrong one."""
+    """The record of the largest of {name: error}; it also names the first wrong one."""
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     found = checked(what, errors[worst], bound, f"{what} by up to")
     found["text"] += f" in {worst}"
@@ -1067,39 +860,12 @@ def worst_of(what, errors, bound):
 
 
 def relative_error(found, expected):
-    """Return |found - expected| / |expected| in float64, by the 2-norm."""
+    """|found - expected| / |expected| in float64, by the 2-norm."""
     import numpy as np
     if found.dtype.itemsize < 4:  # NumPy does not convert bfloat16 to float64
         found = np.asarray(found, np.float32)
     difference = np.linalg.norm(np.ravel(np.float64(found) - np.float64(expected)))
     return float(difference / max(np.linalg.norm(np.ravel(expected)), 1e-30))
-
-
-def op_by_op(dtype, attention):
-    """Compare the compiled step with the same functions executed operation by operation."""
-    import jax
-    import numpy as np
-
-    import train
-    steplib = train.steplib
-    compiled = small_step("plain", dtype, attention, grad_accum_steps=1, logit_tiles=1)
-    cfg = compiled["cfg"]
-    table = train.model.param_table(cfg)
-    params = {name: jax.numpy.asarray(compiled["old"][name]) for name in table}
-    batch = {name: jax.numpy.asarray(x) for name, x in make_batch(SMALL | CASES["plain"]).items()}
-    optimizer = recording(steplib.make_optimizer(cfg, table))
-    state = steplib.init_state(jax.random.key(0), cfg, lambda key, cfg: params, optimizer, table)
-    step = steplib.fp16_train_step if dtype == "float16" else steplib.train_step
-    with jax.disable_jit():
-        new, metrics = step(state, batch, cfg, train.model.loss_fn, optimizer, table)
-    errors = {}
-    for name, grad in compiled["grads"].items():
-        errors[name] = relative_error(grad, np.asarray(new["opt"]["grads"][name]))
-    yield together("compiled against operation by operation", [
-        checked("loss", abs(compiled["loss"] / float(metrics["loss"]) - 1), LOSS_BOUNDS[dtype],
-                "loss differs by"),
-        worst_of("gradients", errors, GRADIENT_BOUNDS[dtype]),
-    ])
 
 
 def known_forms():
@@ -1120,13 +886,7 @@ def known_forms():
         e = np.exp(x - x.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
 
-    def scattered(x, ids, n):
-        total = np.zeros((n, x.shape[1]))
-        np.add.at(total, ids[ids < n], np.float64(x)[ids < n])
-        return total
-
-    cube, tall, square = normal(5, 60, 60), normal(4096, 64), normal(256, 256)
-    rows, ids = normal(4096, 32), rng.integers(0, 120, 4096)
+    cube, tall = normal(5, 60, 60), normal(4096, 64)
     wide, long = normal(64, 8192), normal(8192, 64)
     # name: (function, the same in float64, arguments, bound)
     forms = {
@@ -1139,13 +899,6 @@ def known_forms():
         "product, square, sum": (
             lambda x, w: jnp.sum((x @ w) ** 2, -1),
             lambda x, w: ((x @ w) ** 2).sum(-1), (tall, normal(64, 64)), 1e-5),
-        "rows added, some out of range": (
-            lambda x, i: jnp.zeros((100, 32)).at[i].add(x, mode="drop"),
-            lambda x, i: scattered(x, i, 100), (rows, ids), 1e-5),
-        "log-sum-exp": (
-            lambda x: jax.nn.logsumexp(30 * x, axis=-1),
-            lambda x: np.log(np.exp(30 * x - (30 * x).max(-1, keepdims=True)).sum(-1))
-            + (30 * x).max(-1), (square,), 1e-6),
         "bfloat16 product with a float32 sum over 8,192": (
             lambda a, b: jnp.matmul(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16),
                                     preferred_element_type=jnp.float32),
@@ -1238,7 +991,7 @@ def repeat_step(how, n_calls):
 
 
 def different_tensors(digest, other):
-    """Return the names of the arrays whose sums differ. digest: of step.digest_sums."""
+    """The names of the arrays whose sums differ. digest: of step.digest_sums."""
     return [f"{part} {name}" for part in digest for name in digest[part]
             if list(digest[part][name]) != list(other[part][name])]
 
@@ -1279,7 +1032,7 @@ def mesh():
 
 
 def mesh_setup(sizes, axes, n_devices):
-    """Return train.setup_run of a model on the first devices."""
+    """train.setup_run of a model on the first devices."""
     import jax
 
     import train
@@ -1289,7 +1042,7 @@ def mesh_setup(sizes, axes, n_devices):
 
 
 def three_losses(setup):
-    """Return the losses of three steps."""
+    """The losses of three steps."""
     import jax
 
     import train
@@ -1366,7 +1119,7 @@ def resume():
 
 
 def different_arrays(found, expected):
-    """Return the names of the arrays of two checkpoints that are not bit-identical."""
+    """The names of the arrays of two checkpoints that are not bit-identical."""
     import train
     found, _ = train.ckpt.flatten(found)
     expected, _ = train.ckpt.flatten(expected)

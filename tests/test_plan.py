@@ -131,7 +131,7 @@ HOST = "f32[8,6]{1,0:S(5)}"  # host memory
 
 
 @pytest.mark.parametrize("op, result", [
-    ("copy-start", f"({HOST}, {X}, u32[]{{:S(2)}})"), ("copy-start", f"({X}, {HOST}, u32[])"),
+    ("copy-start", f"({HOST}, {X}, u32[]{{:S(2)}})"),
     ("dynamic-slice-start", f"(({HOST.replace('8,', '126,8,')}, s32[], s32[]), {X}, u32[])"),
     ("dynamic-update-slice-start", f"(({HOST.replace('8,', '126,8,')}, {X}, s32[], s32[]), "
                                    f"{HOST.replace('8,', '126,8,')}, u32[])"),
@@ -162,8 +162,8 @@ def test_what_an_operation_writes_is_what_it_results_in():
 
 
 @pytest.mark.parametrize("text, n_bytes", [
-    ("f32[]", 4), ("f32[4,6]{1,0:T(8,128)S(1)}", 96), ("pred[3]{0}", 3), ("s4[10]{0:E(4)}", 5),
-    ("f8e4m3fn[2,3]{1,0}", 6), ("bf16[<=8,2]", 32), ("()", ()), ("(f32[2]{0}, token[])", (8, 0)),
+    ("f32[4,6]{1,0:T(8,128)S(1)}", 96), ("s4[10]{0:E(4)}", 5), ("f8e4m3fn[2,3]{1,0}", 6),
+    ("bf16[<=8,2]", 32), ("()", ()), ("(f32[2]{0}, token[])", (8, 0)),
     ("((f32[2]{0}), /*index=1*/(c64[2], u32[]), s32[])", ((8,), (16, 4), 4)),
 ])
 def test_bytes_of_results(text, n_bytes):
@@ -222,14 +222,14 @@ def test_traffic_is_what_was_written():
     assert 10 * size < written < 30 * size
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(14, marks=pytest.mark.slow)])
-def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
+def test_ulysses_moves_heads_and_gathers_no_sequence():
     """Over sp 4 a step's all-to-alls are two a layer forward (q, k and v together, and back) and
     two backward, of (sp - 1) / sp of each array's part; what else crosses sp is weights and
     gradients, which fsdp and sp share out, and scalars.
 
     Break: model.py: if mixed or _axis_size("sp") == 1 => if True
     """
+    layers = 2
     cfg = dataclasses.replace(SMALL, n_layers=layers, fsdp=2, sp=4, dp=1, n_kv_heads=8)
     found = seen(cfg)
     assert {kind for kind, axes in found if axes == "sp"} <= {"all-to-all", "all-reduce"}, found
@@ -241,7 +241,7 @@ def test_ulysses_moves_heads_and_gathers_no_sequence(layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(ep=4, fsdp=2), dict(dp=2, fsdp=1, ep=2, sp=2)])
+@pytest.mark.parametrize("sizes", [dict(dp=2, fsdp=1, ep=2, sp=2)])
 def test_experts_move_by_all_to_all_alone(sizes):
     """Over ep a step's all-to-alls are two a layer forward, to the experts and back, and two
     backward, of (ep - 1) / ep of each device's slots.
@@ -500,16 +500,6 @@ def test_modes_and_sweeps_that_mean_nothing_are_refused(tiny):
         planned(tiny, plan_sweep=-1)
 
 
-def test_the_command_line_has_the_trainer_s_flags():
-    """A preset, the trainer's flags and --plan_sweep make one config.
-
-    Break: tests/plan.py: plan_sweep: config.NonNegInt = 0 => plan_sweep: str = ""
-    """
-    cfg = config.parse("--config llama-70b --plan_for v5p:8x8x8 --fsdp 64 --tp 8 --plan_sweep 6"
-                       .split(), kind=plan.PlanConfig)
-    assert (cfg.plan_for, cfg.d_model, cfg.fsdp, cfg.plan_sweep) == ("v5p:8x8x8", 8192, 64, 6)
-
-
 @pytest.mark.slow
 def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
     """The legal meshes of 8 devices that are predicted to send least are planned as each would be
@@ -535,7 +525,7 @@ def test_a_sweep_is_a_table_of_legal_meshes(tiny, capsys):
 
 
 @pytest.mark.parametrize("plan_for", [
-    "v9", "v5p:8x", "V5p:8", "tpu:8", "H100:1x8", "h100", "h100:0x8", "h100:8x", "h100:8x8x8", "8"])
+    "v9", "v5p:8x", "tpu:8", "H100:1x8", "h100:0x8", "h100:8x8x8"])
 def test_the_spelling_of_a_plan_is_checked_first(tiny, monkeypatch, plan_for):
     """A wrong spelling is reported before a compiler that is not installed.
 
@@ -544,17 +534,6 @@ def test_the_spelling_of_a_plan_is_checked_first(tiny, monkeypatch, plan_for):
     """
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"plan_for '{plan_for}': unknown; legal are TPU slices"):
-        planned(tiny, plan_for=plan_for)
-
-
-@pytest.mark.parametrize("plan_for, extra", [("v5p:8", "tpu"), ("h100:8", "cuda12")])
-def test_a_plan_needs_its_compiler(tiny, monkeypatch, plan_for, extra):
-    """The error names a package within the range of requirements.txt.
-
-    Break: tests/plan.py: pip install 'jax[{extra}]<0.13'" => pip install 'jax[{extra}]'"
-    """
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=re.escape(f"pip install 'jax[{extra}]<0.13'")):
         planned(tiny, plan_for=plan_for)
 
 
@@ -635,7 +614,7 @@ def overlaps(text):
 
 @pytest.mark.slow
 @needs_cuda
-@pytest.mark.parametrize("remat, forward", [("none", 2), ("named", 2), ("full", 4)])
+@pytest.mark.parametrize("remat, forward", [("named", 2), ("full", 4)])
 def test_a_gpu_multiplies_in_bfloat16_and_attends_by_cudnn(tiny, remat, forward):
     """No product of matrices takes float32 operands, those of the logits' gradient included;
     cuDNN's attention runs once a layer in each direction, or twice forward where it is recomputed;
@@ -721,16 +700,6 @@ def test_gpus_add_in_a_fixed_order_if_asked(tiny):
             return
         scatters = re.findall(r".* scatter\(.*", gpu_text(tiny, deterministic=exact))
         assert scatters and all(("unique_indices=true" in x) == exact for x in scatters), exact
-
-
-@needs_cuda
-def test_an_offloaded_optimizer_of_absent_gpus_is_refused(tiny):
-    """The plan would put the moments into the GPU's memory; the error says what to do.
-
-    Break: tests/plan.py: elif is_gpu and cfg.offload_optimizer: => elif False:
-    """
-    with pytest.raises(ValueError, match="with --offload_optimizer, .*plan without it"):
-        planned(tiny, **GPU, offload_optimizer=True)
 
 
 @pytest.mark.slow
