@@ -1062,12 +1062,14 @@ def make_tokenizer(name, eos_token=""):
         "name": for messages}.
     """
     name = hub_path(name)  # optional: tokenizers on the Hub
-    return dict(_read_tokenizer(name, eos_token, _file_states(name)))
+    files = [Path(name), *_tokenizer_files(name)]
+    written_at = tuple(file.stat().st_mtime_ns for file in files if file.exists())
+    return dict(_read_tokenizer(name, eos_token, written_at))
 
 
 @lru_cache(maxsize=8)
-def _read_tokenizer(name, eos_token, file_states):
-    """Make a tokenizer. It is cached, and read again when file_states differ."""
+def _read_tokenizer(name, eos_token, written_at):
+    """Make a tokenizer. It is cached, and read again when its files have other times."""
     if name == "bytes":
         library = _bytes_tokenizer(eos_token)
     elif name.startswith("tiktoken:"):
@@ -1076,47 +1078,38 @@ def _read_tokenizer(name, eos_token, file_states):
         library = _character_tokenizer(name, eos_token)
     else:
         library = _hf_tokenizer(name, eos_token)
-    dtype = np.min_scalar_type(library["vocab_size"] - 1)
+    n, eos = library["vocab_size"], library["eos"]
+    if eos_token and eos is None:
+        raise ValueError(f"tokenizer {name!r}: has no token {eos_token!r} to end a document; name "
+                         "one that it has with --eos_token")
+    dtype = np.min_scalar_type(n - 1)
 
-    def encode_batch(texts):
-        return [np.asarray(ids, dtype) for ids in library["encode_batch"](texts)]
-
-    def encode(text):
-        return encode_batch([text])[0]
-
-    def is_known(i):
-        return i < library["vocab_size"]  # a model may have more ids
+    def as_arrays(encode, texts):
+        return [np.asarray(ids, dtype) for ids in encode(texts)]
 
     def decode(ids):
         pieces = []
-        for known, some_ids in groupby(np.asarray(ids).tolist(), key=is_known):
-            decode_some = library["decode"] if known else _decode_numbers
+        for is_known, some_ids in groupby(np.asarray(ids).tolist(), key=lambda i: i < n):
+            decode_some = library["decode"] if is_known else _decode_numbers
             pieces.append(decode_some(list(some_ids)))
         return "".join(pieces)
 
-    defaults = {
-        "encode_continuations": encode_batch, "encode_with_offsets": None,
-        "bos": None, "stops": {library["eos"]}, "special_tokens": {},
-        "chat": None, "key": name, "start": library["eos"] or 0,
+    encode_batch = partial(as_arrays, library["encode_batch"])
+    special_tokens = library.get("special_tokens", {})
+    tokenizer = {
+        "encode_continuations": library["encode_batch"], "encode_with_offsets": None,
+        "bos": None, "start": eos or 0, "stops": {eos} - {None},
+        "special_tokens": {}, "openings": {*special_tokens.values()},
+        "chat": None, "key": name,
+    } | library
+    tokenizer |= {
+        "name": name, "key": [tokenizer["key"], eos_token], "dtype": dtype, "decode": decode,
+        "encode": lambda text: encode_batch([text])[0], "encode_batch": encode_batch,
+        "encode_continuations": partial(as_arrays, tokenizer["encode_continuations"]),
     }
-    tokenizer = defaults | library
-    tokenizer.setdefault("openings", set(tokenizer["special_tokens"].values()))
-    tokenizer |= {"dtype": dtype, "encode": encode, "encode_batch": encode_batch, "decode": decode,
-                  "key": [tokenizer["key"], eos_token], "name": name}
-    tokenizer["stops"] = tokenizer["stops"] - {None}
-    if "piece" not in library:
-        can_cut = _can_cut(encode_batch, tokenizer["special_tokens"])
-        tokenizer["piece"] = 2**14 if can_cut else -1
+    if "piece" not in tokenizer:
+        tokenizer["piece"] = 2**14 if _can_cut(encode_batch, special_tokens) else -1
     return tokenizer
-
-
-def _file_states(name):
-    """The names, times and sizes of a tokenizer's files, which change with each write; () for a
-    tokenizer without files.
-    """
-    stats = [(str(file), file.stat()) for file in (Path(name), *_tokenizer_files(name))
-             if file.is_file()]
-    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
 
 
 def _can_cut(encode_batch, special_tokens):
@@ -1141,19 +1134,13 @@ def check_has_end(tokenizer, where):
 
 def _bytes_tokenizer(eos_token):
     """Make the default tokenizer, whose ids are the bytes of UTF-8; 0 ends a document."""
-    if eos_token:
-        raise ValueError(f"eos_token {eos_token!r}: the tokenizer bytes has no named tokens: leave "
-                         "it out, or set --tokenizer")
-    return {"encode_batch": _encode_bytes, "decode": _decode_bytes, "vocab_size": 256,
-            "eos": 0, "piece": 2**18}
+    return {"encode_batch": _encode_bytes, "vocab_size": 256, "piece": 2**18,
+            "decode": lambda ids: bytes(ids).decode(errors="replace"),
+            "eos": None if eos_token else 0}
 
 
 def _encode_bytes(texts):
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-def _decode_bytes(ids):
-    return bytes(ids).decode(errors="replace")
 
 
 def make_cfg_tokenizer(cfg):
@@ -1178,13 +1165,11 @@ def find_meta_pkl(cfg):
     """The path of the meta.pkl that nanoGPT wrote beside the token files of a config; None without
     one, or when a tokenizer was chosen.
     """
-    if "tokenizer" in cfg.explicit or cfg.tokenizer != "bytes":
+    is_chosen = "tokenizer" in cfg.explicit or cfg.tokenizer != "bytes"
+    if is_chosen or not has_only_token_files(cfg):
         return None
-    if has_only_token_files(cfg):
-        for file in expand(_data_patterns(cfg), lenient=True)[:1]:
-            if (file.parent / "meta.pkl").is_file():
-                return str(file.parent / "meta.pkl")
-    return None
+    path = Path(_data_patterns(cfg)[0]).parent / "meta.pkl"
+    return str(path) if path.is_file() else None
 
 
 def has_only_token_files(cfg):
@@ -2861,30 +2846,21 @@ def _tiktoken_tokenizer(name, eos_token):
         encoding = library.get_encoding(name.partition(":")[2])
     special_tokens = {text: encoding.encode_single_token(text)
                       for text in sorted(encoding.special_tokens_set)}
-    eos = special_tokens.get("<|endoftext|>")
-    if eos_token:
-        eos = _find_token(eos_token, special_tokens.get(eos_token), name)
     return {
         "encode_batch": partial(encoding.encode_batch, allowed_special="all"),
         "decode": encoding.decode,
         "vocab_size": encoding.n_vocab,
-        "eos": eos,
+        "eos": special_tokens.get(eos_token or "<|endoftext|>"),
         "special_tokens": special_tokens,
     }
 
 
 def _hf_tokenizer(name, eos_token):
     """Load a tokenizer.json, or the one in a folder, by Hugging Face's tokenizers."""
-    if not os.path.exists(name):
-        raise ValueError(f"tokenizer {name!r}: no such file or folder; must be bytes, a "
-                         "tokenizer.json, a folder with one, a meta.pkl of nanoGPT, "
-                         f"tiktoken:{name} or hf://{name}")
-    is_folder = os.path.isdir(name)
-    path = Path(name, "tokenizer.json") if is_folder else Path(name)
+    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
     if not path.is_file() or path.suffix == ".model":
-        folder = name if is_folder else os.path.dirname(name)
-        raise ValueError(f"tokenizer {name!r}: has no tokenizer.json. "
-                         f"{_HOW_TO_MAKE.format(folder)}")
+        raise ValueError(f"tokenizer {name!r}: has no tokenizer.json. {_HOW_TO_MAKE}; or write "
+                         f"bytes, tiktoken:{name} or hf://{name}")
     library = require("tokenizers", f"tokenizer {name!r}")
     # The library may raise any exception.
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
@@ -2892,39 +2868,29 @@ def _hf_tokenizer(name, eos_token):
         special_tokens = _read_settings(name, "special_tokens_map.json")
         config = _read_settings(name, "tokenizer_config.json")
         generation = _read_settings(name, "generation_config.json")
-        named = _named_tokens(special_tokens) | _named_tokens(config)
-        named.update(_read_settings(name, "added_tokens.json"))
+        named = {*_named_tokens(special_tokens), *_named_tokens(config),
+                 *_read_settings(name, "added_tokens.json")}
+        missing = sorted(text for text in named if tok.token_to_id(text) is None)
         # As transformers does: a token that is named is not cut into pieces.
-        tok.add_special_tokens(sorted(text for text in named if tok.token_to_id(text) is not None))
-    settings = special_tokens | config
+        tok.add_special_tokens(sorted(named - {*missing}))
+        declared = _token_text((special_tokens | config).get("eos_token"))
+        eos_name = eos_token or declared
+        eos = tok.token_to_id(eos_name) if eos_name else None
+    if missing:
+        raise ValueError(f"tokenizer {name!r}: its settings name tokens that tokenizer.json lacks: "
+                         f"{', '.join(missing)}; {_HOW_TO_MAKE}")
     if hasattr(tok.model, "dropout"):  # BPE dropout would draw at random
         tok.model.dropout = None
     tok.no_truncation()  # a tokenizer.json stores the last truncation and padding
     tok.no_padding()
 
-    # The token that ends a document: the named one, the declared one, or the first known one.
-    declared = settings.get("eos_token")
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    if not isinstance(declared, str | None):
-        raise ValueError(f"tokenizer {name!r}: its eos_token is {declared!r}; must be a text")
-    known = [tok.token_to_id(text) for text in EOS_NAMES]
-    known = [i for i in known if i is not None]
-    if eos_token or declared:
-        eos_name = eos_token or declared
-        eos = _find_token(eos_name, tok.token_to_id(eos_name), name)
-    else:
-        eos = known[0] if known else None  # None: it can only be used with token files
-    missing = sorted(text for text in named if tok.token_to_id(text) is None)
-    if missing:
-        raise ValueError(f"tokenizer {name!r}: its settings name tokens that tokenizer.json lacks: "
-                         f"{', '.join(missing)}; {_HOW_TO_MAKE.format(name)}")
-    # A model tuned on chats may end a text by several ids.
-    stops = {eos, *known[:1]}
-    more_stops = generation.get("eos_token_id") or []
-    if not isinstance(more_stops, list):
-        more_stops = [more_stops]
-    stops.update(i for i in more_stops if isinstance(i, int))
+    # A tokenizer that declares no end has the first known one, or none: then it can only be used
+    # with token files. A model tuned on chats may end a text by several ids.
+    known = [i for i in map(tok.token_to_id, EOS_NAMES) if i is not None][:1]
+    if not eos_name and known:
+        eos = known[0]
+    more_stops = np.ravel(generation.get("eos_token_id", [])).tolist()
+    stops = {eos, *known, *more_stops} - {None}
 
     # The first id that it puts before a text, other than eos, is its bos.
     probe = "a" if eos is None else tok.id_to_token(eos)
@@ -2941,30 +2907,22 @@ def _hf_tokenizer(name, eos_token):
         with as_value_error(f"tokenizer {name!r}: has no token for a part of the text", Exception):
             return encode(texts, add_special_tokens=False)
 
-    def encode_batch(texts):
-        return [encoding.ids for encoding in encoded(tok.encode_batch_fast, texts)]
-
-    continuing = _without_first_space(library, tok)
-
-    def encode_continuations(texts):
-        encodings = encoded(continuing.encode_batch_fast, texts)
-        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+    def ids_of(tokenizer, texts):
+        return [encoding.ids for encoding in encoded(tokenizer.encode_batch_fast, texts)]
 
     def encode_with_offsets(texts):
-        return [_with_offsets(encoding) for encoding in encoded(tok.encode_batch, texts)]
+        found = []
+        for encoding in encoded(tok.encode_batch, texts):
+            numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
+            offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
+            found.append((np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]))
+        return found
 
-    # A tokenizer.json alone has no chat template.
-    files = _tokenizer_files(name)
-    chat = None
-    if len(files) > 1:
-        chat = cache(partial(_load_chat_template, name))
-    if not files:
-        files = [path]
-
+    files = _tokenizer_files(name) or [path]
     added_tokens = tok.get_added_tokens_decoder()
     return {
-        "encode_batch": encode_batch,
-        "encode_continuations": encode_continuations,
+        "encode_batch": partial(ids_of, tok),
+        "encode_continuations": partial(ids_of, _without_first_space(library, tok)),
         "encode_with_offsets": encode_with_offsets,
         "decode": partial(tok.decode, skip_special_tokens=False),
         "vocab_size": max(tok.get_vocab().values()) + 1,  # ids may have gaps
@@ -2973,7 +2931,8 @@ def _hf_tokenizer(name, eos_token):
         "stops": stops,
         "special_tokens": {token.content: i for i, token in added_tokens.items()},
         "openings": {i for i, token in added_tokens.items() if token.special},
-        "chat": chat,
+        # A tokenizer.json alone has no chat template.
+        "chat": cache(partial(_load_chat_template, name)) if len(files) > 1 else None,
         "key": [zlib.crc32(file.read_bytes()) for file in files],
     }
 
@@ -2985,31 +2944,9 @@ IMPORTS = {"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 def _character_tokenizer(name, eos_token):
     """Read a tokenizer of single characters: the meta.pkl that nanoGPT writes beside token files.
 
-    It has no end-of-document token, unless eos_token names one of its characters.
+    It has no end-of-document token, unless eos_token names one of its characters. A pickle that
+    could run code is refused.
     """
-    content, id_of = _read_characters(name)
-    character_of = {i: character for character, i in id_of.items()}
-
-    def encode_batch(texts):
-        unknown = sorted(set("".join(texts)) - set(id_of))
-        if unknown:
-            names = ", ".join(map(repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
-            raise ValueError(f"tokenizer {name!r}: has no token for {names}; it knows "
-                             f"{len(id_of)} characters: use text of these, or another --tokenizer")
-        return [[id_of[character] for character in text] for text in texts]
-
-    def decode(ids):
-        return "".join(character_of.get(i, f"<{i}>") for i in ids)
-
-    eos = _find_token(eos_token, id_of.get(eos_token), name) if eos_token else None
-    # A sample starts on a new line, as in nanoGPT.
-    start = id_of.get("\n", min(character_of))
-    return {"encode_batch": encode_batch, "decode": decode, "vocab_size": max(character_of) + 1,
-            "eos": eos, "start": start, "piece": 2**18, "key": zlib.crc32(content)}
-
-
-def _read_characters(name):
-    """(content of a meta.pkl, {character: id}). A pickle that could run code is refused."""
     rule = (f"tokenizer {name!r}: must be a pickle of {{'stoi': {{character: id}}}}, as nanoGPT "
             "writes it beside its token files")
     with as_value_error(rule, Exception):
@@ -3018,22 +2955,24 @@ def _read_characters(name):
         if instructions & IMPORTS:
             raise ValueError("refused, since it imports something, which may run code")
         id_of = pickle.loads(content)["stoi"]
-        is_table = all(len(character) == 1 and i >= 0 for character, i in id_of.items())
-    if not id_of or not is_table or len(set(id_of.values())) < len(id_of):
-        raise ValueError(f"{rule}, with another id for each character")
-    return content, id_of
+        character_of = {i: character for character, i in id_of.items()}
+        if len(character_of) < len(id_of) or max(map(len, id_of)) > 1 or min(character_of) < 0:
+            raise ValueError("each character needs an id of its own")
+    def encode_batch(texts):
+        with as_value_error(f"tokenizer {name!r}: has no token for", KeyError):
+            return [[id_of[character] for character in text] for text in texts]
 
+    def decode(ids):
+        return "".join(character_of.get(i, f"<{i}>") for i in ids)
 
-def _find_token(text, token_id, name):
-    """The id of a token. Raises ValueError if it has none."""
-    if token_id is None:
-        raise ValueError(f"tokenizer {name!r}: has no token {text!r} to end a document; name one "
-                         "that it has with --eos_token")
-    return token_id
+    # A sample starts on a new line, as in nanoGPT.
+    return {"encode_batch": encode_batch, "decode": decode, "vocab_size": max(character_of) + 1,
+            "eos": id_of.get(eos_token), "start": id_of.get("\n", min(character_of)),
+            "piece": 2**18, "key": zlib.crc32(content)}
 
 
 _HOW_TO_MAKE = ("Make one: python -c \"from transformers import AutoTokenizer as T; "
-                "T.from_pretrained('{0}').save_pretrained('{0}')\"")
+                "T.from_pretrained('FOLDER').save_pretrained('FOLDER')\"")
 
 
 def _named_tokens(settings):
@@ -3044,23 +2983,19 @@ def _named_tokens(settings):
             entries.append(value)
         elif field.endswith("special_tokens"):  # additional_special_tokens, extra_special_tokens
             entries += value.values() if isinstance(value, dict) else value
-    texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    texts = map(_token_text, entries)
     return {text for text in texts if isinstance(text, str) and text}
+
+
+def _token_text(entry):
+    """The text of a token, which some files write as an object."""
+    return entry.get("content") if isinstance(entry, dict) else entry
 
 
 def _read_settings(folder, name):
     """The object in a JSON file of a tokenizer's folder; {} without that file."""
     path = Path(folder, name)
-    if not path.is_file():
-        return {}
-    return dict(json.loads(path.read_bytes()))
-
-
-def _with_offsets(encoding):
-    """(ids, first character of each, the one after its last)."""
-    numbers = chain.from_iterable(encoding.offsets)  # faster than a list of pairs
-    offsets = np.fromiter(numbers, np.int64).reshape(-1, 2)
-    return np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1]
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def _without_first_space(library, tok):
@@ -3068,19 +3003,13 @@ def _without_first_space(library, tok):
 
     Completions are encoded with it, so that they keep only a space of their own.
     """
-    settings = json.loads(tok.to_str())
-    normalizer = settings["normalizer"]
-    if normalizer and normalizer["type"] == "Prepend":
-        settings["normalizer"] = None
-    elif normalizer and normalizer["type"] == "Sequence":
-        parts = [part for part in normalizer["normalizers"] if part["type"] != "Prepend"]
-        normalizer["normalizers"] = parts
-    splitter = settings["pre_tokenizer"] or {}
-    for part in (splitter, *splitter.get("pretokenizers", ())):
-        if part.get("type") == "Metaspace":
-            part["prepend_scheme"] = "never"
-        elif part.get("type") == "ByteLevel":
-            part["add_prefix_space"] = False
+    changes = {"Prepend": {"prepend": ""}, "Metaspace": {"prepend_scheme": "never"},
+               "ByteLevel": {"add_prefix_space": False}}
+
+    def change(part):
+        return part | changes.get(part.get("type"), {})
+
+    settings = json.loads(tok.to_str(), object_hook=change)
     return library.Tokenizer.from_str(json.dumps(settings))
 
 
@@ -3095,14 +3024,13 @@ def _load_chat_template(name):
     than the folder's tokenizer.json.
     """
     library = require("transformers", f"tokenizer {name!r}: a chat")
-    templates = require("transformers.utils.chat_template_utils", f"tokenizer {name!r}: a chat")
     with as_value_error(f"tokenizer {name!r}: cannot be read", Exception):
         settings = library.PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
     if not settings.chat_template:
         return None
 
     def render_one(messages, tools, add_generation_prompt=False, marked=False):
-        texts, spans = templates.render_jinja_template(
+        texts, spans = library.utils.chat_template_utils.render_jinja_template(
             [messages], tools, chat_template=settings.get_chat_template(None, tools),
             return_assistant_tokens_mask=marked, add_generation_prompt=add_generation_prompt,
             **settings.special_tokens_map)
