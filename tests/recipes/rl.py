@@ -93,7 +93,7 @@ def open_questions(parts, cfg):
         return ask(*data.eval_examples_at(index, cfg.batch_size, n, rows))
 
     return {"train": {"n": n, "batch": train_batch, "fingerprint": "sums of digits"},
-            "val": {"n": n, "batch": val_batch, "fingerprint": "sums of digits"}}
+            "val": {"": {"n": n, "batch": val_batch, "fingerprint": "sums of digits"}}}
 
 
 def batch_shapes(cfg):
@@ -165,7 +165,7 @@ def answered(batch, state, cfg, temperature):
 
 def loss(params, batch, cfg):
     """Sums over answers. "loss" is the negative log-probability of an answer."""
-    logits_BTV, _ = model.forward(params, batch, cfg)
+    logits_BTV = model.forward(params, batch, cfg)
     mask_BT = batch["labels"] != model.IGNORE
     labels_BT1 = jnp.where(mask_BT, batch["labels"], 0)[..., None]
     logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), labels_BT1, axis=2)[..., 0]
