@@ -53,6 +53,7 @@ FLAGS = {
     "plan.py": SHAPE,
     "check.py": "--only numbers/known-forms --limit 300",
     "digits.py": "--steps 2 --eval_batches 1",
+    "rl.py": "--steps 2 --eval_batches 1",
     "dpo.py": SMALL,
     "distill.py": SMALL,
     "windows.py": SMALL,
