@@ -406,7 +406,9 @@ def open_dataset(patterns, tokenizer, seq_format=SEQ_FORMAT, *, dtype="uint16",
         check_has_end(tokenizer, texts[0])
         shards.append(tokenize_files(texts, tokenizer, folder, columns))
     dataset = make_dataset(shards, seq_format)
-    _check_shards(dataset, may_be_empty)  # each has a label, and ids below vocab_size
+    _check_first_ids(dataset)
+    if not may_be_empty:
+        _check_sequences(dataset)
     return dataset
 
 
@@ -486,22 +488,18 @@ def expand(patterns, lenient=False, field="data"):
     """
     paths = {}  # by real path: a link counts as its target
     for pattern in map(hub_path, map(str, patterns)):  # optional: names on the Hub
-        names = sorted(glob.glob(_literal_folders(pattern), recursive=True))
-        n_found = 0
-        for name in names:
+        is_found = False
+        for name in sorted(glob.glob(_literal_folders(pattern), recursive=True)):
             # Optional: a folder with splits, written by the datasets library.
             if os.path.isfile(os.path.join(name, "dataset_dict.json")):
                 name = _choose_split(name, field)
             # A folder written by the datasets library has a state.json.
             if os.path.isfile(name) or os.path.isfile(os.path.join(name, "state.json")):
                 paths[os.path.realpath(name)] = Path(name)
-                n_found += 1
-        if not lenient and not n_found and os.path.isdir(pattern):
-            raise ValueError(f"{field} {pattern!r}: is a folder; name its files, as in "
-                             f"'{pattern}/*.txt' or, of nanoGPT, --data {pattern}/train.bin "
-                             f"--val_data {pattern}/val.bin")
-        if not lenient and not n_found:
-            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a glob")
+                is_found = True
+        if not is_found and not lenient:
+            raise ValueError(f"{field} {pattern!r}: no such file, and no file matches it as a "
+                             "glob; of a folder name the files, as in 'FOLDER/*.txt'")
     return list(paths.values())
 
 
@@ -550,56 +548,54 @@ def tokenize_files(paths, tokenizer, folder, columns=()):
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
     cached = Path(folder, _cache_key(paths, tokenizer, columns))
-    shard = _read_shard(cached, tokenizer)  # also works on a read-only disk
+    read = partial(_read_shard, cached, tokenizer["dtype"])
+    shard = read()  # also works on a read-only disk
     if shard is None:
+        write = partial(_write_shard, paths, tokenizer, columns)
         with as_value_error(f"{name}: cannot be tokenized into {folder}; make room there, or "
                             "choose another folder with --token_cache", OSError):
-            _write_once(cached, write=partial(_write_shard, paths, tokenizer, columns),
-                        read=partial(_read_shard, tokenizer=tokenizer))
-        shard = _read_shard(cached, tokenizer)
+            shard = _write_once(cached, write, read)
     return shard | {"name": name, "token_offset": 0, "path": cached / "tokens"}
 
 
-def _read_shard(folder, tokenizer):
+def _read_shard(folder, dtype):
     """Map the arrays of a tokenized shard; None if they are missing or incomplete."""
-    # The pair (np.int64, 2) makes the memmap of "documents" two-dimensional, [documents, 2].
-    dtypes = {"tokens": tokenizer["dtype"], "documents": (np.int64, 2), "ignored": np.uint8,
-              "bytes_at": (np.int64, 2)}
+    # The pair (np.int64, 2) makes a memmap two-dimensional, [n, 2].
+    dtypes = {"tokens": dtype, "ignored": np.uint8}
     shard = {}
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         for name, n_bytes in index["sizes"].items():
             # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
-            shard[name] = np.asarray(np.memmap(folder / name, dtypes[name], "r"))
+            shard[name] = np.asarray(np.memmap(folder / name, dtypes.get(name, (np.int64, 2)), "r"))
             if shard[name].nbytes != n_bytes:
                 return None
-        return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return None
+    return shard | {"counts": index["counts"], "file_size": shard["tokens"].nbytes}
 
 
 def _write_shard(paths, tokenizer, columns, folder):
     """Tokenize documents into the files of a shard, and write index.json after them."""
-    with (open(folder / "tokens", "wb") as tokens, open(folder / "ignored", "wb") as ignored,
-          open(folder / "documents", "wb") as documents,
-          open(folder / "bytes_at", "wb") as bytes_at):
-        pieces = _encode_files(paths, tokenizer, columns)
-        counts = _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at)
-    sizes = {}
-    for path in folder.iterdir():
-        if path.stat().st_size:  # an empty file cannot be mapped
-            sizes[path.name] = path.stat().st_size
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for name in ("tokens", "ignored", "documents", "bytes_at"):
+            files[name] = stack.enter_context(open(folder / name, "wb"))
+        counts = _write_documents(_encode_files(paths, tokenizer, columns), tokenizer, files)
+        sizes = {}
+        for name, file in files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            if file.tell():  # an empty file cannot be mapped
+                sizes[name] = os.fstat(file.fileno()).st_size
     index = {"counts": counts, "sizes": sizes}
-    # A shard with this file is complete.
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
+def _write_documents(examples, tokenizer, files):
     """Write documents end to end into the files of a shard; return counts of documents.
 
-    Two texts A and B become these tokens. `documents` gets [first, last) of each:
+    Two texts A and B become these tokens. "documents" gets [first, last) of each:
 
         without a bos id                      with a bos id
         0   1 2 3 4   5 6 7                   0   1 2 3 4   5   6 7 8
@@ -610,78 +606,66 @@ def _write_documents(pieces, tokenizer, tokens, ignored, documents, bytes_at):
     Without a bos id, one eos stands between two texts and is part of both.
     With a bos id, each text has a bos and an eos of its own.
     A chat is written as its template renders it, and ids as they are; an eos around them is not
-    part of them.
+    part of them, and not a label.
     """
     bos = tokenizer["bos"]
     eos = tokenizer["eos"]
-    append = partial(_append_ids, tokens, ignored, tokenizer["dtype"])
+    append = partial(_append_ids, files["tokens"], files["ignored"], tokenizer["dtype"])
     counts = Counter({"documents": 0, "empty skipped": 0})
-    is_first = True  # the next piece begins a document
-    last_kind = ""
-    n_bytes = 0  # of text so far
-    n_text = 0  # tokens of text so far
-    bytes_at.write(np.int64((0, 0)))
-    for piece in pieces:
-        is_whole = piece["kind"] in ("chat", "ids")
-        if is_first and piece["is_last"] and not len(piece["ids"]):
+    is_first = True  # the next example begins a document
+    last_kind = ""  # of the document before
+    n_more = 0  # bytes of text more than tokens; a bos or eos counts as one byte
+    files["bytes_at"].write(np.int64((0, 0)))
+    for example in examples:
+        kind = example["kind"]
+        is_text = kind in ("text", "pair")
+        if is_first and example["is_last"] and not len(example["ids"]):
             counts["empty skipped"] += 1
             continue
 
-        # Begin a document: write its first token, [first. n is the number of tokens so far.
+        # Begin a document. Without a bos id, an eos mostly ends the document before.
         if is_first:
-            # After a chat or ids, the id before a document is not a label.
-            before = _ids_before(bos, eos, piece["kind"], last_kind)
+            before = []
+            if bos is not None and is_text:
+                before = [bos]
+            elif bos is None and kind != "ids" and last_kind in ("", "ids"):
+                before = [eos]
             n = append(before, last_kind in ("chat", "ids"))
             # The id before a text is part of it.
-            first = n if is_whole else n - 1
-            documents.write(np.int64(first))
-        n = append(piece["ids"], piece["ignored"])
-        n_bytes += piece["n_bytes"]
-        n_text += len(piece["ids"])
-        bytes_at.write(np.int64((n, n_bytes + n - n_text)))  # n - n_text: those of one byte
-        if piece["form"] != "text":
-            counts[f"rows read as {piece['form']}"] += 1
+            files["documents"].write(np.int64(n - 1 if is_text else n))
+
+        n = append(example["ids"], example["ignored"])
+        n_more += example["n_bytes"] - len(example["ids"])
+        files["bytes_at"].write(np.int64((n, n + n_more)))
+        if example["form"] != "text":
+            counts[f"rows read as {example['form']}"] += 1
         # Optional: chats with a date. `fingerprint` has the names of these counts.
-        if piece.get("has_date"):
+        if example.get("has_date"):
             date = time.strftime("%Y-%m-%d")
             counts[f"chats whose template may hold the date, {date} (strftime_now)"] += 1
-        # End a document: write the token after its last, last).
-        if piece["is_last"]:
-            # The eos after a text is part of it. Without a bos id it is written later: before the
-            # next document, or below.
-            last = n if is_whole else n + 1
-            documents.write(np.int64(last))
-            if bos is not None and not is_whole:
-                n = append([eos], False)
-            counts["documents"] += 1
-            # Of a text or a pair, at least the eos after it is a label.
-            if is_whole and np.all(piece["ignored"]):
-                counts["documents without a label"] += 1
-            last_kind = piece["kind"]
-        is_first = piece["is_last"]
 
-    # The eos after the last document.
-    if bos is None and last_kind != "ids":
-        n = append([eos], last_kind == "chat")
+        # End a document.
+        if example["is_last"]:
+            counts["documents"] += 1
+            # The eos after a text is part of it, and a label.
+            files["documents"].write(np.int64(n + 1 if is_text else n))
+            if is_text:
+                n = append([eos], False)
+            elif np.all(example["ignored"]):
+                counts["documents without a label"] += 1
+            if kind == "chat" and bos is None:
+                n = append([eos], True)
+            last_kind = kind
+        is_first = example["is_last"]
+
     if not counts["documents"]:  # write one without tokens: an empty file cannot be mapped
         n = append([eos], False)
-        documents.write(np.int64((0, 0)))
-    bytes_at.write(np.int64((n, n_bytes + n - n_text)))
-    if ignored.tell():
+        files["documents"].write(np.int64((0, 0)))
+    files["bytes_at"].write(np.int64((n, n + n_more)))
+    if files["ignored"].tell():
         # This lengthens the file to one byte a token: the bytes after the last ignored are zeros.
-        ignored.truncate(n)
+        files["ignored"].truncate(n)
     return counts
-
-
-def _ids_before(bos, eos, kind, last_kind):
-    """The ids to write before a document of this kind."""
-    if kind == "ids" and last_kind not in ("text", "pair"):
-        return []
-    if bos is None:
-        return [eos]  # also ends the document before
-    if kind in ("chat", "ids"):
-        return []  # a chat, or ids, have all special tokens already
-    return [bos]
 
 
 def _append_ids(tokens, ignored, dtype, ids, is_ignored):
@@ -699,53 +683,46 @@ def _append_ids(tokens, ignored, dtype, ids, is_ignored):
 def _encode_files(paths, tokenizer, columns):
     """Yield the examples of these files, see `read_example`, with their "ids" and "ignored".
 
-    Many examples are encoded together, since a tokenizer's library uses all cores for a list.
-    Another thread encodes; meanwhile this thread reads the next rows.
+    A thread reads the next group of examples while this one encodes a group.
     """
-    # The number of bytes, for the progress bar.
-    total = 0
-    for path in paths:
-        files = (path, *path.glob("*"))  # a folder written by the datasets library has files
-        total += sum(file.stat().st_size for file in files)
-    examples = _read_examples(paths, tokenizer, columns)
+    total = sum(file.stat().st_size for path in paths for file in _files_of(path))
+    groups = _groups_of_examples(paths, tokenizer, columns)
     with (tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", delay=1, disable=None,
-               leave=False) as bar, ThreadPoolExecutor(1, "tokenizer") as pool):
-        previous = []
-        encoded = None  # the future of their ids
-        while True:
-            some = _take_some(examples)
-            encoding = pool.submit(encode_examples, some, tokenizer)
-            for i, example in enumerate(previous):
-                ids, ignored = encoded.result()[i]
+               leave=False) as bar, ThreadPoolExecutor(1, "reader") as pool):
+        group = next(groups)
+        while group:
+            reading = pool.submit(next, groups, [])
+            for example, (ids, ignored) in zip(group, encode_examples(group, tokenizer)):
                 yield example | {"ids": ids, "ignored": ignored}
                 bar.update(len(example["text"]))
-            if not some:
-                return
-            previous = some
-            encoded = encoding
+            group = reading.result()
 
 
-def _read_examples(paths, tokenizer, columns):
-    """Yield the examples of all rows; the last piece of a document has "is_last"."""
-    for path in paths:
-        for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
-            yield read_example(row, where, tokenizer) | {"is_last": is_last}
+def _files_of(path):
+    """A file, or the files in a folder written by the datasets library."""
+    return sorted(path.glob("*")) if path.is_dir() else [path]
 
 
-MOST_ROWS = 512  # examples that are encoded together
+MOST_ROWS = 512  # examples that are encoded together: a tokenizer's library uses all cores
 MOST_CHARACTERS = 2**22  # of their texts, about; bounds the memory
 
 
-def _take_some(examples):
-    """A list of the next examples, to be encoded together."""
-    some = []
+def _groups_of_examples(paths, tokenizer, columns):
+    """Yield lists of the examples of all rows, to be encoded together. The last piece of a document
+    has "is_last".
+    """
+    group = []
     n_characters = 0
-    for example in islice(examples, MOST_ROWS):
-        some.append(example)
-        n_characters += len(example["text"])
-        if n_characters > MOST_CHARACTERS:
-            break
-    return some
+    for path in paths:
+        for where, row, is_last in rows_in(path, tokenizer["piece"], columns):
+            example = read_example(row, where, tokenizer) | {"is_last": is_last}
+            group.append(example)
+            n_characters += len(example["text"])
+            if len(group) == MOST_ROWS or n_characters > MOST_CHARACTERS:
+                yield group
+                group = []
+                n_characters = 0
+    yield group
 
 
 def read_example(row, where, tokenizer):
@@ -821,11 +798,9 @@ def _find_form(row, where):
         if all(isinstance(row.get(name), kinds) for name in names):
             found.append(form)
     if len(found) > 1:
-        choices = []
-        for form in found:
-            choices.append("--columns " + " ".join(f"{name}={name}" for name in FORMS[form]))
-        raise ValueError(f"{where}: has {' and also '.join(found)}: name the one to use, by "
-                         f"{' or '.join(choices)}")
+        name = FORMS[found[0]][0]
+        raise ValueError(f"{where}: has {' and also '.join(found)}: name the columns to use, as in "
+                         f"--columns {name}={name}")
     if not found:
         fields = ", ".join(f"{name} ({type(x).__name__})" for name, x in row.items())
         raise ValueError(f"{where}: not an object with a string 'text', strings 'prompt' and "
@@ -851,14 +826,14 @@ def encode_examples(examples, tokenizer):
 
     pairs = []
     for example in examples:
-        if example["kind"] == "chat":
-            pairs.append(_ignore_outside(next(chats), example, tokenizer))
+        if example["kind"] == "text":
+            pairs.append((next(encoded), False))
         elif example["kind"] == "pair":
             pairs.append(_join_prompt(next(encoded), next(completions)))
-        elif example["kind"] == "ids":
-            pairs.append((example["ids"], example["ignored"]))
+        elif example["kind"] == "chat":
+            pairs.append(_ignore_outside(next(chats), example, tokenizer))
         else:
-            pairs.append((next(encoded), False))
+            pairs.append((example["ids"], example["ignored"]))
     return pairs
 
 
@@ -871,19 +846,19 @@ def rows_in(path, size, columns=()):
     """
     # Optional: tables, and JSON.
     read_rows = _row_reader(path, columns)
-    if read_rows:
-        missing = set(columns)
-        for where, row in read_rows(path):
-            if columns:
-                row = _named_columns(row, columns, where)
-                missing = {entry for entry in missing if entry.partition("=")[0] not in row}
-            yield where, row, True
-        if missing:
-            raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}")
+    if not read_rows:
+        with _open_utf8(path) as file:
+            for text, is_last in _text_pieces(file, size):
+                yield str(path), {"text": text}, is_last
         return
-    with _open_utf8(path) as file:
-        for text, is_last in _text_pieces(file, size):
-            yield str(path), {"text": text}, is_last
+    missing = set(columns)
+    for where, row in read_rows(path):
+        if columns:
+            row = _named_columns(row, columns, where)
+            missing = {entry for entry in missing if entry.partition("=")[0] not in row}
+        yield where, row, True
+    if missing:
+        raise ValueError(f"{path}: no row has the column of --columns {' '.join(missing)}")
 
 
 def _file_kind(path):
@@ -909,7 +884,7 @@ def _open_utf8(path, newline="\n"):
 def _open_bytes(path):
     """Open a file for reading, decompressed."""
     if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rb")
+        return gzip.open(path)
     if path.suffix.lower() == ".zst":
         # pyarrow's reader detects a truncated file, zstandard's does not.
         return require("pyarrow", path).input_stream(str(path), compression="zstd")
@@ -960,22 +935,17 @@ def _increase_file_limit():
 # ---- token cache
 
 def _token_cache_folder(cfg):
-    """The folder of tokenized text: token_cache, or the first of "data" in cache_dir and in out_dir
-    that can be made.
+    """The folder of tokenized text: token_cache, or the folder data in cache_dir; in out_dir where
+    cache_dir is none or cannot be written.
     """
     if cfg.token_cache:
-        folders = [cfg.token_cache]
-    else:
-        homes = [os.path.expanduser(home) for home in (cfg.cache_dir, cfg.out_dir) if home]
-        # This user has no home folder: ~ was not expanded.
-        folders = [os.path.join(home, "data") for home in homes if not home.startswith("~/")]
-    for folder in folders:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            return folder
-        except OSError:
-            pass  # enable_compilation_cache reports a cache_dir that cannot be written
-    return folders[-1]
+        return cfg.token_cache
+    home = os.path.expanduser(cfg.cache_dir)
+    try:
+        os.makedirs(home, exist_ok=True)
+    except OSError:  # also of "". use_compilation_cache reports it
+        home = cfg.out_dir
+    return os.path.join(home, "data")
 
 
 # Sections of this file that decide which tokens come from a file and a tokenizer. An edit of them
@@ -993,43 +963,35 @@ def _cache_key(paths, tokenizer, columns):
     code = [zlib.crc32(text.encode()) for banner, text in zip(sections[1::2], sections[2::2])
             if banner in READER_SECTIONS]
     content = []
-    for path in paths:
-        # A folder written by the datasets library has files.
-        for file in (path, *sorted(path.glob("*"))):
-            if file.is_file():
-                identity = [file.suffixes[-2:], *content_id(file)]
-                # The time of the last change stands for the content beyond the first MiB. It is the
-                # one that no program can set, since archives and images have fixed times.
-                if file.stat().st_size > 2**20:
-                    identity.append(file.stat().st_ctime_ns)
-                content.append(identity)
+    for file in chain.from_iterable(map(_files_of, paths)):
+        identity = [file.suffixes[-2:], *content_id(file)]
+        # The time of the last change stands for the content beyond the first MiB. It is the one
+        # that no program can set, since archives and images have fixed times.
+        if file.stat().st_size > 2**20:
+            identity.append(file.stat().st_ctime_ns)
+        content.append(identity)
     key = json.dumps([*code, tokenizer["key"], *columns, *content])
     return hashlib.sha256(key.encode()).hexdigest()[:20]
 
 
 def _write_once(folder, write, read):
-    """Make `folder` by write(temporary folder), unless read(folder) finds it complete.
-
-    With several processes, one writes and the others wait for its lock.
+    """Make `folder` by write(temporary folder), unless read() finds it complete; return what read()
+    then returns. Of several processes one writes, and the others wait for its lock.
     """
     temporary = folder.with_suffix(".partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: at worst two processes write
-            temporary = folder.with_suffix(f".{time.time_ns()}")
-        if read(folder) is not None:
-            return
-        for leftover in (folder, temporary):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            write(temporary)
-            if read(folder) is None:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if read() is None:
+            try:
+                for leftover in (folder, temporary):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                temporary.mkdir()
+                write(temporary)
                 temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return read()
 
 
 # ---- the tokenizer
@@ -1206,35 +1168,18 @@ def describe(dataset):
     # Optional: several datasets, mixed by weight.
     if "mixture" in dataset:
         return _describe_mixture(dataset["mixture"])
-    counts = {}
+    if dataset["seq_format"]["packing"] != "stream":
+        facts = _describe_packing(dataset)  # optional: packing
+    else:
+        facts = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
     for shard in dataset["shards"]:
         if not shard["token_offset"]:  # the second part of a split has the same counts
-            for name, n in shard.get("counts", {}).items():
-                counts[name] = counts.get(name, 0) + n
-    n_documents = counts.pop("documents", 0)
-    if dataset["seq_format"]["packing"] != "stream":
-        sizes = _describe_packing(dataset)  # optional: packing
-    else:
-        sizes = [f"{dataset['lengths'].sum():,} tokens", f"{dataset['n']:,} sequences"]
-        if n_documents:
-            sizes.append(f"{n_documents:,} documents")
-    read = [f"{n:,} {name}" for name, n in counts.items() if n]
-    labels = []
+            facts += [f"{n:,} {name}" for name, n in shard.get("counts", {}).items() if n]
+    lines = [", ".join(facts)]
     # Optional: tokens that are not labels.
     if any("ignored" in shard for shard in dataset["shards"]):
-        labels = _describe_labels(dataset)
-    return "\n".join([*_join_facts([*sizes, *read]), *_join_facts(labels)])
-
-
-def _join_facts(facts):
-    """Facts joined into lines of at most 90 characters, where that is possible."""
-    lines = []
-    for fact in facts:
-        if lines and len(lines[-1]) + len(fact) < 90:
-            lines[-1] += f", {fact}"
-        else:
-            lines.append(fact)
-    return lines
+        lines.append(", ".join(_describe_labels(dataset)))
+    return "\n".join(lines)
 
 
 def fingerprint(dataset):
@@ -1246,13 +1191,13 @@ def fingerprint(dataset):
     shards = dataset["shards"]
     n = max(2**20 // len(shards), 2**10)
     crc = 0
+    dates = []
     for shard in shards:
         for name in ("tokens", "ignored"):
             if name in shard:
-                crc = zlib.crc32(np.ascontiguousarray(shard[name][:n]), crc)
-                crc = zlib.crc32(np.ascontiguousarray(shard[name][-n:]), crc)
-    counts = [name for shard in shards for name in shard.get("counts", ())]
-    dates = [name for name in counts if "strftime_now" in name]
+                crc = zlib.crc32(shard[name][:n].tobytes(), crc)
+                crc = zlib.crc32(shard[name][-n:].tobytes(), crc)
+        dates += [name for name in shard.get("counts", ()) if "strftime_now" in name]
     size = f"{dataset['lengths'].sum()} tokens in {len(shards)} shards"
     return "; ".join([f"{size}, crc32 {crc:08x}", *dates])
 
@@ -1309,11 +1254,10 @@ def split(dataset, val_frac):
     """Split into (train, validation): the last fraction `val_frac` of all tokens is validation.
 
     No side of a cut shard is shorter than seq_len + 1. With packing, no document is cut.
-    Raises ValueError when one side would have no sequence.
+    Raises ValueError when one side would have no sequence, or no label.
     """
     seq_format = dataset["seq_format"]
     n_train = round(sum(dataset["lengths"].tolist()) * (1 - val_frac))
-    cut_key = "tokens" if seq_format["packing"] == "stream" else "documents"
     train_shards = []
     val_shards = []
     for shard in dataset["shards"]:
@@ -1321,38 +1265,30 @@ def split(dataset, val_frac):
         n = len(shard["tokens"])
         cut = min(max(n_train, 0), n)
         n_train -= n
-        if cut_key == "tokens":
-            train_shard, val_shard = _cut_tokens(shard, cut, seq_format["seq_len"])
-        else:
-            train_shard, val_shard = _cut_documents(shard, cut)
-        if len(train_shard[cut_key]):
-            train_shards.append(train_shard)
-        if len(val_shard[cut_key]):
-            val_shards.append(val_shard)
+        if seq_format["packing"] == "stream":
+            sides = _cut_tokens(shard, cut, seq_format["seq_len"])
+        else:  # optional: packing
+            sides = _cut_documents(shard, cut)
+        for side, shards in zip(sides, (train_shards, val_shards)):
+            if side:
+                shards.append(side)
 
     train = make_dataset(train_shards, seq_format)
     val = make_dataset(val_shards, seq_format)
     for name, side in (("training", train), ("validation", val)):
-        if not side["n"]:
-            raise ValueError(
-                f"val_frac {val_frac}: leaves no {name} sequence of {seq_format['seq_len'] + 1} "
-                "tokens; give --val_data, more data or a shorter --seq_len")
-        # Optional: tokens that are not labels.
-        for shard in side["shards"]:
-            if "ignored" in shard:
-                _check_labels(shard, f"val_frac {val_frac}: leaves {name} data without a label "
-                                     "(set --val_data, or another --val_frac): ")
+        with as_value_error(f"val_frac {val_frac}: leaves too little {name} data; give --val_data, "
+                            "more data or a shorter --seq_len", ValueError):
+            _check_sequences(side)
     return train, val
 
 
 def _cut_tokens(shard, cut, seq_len):
-    """Cut a shard before token `cut` into two, of which one may be empty."""
+    """Cut a shard before token `cut` into two, of which one may be None."""
     # A side that would be too short for a sequence joins the other side.
-    n = len(shard["tokens"])
     if cut <= seq_len:
-        cut = 0
-    elif n - cut <= seq_len:
-        cut = n
+        return None, shard
+    if len(shard["tokens"]) - cut <= seq_len:
+        return shard, None
 
     first = dict(shard)
     second = dict(shard)
@@ -1401,7 +1337,7 @@ def named_sets(entries):
 
 def _is_path(text):
     """Whether a text is an existing path, or a glob that matches one: its "=" belongs to it."""
-    return os.path.exists(text) or bool(glob.glob(_literal_folders(text), recursive=True))
+    return bool(glob.glob(_literal_folders(text), recursive=True))
 
 
 # ---- checks of files and ids
@@ -1420,24 +1356,30 @@ def check_disjoint(groups):
 N_SCANNED = 2**22  # tokens of a dataset whose ids are checked when it is opened; the rest per batch
 
 
-def _check_shards(dataset, may_be_empty):
-    """Raise ValueError for a shard without a sequence, or with an id that the model lacks."""
-    seq_format = dataset["seq_format"]
-    n_shards = len(dataset["shards"])
-    n_sequences = np.diff(dataset["cum_counts"], prepend=0)
-    for shard, n in zip(dataset["shards"], n_sequences):
-        tokens = shard["tokens"]
-        # Optional: tokens that are not labels.
-        if "ignored" in shard and not may_be_empty:
-            _check_labels(shard)
-        if not n and not may_be_empty:
-            raise ValueError(
-                f"{shard['name']}: has {len(tokens)} tokens, and no sequence of "
-                f"{seq_format['seq_len']} with a label; use more data, another --seq_len or "
-                "--truncation")
+def _check_first_ids(dataset):
+    """Raise ValueError if one of the first tokens is an id that the model lacks."""
+    vocab_size = dataset["seq_format"]["vocab_size"]
+    n = N_SCANNED // len(dataset["shards"])
+    for shard in dataset["shards"]:
         # The check is needed only if the dtype can hold an illegal id.
-        if np.iinfo(tokens.dtype).max >= seq_format["vocab_size"]:
-            check_ids(tokens[None, : N_SCANNED // n_shards], seq_format["vocab_size"], [shard])
+        if np.iinfo(shard["tokens"].dtype).max >= vocab_size:
+            check_ids(shard["tokens"][None, :n], vocab_size, [shard])
+
+
+def _check_sequences(dataset):
+    """Raise ValueError for a dataset or a shard without a sequence that has a label."""
+    seq_len = dataset["seq_format"]["seq_len"]
+    n_sequences = np.diff(dataset["cum_counts"], prepend=0)
+    if not len(n_sequences):
+        raise ValueError(f"no sequence of {seq_len + 1} tokens")
+    for shard, n in zip(dataset["shards"], n_sequences):
+        # Optional: tokens that are not labels.
+        if "ignored" in shard:
+            _check_labels(shard)
+        if not n:
+            raise ValueError(f"{shard['name']}: has {len(shard['tokens'])} tokens, and no sequence "
+                             f"of {seq_len} with a label; use more data, another --seq_len or "
+                             "--truncation")
 
 
 def has_label(shard):
@@ -1453,30 +1395,23 @@ def check_ids(rows, vocab_size, shards):
 
     vocab_size 0: any id is legal.
     """
-    if not vocab_size or not rows.size:
+    if not vocab_size or not rows.size or (rows.min() >= 0 and rows.max() < vocab_size):
         return
-    if rows.min() >= 0 and rows.max() < vocab_size:
-        return
-    is_bad = (rows < 0) | (rows >= vocab_size)
-    i = int(np.argmax(is_bad.any(axis=1)))
+    i, j = np.argwhere((rows < 0) | (rows >= vocab_size))[0]
     raise ValueError(
-        f"{shards[i]['name']}: token id {rows[i][is_bad[i]][0]} is not in [0, {vocab_size}), the "
-        "vocabulary of the model: use the tokenizer of the model. A new model may have a larger "
+        f"{shards[i]['name']}: token id {rows[i, j]} is not in [0, {vocab_size}), the vocabulary "
+        "of the model: use the tokenizer of the model. A new model may have a larger "
         "--vocab_size; a .bin file may need another --data_dtype")
 
 
 def _check_unchanged(shard):
-    """Raise ValueError if the shard's file has another size now.
+    """Raise ValueError if the shard's file has another size now, OSError if it is gone.
 
     Reading a mapped file beyond its end would kill the process.
     """
-    if "path" not in shard:
-        return
-    with as_value_error(f"{shard['name']}: was deleted during training", OSError):
-        size = os.stat(shard["path"]).st_size
-    if size != shard["file_size"]:
-        raise ValueError(f"{shard['path']}: had {shard['file_size']} bytes when it was opened and "
-                         f"has {size} now; data must not change while a run reads it")
+    if "path" in shard and os.stat(shard["path"]).st_size != shard["file_size"]:
+        raise ValueError(f"{shard['path']}: its size is not {shard['file_size']} any more; data "
+                         "must not change while a run reads it")
 
 
 # ---- errors
@@ -1514,11 +1449,9 @@ def mix(datasets, weights):
     Raises ValueError for weights that are not above 0 or repeat after more than 10,000 sequences.
     """
     weights = [Fraction(weight) for weight in weights]
-    if len(datasets) == 1 and min(weights) > 0:
-        return datasets[0]
-    total = sum(weights) or 1  # weights that add up to 0 are rejected below
-    fractions = [weight / total for weight in weights]
-    n_cycle = lcm(*(fraction.denominator for fraction in fractions))
+    if min(weights) > 0:
+        fractions = [weight / sum(weights) for weight in weights]
+        n_cycle = lcm(*(fraction.denominator for fraction in fractions))
     if min(weights) <= 0 or n_cycle > 10**4:
         given = " ".join(str(float(weight)) for weight in weights)
         raise ValueError(f"data {given}: weights must be above 0 and repeat within 10,000 "
@@ -1533,22 +1466,17 @@ def mix(datasets, weights):
         due = []
         for i, (n, fraction) in enumerate(zip(counts, fractions)):
             if n <= fraction * position:
-                deadline = ceil((n + 1) / fraction)
-                due.append((deadline, i))
+                due.append((ceil((n + 1) / fraction), i))  # the deadline of its next sequence
         _, chosen = min(due)
         dataset_of.append(chosen)
         rank_of.append(counts[chosen])
         counts[chosen] += 1
 
     # The joined dataset has the shards of all. Its epoch ends when each has been read once.
-    shards = []
-    epoch_sizes = []
-    for dataset, fraction in zip(datasets, fractions):
-        shards += dataset["shards"]
-        epoch_sizes.append(ceil(dataset["n"] / fraction))
     sizes = np.array([dataset["n"] for dataset in datasets])
+    shards = [shard for dataset in datasets for shard in dataset["shards"]]
     joined = make_dataset(shards, datasets[0]["seq_format"])
-    joined["n"] = max(epoch_sizes)
+    joined["n"] = max(ceil(n / fraction) for n, fraction in zip(sizes.tolist(), fractions))
     joined["mixture"] = {
         "datasets": datasets,
         "dataset_of": np.array(dataset_of),
@@ -1571,11 +1499,10 @@ def _mixture_examples(mixture, draws, seed):
 
 
 def _describe_mixture(mixture):
-    n_cycle = mixture["counts"].sum()
     summaries = []
     for n, dataset in zip(mixture["counts"], mixture["datasets"]):
-        name = dataset["shards"][0]["name"]
-        summaries.append(f"{n / n_cycle:.3g} of {name}: {describe(dataset)}")
+        fraction = n / mixture["counts"].sum()
+        summaries.append(f"{fraction:.3g} of {dataset['shards'][0]['name']}: {describe(dataset)}")
     return "\n".join(summaries)
 
 
@@ -1782,44 +1709,49 @@ LLMC_HEADERS = {(20240520, 1): np.dtype("uint16"), (20240801, 7): np.dtype("uint
 
 
 def _open_token_files(paths, seq_format, dtype, eod_id):
-    """Open token files, each as a shard without documents. eod_id: the id between them."""
-    vocab_size = seq_format["vocab_size"]
-    is_id = eod_id >= 0 and (not vocab_size or eod_id < vocab_size)
-    if seq_format["document_mask"] and not is_id:
+    """Open token files, each as a shard without documents. eod_id: the id between them; dtype: of
+    .bin files without a header.
+    """
+    if seq_format["document_mask"] and not 0 <= eod_id < (seq_format["vocab_size"] or 2**63):
         raise ValueError(f"{paths[0]}: with document_mask, token files need the id between "
                          f"documents, and eod_id {eod_id} is not an id; set --eod_id (50256 for "
                          "GPT-2)")
     shards = []
     for path in paths:
+        tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, dtype)
         # A plain array of the mapped file: slicing a memmap takes longer than copying a row.
-        tokens = np.asarray(_map_tokens(path, dtype))
-        shards.append({"name": str(path), "tokens": tokens, "token_offset": 0, "eod_id": eod_id,
-                       "path": path, "file_size": path.stat().st_size})
+        shards.append({"name": str(path), "tokens": np.asarray(tokens), "token_offset": 0,
+                       "eod_id": eod_id, "path": path, "file_size": path.stat().st_size})
     return shards
 
 
-def _map_tokens(path, dtype):
-    """Map the tokens of a .npy or .bin file; dtype is that of a .bin file without a header."""
-    if path.suffix.lower() == ".npy":
-        return _map_npy(path)
-    size = path.stat().st_size
-    header = np.fromfile(path, np.int32, 256)
-    # The header begins with a date and ends with 253 zeros.
-    has_zeros = len(header) == 256 and not header[3:].any()
-    is_header = has_zeros and 20_000_000 < header[0] < 21_000_000
-    if is_header:
-        return _map_llmc(path, size, header)
+def _map_npy(path):
+    with as_value_error(f"{path}: not a .npy file", Exception):  # from its header: any exception
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
+    return tokens
 
+
+def _map_bin(path, dtype):
     dtype = np.dtype(dtype)
-    if not size:
-        raise ValueError(f"{path}: is empty; remove it")
+    size = path.stat().st_size
+    offset = 0
+    header = np.fromfile(path, np.int32, 256)
     width = _likely_width(np.fromfile(path, np.uint16, 2**16))
-    if width and width != dtype.itemsize:
+    # The header begins with a date and ends with 253 zeros.
+    if len(header) == 256 and 20_000_000 < header[0] < 21_000_000 and not header[3:].any():
+        magic, version, n = header[:3].tolist()
+        dtype = LLMC_HEADERS.get((magic, version))
+        offset = 1024
+        if not dtype or size != offset + n * dtype.itemsize:
+            raise ValueError(f"{path}: {size} bytes are not those of its header: magic {magic}, "
+                             f"version {version}, {n} tokens; known are {[*LLMC_HEADERS]}")
+    elif width and width != dtype.itemsize:
         raise ValueError(f"{path}: seems to have integers of {width} bytes, and data_dtype is "
                          f"{dtype}; set --data_dtype {'uint32' if width == 4 else 'int64'}")
-    if size % dtype.itemsize:
-        raise ValueError(f"{path}: {size} bytes is not a whole number of {dtype}; set --data_dtype")
-    return np.memmap(path, dtype, "r")
+    with as_value_error(f"{path}: {size} bytes cannot be {dtype}; set --data_dtype", ValueError):
+        return np.memmap(path, dtype, "r", offset)
 
 
 def _likely_width(words):
@@ -1837,27 +1769,6 @@ def _likely_width(words):
     if not high.any() or (high.max() < 16 and low.max() >= 4096):
         return 4
     return None
-
-
-def _map_npy(path):
-    with as_value_error(f"{path}: not a .npy file", Exception):  # from its header: any exception
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"{path}: has {tokens.ndim} dims of {tokens.dtype}, not 1 of integers")
-    return tokens
-
-
-def _map_llmc(path, size, header):
-    magic, version, count = header[:3].tolist()
-    if (magic, version) not in LLMC_HEADERS:
-        known = list(LLMC_HEADERS)
-        raise ValueError(f"{path}: header (magic, version) is {(magic, version)}; known: {known}")
-    dtype = LLMC_HEADERS[magic, version]
-    wanted = 1024 + count * dtype.itemsize
-    if size != wanted:
-        raise ValueError(f"{path}: header says {count} tokens of {dtype}, which is "
-                         f"{wanted} bytes; the file has {size}")
-    return np.memmap(path, dtype, "r", 1024, (count,))
 
 
 # ---- rows of token ids
@@ -2262,10 +2173,10 @@ def _ignore_outside(encoded, example, tokenizer):
     return ids, ignored
 
 
-def _check_labels(shard, prefix=""):
-    """Raise ValueError for a shard without any label. prefix: of the message."""
+def _check_labels(shard):
+    """Raise ValueError for a shard without any label."""
     if not has_label(shard):
-        raise ValueError(f"{prefix}{shard['name']}: no token is a label: only completions of "
+        raise ValueError(f"{shard['name']}: no token is a label: only completions of "
                          "prompts are, and messages of the assistant whose weight is not 0")
 
 

@@ -372,8 +372,7 @@ FILES = {
                          "has no column 'body', which --columns text=body names; it has text"),
     "an unused column": ("a.jsonl", '{"text": "a", "body": "one two"}', ("text=body",), BOTH[:1]),
     "two forms": ("a.jsonl", '{"text": "a", "messages": [{"role": "user", "content": "b"}]}\n', (),
-                  "has text and also messages: name the one to use, by --columns text=text or "
-                  "--columns messages=messages"),
+                  "has text and also messages: name the columns to use, as in --columns text="),
     "of two forms the text": ("a.jsonl", '{"text": "one two", "prompt": "a", "completion": "b"}\n',
                               ("text=text",), BOTH[:1]),
     "a csv with one name twice": ("a.csv", "text,text\na,b\n", (), "two columns have one name"),
@@ -866,8 +865,8 @@ def test_ids_of_a_larger_vocabulary(tmp_path):
 def test_token_ids_beside_texts_in_parquet(tmp_path):
     """Between ids and a text is the end of the text or its beginning, as between chats and texts.
 
-    Break: data.py: if kind == "ids" and last_kind not in ("text", "pair"): =>
-    if kind == "ids":
+    Break: data.py: and kind != "ids" and last_kind in ("", "ids"): =>
+    and kind != "ids" and not last_kind:
     """
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -1405,7 +1404,8 @@ def test_a_template_with_the_date_of_today(tmp_path, monkeypatch):
     """The fingerprint of chats names the date that their template may hold, so that a resume on
     another day says why its data differs.
 
-    Break: data.py: for name in counts if "strftime_now" in name] => for name in ()]
+    Break: data.py: for name in shard.get("counts", ()) if "strftime_now" in name] =>
+    for name in ()]
     """
     pytest.importorskip("transformers")
     template = "{{ strftime_now('%Y-%m-%d') }}" + SIMPLE_TEMPLATE
@@ -1527,10 +1527,10 @@ def test_widths_of_ids(dtype, given, words, tmp_path):
     ids.tofile(path)
     if words:
         with pytest.raises(ValueError) as e:
-            data._map_tokens(path, given)
+            data._map_bin(path, given)
         assert words in str(e.value) and str(path) in str(e.value)
     else:
-        assert data._map_tokens(path, given).tolist() == ids.tolist()
+        assert data._map_bin(path, given).tolist() == ids.tolist()
 
 
 def save_split(path, texts):
@@ -1657,7 +1657,7 @@ def test_chats_with_tools_that_are_not_rendered(tmp_path):
 def test_an_empty_completion_has_its_end_as_a_label(tmp_path):
     """A pair with an empty completion does not count as a document without a label.
 
-    Break: data.py: if is_whole and np.all(piece["ignored"]): => if np.all(piece["ignored"]):
+    Break: data.py: elif np.all(example["ignored"]): => if np.all(example["ignored"]):
     """
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": ""}])
     shard, _ = tokenized(path, data.make_tokenizer("bytes"), tmp_path)
